@@ -1,0 +1,65 @@
+# Needs Python 3.11 or newer with venv, and make. Everything else goes into $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+# Processes share the cores of the machine; libraries that take all of them slow one another down.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=$${MKL_NUM_THREADS:-1} \
+	OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} PYTHONUNBUFFERED=1
+
+STAMP := $(VENV)/.sparseps-installed
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
+SOURCES := pscore psservice psclient tests examples benchmarks tools
+
+.DEFAULT_GOAL := help
+.PHONY: help venv quickstart test lint format stubs bench wheel clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo 'ARGS="..." goes to the program behind quickstart, test and bench; PYTHON=python3.12 picks the interpreter.'
+
+venv: $(STAMP) ## Set up .venv with the tested versions of everything
+
+$(STAMP): pyproject.toml constraints.txt tools/generate_stubs.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo '$(PYTHON) is older than Python 3.11; choose another: make PYTHON=python3.12' >&2; exit 1; }
+	@echo '[1/4] creating $(VENV)'
+	@$(PYTHON) -m venv $(VENV)
+	@echo '[2/4] installing PyTorch (the largest part: minutes on a slow line)'
+	@$(PIP) install --quiet -c constraints.txt torch
+	@echo '[3/4] installing sparseps and its tools'
+	@$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@echo '[4/4] fetching the generator of the gRPC stubs'
+	@$(VENV)/bin/python tools/generate_stubs.py --prepare
+	@touch $@
+
+quickstart: venv ## Train a small model with a server and workers on this machine
+	@$(VENV)/bin/python examples/quickstart.py $(ARGS)
+
+test: venv ## Run the tests
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m pytest $(ARGS)
+
+lint: venv ## Check style, types and the protocol file
+	$(VENV)/bin/ruff check $(wildcard $(SOURCES))
+	$(VENV)/bin/ruff format --check $(wildcard $(SOURCES))
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python tools/generate_stubs.py --check
+	tools/lint_proto.sh
+
+format: venv ## Rewrite the sources in the house style
+	$(VENV)/bin/ruff check --fix $(wildcard $(SOURCES))
+	$(VENV)/bin/ruff format $(wildcard $(SOURCES))
+
+stubs: venv ## Regenerate the gRPC stubs from proto/
+	@$(VENV)/bin/python tools/generate_stubs.py
+
+bench: venv ## Run the benchmarks and write their report
+	@$(VENV)/bin/python -m benchmarks.bench $(ARGS)
+
+wheel: venv ## Build a wheel into dist/
+	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+clean: ## Remove what was built; keep .venv and runs/
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	find $(wildcard $(SOURCES)) -type d -name __pycache__ -prune -exec rm -rf {} +

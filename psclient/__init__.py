@@ -1,0 +1,67 @@
+"""The worker's side: optimizers that train through a parameter server, in an ordinary PyTorch loop.
+
+>>> optimizer = psclient.DGS(model.parameters(), lr=0.1, density=0.01, model=model, server="host:50051")
+
+Names are loaded when they are first used, so that importing this package is fast and starts nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pscore.version import __version__
+
+if TYPE_CHECKING:
+    from psclient import errors, schedules
+    from psclient.export import download, save
+    from psclient.local import LocalServer
+    from psclient.methods.asgd import ASGD
+    from psclient.methods.dgc import DGC
+    from psclient.methods.dgs import DGS
+    from psclient.methods.gradient_dropping import GradientDropping
+    from psclient.methods.momentum_sgd import MomentumSGD
+    from psclient.schedules import VersionClock
+    from psclient.settings import ClientSettings
+
+_HOMES = {
+    "ASGD": "psclient.methods.asgd",
+    "DGC": "psclient.methods.dgc",
+    "DGS": "psclient.methods.dgs",
+    "GradientDropping": "psclient.methods.gradient_dropping",
+    "MomentumSGD": "psclient.methods.momentum_sgd",
+    "ClientSettings": "psclient.settings",
+    "LocalServer": "psclient.local",
+    "VersionClock": "psclient.schedules",
+    "download": "psclient.export",
+    "save": "psclient.export",
+}
+_MODULES = ("errors", "schedules")
+
+__all__ = [
+    "ASGD",
+    "DGC",
+    "DGS",
+    "ClientSettings",
+    "GradientDropping",
+    "LocalServer",
+    "MomentumSGD",
+    "VersionClock",
+    "__version__",
+    "download",
+    "errors",
+    "save",
+    "schedules",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module."""
+    if name in _MODULES:
+        return importlib.import_module(f"psclient.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'psclient' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return list(__all__)

@@ -1,0 +1,38 @@
+"""``psclient``: save a server's model, join the parts of a sharded one."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pscore.version import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage."""
+    parser = argparse.ArgumentParser(prog="psclient", description="The worker's side of a sparse parameter server.")
+    parser.add_argument("--version", action="version", version=f"psclient {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    save = commands.add_parser("save", help="write a running server's model to a safetensors file")
+    save.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard, in order")
+    save.add_argument("--out", type=Path, required=True, metavar="FILE")
+    save.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="how long to try")
+    merge = commands.add_parser("merge", help="join the final models of all shards into one file")
+    merge.add_argument("parts", nargs="+", type=Path, metavar="PART")
+    merge.add_argument("--out", type=Path, required=True, metavar="FILE")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+
+    from psclient import export  # late: the parser answers --help without loading torch
+    from psclient.errors import SparsepsError
+    from pscore import modelfile
+
+    try:
+        if options.command == "save":
+            export.save(options.addresses, options.out, patience_seconds=options.timeout)
+        else:
+            modelfile.write(options.out, modelfile.read_parts(options.parts), {"format": "pt"})
+    except (SparsepsError, modelfile.ModelFileError, OSError) as error:
+        print(f"psclient: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {options.out}")
+    return 0

@@ -1,0 +1,101 @@
+"""One server's channel, and patience: how failed calls are tried again."""
+
+import logging
+import random
+import time
+from types import TracebackType
+
+import grpc
+
+from psclient.errors import ServerUnreachableError, Transient
+from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+
+log = logging.getLogger("psclient")
+
+_OPTIONS = (
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 3_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel really dials anew
+)
+_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 3.0
+
+
+class Connection:
+    """A channel to one shard, replaceable."""
+
+    def __init__(self, address: str) -> None:
+        """Dial lazily."""
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self.stub = ParameterServerServiceStub(self._channel)
+
+    def renew(self) -> None:
+        """Dial anew: a restarted pod keeps its name and changes its address."""
+        self._channel.close()
+        self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+        self.stub = ParameterServerServiceStub(self._channel)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+
+class Patience:
+    """How long one undertaking may take over all its attempts.
+
+    Use::
+
+        for attempt in Patience(address, seconds, deadline_seconds):
+            with attempt:
+                return stub.Call(request, timeout=attempt.timeout, wait_for_ready=True)
+
+    A :class:`~psclient.errors.Transient` raised inside leads to another attempt after a jittered delay, with twice the
+    deadline: a transfer may be larger, or the network slower, than the first one allowed for.
+    """
+
+    def __init__(self, address: str, seconds: float, deadline_seconds: float) -> None:
+        """Begin now."""
+        self.address = address
+        self.timeout = min(deadline_seconds, seconds)
+        self._deadline_seconds = deadline_seconds
+        self._started = time.monotonic()
+        self._seconds = seconds
+        self._delay = _FIRST_DELAY_SECONDS
+        self._warned = False
+
+    def __iter__(self) -> "Patience":
+        """Iterate over attempts."""
+        return self
+
+    def __next__(self) -> "Patience":
+        """Begin an attempt; its deadline is in :attr:`timeout`, seconds."""
+        remaining = self._seconds - (time.monotonic() - self._started)
+        self.timeout = max(0.1, min(self._deadline_seconds, remaining))
+        return self
+
+    def __enter__(self) -> "Patience":
+        """Enter an attempt."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Swallow a transient failure after a delay, or raise :class:`ServerUnreachableError` at the end."""
+        if not isinstance(error, Transient):
+            return False
+        elapsed = time.monotonic() - self._started
+        delay = error.retry_seconds or self._delay * random.uniform(0.5, 1.5)
+        if elapsed + delay >= self._seconds:
+            raise ServerUnreachableError(self.address, elapsed, str(error)) from error
+        if not self._warned and error.retry_seconds is None:
+            self._warned = True
+            log.warning("%s does not answer (%s); trying for %.0f s more", self.address, error, self._seconds - elapsed)
+        time.sleep(delay)
+        if error.retry_seconds is None:
+            self._deadline_seconds *= 2
+        self._delay = min(_LONGEST_DELAY_SECONDS, 2 * self._delay)
+        return True

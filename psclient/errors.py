@@ -1,0 +1,166 @@
+"""Every error that this library raises, and the one place where a gRPC status becomes one of them.
+
+Each message says what happened and what to do next. All derive from :class:`SparsepsError`.
+"""
+
+import grpc
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from grpc_status import rpc_status
+
+from pscore.reasons import DOMAIN, Reason, Refusal
+
+_TRANSIENT = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+
+
+class SparsepsError(Exception):
+    """Base of all errors of this library."""
+
+
+class ConfigurationError(SparsepsError):
+    """The optimizer was given something that cannot work; the message says what."""
+
+
+class ServerUnreachableError(SparsepsError):
+    """A server did not answer within the patience. The optimizer stays usable: the next ``step()`` goes on.
+
+    Attributes:
+        address: which server.
+        seconds: how long it was tried.
+    """
+
+    def __init__(self, address: str, seconds: float, why: str) -> None:
+        """Say which server, how long, and the last thing heard."""
+        super().__init__(
+            f"{address} did not answer for {seconds:.0f} s ({why}); check that `psservice serve` runs there and that "
+            "the address can be reached. Nothing is lost: call step() again, or raise PSCLIENT_PATIENCE_SECONDS"
+        )
+        self.address = address
+        self.seconds = seconds
+
+
+class ServerNotReadyError(SparsepsError):
+    """The server answers, but has no model, and another worker that should upload it does not finish."""
+
+
+class ServerFaultError(SparsepsError):
+    """The server failed in a way that it should not, or answered against the protocol; its log has more."""
+
+
+class FingerprintMismatchError(SparsepsError):
+    """This worker's model differs from the run's.
+
+    Attributes:
+        tensor: name of the first tensor that differs.
+    """
+
+    def __init__(self, message: str, tensor: str) -> None:
+        """Name the tensor."""
+        super().__init__(message)
+        self.tensor = tensor
+
+
+class SettingsMismatchError(SparsepsError):
+    """This worker trains with another method or other settings than the run."""
+
+
+class WorkerAliveError(SparsepsError):
+    """Another living worker has the same name; give each worker its own (``worker=`` or ``PSCLIENT_WORKER``)."""
+
+
+class LeaseLostError(SparsepsError):
+    """The lease was lost and could not be had again."""
+
+
+class RunFinishedError(SparsepsError):
+    """The run is over: leave the training loop when ``optimizer.finished`` is true."""
+
+
+class RefusedError(SparsepsError):
+    """The server refused a call for a reason that trying again cannot mend; nothing was applied.
+
+    Attributes:
+        reason: the reason's name, as in the protocol.
+    """
+
+    def __init__(self, refusal: Refusal) -> None:
+        """Carry the server's words."""
+        super().__init__(str(refusal))
+        self.reason = refusal.reason.name
+
+
+class NonFiniteGradientError(SparsepsError):
+    """A gradient is infinite or not a number; nothing was changed or sent.
+
+    Attributes:
+        parameter: its name.
+    """
+
+    def __init__(self, parameter: str) -> None:
+        """Name the parameter."""
+        super().__init__(
+            f"the gradient of {parameter!r} is not finite; nothing was sent. Lower the learning rate, clip the gradient, "
+            "or scale the loss with torch.amp.GradScaler"
+        )
+        self.parameter = parameter
+
+
+class Transient(Exception):  # noqa: N818 - never leaves the library: it is answered with another attempt
+    """A call failed in a way that trying again may mend."""
+
+    def __init__(self, why: str, retry_seconds: float | None = None) -> None:
+        """Carry what was heard and when the server wants to be asked again."""
+        super().__init__(why)
+        self.retry_seconds = retry_seconds
+
+
+def from_rpc_error(error: grpc.RpcError) -> Exception:
+    """Return what a failed call means: a :class:`Refusal`, a :class:`Transient`, or a :class:`ServerFaultError`."""
+    code, detail = error.code(), error.details() or ""
+    reason, metadata, retry_seconds = _details(error)
+    if reason is Reason.BUSY or reason is Reason.DRAINING:
+        return Transient(detail, retry_seconds)
+    if reason is not None:
+        return Refusal(reason, detail, retry_seconds=retry_seconds, **metadata)
+    if code in _TRANSIENT:
+        return Transient(f"{code.name}: {detail}")
+    return ServerFaultError(f"the server answered {code.name}: {detail}")
+
+
+def from_refusal(refusal: Refusal) -> SparsepsError:
+    """Return the error that a caller sees for a refusal that nobody handled."""
+    text = refusal.detail
+    match refusal.reason:
+        case Reason.FINGERPRINT_MISMATCH:
+            return FingerprintMismatchError(text, refusal.metadata.get("tensor", ""))
+        case Reason.SETTINGS_MISMATCH:
+            return SettingsMismatchError(text)
+        case Reason.WORKER_ALIVE:
+            return WorkerAliveError(text)
+        case Reason.LEASE_EXPIRED:
+            return LeaseLostError(text)
+        case Reason.RUN_FINISHED:
+            return RunFinishedError(text)
+        case Reason.NOT_INITIALISED:
+            return ServerNotReadyError(text)
+        case _:
+            return RefusedError(refusal)
+
+
+def _details(error: grpc.RpcError) -> tuple[Reason | None, dict[str, str], float | None]:
+    status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
+    reason, metadata, retry_seconds = None, {}, None
+    for detail in status.details if status is not None else ():
+        info, retry = ErrorInfo(), RetryInfo()
+        if detail.Is(ErrorInfo.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
+            reason, metadata = Reason.from_wire_name(info.reason), dict(info.metadata)
+        elif detail.Is(RetryInfo.DESCRIPTOR) and detail.Unpack(retry):
+            retry_seconds = retry.retry_delay.ToNanoseconds() / 1e9
+    return reason, metadata, retry_seconds

@@ -1,0 +1,122 @@
+"""The server's model for anyone: as a state dict, or as a file. Needs no lease and disturbs no worker."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import torch
+
+from psclient import settings as client_settings
+from psclient.cluster import SLOWEST_BYTES_A_SECOND
+from psclient.connection import Connection, Patience
+from psclient.errors import ConfigurationError, ServerFaultError, Transient, from_refusal, from_rpc_error
+from pscore import frames, modelfile
+from pscore.buffers import packed_bytes, unpack
+from pscore.layout import ModelLayout, Span
+from pscore.messages import layout_from_message
+from pscore.reasons import Reason, Refusal
+from pscore.v1 import parameter_server_pb2 as pb
+
+_MODEL_ALLOWANCE_SECONDS = 4 * 25e6 / SLOWEST_BYTES_A_SECOND  # the size is not known before the first answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    header: pb.DownloadHeader
+    layout: ModelLayout
+    values: torch.Tensor
+    buffers: list[torch.Tensor]
+
+
+def download(
+    server: str | Sequence[str], *, patience_seconds: float = 30.0, deadline_seconds: float = 30.0
+) -> modelfile.StateDict:
+    """Fetch the server's model as a state dict: ``model.load_state_dict(psclient.download("host:50051"))``.
+
+    Args:
+        server: the address of each shard, as for an optimizer.
+        patience_seconds: how long to try.
+        deadline_seconds: how long one call may take, besides an allowance for the bytes.
+
+    Returns:
+        Every parameter in its own dtype, under all its names, and the buffers if the run has them.
+
+    Raises:
+        ServerUnreachableError: no answer.
+        ServerNotReadyError: the server has no model yet.
+        ConfigurationError: the addresses are not those of all shards of one model.
+    """
+    found = client_settings.addresses(server if isinstance(server, str) else ",".join(server))
+    with ThreadPoolExecutor(len(found)) as pool:
+        parts = list(pool.map(lambda address: _fetch(address, patience_seconds, deadline_seconds), found))
+    first = parts[0]
+    if any(
+        part.header.num_shards != len(parts)
+        or part.header.shard_index != i
+        or (part.header.run_id, part.header.generation) != (first.header.run_id, first.header.generation)
+        for i, part in enumerate(parts)
+    ):
+        raise ConfigurationError(f"{', '.join(found)} are not, in this order, all shards of one run's model")
+    state = modelfile.assemble(first.layout, torch.cat([part.values for part in parts]), first.buffers)
+    for spec in first.layout.parameters:
+        for alias in spec.aliases:
+            state[alias] = state[spec.name]
+    return state
+
+
+def save(server: str | Sequence[str], path: str | Path, **limits: float) -> Path:
+    """Write the server's model to a safetensors file that loads into the plain model.
+
+    Args:
+        server: the address of each shard.
+        path: where to write; replaced at once when the file is whole.
+        **limits: as for :func:`download`.
+    """
+    state = download(server, **limits)
+    path = Path(path)
+    modelfile.write(path, {name: tensor.clone() for name, tensor in state.items()}, {"format": "pt"})
+    return path
+
+
+def _fetch(address: str, patience_seconds: float, deadline_seconds: float) -> _Part:
+    connection = Connection(address)
+    try:
+        patience = Patience(address, patience_seconds, deadline_seconds)
+        for attempt in patience:
+            with attempt:
+                try:
+                    return _read(connection, attempt.timeout + _MODEL_ALLOWANCE_SECONDS)
+                except grpc.RpcError as error:
+                    failure = from_rpc_error(error)
+                    raise (from_refusal(failure) if isinstance(failure, Refusal) else failure) from error
+                except Refusal as damage:
+                    raise ServerFaultError(f"{address} sent a damaged model: {damage.detail}") from damage
+        raise AssertionError("patience does not end by itself")
+    finally:
+        connection.close()
+
+
+def _read(connection: Connection, timeout_seconds: float) -> _Part:
+    responses = connection.stub.DownloadModel(pb.DownloadModelRequest(), timeout=timeout_seconds)
+    first = next(responses, None)
+    if first is None or first.WhichOneof("message") != "header":
+        raise Refusal(Reason.BAD_REQUEST, "a download begins with its header")
+    header = first.header
+    layout = layout_from_message(header.layout)
+    specs = layout.buffers if header.buffer_bytes else ()
+    reader = frames.ChunkReader(Span(header.start, header.start + header.length))
+    raw = frames.BytesReader(header.buffer_bytes, packed_bytes(specs))
+    for response in responses:
+        kind = response.WhichOneof("message")
+        if kind == "chunk":
+            reader.read(response.chunk)
+        elif kind == "buffers":
+            raw.read(response.buffers)
+        elif kind == "commit":
+            reader.checksum.verify(response.commit)
+            reader.require_complete()
+            values = [segment.values for segment in reader.segments]
+            return _Part(header, layout, torch.cat(values) if values else torch.empty(0), unpack(raw.finish(), specs))
+    raise Transient("the model ended without a commit")

@@ -1,0 +1,108 @@
+"""An optimizer's end: at exit, on SIGTERM, and never in a forked child."""
+
+import atexit
+import logging
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from psclient.errors import SparsepsError
+from psclient.local import LocalServer
+
+if TYPE_CHECKING:
+    from psclient.optimizer import ParameterServerOptimizer
+
+log = logging.getLogger("psclient")
+
+GRACE_SECONDS = 20.0
+"""How long a worker that is told to stop tries to flush; below Kubernetes' default grace period of 30 s."""
+
+
+class Lifecycle:
+    """Ends an optimizer in order.
+
+    On SIGTERM the worker flushes what it holds, leaves, and then ends as it would have without this library: by the handler
+    that was there before, or with status 143. In the middle of a step the signal waits for the step's end.
+
+    Args:
+        optimizer: held weakly.
+        own_server: an embedded server to stop.
+        flush_on_sigterm: whether to handle the signal at all.
+    """
+
+    def __init__(
+        self, optimizer: "ParameterServerOptimizer", own_server: LocalServer | None, *, flush_on_sigterm: bool
+    ) -> None:
+        """Register with atexit and, in the main thread, for SIGTERM."""
+        self.ended = False
+        self._optimizer = weakref.ref(optimizer)
+        self._own_server = own_server
+        self._owner = os.getpid()
+        self._busy = False
+        self._sigterm_pending = False
+        self._previous: signal.Handlers | int | object | None = None
+        self._handles_sigterm = flush_on_sigterm and threading.current_thread() is threading.main_thread()
+        if self._handles_sigterm:
+            self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
+        atexit.register(self._at_exit)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Put a SIGTERM off until the body is done."""
+        outermost, self._busy = not self._busy, True
+        try:
+            yield
+        finally:
+            if outermost:
+                self._busy = False
+        if outermost and self._sigterm_pending:
+            self._end_by_sigterm()
+
+    def release(self) -> None:
+        """Let go of the signal, of atexit and of the embedded server."""
+        if os.getpid() != self._owner:
+            return
+        atexit.unregister(self._at_exit)
+        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._previous)  # type: ignore[arg-type]
+        if self._own_server is not None:
+            self._own_server.stop()
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self._sigterm_pending = True
+        if not self._busy:
+            self._end_by_sigterm()
+
+    def _end_by_sigterm(self) -> None:
+        self._sigterm_pending = False
+        optimizer = self._optimizer()
+        if optimizer is not None and not self.ended:
+            optimizer.hurry(GRACE_SECONDS)
+            try:
+                optimizer.flush()
+                log.warning("SIGTERM: worker %s has pushed what it held and leaves", optimizer.worker)
+            except SparsepsError as error:
+                log.warning("SIGTERM: worker %s could not push what it held: %s", optimizer.worker, error)
+            optimizer.close()
+        if callable(self._previous):
+            self._previous(signal.SIGTERM, None)
+            return
+        raise SystemExit(128 + signal.SIGTERM)
+
+    def _at_exit(self) -> None:
+        optimizer = self._optimizer()
+        if os.getpid() != self._owner:
+            return
+        if optimizer is not None:
+            optimizer.close()
+        elif self._own_server is not None:
+            self._own_server.stop()

@@ -1,0 +1,132 @@
+"""Servers on this machine: ``python -m psservice serve`` as child processes on loopback."""
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from types import TracebackType
+from typing import IO
+
+from psclient.errors import ConfigurationError, ServerUnreachableError
+
+log = logging.getLogger("psclient")
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 30.0
+
+
+class LocalServer:
+    """One or more shards, started as processes and stopped at the end of the ``with`` block (or at exit).
+
+    Settings are those of ``psservice serve`` (``docs/settings.md``) by name: ``LocalServer(down_mode="topk")``. A child ends
+    by itself when this process is gone.
+
+    Args:
+        shards: number of server processes.
+        log_to: where their logs go: a file open for writing, or ``None`` to pass warnings on to this process's stderr.
+        **settings: settings of the server.
+
+    Raises:
+        ConfigurationError: the server refuses a setting; the message is the server's.
+        ServerUnreachableError: it does not come up in a minute.
+    """
+
+    def __init__(self, shards: int = 1, log_to: IO[str] | None = None, **settings: object) -> None:
+        """Start the processes and wait until each serves."""
+        self._log_to = log_to
+        self._owner = os.getpid()
+        self._settings = {"log_format": "text", "log_level": "warning", "listen": "127.0.0.1:0"}
+        self._settings |= {"health_listen": "", "metrics_listen": "127.0.0.1:0"}
+        self._settings |= {name: str(value) for name, value in settings.items()}
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.addresses: list[str] = []
+        self.metrics_addresses: list[str] = []
+        self.health_addresses: list[str] = []
+        starting = [self._start(i, shards, self._settings["listen"]) for i in range(shards)]
+        try:
+            for process, ready in starting:
+                self._await_ready(process, ready)
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def server(self) -> str:
+        """The addresses as the ``server=`` of an optimizer."""
+        return ",".join(self.addresses)
+
+    def restart(self, index: int = 0) -> None:
+        """Start shard ``index`` again at its old address after its process has ended."""
+        self.processes[index].wait(_STOP_SECONDS)
+        process, ready = self._start(index, len(self.processes), self.addresses[index])
+        self.processes[index] = process
+        found = self._read_ready(process, ready)
+        self.metrics_addresses[index], self.health_addresses[index] = found["metrics"], found["health"]
+
+    def stop(self) -> None:
+        """Stop the processes: SIGTERM, and SIGKILL where that is not heeded. Does nothing in a forked child."""
+        if os.getpid() != self._owner:
+            return
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.processes:
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.warning("server process %d did not stop; killing it", process.pid)
+                process.kill()
+                process.wait()
+
+    def __enter__(self) -> "LocalServer":
+        """Return the running servers."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop them."""
+        self.stop()
+
+    def _start(self, index: int, shards: int, listen: str) -> tuple[subprocess.Popen[bytes], int]:
+        read_end, write_end = os.pipe()
+        settings = self._settings | {
+            "listen": listen,
+            "shard_index": str(index),
+            "num_shards": str(shards),
+            "ready_fd": str(write_end),
+            "parent_pid": str(os.getpid()),
+        }
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "psservice", "serve", *flags],
+            pass_fds=(write_end,),
+            stdin=subprocess.DEVNULL,
+            stderr=self._log_to,
+            start_new_session=True,  # Ctrl-C reaches the training script first, which then stops its server
+        )
+        os.close(write_end)
+        return process, read_end
+
+    def _await_ready(self, process: subprocess.Popen[bytes], ready: int) -> None:
+        self.processes.append(process)
+        found = self._read_ready(process, ready)
+        self.addresses.append(found["address"])
+        self.metrics_addresses.append(found["metrics"])
+        self.health_addresses.append(found["health"])
+
+    def _read_ready(self, process: subprocess.Popen[bytes], ready: int) -> dict[str, str]:
+        started = time.monotonic()
+        with os.fdopen(ready) as stream:
+            readable, _, _ = select.select([stream], [], [], _START_SECONDS)
+            line = stream.readline() if readable else ""
+        if line:
+            found: dict[str, str] = json.loads(line)
+            return found
+        if readable:
+            raise ConfigurationError(f"the embedded server ended with status {process.wait()}; its message is above")
+        raise ServerUnreachableError("the embedded server", time.monotonic() - started, "it did not come up")

@@ -1,0 +1,537 @@
+"""The optimizer that every method shares: an ordinary ``torch.optim.Optimizer`` whose step goes through a server.
+
+One step: check the gradients, compress tensor by tensor and stream each group as it is ready, settle the push, pull, apply.
+The parameters change only by what the server answers.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from psclient import settings as client_settings
+from psclient.cluster import Cluster, PushOutcome
+from psclient.errors import ConfigurationError, NonFiniteGradientError, RunFinishedError, from_refusal
+from psclient.lifecycle import Lifecycle
+from psclient.local import LocalServer
+from psclient.methods.base import Group, Sent, State, Tools
+from psclient.model import SampleCounter, describe
+from psclient.replica import Replica
+from psclient.report import StepReport, Totals
+from psclient.settings import ClientSettings
+from psclient.shard import PulledReply, PushPart
+from psclient.state import PushMark, restore_memories, stale_residuals
+from pscore import frames
+from pscore.layout import Span
+from pscore.segment import Segment, entries, merge
+from pscore.selection import select
+from pscore.selectors import SELECTORS
+from pscore.v1 import parameter_server_pb2 as pb
+
+log = logging.getLogger("psclient")
+
+Density = float | Callable[[int], float]
+"""Share of a tensor's entries that is sent: a number, or a function of the worker's step (from 1)."""
+
+Server = str | Sequence[str] | LocalServer
+
+_VALUE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_PUBLISHED_MOMENTUM = ((32, 0.3), (16, 0.45), (4, 0.7))
+"""(workers, momentum) of the published asynchronous runs (DGS, ICPP 2020)."""
+
+
+class ParameterServerOptimizer(Optimizer):
+    """Base of the methods; use one of its subclasses.
+
+    Args:
+        params: parameters or param groups.
+        defaults: the method's hyper-parameters.
+        density: see :data:`Density`.
+        model: the module that the parameters belong to: gives tensors their names, and buffers and samples their due.
+            Without it, tensors are named by position, and buffers stay local.
+        server: ``HOST:PORT`` of each shard in order (a list, or one string with commas), a running
+            :class:`~psclient.LocalServer`, or ``"local"`` to start one; the default is ``PSCLIENT_SERVER``, then
+            ``"local"``.
+        worker: this worker's name; see :class:`~psclient.ClientSettings`.
+        settings: everything else about the connection.
+
+    Raises:
+        SparsepsError: the server cannot be reached, trains another model, or in another way.
+
+    Attributes:
+        report: what the last step did.
+        totals: sums over all steps.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        density: Density,
+        *,
+        model: torch.nn.Module | None = None,
+        server: Server | None = None,
+        worker: str | None = None,
+        settings: ClientSettings | None = None,
+    ) -> None:
+        """Join the server, and upload the model or take over the server's."""
+        self._joined = False
+        self._density_schedule = density if callable(density) else None
+        defaults["density"] = density(1) if callable(density) else density
+        _check_hyperparameters(defaults)
+        super().__init__(params, defaults)
+        self._settings = _settings(settings, server, worker)
+        self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        self._model = describe(model, [p for group in self.param_groups for p in group["params"]])
+        self._layout = self._model.layout
+        self._replica = Replica(self._layout, self._model.parameters)
+        self._groups = _merge_groups(self._layout.offsets, self._settings.group_elements)
+        self._step = 0
+        self._acknowledged_step = 0
+        self._samples_since_exchange = 0
+        self._warned_at = 0
+        self.report = StepReport(0)
+        self.totals = Totals()
+
+        own_local = self._start_local() if self._settings.server == client_settings.LOCAL else None
+        addresses = client_settings.addresses((own_local or self._settings).server)
+        self._cluster = Cluster(
+            addresses,
+            client_settings.worker_name(self._settings),
+            self._replica,
+            self._model.buffers,
+            self.name,
+            self.agreed_settings(),
+            self._settings,
+        )
+        self._lifecycle = Lifecycle(self, own_local, flush_on_sigterm=self._settings.flush_on_sigterm)
+        try:
+            self._cluster.join()
+            self._joined = True
+            self._samples = SampleCounter(model) if model is not None else None
+            self._count_pull(self.report, self._cluster.pull())
+            if self._exchanges_buffers():
+                self.report.buffer_bytes += self._cluster.exchange_buffers(0, 0, adopt=True)
+        except BaseException:
+            self.close()
+            raise
+        self.totals.add(self.report)
+
+    # What a method defines
+
+    @staticmethod
+    def compress(state: State, gradient: torch.Tensor, group: Group, tools: Tools) -> Sent:
+        """See :class:`psclient.methods.base.Method`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def give_back(state: State, payload: torch.Tensor, group: Group) -> None:
+        """See :class:`psclient.methods.base.Method`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def flush_state(state: State, group: Group, tools: Tools) -> Sent:
+        """See :class:`psclient.methods.base.Method`."""
+        raise NotImplementedError
+
+    def agreed_settings(self) -> dict[str, str]:
+        """Return the settings in which all workers of a run must agree."""
+        momenta = [str(float(group["momentum"])) for group in self.param_groups if "momentum" in group]
+        return {"momentum": ",".join(momenta)} if momenta else {}
+
+    def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
+        """Return a factor for all gradients of this step; 1 unless the method clips."""
+        return 1.0
+
+    # What a training loop uses
+
+    @property
+    def version(self) -> int:
+        """The coordinator's version that this worker has seen: updates applied from all workers."""
+        return self._cluster.coordinator.version
+
+    @property
+    def finished(self) -> bool:
+        """True once the run is over; leave the loop then."""
+        return self._cluster.run_finished
+
+    @property
+    def live_workers(self) -> int:
+        """Workers alive, as last heard."""
+        return self._cluster.live_workers
+
+    @property
+    def worker(self) -> str:
+        """This worker's name."""
+        return self._cluster.identity.worker_id
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self._cluster.identity.run_id
+
+    @property
+    def server(self) -> str:
+        """The addresses of the shards, separated by commas."""
+        return ",".join(shard.address for shard in self._cluster.shards)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, samples: int | None = None
+    ) -> Any:
+        """Push this step's update and bring the parameters up to the server's.
+
+        Args:
+            closure: recomputes the loss, as for any torch optimizer.
+            samples: how many samples the gradients come from; counted at ``model``'s forward if not given.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            NonFiniteGradientError: nothing was changed or sent.
+            ServerUnreachableError: no server within the patience; call again to go on, nothing is lost.
+            RunFinishedError: the run was over before this step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._lifecycle.busy():
+            if self.finished:
+                raise RunFinishedError(f"run {self.run_id!r} is over; leave the loop when optimizer.finished is true")
+            gradients = self._gradients()
+            self._settle_doubt()
+            counted = self._samples.take() if self._samples is not None else 1
+            self._do_step(gradients, counted if samples is None else samples)
+        return loss
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Push everything that this worker still holds, at density 1; parameters follow with the next step or pull.
+
+        Raises:
+            ServerUnreachableError: no server within the patience.
+        """
+        with self._lifecycle.busy():
+            self._settle_doubt()
+            if self.finished:
+                return
+            self._step += 1
+            report = StepReport(self._step)
+            tools = Tools(choose=lambda x: x.nonzero().view(-1), quantise=self._quantise)
+
+            def held(position: int) -> Sent | None:
+                parameter = self._model.parameters[position]
+                if id(parameter) not in self._group_of or not self.state.get(parameter):
+                    return None
+                return self.flush_state(self.state[parameter], self._hyperparameters(parameter), tools)
+
+            self._push(report, 0, held)
+            self.totals.add(report)
+
+    def hurry(self, seconds: float) -> None:
+        """Wait no longer than this for a server from now on."""
+        self._cluster.hurry(seconds)
+
+    def close(self) -> None:
+        """Leave the run and free everything; stops an embedded server. Called at exit by itself; harmless twice."""
+        if self._lifecycle.ended:
+            return
+        self._lifecycle.ended = True
+        if self._joined:
+            if self._samples is not None:
+                self._samples.close()
+            if self._samples_since_exchange and self._exchanges_buffers() and not self._cluster.in_doubt:
+                self._cluster.quietly(lambda: self._cluster.exchange_buffers(self._step, self._samples_since_exchange))
+        self._cluster.leave()
+        self._lifecycle.release()
+
+    def __enter__(self) -> "ParameterServerOptimizer":
+        """Return the optimizer."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the run."""
+        self.close()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as for any torch optimizer; after joining, its parameters must belong to ``model``.
+
+        Raises:
+            ConfigurationError: a parameter is not part of what was joined with.
+        """
+        super().add_param_group(param_group)
+        if not self._joined:
+            return
+        group = self.param_groups[-1]
+        known = {id(parameter) for parameter in self._model.parameters}
+        if any(id(parameter) not in known for parameter in group["params"]):
+            self.param_groups.pop()
+            raise ConfigurationError("a parameter that is not part of the model cannot be added after joining a server")
+        self._group_of.update({id(parameter): group for parameter in group["params"]})
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return residuals, hyper-parameters, and which push of which incarnation they belong to."""
+        state = super().state_dict()
+        mark = PushMark(self.worker, self._cluster.identity.incarnation, self._acknowledged_step, self._step)
+        state["psclient"] = mark.plain()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take residuals and hyper-parameters over.
+
+        Residuals that are older than the last push that the server has applied from this worker hold gradients that were
+        sent since; they are dropped, with a warning.
+        """
+        plain = {name: value for name, value in state_dict.items() if name != "psclient"}
+        super().load_state_dict(plain)
+        self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        restore_memories(self, plain)
+        mark = PushMark.from_plain(state_dict.get("psclient"))
+        if mark is None:
+            return
+        known = self._cluster.last_push_record
+        if self._acknowledged_step:
+            known = (self._cluster.identity.incarnation, self._acknowledged_step)
+        if stale_residuals(mark, known):
+            log.warning(
+                "this state was saved at step %d of worker %s, and the server has applied a later push: its residuals "
+                "were sent since and are dropped; training goes on from the server's parameters",
+                mark.acknowledged_step,
+                mark.worker,
+            )
+            self.state.clear()
+        self._step = max(self._step, mark.step)
+
+    # Inner parts
+
+    def _do_step(self, gradients: dict[int, torch.Tensor], samples: int) -> None:
+        self._step += 1
+        self._samples_since_exchange += samples
+        self.totals.samples += samples
+        report = StepReport(self._step)
+        if self._density_schedule is not None:
+            density = self._density_schedule(self._step)
+            for group in self.param_groups:
+                group["density"] = density
+        scale = self.gradient_scale(list(gradients.values()), self.live_workers)
+
+        def compressed(position: int) -> Sent | None:
+            gradient = gradients.get(position)
+            if gradient is None:
+                return None
+            parameter = self._model.parameters[position]
+            group = self._hyperparameters(parameter)
+            direction = gradient.reshape(-1).float() * scale
+            if group["weight_decay"]:
+                direction.add_(parameter.detach().reshape(-1).float(), alpha=group["weight_decay"])
+            return self.compress(self.state[parameter], direction, group, self._tools(group))
+
+        self.report = report
+        self._push(report, samples, compressed)
+        with report.timed("wait"):
+            replies = self._cluster.pull()
+        self._count_pull(report, replies)
+        if self._step % max(1, self._cluster.run_settings.buffer_period_steps) == 0 and self._exchanges_buffers():
+            with report.timed("buffers"):
+                report.buffer_bytes = self._cluster.exchange_buffers(self._step, self._samples_since_exchange)
+            self._samples_since_exchange = 0
+        self.totals.add(report)
+        self._warn_of_momentum()
+
+    def _push(self, report: StepReport, samples: int, sent_by: Callable[[int], Sent | None]) -> None:
+        """Stream what each tensor sends, group by group in backward order, and settle the push."""
+        value_dtype = _VALUE_DTYPES[self._settings.value_type]
+        chunk_bytes = self._cluster.run_settings.chunk_bytes or frames.DEFAULT_CHUNK_BYTES
+        spans = [Span(self._layout.offsets[g.start], self._layout.offsets[g.stop]) for g in self._groups]
+        plans = self._cluster.open_push(self._step, samples, spans)
+        try:
+            for number, positions in enumerate(self._groups):
+                with report.timed("select"):
+                    segments = self._select(positions, spans[number], sent_by)
+                for shard, plan in zip(self._cluster.shards, plans, strict=True):
+                    for segment in segments:
+                        part = segment.clip(shard.span)
+                        if part is None or shard.in_doubt is None:
+                            continue
+                        shard.in_doubt.segments.append(part)
+                        travelling = Segment(part.span, part.offsets, part.values.to(value_dtype))
+                        with report.timed("encode"):
+                            chunks = list(frames.encode(travelling, chunk_bytes=chunk_bytes, group=plan[number]))
+                        with report.timed("send"):
+                            for chunk in chunks:
+                                shard.send_chunk(chunk)
+                        report.push_entries += part.entries
+            for shard in self._cluster.shards:
+                shard.send_commit()
+        except BaseException:
+            self._return(self._cluster.abandon_push())
+            raise
+        report.push_bytes = sum(shard.in_doubt.bytes for shard in self._cluster.shards if shard.in_doubt)
+        with report.timed("wait"):
+            self._finish_push(self._cluster.settle())
+
+    def _select(self, positions: range, span: Span, sent_by: Callable[[int], Sent | None]) -> list[Segment]:
+        """Compress the tensors of a group; return one sparse segment, or its dense runs."""
+        found: list[Segment] = []
+        for position in positions:
+            sent = sent_by(position)
+            if sent is not None and sent.values.numel():
+                found.append(Segment(self._layout.span(position), sent.offsets, sent.values))
+        if not found:
+            return []
+        if any(segment.offsets is not None for segment in found):
+            merged = merge(span, found)
+            return [] if merged is None else [merged]
+        runs: list[list[Segment]] = [[found[0]]]
+        for segment in found[1:]:
+            if runs[-1][-1].span.end == segment.span.start:
+                runs[-1].append(segment)
+            else:
+                runs.append([segment])
+        return [
+            Segment(Span(run[0].span.start, run[-1].span.end), None, torch.cat([part.values for part in run]))
+            for run in runs
+        ]
+
+    def _settle_doubt(self) -> None:
+        if self._cluster.in_doubt:
+            self._finish_push(self._cluster.settle())
+
+    def _finish_push(self, outcome: PushOutcome) -> None:
+        self._return(outcome.refused)
+        self.report.refused = len(outcome.refused)
+        if outcome.answers:
+            self._acknowledged_step = self._step
+            self.report.staleness = max(answer.staleness for answer in outcome.answers.values())
+        if outcome.error is not None:
+            raise from_refusal(outcome.error) from outcome.error
+
+    def _return(self, parts: Sequence[PushPart]) -> None:
+        """Give the payload of refused parts back to the method, tensor by tensor."""
+        payloads: dict[int, torch.Tensor] = {}
+        for part in parts:
+            for segment in part.segments:
+                for position, common in self._layout.overlapping(segment.span):
+                    piece = segment.clip(common)
+                    if piece is None:
+                        continue
+                    parameter = self._model.parameters[position]
+                    payload = payloads.setdefault(position, torch.zeros(parameter.numel(), device=piece.values.device))
+                    low = common.start - self._layout.offsets[position]
+                    window = payload[low : low + common.length]
+                    if piece.offsets is None:
+                        window.add_(piece.values)
+                    else:
+                        window.index_add_(0, piece.offsets, piece.values)
+        for position, payload in payloads.items():
+            parameter = self._model.parameters[position]
+            self.give_back(self.state[parameter], payload, self._hyperparameters(parameter))
+
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        """Return the gradients by position in the layout, all finite."""
+        found: dict[int, torch.Tensor] = {}
+        norms = []
+        for position, parameter in enumerate(self._model.parameters):
+            if id(parameter) not in self._group_of or parameter.grad is None or not parameter.numel():
+                continue
+            gradient = parameter.grad.coalesce().to_dense() if parameter.grad.is_sparse else parameter.grad
+            found[position] = gradient
+            norms.append(torch.linalg.vector_norm(gradient, torch.inf).float())
+        if norms and not bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()):
+            bad = next(p for p, norm in zip(found, norms, strict=True) if not bool(norm.isfinite()))
+            raise NonFiniteGradientError(self._layout.parameters[bad].name)
+        return found
+
+    def _hyperparameters(self, parameter: torch.Tensor) -> Group:
+        group = self._group_of[id(parameter)]
+        return {**group, "lr": float(group["lr"])}
+
+    def _tools(self, group: Group) -> Tools:
+        selector, below = SELECTORS[self._settings.selector], self._settings.dense_below
+        return Tools(lambda x: select(x, group["density"], below, selector), self._quantise)
+
+    def _quantise(self, values: torch.Tensor) -> torch.Tensor:
+        dtype = _VALUE_DTYPES[self._settings.value_type]
+        if dtype == torch.float32:
+            return values
+        limit = torch.finfo(dtype).max
+        return values.clamp(-limit, limit).to(dtype).float()
+
+    def _count_pull(self, report: StepReport, replies: dict[int, PulledReply]) -> None:
+        first = replies[0].header
+        report.version = first.version
+        report.reply_mode = "topk" if first.mode == pb.REPLY_MODE_TOPK else "exact"
+        report.changed_density = first.changed_density
+        report.pull_bytes = sum(reply.bytes for reply in replies.values())
+        report.pull_entries = sum(entries(reply.segments) for reply in replies.values())
+        moved = max(reply.apply_seconds for reply in replies.values())
+        report.seconds["apply"] += moved
+        report.seconds["wait"] = max(0.0, report.seconds["wait"] - moved)
+
+    def _exchanges_buffers(self) -> bool:
+        policy = self._cluster.run_settings.buffer_policy
+        return bool(self._cluster.exchanged_buffers) and policy != pb.BUFFER_POLICY_NONE
+
+    def _start_local(self) -> LocalServer:
+        variable = client_settings.sibling_workers()
+        if variable is not None:
+            raise ConfigurationError(
+                f"{variable} says that this is one of several workers, and no server address was given: each would train "
+                'alone. Start `psservice serve` and pass server="HOST:PORT" or set PSCLIENT_SERVER'
+            )
+        return LocalServer()
+
+    def _warn_of_momentum(self) -> None:
+        workers, momentum = self.live_workers, max((float(g.get("momentum", 0)) for g in self.param_groups), default=0)
+        bracket = next(((at, most) for at, most in _PUBLISHED_MOMENTUM if workers >= at), None)
+        if bracket is None or bracket[0] <= self._warned_at or momentum <= bracket[1]:
+            return
+        self._warned_at = bracket[0]
+        log.warning(
+            "momentum %.2g with %d workers: asynchrony adds momentum of its own; published runs use %.2g from %d workers "
+            "on. Tune it down if the loss is unsteady",
+            momentum,
+            workers,
+            bracket[1],
+            bracket[0],
+        )
+
+
+def _check_hyperparameters(defaults: dict[str, Any]) -> None:
+    for name, low, high in (("lr", 0.0, None), ("momentum", 0.0, 1.0), ("weight_decay", 0.0, None)):
+        value = float(defaults.get(name, 0.0))
+        if not value >= low or (high is not None and not value < high):
+            bound = f"at least {low:g}" + (f" and below {high:g}" if high is not None else "")
+            raise ConfigurationError(f"{name} must be {bound}, not {value}")
+    if not 0 < defaults["density"] <= 1:
+        raise ConfigurationError(f"density must be above 0 and at most 1, not {defaults['density']}")
+
+
+def _settings(settings: ClientSettings | None, server: Server | None, worker: str | None) -> ClientSettings:
+    if isinstance(server, LocalServer):
+        server = server.server
+    elif server is not None and not isinstance(server, str):
+        server = ",".join(server)
+    if settings is None:
+        return client_settings.load(server=server, worker=worker)
+    given = {"server": server, "worker": worker}
+    return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
+def _merge_groups(offsets: Sequence[int], group_elements: int) -> list[range]:
+    """Merge neighbouring tensors, last first as their gradients come, into groups of about ``group_elements``."""
+    groups: list[range] = []
+    end = len(offsets) - 1
+    for position in reversed(range(len(offsets) - 1)):
+        if offsets[end] - offsets[position] >= group_elements or position == 0:
+            groups.append(range(position, end))
+            end = position
+    return groups

@@ -1,0 +1,71 @@
+"""What one step did: versions, staleness, bytes and where the time went."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+PHASES = ("select", "encode", "send", "wait", "apply", "buffers")
+
+
+@dataclass
+class StepReport:
+    """One ``step()``.
+
+    Attributes:
+        step: the worker's step.
+        version: the coordinator's version afterwards.
+        staleness: pushes of others between the replica and this push, on the stalest shard.
+        push_bytes: message bytes sent in the push.
+        pull_bytes: message bytes received in the pull.
+        buffer_bytes: message bytes of an exchange of buffers, both ways.
+        push_entries: entries sent.
+        pull_entries: entries received.
+        reply_mode: ``exact`` or ``topk``: the coordinator's.
+        changed_density: what changed on the coordinator since the last pull, over its elements.
+        refused: parts of the push that went back into the residual.
+        seconds: time by phase (:data:`PHASES`): select (accumulate, select, cut out), encode, send (hand to the transport),
+            wait (for acknowledgement and reply), apply (decode and write the reply), buffers.
+    """
+
+    step: int
+    version: int = 0
+    staleness: int = 0
+    push_bytes: int = 0
+    pull_bytes: int = 0
+    buffer_bytes: int = 0
+    push_entries: int = 0
+    pull_entries: int = 0
+    reply_mode: str = ""
+    changed_density: float = 0.0
+    refused: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time of the body to a phase."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
+
+
+@dataclass
+class Totals:
+    """Sums over all steps of an optimizer, the first download included."""
+
+    push_bytes: int = 0
+    pull_bytes: int = 0
+    buffer_bytes: int = 0
+    push_entries: int = 0
+    pull_entries: int = 0
+    samples: int = 0
+
+    def add(self, report: StepReport) -> None:
+        """Add one step."""
+        self.push_bytes += report.push_bytes
+        self.pull_bytes += report.pull_bytes
+        self.buffer_bytes += report.buffer_bytes
+        self.push_entries += report.push_entries
+        self.pull_entries += report.pull_entries

@@ -1,0 +1,64 @@
+"""Density schedules, and learning-rate schedules that follow the server's version.
+
+A density schedule is any function of the worker's step (from 1): ``density=lambda step: 0.1 if step < 100 else 0.01``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from psclient.optimizer import ParameterServerOptimizer
+
+DensitySchedule = Callable[[int], float]
+
+DGC_WARMUP = (0.25, 0.0625, 0.015625, 0.004)
+"""Densities of the first four epochs of DGC's warm-up (Lin et al., section 3.3)."""
+
+
+def constant(density: float) -> DensitySchedule:
+    """The same density at every step."""
+    return lambda step: density
+
+
+def dgc_warmup(steps_per_epoch: int, final: float = 0.001) -> DensitySchedule:
+    """DGC's exponential warm-up: 25 %, 6.25 %, 1.5625 %, 0.4 % for an epoch each, then ``final``."""
+    if steps_per_epoch < 1:
+        raise ValueError(f"steps_per_epoch must be at least 1, not {steps_per_epoch}")
+
+    def density(step: int) -> float:
+        epoch = (step - 1) // steps_per_epoch
+        return DGC_WARMUP[epoch] if epoch < len(DGC_WARMUP) else final
+
+    return density
+
+
+@dataclass
+class VersionClock:
+    """Drives a ``torch.optim.lr_scheduler`` by the server's version instead of local steps.
+
+    In a fleet that grows and shrinks, local steps are no measure of how far the training is; the version, the number of
+    updates applied from all workers, is. Call :meth:`step` where ``scheduler.step()`` stood::
+
+        clock = psclient.VersionClock(scheduler, optimizer, versions_per_step=steps_per_epoch * workers)
+
+    Args:
+        scheduler: any scheduler with ``step()``.
+        optimizer: the optimizer whose version is followed.
+        versions_per_step: versions that make one step of the scheduler.
+    """
+
+    scheduler: Any
+    optimizer: ParameterServerOptimizer
+    versions_per_step: int = 1
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the rate."""
+        if self.versions_per_step < 1:
+            raise ValueError(f"versions_per_step must be at least 1, not {self.versions_per_step}")
+
+    def step(self) -> None:
+        """Step the scheduler as often as the version asks for; a late joiner catches up at once."""
+        while self.steps < self.optimizer.version // self.versions_per_step:
+            self.scheduler.step()
+            self.steps += 1

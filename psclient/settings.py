@@ -1,0 +1,102 @@
+"""The worker's settings: ``PSCLIENT_*`` in the environment, then a YAML file, then defaults."""
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+
+from psclient.errors import ConfigurationError
+from pscore.selection import DEFAULT_DENSE_BELOW
+from pscore.selectors import SELECTORS
+
+LOCAL = "local"
+
+
+class ClientSettings(BaseSettings):
+    """How a worker finds its server, how long it waits, and how it cuts and writes a push."""
+
+    model_config = SettingsConfigDict(env_prefix="PSCLIENT_", frozen=True, extra="forbid")
+
+    config: Path | None = Field(None, description="YAML file with any of these settings")
+    server: str = Field(
+        LOCAL, description="HOST:PORT of each shard in order, separated by commas; local starts an embedded server"
+    )
+    worker: str = Field("", description="this worker's name; empty takes it from the job's environment")
+    run_id: str = Field("", description="refuse to train in any other run; empty accepts the server's")
+    deadline_seconds: float = Field(30.0, gt=0, description="longest time for one call to a server")
+    connect_seconds: float = Field(60.0, gt=0, description="how long the first contact is tried")
+    patience_seconds: float = Field(300.0, gt=0, description="how long a lost server is waited for during training")
+    value_type: Literal["fp32", "fp16", "bf16"] = Field("fp32", description="how pushed values travel")
+    selector: str = Field("exact", description="how the entries of a push are selected: " + ", ".join(SELECTORS))
+    dense_below: int = Field(
+        DEFAULT_DENSE_BELOW, ge=0, description="tensors with fewer elements are pushed whole; 0 exempts nothing"
+    )
+    group_elements: int = Field(
+        4_000_000, ge=1, description="tensors are merged into groups of this many elements; each is sent when selected"
+    )
+    flush_on_sigterm: bool = Field(True, description="on SIGTERM, push what is still held, leave, then exit")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Order the sources: explicit arguments, environment, the YAML file that either of them names."""
+        config = init_settings().get("config") or env_settings().get("config")
+        yaml = (YamlConfigSettingsSource(settings_cls, yaml_file=config),) if config else ()
+        return (init_settings, env_settings, *yaml)
+
+
+def load(**overrides: object) -> ClientSettings:
+    """Read the settings; ``overrides`` that are not ``None`` win over everything.
+
+    Raises:
+        ConfigurationError: a value is out of range or of the wrong kind.
+    """
+    try:
+        settings = ClientSettings(**{name: value for name, value in overrides.items() if value is not None})  # type: ignore[arg-type]
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = "_".join(str(part) for part in problem["loc"])
+        raise ConfigurationError(f"setting {name} (PSCLIENT_{name.upper()}): {problem['msg']}") from error
+    if settings.selector not in SELECTORS:
+        raise ConfigurationError(f"selector {settings.selector!r}: use one of {', '.join(SELECTORS)}")
+    return settings
+
+
+def addresses(server: str) -> tuple[str, ...]:
+    """Split a comma-separated list of ``HOST:PORT``; raises :class:`ConfigurationError` where one has no port."""
+    found = tuple(part.strip() for part in server.split(",") if part.strip())
+    for address in found:
+        if not address.rpartition(":")[2].isdigit():
+            raise ConfigurationError(f"server address {address!r} is not HOST:PORT")
+    if not found or len(set(found)) < len(found):
+        raise ConfigurationError(f"server {server!r}: give each shard's HOST:PORT once")
+    return found
+
+
+def worker_name(settings: ClientSettings, environment: Mapping[str, str] = os.environ) -> str:
+    """Return this worker's name: the setting, or its index in a Kubernetes, Slurm or torchrun job, or a random one."""
+    if settings.worker:
+        return settings.worker
+    for variable, prefix in (("JOB_COMPLETION_INDEX", "job"), ("SLURM_PROCID", "slurm"), ("RANK", "rank")):
+        if environment.get(variable):
+            return f"{prefix}-{environment[variable]}"
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def sibling_workers(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the variable that says that this process is one of several workers; ``None`` if none does."""
+    for variable in ("WORLD_SIZE", "SLURM_NTASKS"):
+        if environment.get(variable, "").isdigit() and int(environment[variable]) > 1:
+            return variable
+    return "JOB_COMPLETION_INDEX" if environment.get("JOB_COMPLETION_INDEX") else None

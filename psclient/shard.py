@@ -1,0 +1,241 @@
+"""One shard as a worker sees it: what it knows of the replica there, and its calls.
+
+Nothing here decides what a failure means for training; each call returns an outcome and :mod:`psclient.cluster` acts on it.
+"""
+
+import queue
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from psclient.connection import Connection, Patience
+from psclient.errors import ServerFaultError, Transient, from_rpc_error
+from psclient.settings import ClientSettings
+from pscore import frames
+from pscore.layout import Span
+from pscore.reasons import Reason, Refusal
+from pscore.segment import Segment
+from pscore.v1 import parameter_server_pb2 as pb
+
+REJOIN_REASONS = frozenset(
+    {
+        Reason.LEASE_EXPIRED,
+        Reason.STALE_GENERATION,
+        Reason.RUN_MISMATCH,
+        Reason.NOT_INITIALISED,
+        Reason.VERSION_IN_FUTURE,
+    }
+)
+"""Refusals after which a worker joins again; all but the first mean that the server's training is another one."""
+
+
+@dataclass(slots=True)
+class PushPart:
+    """One shard's part of a push, kept until it is acknowledged or refused.
+
+    Attributes:
+        step: the worker's step.
+        generation: of the model it was made for.
+        messages: what is sent; the same bytes at each attempt.
+        segments: the payload, for giving it back.
+    """
+
+    step: int
+    generation: int
+    messages: list[pb.PushSparseRequest] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    checksum: frames.Checksum = field(default_factory=frames.Checksum)
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class PulledReply:
+    """A whole, checked reply.
+
+    Attributes:
+        header: the server's words about it.
+        segments: its entries.
+        bytes: message bytes received.
+        apply_seconds: time spent on decoding and writing it, the rest being wait.
+    """
+
+    header: pb.PullHeader
+    segments: list[Segment]
+    bytes: int
+    apply_seconds: float
+
+
+class ShardClient:
+    """The calls to one shard, and the state of the replica with respect to it."""
+
+    def __init__(self, address: str, index: int, settings: ClientSettings) -> None:
+        """Prepare; nothing is dialled yet."""
+        self.connection = Connection(address)
+        self.index = index
+        self.settings = settings
+        self.span = Span(0, 0)
+        self.generation = 0
+        self.version = 0
+        self.has_base = False
+        self.acknowledged_reply = 0
+        self.replica_is_image = False
+        self.in_doubt: PushPart | None = None
+        self._live: queue.SimpleQueue[pb.PushSparseRequest | None] | None = None
+        self._call: grpc.CallFuture | None = None
+
+    @property
+    def address(self) -> str:
+        """``HOST:PORT``."""
+        return self.connection.address
+
+    def adopt(self, generation: int, *, version: int | None = None) -> None:
+        """Note the shard's generation; with ``version``, that the replica is the model at that version there."""
+        if generation != self.generation:
+            self.generation = generation
+            self.has_base = False
+        if version is not None:
+            self.version, self.has_base = version, True
+        if not self.has_base:
+            self.acknowledged_reply, self.replica_is_image = 0, False
+
+    # Push
+
+    def open_push(self, identity: pb.WorkerIdentity, step: int, samples: int, plan: list[Span]) -> None:
+        """Begin to stream a push: the header goes out now, chunks as they are handed in."""
+        self.in_doubt = PushPart(step, self.generation)
+        self._live = queue.SimpleQueue()
+        stream = iter(self._live.get, None)
+        self._call = self.connection.stub.PushSparse.future(
+            stream, timeout=self.settings.deadline_seconds, wait_for_ready=True
+        )
+        header = pb.PushHeader(
+            identity=identity,
+            step=step,
+            generation=self.generation,
+            base_version=self.version,
+            samples=samples,
+            plan=[pb.Group(start=group.start, length=group.length) for group in plan],
+        )
+        self._send(pb.PushSparseRequest(header=header))
+
+    def send_chunk(self, chunk: pb.Chunk) -> None:
+        """Hand one chunk to the stream."""
+        assert self.in_doubt is not None
+        self.in_doubt.checksum.add(chunk)
+        self._send(pb.PushSparseRequest(chunk=chunk))
+
+    def send_commit(self) -> None:
+        """End the stream."""
+        assert self.in_doubt is not None
+        assert self._live is not None
+        self._send(pb.PushSparseRequest(commit=self.in_doubt.checksum.commit()))
+        self._live.put(None)
+        self._live = None
+
+    def abandon_push(self) -> PushPart | None:
+        """Break a push off before its commit: nothing of it can have been applied."""
+        part, self.in_doubt = self.in_doubt, None
+        if self._call is not None:
+            self._call.cancel()
+        if self._live is not None:
+            self._live.put(None)
+        self._live, self._call = None, None
+        return part
+
+    def settle(self, patience: Patience) -> pb.PushSparseResponse | Refusal | None:
+        """End the doubt about the last push: its answer, its refusal, or ``None`` if there was none in doubt.
+
+        Raises:
+            ServerUnreachableError: no answer within the patience; the part stays in doubt.
+        """
+        part = self.in_doubt
+        if part is None:
+            return None
+        for attempt in patience:
+            with attempt:
+                try:
+                    call, self._call = self._call, None
+                    if call is not None:
+                        response = call.result()
+                    else:
+                        response = self.connection.stub.PushSparse(
+                            iter(part.messages), timeout=attempt.timeout, wait_for_ready=True
+                        )
+                except grpc.RpcError as error:
+                    failure = from_rpc_error(error)
+                    if isinstance(failure, Refusal):
+                        return failure
+                    raise failure from error
+                self.in_doubt = None
+                return response
+        raise AssertionError("patience does not end by itself")
+
+    def _send(self, message: pb.PushSparseRequest) -> None:
+        assert self.in_doubt is not None
+        assert self._live is not None
+        self.in_doubt.messages.append(message)
+        self.in_doubt.bytes += frames.wire_bytes(message)
+        self._live.put(message)
+
+    # Pull
+
+    def pull(self, identity: pb.WorkerIdentity, patience: Patience) -> PulledReply | Refusal:
+        """Ask for what the replica lacks; the reply is whole and checked, and not yet applied.
+
+        Raises:
+            ServerUnreachableError: no whole reply within the patience.
+            ServerFaultError: the reply breaks the protocol.
+        """
+        request = pb.PullDiffRequest(
+            identity=identity,
+            generation=self.generation,
+            has_base=self.has_base,
+            base_version=self.version if self.has_base else 0,
+            acknowledged_reply=self.acknowledged_reply,
+            image=self.replica_is_image,
+        )
+        for attempt in patience:
+            with attempt:
+                try:
+                    return self._read_reply(request, attempt.timeout)
+                except grpc.RpcError as error:
+                    failure = from_rpc_error(error)
+                    if isinstance(failure, Refusal):
+                        return failure
+                    raise failure from error
+                except Refusal as damage:  # raised by our own decoder
+                    raise ServerFaultError(f"{self.address} sent a damaged reply: {damage.detail}") from damage
+        raise AssertionError("patience does not end by itself")
+
+    def applied(self, reply: PulledReply) -> None:
+        """Note that a reply has been written into the replica."""
+        self.version, self.has_base = reply.header.version, True
+        self.acknowledged_reply = reply.header.reply_number
+        self.replica_is_image = reply.header.image
+
+    def _read_reply(self, request: pb.PullDiffRequest, timeout_seconds: float) -> PulledReply:
+        responses: Iterator[pb.PullDiffResponse] = self.connection.stub.PullDiff(
+            request, timeout=timeout_seconds, wait_for_ready=True
+        )
+        reader = frames.ChunkReader(self.span)
+        header: pb.PullHeader | None = None
+        received, decode_seconds = 0, 0.0
+        for response in responses:
+            received += frames.wire_bytes(response)
+            kind = response.WhichOneof("message")
+            if kind == "header" and header is None:
+                header = response.header
+                if header.mode not in (pb.REPLY_MODE_EXACT, pb.REPLY_MODE_TOPK):
+                    raise ServerFaultError(f"{self.address} answers in mode {header.mode}; upgrade this client")
+            elif kind == "chunk" and header is not None:
+                started = time.perf_counter()
+                reader.read(response.chunk)
+                decode_seconds += time.perf_counter() - started
+            elif kind == "commit" and header is not None:
+                reader.checksum.verify(response.commit)
+                return PulledReply(header, reader.segments, received, decode_seconds)
+            else:
+                raise ServerFaultError(f"{self.address} sent {kind} out of order in a reply")
+        raise Transient("the reply ended without a commit")

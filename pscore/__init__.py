@@ -1,0 +1,1 @@
+"""What worker and server must agree on: layout, codecs, frames, stubs."""

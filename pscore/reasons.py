@@ -1,0 +1,69 @@
+"""Why a call is refused: the one table that binds a reason to a gRPC status and to advice.
+
+The names are those of ``RefusalReason`` in the proto. The server raises :class:`Refusal` anywhere below its RPC layer
+and maps it to a status there; the client maps it back (``psclient.errors``). Neither side names a status elsewhere.
+"""
+
+from enum import Enum
+
+DOMAIN = "sparseps"
+"""``domain`` of the ``google.rpc.ErrorInfo`` that carries a reason."""
+
+
+class Reason(Enum):
+    """A reason, the name of its gRPC status code, and what to do about it."""
+
+    BAD_CHUNK = ("INVALID_ARGUMENT", "the sender's encoder is broken; nothing was applied")
+    BAD_COMMIT = ("INVALID_ARGUMENT", "the stream was damaged or cut; send it again")
+    NON_FINITE = ("INVALID_ARGUMENT", "look for a diverging loss; nothing was applied")
+    BAD_REQUEST = ("INVALID_ARGUMENT", "the request is malformed; check the client against the proto")
+    UNKNOWN_CODEC = ("UNIMPLEMENTED", "choose a codec that this server knows, or upgrade it")
+    UNKNOWN_PROTOCOL = ("UNIMPLEMENTED", "use client and server versions that are at most one release apart")
+    FINGERPRINT_MISMATCH = ("FAILED_PRECONDITION", "build the same model on every worker")
+    SETTINGS_MISMATCH = ("FAILED_PRECONDITION", "give every worker the same method and settings")
+    SHARD_MISMATCH = ("FAILED_PRECONDITION", "list every shard's address once, in the order of --shard-index")
+    NOT_INITIALISED = ("FAILED_PRECONDITION", "join first: the first worker uploads the model")
+    STALE_GENERATION = ("FAILED_PRECONDITION", "the model was uploaded anew; join again and pull")
+    RUN_MISMATCH = ("FAILED_PRECONDITION", "the server serves another run; check its address and --run-id")
+    RUN_FINISHED = ("FAILED_PRECONDITION", "the run is over; fetch the model with psclient.save or download")
+    STEP_OUT_OF_ORDER = ("FAILED_PRECONDITION", "steps of one incarnation must rise")
+    WORKER_ALIVE = ("ALREADY_EXISTS", "choose another worker id, or wait until the other's lease ends")
+    ALREADY_UPLOADED = ("ALREADY_EXISTS", "another worker was first; join again and pull")
+    LEASE_EXPIRED = ("NOT_FOUND", "join again with the same incarnation and repeat the call")
+    VERSION_IN_FUTURE = ("OUT_OF_RANGE", "the replica belongs to another history; join again and pull everything")
+    BUSY = ("RESOURCE_EXHAUSTED", "come back after the delay")
+    DRAINING = ("UNAVAILABLE", "the server is stopping; wait until it is back")
+
+    def __init__(self, status_name: str, advice: str) -> None:
+        """Name the members' two parts."""
+        self.status_name = status_name
+        self.advice = advice
+
+    @property
+    def wire_name(self) -> str:
+        """The name in the proto's ``RefusalReason``."""
+        return f"REFUSAL_REASON_{self.name}"
+
+    @classmethod
+    def from_wire_name(cls, wire_name: str) -> "Reason | None":
+        """Return the reason with this wire name; ``None`` for one that this version does not know."""
+        return cls.__members__.get(wire_name.removeprefix("REFUSAL_REASON_"))
+
+
+class Refusal(Exception):
+    """A call is refused and nothing was changed.
+
+    Attributes:
+        reason: why.
+        detail: what exactly was wrong, for a person.
+        metadata: machine-readable particulars, for instance ``{"tensor": "fc.weight"}``.
+        retry_seconds: when to come back, for back-pressure.
+    """
+
+    def __init__(self, reason: Reason, detail: str, *, retry_seconds: float | None = None, **metadata: str) -> None:
+        """Say why and what."""
+        super().__init__(f"{detail} ({reason.name}: {reason.advice})")
+        self.reason = reason
+        self.detail = detail
+        self.metadata = metadata
+        self.retry_seconds = retry_seconds

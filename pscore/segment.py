@@ -1,0 +1,78 @@
+"""The one representation of an update inside the system: entries of a span of the flat layout."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pscore.layout import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some or all elements of a span, with a value each.
+
+    Attributes:
+        span: where it lies in the flat layout.
+        offsets: int64 ``[k]``, strictly increasing, counted from ``span.start``; ``None`` means every element.
+        values: ``[k]``, floating point; on the same device as ``offsets``.
+    """
+
+    span: Span
+    offsets: torch.Tensor | None
+    values: torch.Tensor
+
+    @property
+    def entries(self) -> int:
+        """Number of values (``k``)."""
+        return self.values.numel()
+
+    def clip(self, span: Span) -> "Segment | None":
+        """Return the part inside ``span`` as views of the same memory; ``None`` if nothing lies there."""
+        common = self.span.intersect(span)
+        if not common.length:
+            return None
+        if common == self.span:
+            return self
+        low, high = common.start - self.span.start, common.end - self.span.start
+        if self.offsets is None:
+            return Segment(common, None, self.values[low:high])
+        bounds = torch.searchsorted(self.offsets, torch.tensor([low, high], device=self.offsets.device))
+        first, last = (int(bound) for bound in bounds)
+        if first == last:
+            return None
+        return Segment(common, self.offsets[first:last] - low, self.values[first:last])
+
+
+def entries(segments: Iterable[Segment]) -> int:
+    """Count the entries of several segments."""
+    return sum(segment.entries for segment in segments)
+
+
+def merge(span: Span, segments: Iterable[Segment]) -> Segment | None:
+    """Join segments, which must be ascending and inside ``span``, into one; ``None`` if they hold no entry.
+
+    All-dense neighbours that fill the span stay dense; otherwise dense ones are written out as offsets.
+    """
+    parts = [segment for segment in segments if segment.entries]
+    if not parts:
+        return None
+    values = torch.cat([part.values for part in parts]) if len(parts) > 1 else parts[0].values
+    if all(part.offsets is None for part in parts) and values.numel() == span.length:
+        return Segment(span, None, values)
+    return Segment(span, torch.cat([_offsets_within(part, span) for part in parts]), values)
+
+
+def split(segment: Segment, spans: Iterable[Span]) -> Iterator[Segment]:
+    """Yield the part of ``segment`` in each of ``spans``, skipping empty ones."""
+    for span in spans:
+        part = segment.clip(span)
+        if part is not None:
+            yield part
+
+
+def _offsets_within(part: Segment, span: Span) -> torch.Tensor:
+    shift = part.span.start - span.start
+    if part.offsets is None:
+        return torch.arange(shift, shift + part.span.length, device=part.values.device)
+    return part.offsets + shift

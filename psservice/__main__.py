@@ -1,0 +1,8 @@
+"""``python -m psservice``."""
+
+import sys
+
+from psservice.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

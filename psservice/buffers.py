@@ -1,0 +1,61 @@
+"""The server's copy of a model's buffers: a moving average over workers, weighted by samples (docs/protocol.md, *Buffers*)."""
+
+import threading
+
+import torch
+
+from pscore.buffers import is_exchanged, pack, unpack
+from pscore.layout import TensorSpec
+from pscore.modelfile import StateDict
+
+
+class BufferAverage:
+    """Buffers of one model. Floating-point ones are averaged, integer scalars take the maximum, others are constant.
+
+    Args:
+        specs: all buffers, in layout order.
+        values: their first values, one tensor a spec.
+    """
+
+    def __init__(self, specs: tuple[TensorSpec, ...], values: list[torch.Tensor]) -> None:
+        """Start from uploaded values with no weight, so that the first contribution replaces them."""
+        self._specs = specs
+        self._values = [
+            value.float() if spec.dtype in (torch.float16, torch.bfloat16) else value
+            for spec, value in zip(specs, values, strict=True)
+        ]
+        self._weight = 0.0
+        self._lock = threading.Lock()
+        self.exchanged = tuple(spec for spec in specs if is_exchanged(spec))
+
+    def contribute(self, data: bytes, samples: int, live_workers: int) -> None:
+        """Take one worker's exchanged buffers in; see docs/protocol.md for the formula.
+
+        Args:
+            data: the exchanged buffers, packed.
+            samples: how many samples they have seen since the worker's last contribution.
+            live_workers: the length of the average, in contributions.
+        """
+        incoming = dict(zip((spec.name for spec in self.exchanged), unpack(data, self.exchanged), strict=True))
+        with self._lock:
+            self._weight = (1 - 1 / max(1, live_workers)) * self._weight + samples
+            share = samples / self._weight if self._weight else 0.0
+            for i, spec in enumerate(self._specs):
+                value = incoming.get(spec.name)
+                if value is None:
+                    continue
+                mine = self._values[i]
+                if spec.dtype.is_floating_point:
+                    self._values[i] = torch.lerp(mine, value.to(mine.dtype), share)
+                else:
+                    self._values[i] = torch.maximum(mine, value)
+
+    def packed(self) -> bytes:
+        """Return the exchanged buffers, packed in their own dtypes."""
+        state = self.state()
+        return pack(state[spec.name] for spec in self.exchanged)
+
+    def state(self) -> StateDict:
+        """Return every buffer by name, in its own dtype."""
+        with self._lock:
+            return {spec.name: value.to(spec.dtype) for spec, value in zip(self._specs, self._values, strict=True)}

@@ -1,0 +1,407 @@
+"""The engine: one shard's whole behaviour without gRPC.
+
+It ties the rooms together: membership and run decide who may do what, the writer applies in order, the model shard computes.
+Everything here may raise :class:`pscore.reasons.Refusal`; the servicer turns that into a status.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pscore import modelfile
+from pscore.buffers import packed_bytes, unpack
+from pscore.layout import ModelLayout, Span
+from pscore.reasons import Reason, Refusal
+from pscore.segment import Segment, merge
+from pscore.selectors import SELECTORS
+from psservice import modelstart
+from psservice.buffers import BufferAverage
+from psservice.membership import Identity, Member, Membership, PushAnswer, PushRecord
+from psservice.metrics import Metrics, Traffic
+from psservice.rules.reply import reply_rule
+from psservice.rules.update import subtract
+from psservice.run import Run, RunState
+from psservice.settings import ServerSettings
+from psservice.shard.model import ModelShard
+from psservice.shard.replies import Reply, TopKSettings, answer
+from psservice.shard.writer import Writer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOutcome:
+    """What a joining worker is told: ``state`` is ready, upload or wait."""
+
+    state: str
+    generation: int
+    version: int
+    record: PushRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A received push, not yet applied; segments in any order, disjoint, inside the shard's span."""
+
+    identity: Identity
+    step: int
+    generation: int
+    base_version: int
+    samples: int
+    segments: list[Segment]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCopy:
+    """The shard's values at one version, fp32, with the buffers."""
+
+    model: ModelShard
+    version: int
+    values: torch.Tensor
+    buffers: modelfile.StateDict
+
+
+@dataclass(frozen=True, slots=True)
+class _UploadHold:
+    identity: Identity
+    generation: int
+    from_replica: bool
+
+
+class Engine:
+    """One shard of one run."""
+
+    def __init__(self, settings: ServerSettings, device: torch.device, metrics: Metrics) -> None:
+        """Start empty (or ready for ``--init``), with a writer and a thread that ends leases."""
+        self.settings = settings
+        self.device = device
+        self.metrics = metrics
+        self.traffic = Traffic()
+        self.is_coordinator = settings.shard_index == 0
+        coordinates = self.is_coordinator
+        self.run = Run(
+            settings.run_id,
+            settings.end_versions if coordinates else 0,
+            settings.end_samples if coordinates else 0,
+        )
+        self.membership = Membership(
+            settings.lease_seconds,
+            lambda: reply_rule(settings.down_mode, settings.exact_limit),
+            on_expire=self._expired,
+        )
+        self.writer = Writer(settings.apply_queue_limit)
+        self.model: ModelShard | None = None
+        self.layout: ModelLayout | None = None
+        self.buffers: BufferAverage | None = None
+        self.draining = False
+        self.final_model_path = (
+            modelfile.part_path(settings.final_model, settings.shard_index, settings.num_shards)
+            if settings.final_model
+            else None
+        )
+        self._topk = TopKSettings(settings.down_density, settings.down_dense_below, SELECTORS["exact"])
+        self._start_values = modelfile.read(settings.init) if settings.init else None
+        self._hold: _UploadHold | None = None
+        self._join_lock = threading.Lock()
+        self._final_writer: threading.Thread | None = None
+        self._stop = threading.Event()
+        threading.Thread(target=self._end_leases, name="lease-reaper", daemon=True).start()
+
+    # Membership
+
+    def join(
+        self,
+        identity: Identity,
+        layout: ModelLayout,
+        method: str,
+        method_settings: Mapping[str, str],
+        *,
+        generation_seen: int,
+        has_replica: bool,
+    ) -> JoinOutcome:
+        """Grant a lease and say whether the worker pulls, uploads or waits (docs/protocol.md, *Joining*)."""
+        with self._join_lock:
+            self._require_serving()
+            others = any(member.identity != identity for member in self.membership.members())
+            alone = self.model is None and not others and self._start_values is None
+            if self.layout is not None and not alone:
+                self._require_same_model(self.layout, layout)
+            self.run.agree(method, method_settings, replace=alone)
+            if self._start_values is not None:
+                self._install_start(layout, self._start_values)
+                self._start_values = None
+            elif self.layout is None or alone:
+                self.layout = layout
+            self.membership.join(identity)
+            self.metrics.live_workers.set(len(self.membership))
+            log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
+            record = self.membership.record(identity.worker_id)
+            if self.model is not None:
+                return JoinOutcome("ready", self.model.generation, self.model.version, record)
+            generation = self._hold_upload(identity, generation_seen, has_replica) if self.is_coordinator else None
+            return JoinOutcome("wait" if generation is None else "upload", generation or 0, 0, record)
+
+    def leave(self, identity: Identity) -> None:
+        """End a lease; unknown ones are ignored, so that leaving twice is harmless."""
+        if self.membership.leave(identity):
+            self.metrics.live_workers.set(len(self.membership))
+            log.info("worker left", extra={"worker": identity.worker_id})
+
+    @property
+    def span(self) -> Span:
+        """What this shard owns; raises :class:`Refusal` (``NOT_INITIALISED``) before the first join."""
+        if self.layout is None:
+            raise Refusal(Reason.NOT_INITIALISED, "no worker has joined yet, so the model is not known")
+        return self.layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
+
+    # The model's way in
+
+    def check_upload(self, identity: Identity, generation: int) -> None:
+        """Refuse an upload that would not be taken; called before its bytes are received, and again at the end."""
+        self.membership.require(identity)
+        if self.model is not None and generation == self.model.generation:
+            raise Refusal(Reason.ALREADY_UPLOADED, f"generation {generation} is here already")
+        hold = self._hold
+        if self.is_coordinator and (hold is None or (hold.identity, hold.generation) != (identity, generation)):
+            raise Refusal(Reason.STALE_GENERATION, "another worker holds the upload now")
+        if generation <= 0 or (self.model is not None and generation < self.model.generation):
+            raise Refusal(Reason.STALE_GENERATION, f"generation {generation} is older than what is here")
+
+    def upload_buffer_bytes(self) -> int:
+        """Bytes of buffers that an upload to this shard carries."""
+        if not self.is_coordinator or self.settings.buffers == "none" or self.layout is None:
+            return 0
+        return packed_bytes(self.layout.buffers)
+
+    def finish_upload(
+        self, identity: Identity, generation: int, version: int, segments: list[Segment], buffers: bytes
+    ) -> int:
+        """Install an uploaded model (dense segments that cover the shard's span) and return its version."""
+        flat = torch.cat([segment.values for segment in segments]) if segments else torch.empty(0)
+
+        def install() -> int:
+            with self._join_lock:
+                self.check_upload(identity, generation)
+                layout = self.layout
+                assert layout is not None  # check_upload has found a member, who brought one
+                specs = layout.buffers if self.upload_buffer_bytes() else ()
+                self._install(layout, flat, unpack(buffers, specs), generation, version)
+                return version
+
+        return self.writer.run(install)
+
+    # Training
+
+    def check_push(self, identity: Identity) -> None:
+        """Refuse at the header what no commit could change: draining, no lease. The writer decides the rest."""
+        self._require_serving()
+        self.membership.require(identity)
+
+    def commit(self, push: Push) -> tuple[PushAnswer, bool]:
+        """Apply a push once; return the answer and whether this identity had been answered before."""
+        span = self.span
+        ordered = sorted(push.segments, key=lambda segment: segment.span.start)
+        update = merge(span, ordered)
+        if update is not None and self.device.type != "cpu":
+            offsets = None if update.offsets is None else update.offsets.to(self.device)
+            update = Segment(update.span, offsets, update.values.to(self.device))
+
+        def apply() -> tuple[PushAnswer, bool]:
+            name, incarnation = push.identity.worker_id, push.identity.incarnation
+            member = self.membership.require(push.identity)
+            record = self.membership.record(name)
+            if record is not None and record.incarnation == incarnation:
+                if push.step == record.step:
+                    return record.answer, True
+                if push.step < record.step:
+                    raise Refusal(
+                        Reason.STEP_OUT_OF_ORDER, f"step {push.step} comes after step {record.step} was applied"
+                    )
+            self.run.require_open()
+            model = self.require_model(push.generation)
+            if push.base_version > model.version:
+                raise Refusal(
+                    Reason.VERSION_IN_FUTURE, f"base version {push.base_version}, the server has {model.version}"
+                )
+            staleness = model.version - push.base_version
+            started = time.perf_counter_ns()
+            version = model.apply(update)
+            answer = PushAnswer(version, staleness, time.perf_counter_ns() - started)
+            self.membership.remember(name, PushRecord(incarnation, push.step, answer))
+            member.last_step, member.staleness = push.step, staleness
+            member.pushes += 1
+            member.samples += push.samples
+            self.metrics.observe_push(answer)
+            if self.run.count(version, push.samples):
+                self._end_run()
+            return answer, False
+
+        return self.writer.run(apply)
+
+    def pull(
+        self,
+        identity: Identity,
+        generation: int,
+        *,
+        base_version: int | None,
+        acknowledged: int,
+        replica_is_image: bool,
+    ) -> Reply:
+        """Answer a pull, exactly or top-k."""
+        member = self.membership.require(identity)
+        reply = answer(
+            self.require_model(generation),
+            self.writer,
+            member.downlink,
+            self._topk,
+            base_version=base_version,
+            acknowledged=acknowledged,
+            replica_is_image=replica_is_image,
+        )
+        member.reply_mode, member.reply_density = reply.mode, reply.density
+        self.metrics.observe_pull(reply)
+        return reply
+
+    def require_buffers(self, identity: Identity, generation: int) -> BufferAverage:
+        """Return the buffers for an exchange; raises :class:`Refusal` where there are none here."""
+        self.membership.require(identity)
+        self.require_model(generation)
+        if self.buffers is None:
+            raise Refusal(Reason.BAD_REQUEST, "this shard keeps no buffers (shard 0 does, unless the policy is none)")
+        return self.buffers
+
+    def exchange_buffers(self, identity: Identity, generation: int, step: int, samples: int, data: bytes) -> bytes:
+        """Average a worker's buffers in, once a step, and return the average."""
+        buffers = self.require_buffers(identity, generation)
+        member = self.membership.require(identity)
+        if samples and step > member.buffer_step:
+            member.buffer_step = step
+            buffers.contribute(data, samples, len(self.membership))
+        return buffers.packed()
+
+    def copy_model(self) -> ModelCopy:
+        """Copy the shard's values at the current version."""
+        model = self.require_model(None)
+        version, values = self.writer.run(lambda: (model.version, model.theta.clone()))
+        return ModelCopy(model, version, values, self.buffers.state() if self.buffers else {})
+
+    # The end
+
+    def finish(self) -> str:
+        """End the run, write the final model if asked to, and return its path."""
+        self.require_model(None)
+        self.writer.run(self._end_run)
+        if self._final_writer is not None:
+            self._final_writer.join()
+        return str(self.final_model_path) if self.final_model_path and self.final_model_path.exists() else ""
+
+    def close(self) -> None:
+        """Finish what is committed and stop the threads."""
+        self._stop.set()
+        self.writer.close()
+        if self._final_writer is not None:
+            self._final_writer.join()
+
+    def require_model(self, generation: int | None) -> ModelShard:
+        """Return the model; raises :class:`Refusal` where there is none, or one of another generation."""
+        if self.model is None:
+            raise Refusal(Reason.NOT_INITIALISED, "the model has not been uploaded yet")
+        if generation is not None and generation != self.model.generation:
+            raise Refusal(
+                Reason.STALE_GENERATION, f"the caller has generation {generation}, the server {self.model.generation}"
+            )
+        return self.model
+
+    # Inner parts
+
+    def _require_serving(self) -> None:
+        if self.draining:
+            raise Refusal(Reason.DRAINING, "the server is stopping")
+
+    @staticmethod
+    def _require_same_model(ours: ModelLayout, theirs: ModelLayout) -> None:
+        if ours.fingerprint == theirs.fingerprint:
+            return
+        name, how = ours.first_difference(theirs) or ("", "the layouts differ")
+        raise Refusal(Reason.FINGERPRINT_MISMATCH, how, tensor=name)
+
+    def _hold_upload(self, identity: Identity, generation_seen: int, has_replica: bool) -> int | None:
+        """Return the generation that this worker is to upload, or None if another one is at it."""
+        hold = self._hold
+        if hold is not None and self.membership.is_live(hold.identity) and hold.identity != identity:
+            replica_beats_fresh = has_replica and not hold.from_replica
+            if not replica_beats_fresh:
+                return None
+        previous = 0 if hold is None else hold.generation
+        if hold is None or hold.identity != identity or generation_seen >= previous:
+            self._hold = hold = _UploadHold(identity, max(previous, generation_seen) + 1, has_replica)
+            log.info("upload granted", extra={"worker": identity.worker_id, "generation": hold.generation})
+        return hold.generation
+
+    def _install_start(self, layout: ModelLayout, start: modelfile.StateDict) -> None:
+        flat, buffers = modelstart.fit(layout, start, with_buffers=self.settings.buffers != "none")
+        span = layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
+        self.layout = layout
+        self._install(layout, flat[span.start : span.end], buffers if self.is_coordinator else [], 1, 0)
+
+    def _install(
+        self, layout: ModelLayout, flat: torch.Tensor, buffers: list[torch.Tensor], generation: int, version: int
+    ) -> None:
+        self.model = ModelShard(
+            layout,
+            self.span,
+            flat.to(self.device, torch.float32).clone(),
+            generation=generation,
+            version=version,
+            ledger_multiple=self.settings.ledger_multiple,
+            update=subtract,
+        )
+        self.buffers = BufferAverage(layout.buffers, buffers) if buffers else None
+        self.membership.reset_downlinks()
+        self.run.started()
+        self._hold = None
+        self.metrics.version.set(version)
+        log.info("model installed", extra={"generation": generation, "version": version, "elements": self.span.length})
+
+    def _end_run(self) -> None:
+        """End the run; on the writer thread, so that the final model is the one at the last version."""
+        if self.run.state is RunState.FINISHED:
+            return
+        self.run.state = RunState.FINISHED
+        model = self.require_model(None)
+        log.info("run finished", extra={"version": model.version, "samples": self.run.samples})
+        path = self.final_model_path
+        if path is None:
+            return
+        copy = ModelCopy(model, model.version, model.theta.clone(), self.buffers.state() if self.buffers else {})
+        self._final_writer = threading.Thread(target=self._write_final, args=(copy, path), name="final-model")
+        self._final_writer.start()
+
+    def _write_final(self, copy: ModelCopy, path: Path) -> None:
+        metadata = {"run_id": self.run.run_id, "version": str(copy.version), "format": "pt"}
+        layout = copy.model.layout
+        try:
+            if self.settings.num_shards == 1:
+                state = modelfile.assemble(layout, copy.values.cpu(), copy.buffers.values())
+                modelfile.write(path, state, metadata)
+            else:
+                modelfile.write_part(path, layout, copy.model.span, copy.values.cpu(), copy.buffers, metadata)
+            log.info("final model written", extra={"path": str(path), "version": copy.version})
+        except OSError as error:
+            log.error("final model could not be written", extra={"path": str(path), "error": str(error)})
+
+    def _expired(self, member: Member) -> None:
+        self.metrics.leases_expired.inc()
+        log.warning(
+            "lease ended: worker is taken for dead",
+            extra={"worker": member.identity.worker_id, "last_step": member.last_step},
+        )
+
+    def _end_leases(self) -> None:
+        while not self._stop.wait(min(1.0, self.settings.lease_seconds / 4)):
+            self.metrics.live_workers.set(len(self.membership))

@@ -1,0 +1,28 @@
+"""Structured logs: one JSON object a line, or readable text."""
+
+import logging
+import sys
+
+from pythonjsonlogger.json import JsonFormatter
+
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+class _TextFormatter(logging.Formatter):
+    """A line of text with the extra fields behind it as ``name=value``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        extras = {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
+        fields = "".join(f" {name}={value}" for name, value in extras.items())
+        return super().format(record) + fields
+
+
+def configure(level: str, form: str) -> None:
+    """Send every log line of this process to stderr, as ``json`` or ``text``, from ``level`` up."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        JsonFormatter("{asctime}{levelname}{name}{message}", style="{", rename_fields={"levelname": "level"})
+        if form == "json"
+        else _TextFormatter("%(asctime)s %(levelname)-7s %(message)s")
+    )
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,0 +1,178 @@
+"""Who takes part: leases, and a small record of each worker's last push for exactly-once.
+
+Liveness is the lease, not the connection: any call of a worker renews it, and at its end the worker's state is freed. The
+record (incarnation, step, first answer) stays, so that a repeated push is recognised even after a lost lease.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pscore.reasons import Reason, Refusal
+from psservice.rules.reply import ReplyRule
+from psservice.shard.replies import Downlink, ReplyMode
+
+_MOST_RECORDS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A worker's name and the UUID of this life of it."""
+
+    worker_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushAnswer:
+    """What a push was answered; kept for repeats."""
+
+    version: int
+    staleness: int
+    apply_nanoseconds: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushRecord:
+    """The last push of a worker name."""
+
+    incarnation: str
+    step: int
+    answer: PushAnswer
+
+
+@dataclass
+class Member:
+    """A live worker."""
+
+    identity: Identity
+    downlink: Downlink
+    lease_end: float
+    last_step: int = 0
+    staleness: int = 0
+    pushes: int = 0
+    push_bytes: int = 0
+    pull_bytes: int = 0
+    samples: int = 0
+    buffer_step: int = 0
+    reply_mode: ReplyMode | None = None
+    reply_density: float = 0.0
+    """Density of the last reply."""
+
+
+@dataclass
+class Membership:
+    """The live workers of a shard. Thread-safe.
+
+    Args:
+        lease_seconds: life of a lease without renewal.
+        make_rule: returns a fresh reply rule for a new member.
+        on_expire: told of each member whose lease has ended.
+        clock: monotonic seconds; tests pass their own.
+    """
+
+    lease_seconds: float
+    make_rule: Callable[[], ReplyRule]
+    on_expire: Callable[[Member], None] = lambda member: None
+    clock: Callable[[], float] = time.monotonic
+    _members: dict[str, Member] = field(default_factory=dict)
+    _records: OrderedDict[str, PushRecord] = field(default_factory=OrderedDict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def join(self, identity: Identity) -> Member:
+        """Grant or renew a lease.
+
+        Raises:
+            Refusal: ``WORKER_ALIVE`` while another incarnation of the same name holds one.
+        """
+        with self._lock:
+            self.expire()
+            member = self._members.get(identity.worker_id)
+            if member is not None and member.identity != identity:
+                remaining = member.lease_end - self.clock()
+                raise Refusal(
+                    Reason.WORKER_ALIVE,
+                    f"worker {identity.worker_id!r} is alive as incarnation {member.identity.incarnation}, "
+                    f"for {remaining:.1f} s more unless renewed",
+                    retry_seconds=min(remaining, 1.0),
+                    worker=identity.worker_id,
+                    lease_seconds=f"{remaining:.3f}",
+                )
+            if member is None:
+                member = Member(identity, Downlink(self.make_rule()), 0.0)
+                self._members[identity.worker_id] = member
+            member.lease_end = self.clock() + self.lease_seconds
+            return member
+
+    def require(self, identity: Identity) -> Member:
+        """Return the live member and renew its lease.
+
+        Raises:
+            Refusal: ``LEASE_EXPIRED`` if there is none of this identity.
+        """
+        with self._lock:
+            self.expire()
+            member = self._members.get(identity.worker_id)
+            if member is None or member.identity != identity:
+                raise Refusal(
+                    Reason.LEASE_EXPIRED,
+                    f"worker {identity.worker_id!r} ({identity.incarnation}) has no lease here",
+                    worker=identity.worker_id,
+                )
+            member.lease_end = self.clock() + self.lease_seconds
+            return member
+
+    def leave(self, identity: Identity) -> bool:
+        """End a lease at once; tell whether there was one."""
+        with self._lock:
+            member = self._members.get(identity.worker_id)
+            if member is None or member.identity != identity:
+                return False
+            del self._members[identity.worker_id]
+            return True
+
+    def expire(self) -> None:
+        """Drop the members whose lease has ended."""
+        with self._lock:
+            now = self.clock()
+            for member in [member for member in self._members.values() if member.lease_end <= now]:
+                del self._members[member.identity.worker_id]
+                self.on_expire(member)
+
+    def is_live(self, identity: Identity | None) -> bool:
+        """Tell whether this identity holds a lease."""
+        with self._lock:
+            self.expire()
+            member = None if identity is None else self._members.get(identity.worker_id)
+            return member is not None and member.identity == identity
+
+    def members(self) -> list[Member]:
+        """Return the live members by name."""
+        with self._lock:
+            self.expire()
+            return [self._members[name] for name in sorted(self._members)]
+
+    def __len__(self) -> int:
+        """Count the live members."""
+        return len(self.members())
+
+    def reset_downlinks(self) -> None:
+        """Forget every image: the model is another one."""
+        with self._lock:
+            for member in self._members.values():
+                member.downlink = Downlink(self.make_rule())
+
+    def record(self, worker_id: str) -> PushRecord | None:
+        """Return the last push of a worker name."""
+        with self._lock:
+            return self._records.get(worker_id)
+
+    def remember(self, worker_id: str, record: PushRecord) -> None:
+        """Keep the last push of a worker name; the least recently used names are forgotten beyond a bound."""
+        with self._lock:
+            self._records[worker_id] = record
+            self._records.move_to_end(worker_id)
+            while len(self._records) > _MOST_RECORDS:
+                self._records.popitem(last=False)

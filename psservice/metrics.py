@@ -1,0 +1,70 @@
+"""Prometheus metrics of one shard, in a registry of their own."""
+
+import threading
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from psservice.membership import PushAnswer
+from psservice.shard.replies import Reply
+
+_STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+_DENSITY_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+
+
+class Traffic:
+    """Message bytes of pushes, pulls and buffers since the start, for the status. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self._bytes = {"PushSparse": 0, "PullDiff": 0, "ExchangeBuffers": 0}
+        self._lock = threading.Lock()
+
+    def count(self, rpc: str, message_bytes: int) -> None:
+        """Add the bytes of one call."""
+        with self._lock:
+            self._bytes[rpc] += message_bytes
+
+    def __getitem__(self, rpc: str) -> int:
+        """Return the bytes of one kind of call."""
+        return self._bytes[rpc]
+
+
+class Metrics:
+    """What a shard counts; names begin with ``psservice_``."""
+
+    def __init__(self) -> None:
+        """Create every metric at zero."""
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.pushes = Counter("psservice_pushes", "Pushes applied", registry=registry)
+        self.repeated_pushes = Counter("psservice_repeated_pushes", "Pushes answered again", registry=registry)
+        self.pulls = Counter("psservice_pulls", "Pulls answered", ["mode"], registry=registry)
+        self.refusals = Counter("psservice_refusals", "Calls refused", ["reason"], registry=registry)
+        self.received_bytes = Counter("psservice_received_bytes", "Message bytes received", ["rpc"], registry=registry)
+        self.sent_bytes = Counter("psservice_sent_bytes", "Message bytes sent", ["rpc"], registry=registry)
+        self.leases_expired = Counter("psservice_leases_expired", "Workers taken for dead", registry=registry)
+        self.staleness = Histogram(
+            "psservice_staleness", "Versions between base and push", buckets=_STALENESS_BUCKETS, registry=registry
+        )
+        self.apply_seconds = Histogram(
+            "psservice_apply_seconds", "Time of the writer to apply a push", buckets=_SECONDS_BUCKETS, registry=registry
+        )
+        self.reply_density = Histogram(
+            "psservice_reply_density", "Density of replies", buckets=_DENSITY_BUCKETS, registry=registry
+        )
+        self.live_workers = Gauge("psservice_live_workers", "Workers holding a lease", registry=registry)
+        self.version = Gauge("psservice_version", "Version of the shard", registry=registry)
+        self.queued = Gauge("psservice_queued", "Jobs waiting for the writer", registry=registry)
+
+    def observe_push(self, answer: PushAnswer) -> None:
+        """Count a push that was applied."""
+        self.pushes.inc()
+        self.version.set(answer.version)
+        self.staleness.observe(answer.staleness)
+        self.apply_seconds.observe(answer.apply_nanoseconds / 1e9)
+
+    def observe_pull(self, reply: Reply) -> None:
+        """Count a pull that was answered."""
+        self.pulls.labels(mode=reply.mode.value).inc()
+        self.reply_density.observe(reply.density)

@@ -1,0 +1,117 @@
+"""Looking at running servers and ending a run, from a terminal."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+
+from pscore.v1 import parameter_server_pb2 as pb
+from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+
+
+class OperateError(Exception):
+    """A server could not be asked; the message has its address and why."""
+
+
+def status(addresses: Sequence[str], timeout_seconds: float, *, as_json: bool) -> None:
+    """Print version, parameters, device, workers, staleness and bytes of each server."""
+    answers = [_call(address, "GetStatus", pb.GetStatusRequest(), timeout_seconds) for address in addresses]
+    if as_json:
+        print(json.dumps([_plain(a, answer) for a, answer in zip(addresses, answers, strict=True)], indent=2))
+        return
+    console = Console()
+    for address, answer in zip(addresses, answers, strict=True):
+        console.print(_shard_table(address, answer))
+        console.print(_worker_table(answer) if answer.workers else "no live workers\n", highlight=False)
+
+
+def finish(addresses: Sequence[str], timeout_seconds: float, *, as_json: bool) -> None:
+    """End the run at each server and print the last version and where the final model is."""
+    answers = [_call(address, "FinishRun", pb.FinishRunRequest(), timeout_seconds) for address in addresses]
+    if as_json:
+        print(json.dumps([_plain(a, answer) for a, answer in zip(addresses, answers, strict=True)], indent=2))
+        return
+    for address, answer in zip(addresses, answers, strict=True):
+        model = answer.final_model or "not written (start the server with --final-model)"
+        print(f"{address}: finished at version {answer.version}; final model: {model}")
+
+
+def _call(address: str, rpc: str, request: Any, timeout_seconds: float) -> Any:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            return getattr(ParameterServerServiceStub(channel), rpc)(request, timeout=timeout_seconds)
+        except grpc.RpcError as error:
+            raise OperateError(f"{address}: {error.code().name}: {error.details()}") from error
+
+
+def _plain(address: str, message: Any) -> dict[str, Any]:
+    plain = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return {"address": address, **_numbers(plain, message)}
+
+
+def _numbers(plain: dict[str, Any], message: Any) -> dict[str, Any]:
+    """Undo the JSON mapping's strings for 64-bit integers, which every consumer of this output would have to."""
+    for name, value in plain.items():
+        field = message.DESCRIPTOR.fields_by_name[name]
+        if field.message_type is not None:
+            children = getattr(message, name)
+            if isinstance(value, list):
+                plain[name] = [_numbers(p, m) for p, m in zip(value, children, strict=True)]
+            else:
+                plain[name] = _numbers(value, children)
+        elif isinstance(value, str) and field.cpp_type in (field.CPPTYPE_INT64, field.CPPTYPE_UINT64):
+            plain[name] = int(value)
+    return plain
+
+
+def _shard_table(address: str, answer: pb.GetStatusResponse) -> Table:
+    state = pb.RunState.Name(answer.run_state).removeprefix("RUN_STATE_").lower()
+    table = Table(title=f"{address} · run {answer.run_id} · {state}", title_justify="left")
+    for name in ("shard", "method", "version", "parameters", "device", "pushed", "pulled", "buffers", "samples", "up"):
+        table.add_column(name, justify="left" if name in ("method", "device") else "right")
+    table.add_row(
+        f"{answer.shard_index + 1} of {answer.num_shards}",
+        answer.method or "–",
+        str(answer.version),
+        f"{answer.length:,} of {answer.parameters:,}",
+        answer.device,
+        human_bytes(answer.push_bytes),
+        human_bytes(answer.pull_bytes),
+        human_bytes(answer.buffer_bytes),
+        f"{answer.samples:,}",
+        f"{answer.uptime_seconds:.0f} s",
+    )
+    return table
+
+
+def _worker_table(answer: pb.GetStatusResponse) -> Table:
+    table = Table()
+    table.add_column("worker")
+    for name in ("step", "staleness", "pushes", "pushed", "pulled", "reply", "density", "lease"):
+        table.add_column(name, justify="right")
+    for worker in answer.workers:
+        table.add_row(
+            worker.worker_id,
+            str(worker.last_step),
+            str(worker.staleness),
+            str(worker.pushes),
+            human_bytes(worker.push_bytes),
+            human_bytes(worker.pull_bytes),
+            pb.ReplyMode.Name(worker.reply_mode).removeprefix("REPLY_MODE_").lower().replace("unspecified", "–"),
+            f"{worker.reply_density:.2%}",
+            f"{worker.lease_remaining_seconds:.0f} s",
+        )
+    return table
+
+
+def human_bytes(count: float) -> str:
+    """Write a number of bytes with a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

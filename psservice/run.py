@@ -1,0 +1,80 @@
+"""The run: its id, what its workers must agree on, and its end."""
+
+import secrets
+from collections.abc import Mapping
+from enum import Enum
+
+from pscore.reasons import Reason, Refusal
+
+
+class RunState(Enum):
+    """Where a run is."""
+
+    EMPTY = "empty"
+    TRAINING = "training"
+    FINISHED = "finished"
+
+
+class Run:
+    """One training run as one shard sees it.
+
+    Args:
+        run_id: its name; empty draws a random one.
+        end_versions: version of this shard at which it ends; 0 for no such end.
+        end_samples: samples after which it ends; 0 for no such end.
+    """
+
+    def __init__(self, run_id: str, end_versions: int = 0, end_samples: int = 0) -> None:
+        """Begin a run without a model."""
+        self.run_id = run_id or secrets.token_hex(4)
+        self.end_versions = end_versions
+        self.end_samples = end_samples
+        self.state = RunState.EMPTY
+        self.samples = 0
+        self.method = ""
+        self._method_settings: dict[str, str] = {}
+
+    def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
+        """Check the run that a caller names; raises :class:`Refusal` (``RUN_MISMATCH``)."""
+        if run_id != self.run_id and not (may_be_empty and not run_id):
+            raise Refusal(Reason.RUN_MISMATCH, f"the caller belongs to run {run_id!r}, this server to {self.run_id!r}")
+
+    def agree(self, method: str, settings: Mapping[str, str], *, replace: bool) -> None:
+        """Take the first worker's method as the run's, and compare every later worker's with it.
+
+        Raises:
+            Refusal: ``SETTINGS_MISMATCH``, naming the first setting that differs.
+        """
+        if not self.method or replace:
+            self.method, self._method_settings = method, dict(settings)
+            return
+        if method != self.method:
+            raise Refusal(
+                Reason.SETTINGS_MISMATCH,
+                f"the worker trains with {method!r}, the run with {self.method!r}",
+                setting="method",
+            )
+        for name in sorted({*settings, *self._method_settings}):
+            mine, theirs = self._method_settings.get(name, "unset"), settings.get(name, "unset")
+            if mine != theirs:
+                raise Refusal(
+                    Reason.SETTINGS_MISMATCH, f"the worker has {name} = {theirs}, the run {name} = {mine}", setting=name
+                )
+
+    def require_open(self) -> None:
+        """Check that pushes are taken; raises :class:`Refusal` (``RUN_FINISHED``)."""
+        if self.state is RunState.FINISHED:
+            raise Refusal(Reason.RUN_FINISHED, f"run {self.run_id!r} is over")
+
+    def started(self) -> None:
+        """Note that there is a model; a finished run stays finished."""
+        if self.state is RunState.EMPTY:
+            self.state = RunState.TRAINING
+
+    def count(self, version: int, samples: int) -> bool:
+        """Count a push; return True if it has brought the run to its end."""
+        self.samples += samples
+        return bool(
+            (self.end_versions and version >= self.end_versions)
+            or (self.end_samples and self.samples >= self.end_samples)
+        )

@@ -1,0 +1,169 @@
+"""The process: ports, threads and the way from start to a clean end."""
+
+import json
+import logging
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+
+import grpc
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import start_http_server
+
+from pscore.v1 import parameter_server_pb2 as pb
+from pscore.v1.parameter_server_pb2_grpc import add_ParameterServerServiceServicer_to_server
+from pscore.version import __version__
+from psservice.engine import Engine
+from psservice.metrics import Metrics
+from psservice.servicer import ParameterServerServicer
+from psservice.settings import ServerSettings, is_loopback, shown, split_address
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+_POLL_SECONDS = 0.5
+_MOST_QUEUED_CALLS = 4  # per thread, before gRPC itself answers RESOURCE_EXHAUSTED
+
+
+class StartError(Exception):
+    """The server cannot start: a port is taken, a device or a file is missing."""
+
+
+class Server:
+    """One running shard: the service, its health and its metrics, each on a port of its own."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        """Bind every port and start to serve.
+
+        Raises:
+            StartError: with what is missing.
+        """
+        self.settings = settings
+        if settings.compute_threads:
+            torch.set_num_threads(settings.compute_threads)
+        self._metrics = Metrics()
+        self.engine = Engine(settings, resolve_device(settings.device), self._metrics)
+        self._metrics.queued.set_function(lambda: self.engine.writer.queued)
+        self._health = health.HealthServicer()
+        self._stop = threading.Event()
+
+        self._server = _grpc_server(settings.rpc_threads, settings.rpc_threads * _MOST_QUEUED_CALLS)
+        add_ParameterServerServiceServicer_to_server(ParameterServerServicer(self.engine), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if self._wants_reflection():
+            reflection.enable_server_reflection(
+                (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+            )
+        self.address = _bind(self._server, settings.listen)
+        self._health_server, self.health_address = None, ""
+        if settings.health_listen:
+            self._health_server = _grpc_server(2, None)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+            self.health_address = _bind(self._health_server, settings.health_listen)
+            self._health_server.start()
+        self.metrics_address = self._start_metrics() if settings.metrics_listen else ""
+        self._server.start()
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    def run(self) -> None:
+        """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        log.info(
+            "serving",
+            extra={
+                "address": self.address,
+                "health": self.health_address,
+                "metrics": self.metrics_address,
+                "device": str(self.engine.device),
+                "version": __version__,
+                "settings": shown(self.settings),
+            },
+        )
+        for name in ("listen", "health_listen", "metrics_listen"):
+            address = getattr(self.settings, name)
+            if address and not is_loopback(split_address(address)[0]):
+                log.warning("reachable beyond this machine, in plaintext", extra={name: address})
+        if self.settings.ready_fd is not None:
+            ready = {"address": self.address, "health": self.health_address, "metrics": self.metrics_address}
+            with os.fdopen(self.settings.ready_fd, "w") as stream:
+                stream.write(json.dumps(ready) + "\n")
+        parent = self.settings.parent_pid
+        while not self._stop.wait(_POLL_SECONDS):
+            if parent is not None and os.getppid() != parent:
+                log.info("the parent process is gone")
+                break
+        self.stop()
+
+    def stop(self) -> None:
+        """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
+        log.info("draining")
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self.engine.draining = True
+        self._server.stop(self.settings.drain_seconds).wait()
+        self.engine.close()
+        if self._health_server is not None:
+            self._health_server.stop(None).wait()
+        log.info("stopped", extra={"version": self.engine.model.version if self.engine.model else 0})
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop.set()
+
+    def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus.ValueType") -> None:
+        for name in ("", SERVICE_NAME):
+            self._health.set(name, status)
+
+    def _wants_reflection(self) -> bool:
+        if self.settings.reflection == "auto":
+            return is_loopback(split_address(self.settings.listen)[0])
+        return self.settings.reflection == "on"
+
+    def _start_metrics(self) -> str:
+        host, port = split_address(self.settings.metrics_listen)
+        try:
+            server, _ = start_http_server(port, host, self._metrics.registry)
+        except OSError as error:
+            raise StartError(f"cannot listen on {self.settings.metrics_listen} for metrics: {error}") from error
+        return f"{host}:{server.server_port}"
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` into a device.
+
+    Raises:
+        StartError: CUDA is asked for and not there.
+    """
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise StartError(
+            f"device {name} is not there ({torch.cuda.device_count()} CUDA devices found); use --device cpu"
+        )
+    return device
+
+
+def _grpc_server(threads: int, most_calls: int | None) -> grpc.Server:
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="rpc")
+    return grpc.server(pool, options=_OPTIONS, maximum_concurrent_rpcs=most_calls)
+
+
+def _bind(server: grpc.Server, address: str) -> str:
+    host, _ = split_address(address)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise StartError(f"cannot listen on {address}: is another server running there? ({error})") from error
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

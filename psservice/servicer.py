@@ -1,0 +1,346 @@
+"""The RPC layer: translates messages to calls of the engine and back, and does nothing else."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+import grpc
+
+from pscore import frames
+from pscore.buffers import pack, packed_bytes
+from pscore.layout import Span
+from pscore.messages import PROTOCOL_VERSION, layout_from_message, layout_to_message
+from pscore.reasons import Reason, Refusal
+from pscore.segment import Segment
+from pscore.v1 import parameter_server_pb2 as pb
+from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceServicer
+from pscore.version import __version__
+from psservice.engine import Engine, Push
+from psservice.membership import Identity, Member
+from psservice.refusals import refusals_as_status
+from psservice.run import RunState
+from psservice.settings import ServerSettings
+from psservice.shard.replies import ReplyMode
+from psservice.streams import PushReader, read_push, read_upload, require_end
+
+WAIT_RETRY_SECONDS = 0.2
+
+_RUN_STATES = {
+    RunState.EMPTY: pb.RUN_STATE_EMPTY,
+    RunState.TRAINING: pb.RUN_STATE_TRAINING,
+    RunState.FINISHED: pb.RUN_STATE_FINISHED,
+}
+_REPLY_MODES = {ReplyMode.EXACT: pb.REPLY_MODE_EXACT, ReplyMode.TOPK: pb.REPLY_MODE_TOPK}
+_JOIN_STATES = {"ready": pb.JOIN_STATE_READY, "upload": pb.JOIN_STATE_UPLOAD, "wait": pb.JOIN_STATE_WAIT}
+_DOWN_MODES = {"auto": pb.DOWN_MODE_AUTO, "exact": pb.DOWN_MODE_EXACT, "topk": pb.DOWN_MODE_TOPK}
+_BUFFER_POLICIES = {
+    "sync": pb.BUFFER_POLICY_SYNC,
+    "local": pb.BUFFER_POLICY_LOCAL,
+    "none": pb.BUFFER_POLICY_NONE,
+}
+_LONGEST_NAME = 256
+
+
+class ParameterServerServicer(ParameterServerServiceServicer):
+    """``sparseps.v1.ParameterServerService`` over one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Serve this engine."""
+        self._engine = engine
+        self._settings = engine.settings
+        self._metrics = engine.metrics
+        self._started = time.monotonic()
+
+    def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinResponse:  # noqa: N802
+        """Grant a lease."""
+        engine = self._engine
+        with self._refusals(context, "Join"):
+            if request.protocol_version != PROTOCOL_VERSION:
+                raise Refusal(
+                    Reason.UNKNOWN_PROTOCOL,
+                    f"the worker speaks protocol {request.protocol_version}, the server {PROTOCOL_VERSION}",
+                )
+            identity = self._identity(request.identity, may_be_any_run=True)
+            mine = (self._settings.shard_index, self._settings.num_shards)
+            if (request.shard_index, request.num_shards) != mine:
+                raise Refusal(
+                    Reason.SHARD_MISMATCH,
+                    f"the worker takes this server for shard {request.shard_index} of {request.num_shards}; "
+                    f"it is shard {mine[0]} of {mine[1]}",
+                )
+            outcome = engine.join(
+                identity,
+                layout_from_message(request.layout),
+                request.method,
+                dict(request.method_settings),
+                generation_seen=request.generation_seen,
+                has_replica=request.has_replica,
+            )
+            record = outcome.record
+            return pb.JoinResponse(
+                state=_JOIN_STATES[outcome.state],
+                run_id=engine.run.run_id,
+                settings=run_settings(self._settings),
+                generation=outcome.generation,
+                version=outcome.version,
+                retry_seconds=WAIT_RETRY_SECONDS,
+                live_workers=len(engine.membership),
+                last_step=record.step if record else 0,
+                last_incarnation=record.incarnation if record else "",
+                run_state=_RUN_STATES[engine.run.state],
+                server_version=__version__,
+            )
+
+    def RenewLease(self, request: pb.RenewLeaseRequest, context: grpc.ServicerContext) -> pb.RenewLeaseResponse:  # noqa: N802
+        """Renew a lease."""
+        with self._refusals(context, "RenewLease"):
+            engine = self._engine
+            engine.membership.require(self._identity(request.identity))
+            return pb.RenewLeaseResponse(
+                live_workers=len(engine.membership),
+                run_state=_RUN_STATES[engine.run.state],
+                version=engine.model.version if engine.model else 0,
+            )
+
+    def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveResponse:  # noqa: N802
+        """End a lease."""
+        with self._refusals(context, "Leave"):
+            self._engine.leave(self._identity(request.identity))
+            return pb.LeaveResponse()
+
+    def UploadModel(  # noqa: N802
+        self, request_iterator: Iterator[pb.UploadModelRequest], context: grpc.ServicerContext
+    ) -> pb.UploadModelResponse:
+        """Take the model in."""
+        engine = self._engine
+
+        def open_upload(header: pb.UploadHeader) -> tuple[Span, int]:
+            engine.check_upload(self._identity(header.identity), header.generation)
+            return engine.span, engine.upload_buffer_bytes()
+
+        with self._refusals(context, "UploadModel"):
+            header, segments, buffers = read_upload(request_iterator, open_upload)
+            version = engine.finish_upload(
+                self._identity(header.identity), header.generation, header.version, segments, buffers
+            )
+            return pb.UploadModelResponse(version=version)
+
+    def DownloadModel(  # noqa: N802
+        self, request: pb.DownloadModelRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.DownloadModelResponse]:
+        """Send the model out."""
+        engine = self._engine
+        with self._refusals(context, "DownloadModel"):
+            copy = engine.copy_model()
+            model = copy.model
+            specs = model.layout.buffers if copy.buffers else ()
+            yield pb.DownloadModelResponse(
+                header=pb.DownloadHeader(
+                    layout=layout_to_message(model.layout),
+                    run_id=engine.run.run_id,
+                    generation=model.generation,
+                    version=copy.version,
+                    shard_index=self._settings.shard_index,
+                    num_shards=self._settings.num_shards,
+                    start=model.span.start,
+                    length=model.span.length,
+                    buffer_bytes=packed_bytes(specs),
+                )
+            )
+            checksum = frames.Checksum()
+            for chunk in self._chunks(model.as_sent(None, copy.values), checksum):
+                yield pb.DownloadModelResponse(chunk=chunk)
+            for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
+                yield pb.DownloadModelResponse(buffers=piece)
+            yield pb.DownloadModelResponse(commit=checksum.commit())
+
+    def PushSparse(  # noqa: N802
+        self, request_iterator: Iterator[pb.PushSparseRequest], context: grpc.ServicerContext
+    ) -> pb.PushSparseResponse:
+        """Take a push in and apply it."""
+        engine = self._engine
+
+        def open_push(header: pb.PushHeader) -> PushReader:
+            engine.check_push(self._identity(header.identity))
+            if header.step == 0:
+                raise Refusal(Reason.BAD_REQUEST, "steps count from 1")
+            return PushReader([Span(group.start, group.start + group.length) for group in header.plan], engine.span)
+
+        with self._refusals(context, "PushSparse"):
+            header, reader, segments = read_push(request_iterator, open_push)
+            identity = self._identity(header.identity)
+            answer, repeated = engine.commit(
+                Push(identity, header.step, header.generation, header.base_version, header.samples, segments)
+            )
+            if repeated:
+                self._metrics.repeated_pushes.inc()
+            self._count("PushSparse", engine.membership.require(identity), received=reader.bytes)
+            return pb.PushSparseResponse(
+                version=answer.version,
+                staleness=answer.staleness,
+                repeated_push=repeated,
+                group_arrival_nanoseconds=reader.arrivals,
+                apply_nanoseconds=answer.apply_nanoseconds,
+                live_workers=len(engine.membership),
+                run_state=_RUN_STATES[engine.run.state],
+            )
+
+    def PullDiff(  # noqa: N802
+        self, request: pb.PullDiffRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.PullDiffResponse]:
+        """Send a worker what its replica lacks."""
+        engine = self._engine
+        with self._refusals(context, "PullDiff"):
+            identity = self._identity(request.identity)
+            reply = engine.pull(
+                identity,
+                request.generation,
+                base_version=request.base_version if request.has_base else None,
+                acknowledged=request.acknowledged_reply,
+                replica_is_image=request.image,
+            )
+            header = pb.PullHeader(
+                mode=_REPLY_MODES[reply.mode],
+                version=reply.version,
+                reply_number=reply.number,
+                density=reply.density,
+                changed_density=reply.changed_density,
+                image=reply.image,
+                run_state=_RUN_STATES[engine.run.state],
+            )
+            checksum = frames.Checksum()
+            sent = 0
+            for message in self._pull_messages(header, reply.segments, checksum):
+                sent += frames.wire_bytes(message)
+                yield message
+            self._count("PullDiff", engine.membership.require(identity), sent=sent)
+
+    def ExchangeBuffers(  # noqa: N802
+        self, request_iterator: Iterator[pb.ExchangeBuffersRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.ExchangeBuffersResponse]:
+        """Average a worker's buffers."""
+        engine = self._engine
+        with self._refusals(context, "ExchangeBuffers"):
+            first = next(request_iterator, None)
+            if first is None or first.WhichOneof("message") != "header":
+                raise Refusal(Reason.BAD_REQUEST, "an exchange of buffers begins with its header")
+            header = first.header
+            identity = self._identity(header.identity)
+            buffers = engine.require_buffers(identity, header.generation)
+            reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
+            received = frames.wire_bytes(first)
+            while not reader.complete:
+                request = next(request_iterator, None)
+                if request is None:
+                    break
+                received += frames.wire_bytes(request)
+                reader.read(request.buffers)
+            data = reader.finish()
+            require_end(request_iterator)
+            average = engine.exchange_buffers(identity, header.generation, header.step, header.samples, data)
+            sent = 0
+            for piece in frames.encode_bytes(average, self._settings.chunk_bytes):
+                message = pb.ExchangeBuffersResponse(buffers=piece)
+                sent += frames.wire_bytes(message)
+                yield message
+            self._count("ExchangeBuffers", None, received=received, sent=sent)
+
+    def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.GetStatusResponse:  # noqa: N802
+        """Report."""
+        engine = self._engine
+        with self._refusals(context, "GetStatus"):
+            model, layout = engine.model, engine.layout
+            span = engine.span if layout else Span(0, 0)
+            return pb.GetStatusResponse(
+                run_id=engine.run.run_id,
+                run_state=_RUN_STATES[engine.run.state],
+                settings=run_settings(self._settings),
+                method=engine.run.method,
+                version=model.version if model else 0,
+                generation=model.generation if model else 0,
+                parameters=layout.size if layout else 0,
+                start=span.start,
+                length=span.length,
+                shard_index=self._settings.shard_index,
+                num_shards=self._settings.num_shards,
+                device=str(engine.device),
+                workers=[_worker_status(member) for member in engine.membership.members()],
+                push_bytes=engine.traffic["PushSparse"],
+                pull_bytes=engine.traffic["PullDiff"],
+                buffer_bytes=engine.traffic["ExchangeBuffers"],
+                samples=engine.run.samples,
+                queued=engine.writer.queued,
+                uptime_seconds=time.monotonic() - self._started,
+                server_version=__version__,
+            )
+
+    def FinishRun(self, request: pb.FinishRunRequest, context: grpc.ServicerContext) -> pb.FinishRunResponse:  # noqa: N802
+        """End the run."""
+        engine = self._engine
+        with self._refusals(context, "FinishRun"):
+            engine.run.require_id(request.run_id, may_be_empty=True)
+            path = engine.finish()
+            return pb.FinishRunResponse(version=engine.require_model(None).version, final_model=path)
+
+    def _refusals(self, context: grpc.ServicerContext, rpc: str) -> AbstractContextManager[None, None]:
+        return refusals_as_status(context, self._metrics, rpc)
+
+    def _identity(self, message: pb.WorkerIdentity, *, may_be_any_run: bool = False) -> Identity:
+        for what, text in (("worker_id", message.worker_id), ("incarnation", message.incarnation)):
+            if not text or len(text) > _LONGEST_NAME or not text.isprintable():
+                raise Refusal(Reason.BAD_REQUEST, f"{what} must be 1 to {_LONGEST_NAME} printable characters")
+        self._engine.run.require_id(message.run_id, may_be_empty=may_be_any_run)
+        return Identity(message.worker_id, message.incarnation)
+
+    def _chunks(self, segments: list[Segment], checksum: frames.Checksum) -> Iterator[pb.Chunk]:
+        for segment in segments:
+            for chunk in frames.encode(segment, chunk_bytes=self._settings.chunk_bytes):
+                checksum.add(chunk)
+                yield chunk
+
+    def _pull_messages(
+        self, header: pb.PullHeader, segments: list[Segment], checksum: frames.Checksum
+    ) -> Iterator[pb.PullDiffResponse]:
+        yield pb.PullDiffResponse(header=header)
+        for chunk in self._chunks(segments, checksum):
+            yield pb.PullDiffResponse(chunk=chunk)
+        yield pb.PullDiffResponse(commit=checksum.commit())
+
+    def _count(self, rpc: str, member: Member | None, *, received: int = 0, sent: int = 0) -> None:
+        self._engine.traffic.count(rpc, received + sent)
+        self._metrics.received_bytes.labels(rpc=rpc).inc(received)
+        self._metrics.sent_bytes.labels(rpc=rpc).inc(sent)
+        if member is not None:
+            member.push_bytes += received
+            member.pull_bytes += sent
+
+
+def run_settings(settings: ServerSettings) -> pb.RunSettings:
+    """Write the part of the settings that workers are handed."""
+    return pb.RunSettings(
+        down_mode=_DOWN_MODES[settings.down_mode],
+        down_density=settings.down_density,
+        exact_limit=settings.exact_limit,
+        buffer_policy=_BUFFER_POLICIES[settings.buffers],
+        buffer_period_steps=settings.buffer_period_steps,
+        chunk_bytes=settings.chunk_bytes,
+        lease_seconds=settings.lease_seconds,
+        end_versions=settings.end_versions,
+        end_samples=settings.end_samples,
+    )
+
+
+def _worker_status(member: Member) -> pb.WorkerStatus:
+    return pb.WorkerStatus(
+        worker_id=member.identity.worker_id,
+        incarnation=member.identity.incarnation,
+        last_step=member.last_step,
+        staleness=member.staleness,
+        pushes=member.pushes,
+        push_bytes=member.push_bytes,
+        pull_bytes=member.pull_bytes,
+        samples=member.samples,
+        lease_remaining_seconds=max(0.0, member.lease_end - time.monotonic()),
+        reply_mode=_REPLY_MODES[member.reply_mode] if member.reply_mode else pb.REPLY_MODE_UNSPECIFIED,
+        reply_density=member.reply_density,
+    )

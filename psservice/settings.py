@@ -1,0 +1,165 @@
+"""The server's settings: one frozen class, filled from flags, then ``PSSERVICE_*``, then a YAML file, then defaults."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+from yaml import YAMLError
+
+from pscore.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from pscore.selection import DEFAULT_DENSE_BELOW
+
+ENVIRONMENT_PREFIX = "PSSERVICE_"
+
+
+class SettingsError(Exception):
+    """A setting is unknown or out of range; the message names it."""
+
+
+class ServerSettings(BaseSettings):
+    """Settings of ``psservice serve``; each field is a flag, an environment variable and a YAML key of its name."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
+    )
+
+    config: Path | None = Field(None, description="YAML file with any of these settings")
+
+    listen: str = Field("127.0.0.1:50051", description="HOST:PORT for workers; port 0 picks a free one")
+    health_listen: str = Field(
+        "127.0.0.1:50052", description="HOST:PORT of the plaintext gRPC health service; empty for none"
+    )
+    metrics_listen: str = Field("127.0.0.1:9464", description="HOST:PORT of the Prometheus metrics; empty for none")
+    insecure: bool = Field(False, description="allow plaintext, unauthenticated addresses beyond loopback")
+    reflection: Literal["auto", "on", "off"] = Field(
+        "auto", description="gRPC reflection; auto is on for a loopback address only"
+    )
+
+    device: str = Field("auto", description="where the parameters live: auto, cpu, cuda or cuda:N")
+    shard_index: int = Field(0, ge=0, description="which shard this is; 0 coordinates")
+    num_shards: int = Field(1, ge=1, description="how many shards the model is cut into")
+    init: Path | None = Field(None, description="safetensors file to start from instead of the first worker's upload")
+
+    run_id: str = Field("", description="name of the run; empty draws a random one")
+    down_mode: Literal["auto", "exact", "topk"] = Field(
+        "auto", description="how pulls are answered; auto is exact while what changed is sparse, top-k beyond that"
+    )
+    down_density: float = Field(0.01, gt=0, le=1, description="density of a top-k reply")
+    down_dense_below: int = Field(
+        DEFAULT_DENSE_BELOW, ge=0, description="tensors with fewer elements are sent whole in a top-k reply"
+    )
+    exact_limit: float = Field(0.10, gt=0, le=1, description="density of change above which auto leaves exact replies")
+    buffers: Literal["sync", "local", "none"] = Field(
+        "sync", description="BatchNorm statistics: averaged and adopted, averaged but kept local, or never sent"
+    )
+    buffer_period_steps: int = Field(20, ge=1, description="steps of a worker between two exchanges of buffers")
+    end_versions: int = Field(0, ge=0, description="end the run at this version of shard 0; 0 for no such end")
+    end_samples: int = Field(0, ge=0, description="end the run after this many samples; 0 for no such end")
+    final_model: Path | None = Field(None, description="safetensors file to write when the run ends")
+
+    lease_seconds: float = Field(15.0, ge=0.5, description="life of a worker's lease without renewal")
+    chunk_bytes: int = Field(
+        DEFAULT_CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES, description="largest payload of a message"
+    )
+    ledger_multiple: float = Field(
+        1.0, gt=0, description="changed entries remembered for exact replies, as a multiple of the shard's elements"
+    )
+    apply_queue_limit: int = Field(256, ge=1, description="commits that may wait for the writer before BUSY")
+    rpc_threads: int = Field(64, ge=4, description="calls served at once")
+    compute_threads: int = Field(0, ge=0, description="CPU threads of a tensor operation; 0 leaves torch's default")
+    drain_seconds: float = Field(20.0, ge=0, description="time for running calls to end after SIGTERM")
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
+    log_format: Literal["json", "text"] = Field("json", description="form of a log line")
+    ready_fd: int | None = Field(
+        None, ge=0, description="file descriptor to which one line of JSON with the bound addresses is written"
+    )
+    parent_pid: int | None = Field(None, ge=1, description="stop when this process is no longer the parent")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "ServerSettings":
+        if self.shard_index >= self.num_shards:
+            raise ValueError(f"shard_index {self.shard_index} needs num_shards above it, not {self.num_shards}")
+        for name in ("listen", "health_listen", "metrics_listen"):
+            address = getattr(self, name)
+            if not address and name != "listen":
+                continue
+            host, port = split_address(address)
+            if name == "listen" and not self.insecure and not is_loopback(host):
+                raise ValueError(
+                    f"listen {address} would serve plaintext without authentication beyond this machine; "
+                    "bind 127.0.0.1, or pass --insecure on a network that you trust"
+                )
+            if not 0 <= port < 65536:
+                raise ValueError(f"{name} {address}: no such port")
+        if self.device not in ("auto", "cpu", "cuda") and not (
+            self.device.startswith("cuda:") and self.device[5:].isdigit()
+        ):
+            raise ValueError(f"device {self.device!r}: use auto, cpu, cuda or cuda:N")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Order the sources: explicit arguments (flags), environment, the YAML file that either of them names."""
+        config = init_settings().get("config") or env_settings().get("config")
+        yaml = (YamlConfigSettingsSource(settings_cls, yaml_file=config),) if config else ()
+        return (init_settings, env_settings, *yaml)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split ``HOST:PORT`` (``[::1]:50051`` for IPv6); raises ``ValueError`` where it is not of that form."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit():
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host name or address is this machine only."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def load(arguments: Sequence[str]) -> ServerSettings:
+    """Read the settings from command-line flags and everything below them.
+
+    Raises:
+        SettingsError: a value is unknown or out of range, or the YAML file cannot be read.
+        SystemExit: ``--help``, or a flag that does not exist.
+    """
+    try:
+        flags = CliSettingsSource[Any](
+            ServerSettings, cli_prog_name="psservice serve", cli_parse_args=list(arguments), cli_hide_none_type=True
+        )()
+        settings = ServerSettings(**flags)
+        if settings.config and not settings.config.is_file():
+            raise SettingsError(f"config: no such file: {settings.config}")
+        return settings
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(str(part) for part in problem['loc']) or 'settings'}: "
+            + problem["msg"].removeprefix("Value error, ")
+            for problem in error.errors()
+        ]
+        raise SettingsError("\n".join(lines)) from error
+    except (OSError, YAMLError) as error:
+        raise SettingsError(f"config: {error}") from error
+
+
+def shown(settings: ServerSettings) -> dict[str, Any]:
+    """Return the settings as plain values, as they are printed at start."""
+    return settings.model_dump(mode="json")

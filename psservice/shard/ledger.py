@@ -1,0 +1,74 @@
+"""The update ledger: which indices each recent version changed.
+
+It makes exact diffs cheap (a pull costs what changed, never n) and free of memory per worker: the union of the supports
+since any worker's version is all that is needed, because a reply sends values, not differences.
+"""
+
+import threading
+from collections import deque
+
+import numpy as np
+import torch
+
+Support = torch.Tensor | None
+"""Offsets within the shard (int32 or int64, strictly increasing), or ``None`` for every element."""
+
+_MOST_VERSIONS = 100_000  # a bound on what empty pushes may cost; real ones reach the entry limit long before
+_ALMOST_ALL = 0.8  # from here on a dense reply is smaller than offsets and values
+_SCAN_FROM = 1 / 16  # share of n from which marking and scanning n bytes beats sorting the entries
+
+
+class UpdateLedger:
+    """Supports of recent versions, oldest forgotten first. Thread-safe."""
+
+    def __init__(self, size: int, entry_limit: int, version: int = 0) -> None:
+        """Cover a shard of ``size`` elements from ``version`` on, remembering at most ``entry_limit`` offsets."""
+        self._size = size
+        self._entry_limit = entry_limit
+        self._supports: deque[tuple[int, Support]] = deque()
+        self._entries = 0
+        self._covered_from = version
+        self._lock = threading.Lock()
+
+    def append(self, version: int, support: Support) -> None:
+        """Record what ``version`` changed; versions come in order."""
+        if support is not None and support.numel() >= _ALMOST_ALL * self._size:
+            support = None
+        with self._lock:
+            self._supports.append((version, support))
+            self._entries += 0 if support is None else support.numel()
+            while self._entries > self._entry_limit or len(self._supports) > _MOST_VERSIONS:
+                dropped, old = self._supports.popleft()
+                self._entries -= 0 if old is None else old.numel()
+                self._covered_from = dropped
+
+    def since(self, version: int) -> list[Support] | None:
+        """Return the supports of every version after ``version``; ``None`` if some of them are forgotten."""
+        with self._lock:
+            if version < self._covered_from:
+                return None
+            count = 0
+            for recorded, _ in reversed(self._supports):
+                if recorded <= version:
+                    break
+                count += 1
+            return [self._supports[position][1] for position in range(-count, 0)]
+
+
+def union(supports: list[Support], size: int) -> Support:
+    """Return the sorted union of supports within a shard of ``size`` elements."""
+    known = [support for support in supports if support is not None]
+    if len(known) < len(supports):
+        return None
+    if not known:
+        return torch.empty(0, dtype=torch.int64)
+    if len(known) == 1:
+        return known[0]
+    joined = torch.cat(known)
+    if joined.numel() >= _SCAN_FROM * size:
+        mark = torch.zeros(size, dtype=torch.bool, device=joined.device)
+        mark[joined.long()] = True
+        return mark.nonzero().view(-1)
+    if joined.device.type == "cpu":
+        return torch.from_numpy(np.unique(joined.numpy()))
+    return torch.unique(joined)

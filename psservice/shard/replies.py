@@ -1,0 +1,220 @@
+"""Answers to pulls: exact differences, and top-k with an image of the worker's replica (docs/protocol.md, *A pull*)."""
+
+import secrets
+import threading
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+
+from pscore.reasons import Reason, Refusal
+from pscore.segment import Segment, entries
+from pscore.selection import select_span
+from pscore.selectors import Selector
+from psservice.rules.reply import ReplyRule
+from psservice.shard.ledger import Support, union
+from psservice.shard.model import Difference, ModelShard
+from psservice.shard.writer import Writer
+
+
+class ReplyMode(Enum):
+    """What the entries of a reply are."""
+
+    EXACT = "exact"
+    TOPK = "topk"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer to a pull.
+
+    Attributes:
+        mode: values to write, or fp32 differences to add.
+        number: what the worker acknowledges with its next pull.
+        version: version of the replica afterwards.
+        segments: the entries, in forward order.
+        density: entries over elements owned.
+        changed_density: what changed since the replica's version; 1 where that is not known.
+        image: whether the server keeps (or proposes) an image from this reply on.
+    """
+
+    mode: ReplyMode
+    number: int
+    version: int
+    segments: list[Segment]
+    density: float
+    changed_density: float
+    image: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TopKSettings:
+    """How a top-k reply selects: density, size below which a tensor is sent whole, selector."""
+
+    density: float
+    dense_below: int
+    selector: Selector
+
+
+class _Kind(Enum):
+    PROPOSED = auto()  # exact reply that opens an image
+    TOPK = auto()  # difference to be added to the image
+    CLOSING = auto()  # exact reply that ends an image
+
+
+@dataclass(slots=True)
+class _Owed:
+    """A reply whose acknowledgement changes what the server holds."""
+
+    kind: _Kind
+    reply: Reply
+    prior: int  # the acknowledgement that came with the pull it answers
+    tensor: torch.Tensor | None = None  # PROPOSED: the image to be
+
+
+@dataclass
+class Downlink:
+    """What the server keeps of one worker's way down: a rule, and in top-k mode the image and the reply owed.
+
+    Empty (no tensor) as long as the worker is answered exactly.
+    """
+
+    rule: ReplyRule
+    image: torch.Tensor | None = None
+    owed: _Owed | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    _number: int = field(default_factory=lambda: secrets.randbits(48))
+
+    def next_number(self) -> int:
+        """Draw the next reply's number."""
+        self._number += 1
+        return self._number
+
+    def settle(self, acknowledged: int) -> Reply | None:
+        """Take the acknowledgement in; return a reply that must be repeated, or ``None`` to make a new one."""
+        owed, self.owed = self.owed, None
+        if owed is None:
+            return None
+        if acknowledged == owed.reply.number:
+            if owed.kind is _Kind.PROPOSED:
+                self.image = owed.tensor
+            elif owed.kind is _Kind.CLOSING:
+                self.image = None
+            elif self.image is not None:
+                add(self.image, owed.reply.segments)
+            return None
+        if owed.kind is not _Kind.PROPOSED:
+            if acknowledged == owed.prior:
+                self.owed = owed
+                return owed.reply
+            self.image = None
+        return None
+
+
+def add(image: torch.Tensor, segments: list[Segment]) -> None:
+    """``θ̂ += q`` over a shard; the segments of a top-k reply all lie in the shard's span, counted from its start."""
+    for segment in segments:
+        if segment.offsets is None:
+            image.add_(segment.values)
+        else:
+            image.index_add_(0, segment.offsets, segment.values)
+
+
+def answer(
+    model: ModelShard,
+    writer: Writer,
+    downlink: Downlink,
+    topk: TopKSettings,
+    *,
+    base_version: int | None,
+    acknowledged: int,
+    replica_is_image: bool,
+) -> Reply:
+    """Answer one pull.
+
+    Args:
+        model: the shard.
+        writer: its writer thread.
+        downlink: this worker's state; locked by this call.
+        topk: how top-k replies select.
+        base_version: version of the replica; ``None`` if the worker has none.
+        acknowledged: number of the last reply that the worker has applied.
+        replica_is_image: what that reply's ``image`` said.
+
+    Raises:
+        Refusal: ``VERSION_IN_FUTURE``, or ``BUSY`` from the writer.
+    """
+    if base_version is not None and base_version > model.version:
+        raise Refusal(Reason.VERSION_IN_FUTURE, f"the replica has version {base_version}, the server {model.version}")
+    with downlink.lock:
+        repeated = downlink.settle(acknowledged)
+        if repeated is not None:
+            return repeated
+        if downlink.image is not None and replica_is_image and base_version is not None:
+            return _answer_image(model, writer, downlink, topk, downlink.image, base_version, acknowledged)
+        downlink.image = None
+        return _answer_exact(model, writer, downlink, None if replica_is_image else base_version, acknowledged)
+
+
+def _answer_exact(model: ModelShard, writer: Writer, downlink: Downlink, base: int | None, acknowledged: int) -> Reply:
+    size = model.span.length
+    early_version = model.version
+    supports = None if base is None else model.ledger.since(base)
+    early: Support = None if supports is None else union(supports, size)
+    changed = None if early is None else early.numel() / size
+    open_image = downlink.rule.wants_topk(changed, in_topk=False)
+
+    def read() -> tuple[Difference, torch.Tensor | None]:
+        return model.difference(early_version, early), model.rounded() if open_image else None
+
+    difference, image = writer.run(read)
+    segments = model.as_sent(difference.support, difference.values)
+    density = entries(segments) / size
+    reply = Reply(
+        mode=ReplyMode.EXACT,
+        number=downlink.next_number(),
+        version=difference.version,
+        segments=segments,
+        density=density,
+        changed_density=density,
+        image=open_image,
+    )
+    if open_image:
+        downlink.owed = _Owed(_Kind.PROPOSED, reply, acknowledged, image)
+    return reply
+
+
+def _answer_image(
+    model: ModelShard,
+    writer: Writer,
+    downlink: Downlink,
+    topk: TopKSettings,
+    image: torch.Tensor,
+    base: int,
+    acknowledged: int,
+) -> Reply:
+    size = model.span.length
+    supports = model.ledger.since(base)
+    # An upper bound on the union is enough for the rule here, and costs nothing.
+    sizes = None if supports is None else [support.numel() for support in supports if support is not None]
+    changed = None if sizes is None or len(sizes) < len(supports or ()) else min(1.0, sum(sizes) / size)
+    stay = downlink.rule.wants_topk(changed, in_topk=True)
+    if stay:
+        version, difference = writer.run(lambda: (model.version, model.theta - image))
+        offsets = select_span(difference, model.layout, model.span, topk.density, topk.dense_below, topk.selector)
+        segments = [Segment(model.span, offsets, difference[offsets])] if offsets.numel() else []
+    else:
+        version, rounded = writer.run(lambda: (model.version, model.rounded()))
+        offsets = (rounded != image).nonzero().view(-1)
+        segments = model.as_sent(offsets, rounded[offsets])
+    reply = Reply(
+        mode=ReplyMode.TOPK if stay else ReplyMode.EXACT,
+        number=downlink.next_number(),
+        version=version,
+        segments=segments,
+        density=offsets.numel() / size,
+        changed_density=1.0 if changed is None else changed,
+        image=stay,
+    )
+    downlink.owed = _Owed(_Kind.TOPK if stay else _Kind.CLOSING, reply, acknowledged)
+    return reply
