@@ -157,7 +157,10 @@ class Cluster:
         if not self._joined:
             self.last_push_record = (first.last_incarnation, first.last_step) if first.last_step else None
         if first.state == pb.JOIN_STATE_UPLOAD:
-            return all(self._upload(shard, first.generation) for shard in reversed(self.shards))
+            done = all(self._upload(shard, first.generation) for shard in reversed(self.shards))
+            if not done:
+                time.sleep(first.retry_seconds)
+            return done
         if first.state != pb.JOIN_STATE_READY:
             time.sleep(first.retry_seconds)
             return False

@@ -3,6 +3,9 @@
 Each message says what happened and what to do next. All derive from :class:`SparsepsError`.
 """
 
+from collections.abc import Iterable
+from typing import Any, cast
+
 import grpc
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from grpc_status import rpc_status
@@ -106,8 +109,8 @@ class NonFiniteGradientError(SparsepsError):
     def __init__(self, parameter: str) -> None:
         """Name the parameter."""
         super().__init__(
-            f"the gradient of {parameter!r} is not finite; nothing was sent. Lower the learning rate, clip the gradient, "
-            "or scale the loss with torch.amp.GradScaler"
+            f"the gradient of {parameter!r} is not finite; nothing was sent. Lower the learning rate, clip the "
+            "gradient, or scale the loss with torch.amp.GradScaler"
         )
         self.parameter = parameter
 
@@ -155,9 +158,12 @@ def from_refusal(refusal: Refusal) -> SparsepsError:
 
 
 def _details(error: grpc.RpcError) -> tuple[Reason | None, dict[str, str], float | None]:
-    status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
-    reason, metadata, retry_seconds = None, {}, None
-    for detail in status.details if status is not None else ():
+    status = rpc_status.from_call(cast(grpc.Call, error))
+    reason: Reason | None = None
+    metadata: dict[str, str] = {}
+    retry_seconds: float | None = None
+    details: Iterable[Any] = status.details if status is not None else ()
+    for detail in details:
         info, retry = ErrorInfo(), RetryInfo()
         if detail.Is(ErrorInfo.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
             reason, metadata = Reason.from_wire_name(info.reason), dict(info.metadata)

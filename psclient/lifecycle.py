@@ -26,8 +26,8 @@ GRACE_SECONDS = 20.0
 class Lifecycle:
     """Ends an optimizer in order.
 
-    On SIGTERM the worker flushes what it holds, leaves, and then ends as it would have without this library: by the handler
-    that was there before, or with status 143. In the middle of a step the signal waits for the step's end.
+    On SIGTERM the worker flushes what it holds, leaves, and then ends as it would have without this library: by the
+    handler that was there before, or with status 143. In the middle of a step the signal waits for the step's end.
 
     Args:
         optimizer: held weakly.

@@ -22,8 +22,8 @@ _STOP_SECONDS = 30.0
 class LocalServer:
     """One or more shards, started as processes and stopped at the end of the ``with`` block (or at exit).
 
-    Settings are those of ``psservice serve`` (``docs/settings.md``) by name: ``LocalServer(down_mode="topk")``. A child ends
-    by itself when this process is gone.
+    Settings are those of ``psservice serve`` (``docs/settings.md``) by name: ``LocalServer(down_mode="topk")``. A child
+    ends by itself when this process is gone.
 
     Args:
         shards: number of server processes.

@@ -1,7 +1,7 @@
 """The optimizer that every method shares: an ordinary ``torch.optim.Optimizer`` whose step goes through a server.
 
-One step: check the gradients, compress tensor by tensor and stream each group as it is ready, settle the push, pull, apply.
-The parameters change only by what the server answers.
+One step: check the gradients, compress tensor by tensor and stream each group as it is ready, settle the push, pull,
+apply. The parameters change only by what the server answers.
 """
 
 import logging
@@ -180,9 +180,7 @@ class ParameterServerOptimizer(Optimizer):
         return ",".join(shard.address for shard in self._cluster.shards)
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, samples: int | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Push this step's update and bring the parameters up to the server's.
 
         Args:
@@ -287,8 +285,8 @@ class ParameterServerOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take residuals and hyper-parameters over.
 
-        Residuals that are older than the last push that the server has applied from this worker hold gradients that were
-        sent since; they are dropped, with a warning.
+        Residuals that are older than the last push that the server has applied from this worker hold gradients that
+        were sent since; they are dropped, with a warning.
         """
         plain = {name: value for name, value in state_dict.items() if name != "psclient"}
         super().load_state_dict(plain)
@@ -484,8 +482,8 @@ class ParameterServerOptimizer(Optimizer):
         variable = client_settings.sibling_workers()
         if variable is not None:
             raise ConfigurationError(
-                f"{variable} says that this is one of several workers, and no server address was given: each would train "
-                'alone. Start `psservice serve` and pass server="HOST:PORT" or set PSCLIENT_SERVER'
+                f"{variable} says that this is one of several workers, and no server address was given: each would "
+                'train alone. Start `psservice serve` and pass server="HOST:PORT" or set PSCLIENT_SERVER'
             )
         return LocalServer()
 
@@ -496,8 +494,8 @@ class ParameterServerOptimizer(Optimizer):
             return
         self._warned_at = bracket[0]
         log.warning(
-            "momentum %.2g with %d workers: asynchrony adds momentum of its own; published runs use %.2g from %d workers "
-            "on. Tune it down if the loss is unsteady",
+            "momentum %.2g with %d workers: asynchrony adds momentum of its own; published runs use %.2g from %d "
+            "workers on. Tune it down if the loss is unsteady",
             momentum,
             workers,
             bracket[1],

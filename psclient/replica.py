@@ -1,7 +1,7 @@
 """The replica: the model's parameters as places in the flat layout.
 
-Between replies the replica never changes: a worker does not apply its own update, which comes back from the server. Writing
-uses the parameters in place, so the user's references to them stay valid.
+Between replies the replica never changes: a worker does not apply its own update, which comes back from the server.
+Writing uses the parameters in place, so the user's references to them stay valid.
 """
 
 from collections.abc import Iterator, Sequence

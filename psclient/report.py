@@ -24,8 +24,8 @@ class StepReport:
         reply_mode: ``exact`` or ``topk``: the coordinator's.
         changed_density: what changed on the coordinator since the last pull, over its elements.
         refused: parts of the push that went back into the residual.
-        seconds: time by phase (:data:`PHASES`): select (accumulate, select, cut out), encode, send (hand to the transport),
-            wait (for acknowledgement and reply), apply (decode and write the reply), buffers.
+        seconds: time by phase (:data:`PHASES`): select (accumulate, select, cut out), encode, send (hand to the
+            transport), wait (for acknowledgement and reply), apply (decode and write the reply), buffers.
     """
 
     step: int

@@ -1,6 +1,7 @@
 """One shard as a worker sees it: what it knows of the replica there, and its calls.
 
-Nothing here decides what a failure means for training; each call returns an outcome and :mod:`psclient.cluster` acts on it.
+Nothing here decides what a failure means for training; each call returns an outcome and :mod:`psclient.cluster` acts
+on it.
 """
 
 import queue
@@ -83,7 +84,7 @@ class ShardClient:
         self.replica_is_image = False
         self.in_doubt: PushPart | None = None
         self._live: queue.SimpleQueue[pb.PushSparseRequest | None] | None = None
-        self._call: grpc.CallFuture | None = None
+        self._call: grpc._CallFuture[pb.PushSparseResponse] | None = None
 
     @property
     def address(self) -> str:
@@ -157,6 +158,7 @@ class ShardClient:
             with attempt:
                 try:
                     call, self._call = self._call, None
+                    response: pb.PushSparseResponse
                     if call is not None:
                         response = call.result()
                     else:

@@ -39,7 +39,8 @@ def stale_residuals(mark: PushMark, known: tuple[str, int] | None) -> bool:
 
     Args:
         mark: when they were saved.
-        known: (incarnation, step) of the last push that the server has applied from this worker; ``None`` if it knows none.
+        known: (incarnation, step) of the last push that the server has applied from this worker; ``None`` if it knows
+            none.
     """
     return known is not None and known != (mark.incarnation, mark.acknowledged_step)
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -130,9 +131,9 @@ class ModelLayout:
         return Span(self.offsets[position], self.offsets[position + 1])
 
     def shard_spans(self, num_shards: int) -> tuple[Span, ...]:
-        """Cut the layout into contiguous spans of equal bytes (fp32 masters, so of equal length, within one element)."""
+        """Cut the layout into contiguous spans of equal bytes: fp32 masters, so of equal length within one element."""
         cuts = [self.size * shard // num_shards for shard in range(num_shards + 1)]
-        return tuple(Span(start, end) for start, end in zip(cuts, cuts[1:], strict=False))
+        return tuple(Span(start, end) for start, end in pairwise(cuts))
 
     def overlapping(self, span: Span) -> Iterator[tuple[int, Span]]:
         """Yield (position, common span) of each parameter that shares elements with ``span``, in order."""

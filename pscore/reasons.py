@@ -50,7 +50,7 @@ class Reason(Enum):
         return cls.__members__.get(wire_name.removeprefix("REFUSAL_REASON_"))
 
 
-class Refusal(Exception):
+class Refusal(Exception):  # noqa: N818 - the protocol's word: nothing is wrong with the one who raises it
     """A call is refused and nothing was changed.
 
     Attributes:

@@ -20,7 +20,7 @@ def select(x: torch.Tensor, density: float, dense_below: int, selector: Selector
 def select_span(
     x: torch.Tensor, layout: ModelLayout, span: Span, density: float, dense_below: int, selector: Selector
 ) -> torch.Tensor:
-    """Select from ``x`` = ``span`` of the flat layout, each tensor by itself; offsets are counted from the span's start.
+    """Select from ``x`` = ``span`` of the flat layout, each tensor by itself; offsets count from the span's start.
 
     A tensor that a shard border cuts is selected from by each shard for its own part.
     """

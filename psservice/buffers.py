@@ -1,4 +1,7 @@
-"""The server's copy of a model's buffers: a moving average over workers, weighted by samples (docs/protocol.md, *Buffers*)."""
+"""The server's copy of a model's buffers: a moving average over workers, weighted by samples.
+
+The formula is in docs/protocol.md, *Buffers*.
+"""
 
 import threading
 

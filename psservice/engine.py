@@ -1,7 +1,7 @@
 """The engine: one shard's whole behaviour without gRPC.
 
-It ties the rooms together: membership and run decide who may do what, the writer applies in order, the model shard computes.
-Everything here may raise :class:`pscore.reasons.Refusal`; the servicer turns that into a status.
+It ties the rooms together: membership and run decide who may do what, the writer applies in order, the model shard
+computes. Everything here may raise :class:`pscore.reasons.Refusal`; the servicer turns that into a status.
 """
 
 import logging
@@ -86,8 +86,9 @@ class Engine:
         coordinates = self.is_coordinator
         self.run = Run(
             settings.run_id,
-            settings.end_versions if coordinates else 0,
-            settings.end_samples if coordinates else 0,
+            coordinator=coordinates,
+            end_versions=settings.end_versions if coordinates else 0,
+            end_samples=settings.end_samples if coordinates else 0,
         )
         self.membership = Membership(
             settings.lease_seconds,

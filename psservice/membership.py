@@ -1,7 +1,7 @@
 """Who takes part: leases, and a small record of each worker's last push for exactly-once.
 
-Liveness is the lease, not the connection: any call of a worker renews it, and at its end the worker's state is freed. The
-record (incarnation, step, first answer) stays, so that a repeated push is recognised even after a lost lease.
+Liveness is the lease, not the connection: any call of a worker renews it, and at its end the worker's state is freed.
+The record (incarnation, step, first answer) stays, so that a repeated push is recognised even after a lost lease.
 """
 
 import threading

@@ -19,14 +19,17 @@ class Run:
     """One training run as one shard sees it.
 
     Args:
-        run_id: its name; empty draws a random one.
+        run_id: its name; empty draws a random one on the coordinator, and elsewhere takes the coordinator's, which the
+            uploading worker brings.
+        coordinator: whether this is shard 0.
         end_versions: version of this shard at which it ends; 0 for no such end.
         end_samples: samples after which it ends; 0 for no such end.
     """
 
-    def __init__(self, run_id: str, end_versions: int = 0, end_samples: int = 0) -> None:
+    def __init__(self, run_id: str, *, coordinator: bool = True, end_versions: int = 0, end_samples: int = 0) -> None:
         """Begin a run without a model."""
-        self.run_id = run_id or secrets.token_hex(4)
+        self._follows = not run_id and not coordinator
+        self.run_id = run_id or (secrets.token_hex(4) if coordinator else "")
         self.end_versions = end_versions
         self.end_samples = end_samples
         self.state = RunState.EMPTY
@@ -36,8 +39,15 @@ class Run:
 
     def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
         """Check the run that a caller names; raises :class:`Refusal` (``RUN_MISMATCH``)."""
-        if run_id != self.run_id and not (may_be_empty and not run_id):
+        if run_id != self.run_id and not (may_be_empty and not run_id) and not (self._follows and not self.run_id):
             raise Refusal(Reason.RUN_MISMATCH, f"the caller belongs to run {run_id!r}, this server to {self.run_id!r}")
+
+    def follow(self, run_id: str) -> None:
+        """Take the run that an upload belongs to; raises :class:`Refusal` (``RUN_MISMATCH``) where one is set here."""
+        if self._follows:
+            self.run_id = run_id
+        else:
+            self.require_id(run_id)
 
     def agree(self, method: str, settings: Mapping[str, str], *, replace: bool) -> None:
         """Take the first worker's method as the run's, and compare every later worker's with it.

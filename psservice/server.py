@@ -121,7 +121,7 @@ class Server:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop.set()
 
-    def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus.ValueType") -> None:
+    def _set_health(self, status: int) -> None:
         for name in ("", SERVICE_NAME):
             self._health.set(name, status)
 

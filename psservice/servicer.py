@@ -60,7 +60,8 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                     Reason.UNKNOWN_PROTOCOL,
                     f"the worker speaks protocol {request.protocol_version}, the server {PROTOCOL_VERSION}",
                 )
-            identity = self._identity(request.identity, may_be_any_run=True)
+            engine.run.require_id(request.identity.run_id, may_be_empty=True)
+            identity = self._identity(request.identity, any_run=True)
             mine = (self._settings.shard_index, self._settings.num_shards)
             if (request.shard_index, request.num_shards) != mine:
                 raise Refusal(
@@ -115,7 +116,8 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         engine = self._engine
 
         def open_upload(header: pb.UploadHeader) -> tuple[Span, int]:
-            engine.check_upload(self._identity(header.identity), header.generation)
+            engine.check_upload(self._identity(header.identity, any_run=True), header.generation)
+            engine.run.follow(header.identity.run_id)
             return engine.span, engine.upload_buffer_bytes()
 
         with self._refusals(context, "UploadModel"):
@@ -282,14 +284,15 @@ class ParameterServerServicer(ParameterServerServiceServicer):
             path = engine.finish()
             return pb.FinishRunResponse(version=engine.require_model(None).version, final_model=path)
 
-    def _refusals(self, context: grpc.ServicerContext, rpc: str) -> AbstractContextManager[None, None]:
+    def _refusals(self, context: grpc.ServicerContext, rpc: str) -> AbstractContextManager[None, bool | None]:
         return refusals_as_status(context, self._metrics, rpc)
 
-    def _identity(self, message: pb.WorkerIdentity, *, may_be_any_run: bool = False) -> Identity:
+    def _identity(self, message: pb.WorkerIdentity, *, any_run: bool = False) -> Identity:
         for what, text in (("worker_id", message.worker_id), ("incarnation", message.incarnation)):
             if not text or len(text) > _LONGEST_NAME or not text.isprintable():
                 raise Refusal(Reason.BAD_REQUEST, f"{what} must be 1 to {_LONGEST_NAME} printable characters")
-        self._engine.run.require_id(message.run_id, may_be_empty=may_be_any_run)
+        if not any_run:
+            self._engine.run.require_id(message.run_id)
         return Identity(message.worker_id, message.incarnation)
 
     def _chunks(self, segments: list[Segment], checksum: frames.Checksum) -> Iterator[pb.Chunk]:

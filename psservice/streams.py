@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from pscore.frames import BytesReader, Checksum, ChunkReader, wire_bytes
 from pscore.layout import Span
@@ -30,7 +31,7 @@ class PushReader:
                     f"group [{group.start}, {group.end}) lies outside the shard's [{span.start}, {span.end})",
                 )
         ascending = sorted(plan, key=lambda group: group.start)
-        for left, right in zip(ascending, ascending[1:], strict=False):
+        for left, right in pairwise(ascending):
             if left.end > right.start:
                 raise Refusal(Reason.BAD_REQUEST, f"groups overlap at {right.start}")
         self._readers = [ChunkReader(group) for group in plan]

@@ -24,8 +24,8 @@ class DGS(ParameterServerOptimizer):
     Args:
         params: parameters or param groups, as for any ``torch.optim`` optimizer.
         lr: learning rate.
-        momentum: ``m``. Asynchrony adds momentum of its own: the published runs use 0.7 at 4 workers, 0.45 at 16 and 0.3
-            at 32, and a warning says so where more is used.
+        momentum: ``m``. Asynchrony adds momentum of its own: the published runs use 0.7 at 4 workers, 0.45 at 16 and
+            0.3 at 32, and a warning says so where more is used.
         weight_decay: L2 penalty, added to the gradient.
         density: ``ρ``, the share of a tensor's entries that is sent; a number, or a function of the step.
         **connection: ``server``, ``model``, ``worker``, ``settings``: see

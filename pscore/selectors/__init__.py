@@ -1,8 +1,8 @@
 """Selectors: which entries of a tensor are sent.
 
 A selector is a function ``(x, k) -> offsets``: ``x`` is one-dimensional, floating point and finite; the result is
-int64, strictly increasing, of at most ``k`` elements where |x| is largest, and never includes a zero: an all-zero tensor
-gives an empty selection.
+int64, strictly increasing, of at most ``k`` elements where |x| is largest, and never includes a zero: an all-zero
+tensor gives an empty selection.
 """
 
 from collections.abc import Callable

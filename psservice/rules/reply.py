@@ -1,9 +1,10 @@
 """Reply rules: whether a worker is answered exactly or with the top-k of the difference.
 
-A rule sees, at each pull, how dense the change since the worker's version is, and says whether the worker should be in top-k
-mode from now on. The mechanics of the switch are in :mod:`psservice.shard.replies`.
+A rule sees, at each pull, how dense the change since the worker's version is, and says whether the worker should be in
+top-k mode from now on. The mechanics of the switch are in :mod:`psservice.shard.replies`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,4 +63,5 @@ class Auto:
 
 def reply_rule(name: str, limit: float) -> ReplyRule:
     """Return a fresh rule, one a worker; ``name`` is the setting ``down_mode``."""
-    return {"exact": Exact, "topk": TopK, "auto": lambda: Auto(limit)}[name]()
+    makers: dict[str, Callable[[], ReplyRule]] = {"exact": Exact, "topk": TopK, "auto": lambda: Auto(limit)}
+    return makers[name]()

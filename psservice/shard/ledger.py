@@ -71,4 +71,5 @@ def union(supports: list[Support], size: int) -> Support:
         return mark.nonzero().view(-1)
     if joined.device.type == "cpu":
         return torch.from_numpy(np.unique(joined.numpy()))
-    return torch.unique(joined)
+    distinct: torch.Tensor = torch.unique(joined)
+    return distinct

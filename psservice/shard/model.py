@@ -1,7 +1,7 @@
 """The model shard: fp32 master parameters over one span of the flat layout, a version, and the ledger of what changed.
 
-Every method that reads or writes ``theta`` is called on the writer thread (:mod:`psservice.shard.writer`) and on no other,
-so each sees, and leaves behind, exactly one version.
+Every method that reads or writes ``theta`` is called on the writer thread (:mod:`psservice.shard.writer`) and on no
+other, so each sees, and leaves behind, exactly one version.
 """
 
 from dataclasses import dataclass
@@ -78,8 +78,8 @@ class ModelShard:
 
         Args:
             early_version: a version between that base and now.
-            early: union of the supports from the base to ``early_version``, prepared off the writer thread, so that only the
-                few versions since then are added here.
+            early: union of the supports from the base to ``early_version``, prepared off the writer thread, so that
+                only the few versions since then are added here.
         """
         support = early
         late = self.ledger.since(early_version)

@@ -1,0 +1,32 @@
+"""What every test shares: a clean environment, one torch thread, and the reason for skipping CUDA tests."""
+
+import os
+
+import pytest
+import torch
+
+_JOB_VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """No setting or job variable of the machine reaches a test."""
+    for name in list(os.environ):
+        if name.startswith(("PSCLIENT_", "PSSERVICE_")) or name in _JOB_VARIABLES:
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def determinism():
+    """One thread and a fixed seed."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    """Skip CUDA tests where there is no device, and say so."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "cuda" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))

@@ -1,0 +1,51 @@
+"""Small models, data and waiting, for tests with real server processes."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import psclient
+from psclient.settings import ClientSettings
+
+QUICK = ClientSettings(deadline_seconds=5, connect_seconds=30, patience_seconds=30, dense_below=0)
+"""Short time limits, and no tensor exempt from selection."""
+
+
+def make_model(seed: int = 0, *, batch_norm: bool = True) -> nn.Sequential:
+    torch.manual_seed(seed)
+    norm = [nn.BatchNorm1d(32)] if batch_norm else []
+    return nn.Sequential(nn.Linear(20, 32), *norm, nn.ReLU(), nn.Linear(32, 4))
+
+
+def make_data(seed: int = 0, count: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+    """A task that a linear model nearly solves."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 20, generator=generator)
+    weights = torch.randn(20, 4, generator=torch.Generator().manual_seed(99))
+    return x, (x @ weights).argmax(1)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x).float(), y)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Poll until a condition holds; fail if it does not in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not so after {seconds} s: {condition}")
+        time.sleep(0.02)
+
+
+def assert_same_parameters(model: nn.Module, server: str) -> None:
+    """The replica equals the server's model, bit for bit."""
+    state = psclient.download(server)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), state[name]), name
