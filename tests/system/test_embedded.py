@@ -1,0 +1,94 @@
+"""The embedded server: a first script needs no second terminal, and nothing is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import psclient
+from psclient.errors import ConfigurationError
+from psclient.local import LocalServer
+from tests.system.tools import make_data, make_model, train_step, wait_until
+
+SCRIPT = """
+import json, os, sys, torch, psclient
+from tests.system.tools import make_data, make_model, train_step
+model = make_model()
+optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model)
+for _ in range(3):
+    train_step(model, optimizer, *make_data())
+server = optimizer._lifecycle._own_server
+pids = [p.pid for p in server.processes] if server else []
+print(json.dumps({"version": optimizer.version, "server": optimizer.server, "pids": pids}), flush=True)
+if "--wait" in sys.argv:
+    sys.stdin.read()
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def start(*arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def test_it_starts_and_stops_with_the_script():
+    process = start()
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    told = json.loads(out)
+    assert told["version"] == 3
+    assert told["server"].startswith("127.0.0.1:")
+    assert not any(alive(pid) for pid in told["pids"])
+
+
+def test_it_ends_when_the_script_is_killed():
+    process = start("--wait")
+    told = json.loads(process.stdout.readline())
+    assert all(alive(pid) for pid in told["pids"])
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    wait_until(lambda: not any(alive(pid) for pid in told["pids"]))
+
+
+def test_the_environment_overrides_it():
+    with LocalServer() as server:
+        process = start(PSCLIENT_SERVER=server.server)
+        out, err = process.communicate(timeout=90)
+        assert process.returncode == 0, err
+        assert json.loads(out) == {"version": 3, "server": server.server, "pids": []}
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_NTASKS", "JOB_COMPLETION_INDEX"])
+def test_several_workers_without_an_address_are_an_error(monkeypatch, variable):
+    monkeypatch.setenv(variable, "2")
+    model = make_model()
+    with pytest.raises(ConfigurationError, match=f"{variable}.*alone"):
+        psclient.DGS(model.parameters(), lr=0.1, model=model)
+
+
+def test_a_bad_server_setting_is_said():
+    with pytest.raises(ConfigurationError, match="status 2"):
+        LocalServer(down_density=7)
+
+
+def test_momentum_sgd_needs_no_server():
+    model = make_model()
+    optimizer = psclient.MomentumSGD(model.parameters(), lr=0.1)
+    losses = [train_step(model, optimizer, *make_data()) for _ in range(20)]
+    assert losses[-1] < losses[0]
