@@ -30,6 +30,7 @@ from psclient.settings import ClientSettings
 from psclient.shard import REJOIN_REASONS, PulledReply, PushPart, ShardClient
 from pscore import frames
 from pscore.buffers import is_exchanged, pack, packed_bytes, unpack
+from pscore.generation import epoch, sibling_generation
 from pscore.layout import ModelLayout, Span
 from pscore.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.reasons import Reason, Refusal
@@ -146,7 +147,7 @@ class Cluster:
 
     def _try_join(self, seconds: float) -> bool:
         answers = [self._join_shard(shard, seconds) for shard in reversed(self.shards[1:])]
-        seen = max((answer.generation for answer in answers), default=0)
+        seen = max(answer.generation for answer in (*answers, *self.shards))
         first = self._join_shard(self.coordinator, seconds, generation_seen=seen)
         if self.identity.run_id != first.run_id and self._joined:
             log.warning("the server now serves run %s; going on there", first.run_id)
@@ -164,19 +165,17 @@ class Cluster:
         if first.state != pb.JOIN_STATE_READY:
             time.sleep(first.retry_seconds)
             return False
-        others = zip(reversed(self.shards[1:]), answers, strict=True)
-        lacking = [
-            shard
-            for shard, answer in others
-            if answer.state != pb.JOIN_STATE_READY or answer.generation != first.generation
-        ]
-        for shard in self.shards:
-            if shard in lacking and not (shard.has_base and shard.generation == first.generation):
-                time.sleep(first.retry_seconds or 0.2)
+        now = epoch(first.generation)
+        for shard, answer in zip(self.shards, (first, *reversed(answers)), strict=True):
+            if answer.state == pb.JOIN_STATE_READY and epoch(answer.generation) == now:
+                shard.adopt(answer.generation)
+            elif not (
+                shard.has_base
+                and epoch(shard.generation) == now
+                and self._upload(shard, sibling_generation(first.generation))
+            ):
+                time.sleep(first.retry_seconds)
                 return False
-            if shard in lacking and not self._upload(shard, first.generation):
-                return False
-            shard.adopt(first.generation)
         return True
 
     def _join_shard(self, shard: ShardClient, seconds: float, generation_seen: int = 0) -> pb.JoinResponse:

@@ -14,6 +14,7 @@ from psclient.connection import Connection, Patience
 from psclient.errors import ConfigurationError, ServerFaultError, Transient, from_refusal, from_rpc_error
 from pscore import frames, modelfile
 from pscore.buffers import packed_bytes, unpack
+from pscore.generation import epoch
 from pscore.layout import ModelLayout, Span
 from pscore.messages import layout_from_message
 from pscore.reasons import Reason, Refusal
@@ -55,7 +56,8 @@ def download(
     if any(
         part.header.num_shards != len(parts)
         or part.header.shard_index != i
-        or (part.header.run_id, part.header.generation) != (first.header.run_id, first.header.generation)
+        or part.header.run_id != first.header.run_id
+        or epoch(part.header.generation) != epoch(first.header.generation)
         for i, part in enumerate(parts)
     ):
         raise ConfigurationError(f"{', '.join(found)} are not, in this order, all shards of one run's model")

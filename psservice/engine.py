@@ -15,6 +15,7 @@ import torch
 
 from pscore import modelfile
 from pscore.buffers import packed_bytes, unpack
+from pscore.generation import epoch, next_generation
 from pscore.layout import ModelLayout, Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment, merge
@@ -165,12 +166,12 @@ class Engine:
     def check_upload(self, identity: Identity, generation: int) -> None:
         """Refuse an upload that would not be taken; called before its bytes are received, and again at the end."""
         self.membership.require(identity)
-        if self.model is not None and generation == self.model.generation:
-            raise Refusal(Reason.ALREADY_UPLOADED, f"generation {generation} is here already")
+        if self.model is not None and epoch(generation) == epoch(self.model.generation):
+            raise Refusal(Reason.ALREADY_UPLOADED, "another worker has uploaded the model meanwhile")
         hold = self._hold
         if self.is_coordinator and (hold is None or (hold.identity, hold.generation) != (identity, generation)):
             raise Refusal(Reason.STALE_GENERATION, "another worker holds the upload now")
-        if generation <= 0 or (self.model is not None and generation < self.model.generation):
+        if epoch(generation) <= (0 if self.model is None else epoch(self.model.generation)):
             raise Refusal(Reason.STALE_GENERATION, f"generation {generation} is older than what is here")
 
     def upload_buffer_bytes(self) -> int:
@@ -339,8 +340,9 @@ class Engine:
             if not replica_beats_fresh:
                 return None
         previous = 0 if hold is None else hold.generation
-        if hold is None or hold.identity != identity or generation_seen >= previous:
-            self._hold = hold = _UploadHold(identity, max(previous, generation_seen) + 1, has_replica)
+        if hold is None or hold.identity != identity or epoch(generation_seen) >= epoch(previous):
+            generation = next_generation(max(previous, generation_seen))
+            self._hold = hold = _UploadHold(identity, generation, has_replica)
             log.info("upload granted", extra={"worker": identity.worker_id, "generation": hold.generation})
         return hold.generation
 
@@ -348,7 +350,9 @@ class Engine:
         flat, buffers = modelstart.fit(layout, start, with_buffers=self.settings.buffers != "none")
         span = layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
         self.layout = layout
-        self._install(layout, flat[span.start : span.end], buffers if self.is_coordinator else [], 1, 0)
+        self._install(
+            layout, flat[span.start : span.end], buffers if self.is_coordinator else [], next_generation(0), 0
+        )
 
     def _install(
         self, layout: ModelLayout, flat: torch.Tensor, buffers: list[torch.Tensor], generation: int, version: int

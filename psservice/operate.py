@@ -25,8 +25,8 @@ def status(addresses: Sequence[str], timeout_seconds: float, *, as_json: bool) -
         return
     console = Console()
     for address, answer in zip(addresses, answers, strict=True):
-        console.print(_shard_table(address, answer))
-        console.print(_worker_table(answer) if answer.workers else "no live workers\n", highlight=False)
+        console.print(_shard_summary(address, answer))
+        console.print(_worker_table(answer) if answer.workers else "no live workers", highlight=False)
 
 
 def finish(addresses: Sequence[str], timeout_seconds: float, *, as_json: bool) -> None:
@@ -68,29 +68,25 @@ def _numbers(plain: dict[str, Any], message: Any) -> dict[str, Any]:
     return plain
 
 
-def _shard_table(address: str, answer: pb.GetStatusResponse) -> Table:
+def _shard_summary(address: str, answer: pb.GetStatusResponse) -> Table:
     state = pb.RunState.Name(answer.run_state).removeprefix("RUN_STATE_").lower()
-    table = Table(title=f"{address} · run {answer.run_id} · {state}", title_justify="left")
-    for name in ("shard", "method", "version", "parameters", "device", "pushed", "pulled", "buffers", "samples", "up"):
-        table.add_column(name, justify="left" if name in ("method", "device") else "right")
-    table.add_row(
-        f"{answer.shard_index + 1} of {answer.num_shards}",
-        answer.method or "–",
-        str(answer.version),
-        f"{answer.length:,} of {answer.parameters:,}",
-        answer.device,
-        human_bytes(answer.push_bytes),
-        human_bytes(answer.pull_bytes),
-        human_bytes(answer.buffer_bytes),
-        f"{answer.samples:,}",
-        f"{answer.uptime_seconds:.0f} s",
-    )
+    down_mode = pb.DownMode.Name(answer.settings.down_mode).removeprefix("DOWN_MODE_").lower()
+    table = Table.grid(padding=(0, 2))
+    for name, value in (
+        (address, f"run {answer.run_id or '–'}, {state}, {answer.method or 'no method yet'}"),
+        ("shard", f"{answer.shard_index} of {answer.num_shards}, on {answer.device}, up {answer.uptime_seconds:.0f} s"),
+        ("parameters", f"{answer.length:,} of {answer.parameters:,}"),
+        ("version", f"{answer.version:,} after {answer.samples:,} samples, {answer.queued} waiting"),
+        ("bytes", f"{human_bytes(answer.push_bytes)} pushed, {human_bytes(answer.pull_bytes)} pulled ({down_mode}), "
+                  f"{human_bytes(answer.buffer_bytes)} of buffers"),
+    ):  # fmt: skip
+        table.add_row(f"[bold]{name}[/bold]", value)
     return table
 
 
 def _worker_table(answer: pb.GetStatusResponse) -> Table:
     table = Table()
-    table.add_column("worker")
+    table.add_column("worker", no_wrap=True)
     for name in ("step", "staleness", "pushes", "pushed", "pulled", "reply", "density", "lease"):
         table.add_column(name, justify="right")
     for worker in answer.workers:

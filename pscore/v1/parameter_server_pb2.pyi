@@ -635,7 +635,9 @@ class JoinResponse(_message.Message):
     run_id: _builtins.str
     """The run."""
     generation: _builtins.int
-    """Generation of the model here, or, with UPLOAD, of the upload to be made; 0 if there is none yet."""
+    """Generation of the model here, or, with UPLOAD, of the upload to be made; 0 if there is none yet. Upper 32 bits:
+    which full upload; lower 32 bits: random, one a history of versions.
+    """
     version: _builtins.int
     """Version of the shard."""
     retry_seconds: _builtins.float

@@ -307,7 +307,12 @@ def test_a_run_ends_after_its_samples_on_every_shard(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"lr": -1.0}, "lr"), ({"momentum": 1.0}, "momentum"), ({"density": 0.0}, "density"), ({"density": 1.5}, "density")],
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"momentum": 1.0}, "momentum"),
+        ({"density": 0.0}, "density"),
+        ({"density": 1.5}, "density"),
+    ],
 )
 def test_bad_hyperparameters_are_named(options, named):
     with pytest.raises(ConfigurationError, match=named):

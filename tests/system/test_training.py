@@ -11,9 +11,7 @@ METHODS = {
     "asgd": lambda m, **c: psclient.ASGD(m.parameters(), lr=0.1, model=m, **c),
     "asgd_momentum": lambda m, **c: psclient.ASGD(m.parameters(), lr=0.05, momentum=0.5, model=m, **c),
     "gradient_dropping": lambda m, **c: psclient.GradientDropping(m.parameters(), lr=0.1, density=0.1, model=m, **c),
-    "dgc": lambda m, **c: psclient.DGC(
-        m.parameters(), lr=0.05, momentum=0.5, density=0.1, clip_norm=5.0, model=m, **c
-    ),
+    "dgc": lambda m, **c: psclient.DGC(m.parameters(), lr=0.05, momentum=0.5, density=0.1, clip_norm=5.0, model=m, **c),
     "dgs": lambda m, **c: psclient.DGS(m.parameters(), lr=0.05, momentum=0.5, density=0.1, model=m, **c),
 }
 
@@ -23,9 +21,7 @@ METHODS = {
 def test_three_workers_learn(method, shards):
     with LocalServer(shards=shards, buffer_period_steps=5) as server:
         models = [make_model(seed) for seed in range(3)]
-        optimizers = [
-            METHODS[method](m, server=server, worker=f"w{i}", settings=QUICK) for i, m in enumerate(models)
-        ]
+        optimizers = [METHODS[method](m, server=server, worker=f"w{i}", settings=QUICK) for i, m in enumerate(models)]
         data = [make_data(i, 96) for i in range(3)]
         first = [train_step(m, o, *d) for m, o, d in zip(models, optimizers, data, strict=True)]
         for _ in range(60):

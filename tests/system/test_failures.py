@@ -1,0 +1,237 @@
+"""Nothing hangs and nothing is lost or doubled when a worker or a server goes away."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import psclient
+from psclient.errors import ServerUnreachableError
+from psclient.local import LocalServer
+from psclient.settings import ClientSettings
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.operate import _call
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+
+WORKER = """
+import sys, torch, psclient
+from tests.system.tools import QUICK, make_data, make_model, train_step
+server, name = sys.argv[1:3]
+model = make_model(batch_norm=False)
+optimizer = psclient.GradientDropping(
+    model.parameters(), lr=0.05, density=0.05, model=model, server=server, worker=name, settings=QUICK)
+while True:
+    train_step(model, optimizer, *make_data())
+    print(optimizer.version, flush=True)
+"""
+
+
+def status(server: LocalServer, shard: int = 0) -> pb.GetStatusResponse:
+    return _call(server.addresses[shard], "GetStatus", pb.GetStatusRequest(), 10.0)
+
+
+def start_worker(server: LocalServer, name: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKER, server.server, name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    )
+    assert process.stdout.readline().strip(), process.stderr.read()
+    return process
+
+
+def drop(model, server, **options):
+    options = {"settings": QUICK, "worker": "w"} | options
+    return psclient.GradientDropping(model.parameters(), lr=0.05, density=0.05, model=model, server=server, **options)
+
+
+def test_a_killed_worker_is_noticed_within_its_lease_and_the_others_go_on():
+    with LocalServer(lease_seconds=1.5, down_mode="topk") as server:
+        victim = start_worker(server, "victim")
+        model = make_model(batch_norm=False)
+        optimizer = drop(model, server, worker="survivor")
+        assert {worker.worker_id for worker in status(server).workers} == {"victim", "survivor"}
+        victim.send_signal(signal.SIGKILL)
+        victim.wait(30)
+        killed = time.monotonic()
+        wait_until(lambda: [worker.worker_id for worker in status(server).workers] == ["survivor"])
+        assert time.monotonic() - killed < 10  # lease 1.5 s, plus what a loaded machine may take
+        before = optimizer.version
+        train_step(model, optimizer, *make_data())
+        assert optimizer.version > before
+        again = start_worker(server, "victim")  # a new incarnation takes the name
+        again.kill()
+        again.wait(30)
+
+
+def test_a_late_joiner_starts_from_the_servers_model():
+    with LocalServer(down_mode="exact") as server:
+        early = make_model(0)
+        a = drop(early, server, worker="early")
+        for _ in range(10):
+            train_step(early, a, *make_data())
+        late = make_model(1)
+        b = drop(late, server, worker="late")
+        assert b.version == 10
+        assert_same_parameters(late, server.server)
+        train_step(late, b, *make_data())
+        assert b.version == 11
+
+
+def test_a_dead_server_surfaces_within_the_patience():
+    settings = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_seconds=2, dense_below=0)
+    with LocalServer() as server:
+        model = make_model()
+        optimizer = drop(model, server, settings=settings)
+        train_step(model, optimizer, *make_data())
+        server.processes[0].kill()
+        started = time.monotonic()
+        with pytest.raises(ServerUnreachableError) as caught:
+            train_step(model, optimizer, *make_data())
+        assert caught.value.address == server.addresses[0]
+        assert time.monotonic() - started < 20
+        optimizer.close()
+
+
+def test_a_server_that_never_was_there_is_named():
+    settings = ClientSettings(connect_seconds=1.5)
+    with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1:9 .*psservice serve"):
+        drop(make_model(), "127.0.0.1:9", settings=settings)
+
+
+def test_a_stopped_server_surfaces_and_nothing_is_lost_or_doubled_when_it_continues():
+    settings = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_seconds=2, dense_below=0)
+    with LocalServer(down_mode="exact", lease_seconds=60) as server:
+        model = make_model(batch_norm=False)
+        optimizer = drop(model, server, settings=settings)
+        train_step(model, optimizer, *make_data())
+        os.kill(server.processes[0].pid, signal.SIGSTOP)
+        with pytest.raises(ServerUnreachableError):
+            train_step(model, optimizer, *make_data())
+        os.kill(server.processes[0].pid, signal.SIGCONT)
+        train_step(model, optimizer, *make_data())
+        assert optimizer.version == 3  # the push in doubt was applied once, then the new one
+        assert_same_parameters(model, server.server)
+
+
+def test_conservation_through_kills_of_the_server():
+    """Sum of lr·g = what the server's model moved + what the worker still holds, although a push was in doubt."""
+    settings = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_seconds=1.5, dense_below=0)
+    with LocalServer(down_mode="exact", lease_seconds=60) as server:
+        w = torch.nn.Parameter(torch.zeros(1000))
+        optimizer = psclient.GradientDropping([w], lr=1.0, density=0.01, server=server, worker="w", settings=settings)
+        total = torch.zeros(1000)
+        for step in range(8):
+            w.grad = torch.randn(1000)
+            total += w.grad
+            if step == 4:
+                os.kill(server.processes[0].pid, signal.SIGSTOP)
+                with pytest.raises(ServerUnreachableError):
+                    optimizer.step()
+                os.kill(server.processes[0].pid, signal.SIGCONT)
+            else:
+                optimizer.step()
+        residual = optimizer.state[w]["residual"]
+        torch.testing.assert_close(total, residual - w.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_restarted_empty_server_gets_the_model_back_from_a_worker(shards):
+    with LocalServer(shards=shards, down_mode="exact") as server:
+        model = make_model(batch_norm=False)
+        optimizer = drop(model, server)
+        for _ in range(5):
+            train_step(model, optimizer, *make_data())
+        trained = [parameter.detach().clone() for parameter in model.parameters()]
+        server.processes[0].kill()
+        server.restart(0)
+        train_step(model, optimizer, *make_data())
+        assert_same_parameters(model, server.server)
+        assert optimizer.version >= 5  # it goes on counting
+        moved = max((p - t).abs().max().item() for p, t in zip(model.parameters(), trained, strict=True))
+        assert moved < 0.5  # it went on from what was trained, not from fresh random values
+        train_step(model, optimizer, *make_data())
+        assert_same_parameters(model, server.server)
+
+
+def test_one_restarted_shard_is_filled_again_from_a_replica():
+    with LocalServer(shards=2, down_mode="exact") as server:
+        models = [make_model(i, batch_norm=False) for i in range(2)]
+        optimizers = [drop(m, server, worker=f"w{i}") for i, m in enumerate(models)]
+        for step in range(6):
+            train_step(models[step % 2], optimizers[step % 2], *make_data())
+        server.processes[1].kill()
+        server.restart(1)
+        for step in range(4):
+            train_step(models[step % 2], optimizers[step % 2], *make_data())
+        assert_same_parameters(models[1], server.server)
+
+
+def test_a_lost_lease_is_had_again_without_a_word():
+    with LocalServer(lease_seconds=0.5, down_mode="exact") as server:
+        model = make_model(batch_norm=False)
+        optimizer = drop(model, server)
+        train_step(model, optimizer, *make_data())
+        optimizer._cluster._stop.set()  # no renewal any more
+        wait_until(lambda: not status(server).workers)
+        train_step(model, optimizer, *make_data())
+        assert optimizer.version == 2
+        assert_same_parameters(model, server.server)
+
+
+def test_a_lost_lease_in_topk_mode_costs_one_full_reply():
+    with LocalServer(lease_seconds=0.5, down_mode="topk", down_density=0.05, down_dense_below=0) as server:
+        model = make_model(batch_norm=False)
+        optimizer = drop(model, server)
+        for _ in range(3):
+            train_step(model, optimizer, *make_data())
+        assert optimizer.report.reply_mode == "topk"
+        optimizer._cluster._stop.set()
+        wait_until(lambda: not status(server).workers)
+        train_step(model, optimizer, *make_data())
+        assert optimizer.report.reply_mode == "exact"
+        assert_same_parameters(model, server.server)
+        train_step(model, optimizer, *make_data())
+        assert optimizer.report.reply_mode == "topk"
+
+
+def test_sigterm_flushes_what_the_worker_holds():
+    with LocalServer(lease_seconds=60) as server:
+        process = start_worker(server, "leaver")
+        for _ in range(5):
+            process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert "has pushed what it held" in err
+        assert not status(server).workers
+        last = status(server)
+        assert last.version > 5
+
+
+def test_flush_pushes_everything_held():
+    with LocalServer(down_mode="exact") as server:
+        w = torch.nn.Parameter(torch.zeros(500))
+        optimizer = psclient.GradientDropping([w], lr=1.0, density=0.01, server=server, settings=QUICK)
+        w.grad = torch.randn(500)
+        optimizer.step()
+        optimizer.flush()
+        assert not optimizer.state[w]["residual"].any()
+        torch.testing.assert_close(psclient.download(server.server)["parameter_0"], -w.grad)
+
+
+def test_the_server_finishes_what_it_has_and_ends_with_status_0_on_sigterm():
+    server = LocalServer()
+    model = make_model()
+    optimizer = drop(model, server)
+    train_step(model, optimizer, *make_data())
+    server.processes[0].send_signal(signal.SIGTERM)
+    assert server.processes[0].wait(40) == 0
+    optimizer.hurry(0.5)
+    optimizer.close()

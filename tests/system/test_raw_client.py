@@ -1,0 +1,163 @@
+"""A client in the raw stubs alone, as one would write it in another language: it joins, uploads, pushes, pulls, learns."""
+
+import hashlib
+import struct
+import uuid
+import zlib
+
+import grpc
+import numpy as np
+import pytest
+
+from psclient.local import LocalServer
+from pscore.v1 import parameter_server_pb2 as pb
+from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+
+N, LR, TIMEOUT = 400, 0.2, 20.0
+
+
+class RawWorker:
+    def __init__(self, address: str, name: str):
+        self.channel = grpc.insecure_channel(address)
+        self.stub = ParameterServerServiceStub(self.channel)
+        self.identity = pb.WorkerIdentity(worker_id=name, incarnation=str(uuid.uuid4()))
+        self.theta = np.zeros(N, np.float32)
+        self.version, self.has_base, self.acknowledged, self.step = 0, False, 0, 0
+
+    def join(self):
+        fingerprint = hashlib.sha256(f"parameter\0w [{N}] float32\n".encode()).digest()
+        layout = pb.ModelLayout(
+            parameters=[pb.TensorSpec(name="w", shape=[N], data_type=pb.DATA_TYPE_FLOAT32)], fingerprint=fingerprint
+        )
+        answer = self.stub.Join(
+            pb.JoinRequest(
+                identity=self.identity, protocol_version=1, method="raw", layout=layout, shard_index=0, num_shards=1
+            ),
+            timeout=TIMEOUT,
+        )
+        self.identity.run_id, self.generation = answer.run_id, answer.generation
+        if answer.state == pb.JOIN_STATE_UPLOAD:
+            self.upload()
+
+    def upload(self):
+        values = self.theta.tobytes()
+        chunk = pb.Chunk(
+            start=0, length=N, count=N, index_codec=pb.INDEX_CODEC_DENSE, value_codec=pb.VALUE_CODEC_FP32, values=values
+        )
+        header = pb.UploadHeader(identity=self.identity, generation=self.generation)
+        commit = pb.Commit(chunks=1, entries=N, crc32=zlib.crc32(values))
+        self.stub.UploadModel(
+            iter(
+                [
+                    pb.UploadModelRequest(header=header),
+                    pb.UploadModelRequest(chunk=chunk),
+                    pb.UploadModelRequest(commit=commit),
+                ]
+            ),
+            timeout=TIMEOUT,
+        )
+
+    def push(self, index, values):
+        self.step += 1
+        raw_index = b"".join(struct.pack("<I", i) for i in index)
+        raw_values = np.asarray(values, "<f4").tobytes()
+        header = pb.PushHeader(
+            identity=self.identity,
+            step=self.step,
+            generation=self.generation,
+            base_version=self.version,
+            samples=1,
+            plan=[pb.Group(start=0, length=N)],
+        )
+        chunk = pb.Chunk(
+            start=0,
+            length=N,
+            count=len(index),
+            index_codec=pb.INDEX_CODEC_RAW32,
+            value_codec=pb.VALUE_CODEC_FP32,
+            indices=raw_index,
+            values=raw_values,
+        )
+        commit = pb.Commit(chunks=1, entries=len(index), crc32=zlib.crc32(raw_values, zlib.crc32(raw_index)))
+        return self.stub.PushSparse(
+            iter(
+                [
+                    pb.PushSparseRequest(header=header),
+                    pb.PushSparseRequest(chunk=chunk),
+                    pb.PushSparseRequest(commit=commit),
+                ]
+            ),
+            timeout=TIMEOUT,
+        )
+
+    def pull(self):
+        request = pb.PullDiffRequest(
+            identity=self.identity,
+            generation=self.generation,
+            has_base=self.has_base,
+            base_version=self.version,
+            acknowledged_reply=self.acknowledged,
+        )
+        for message in self.stub.PullDiff(request, timeout=TIMEOUT):
+            kind = message.WhichOneof("message")
+            if kind == "header":
+                header = message.header
+                assert header.mode == pb.REPLY_MODE_EXACT
+            elif kind == "chunk":
+                chunk = message.chunk
+                offsets = decode_offsets(chunk)
+                self.theta[chunk.start + offsets] = np.frombuffer(chunk.values, "<f4")
+        self.version, self.has_base, self.acknowledged = header.version, True, header.reply_number
+
+
+def decode_offsets(chunk: pb.Chunk) -> np.ndarray:
+    """Written from the proto's comments, not from the library."""
+    if chunk.index_codec == pb.INDEX_CODEC_DENSE:
+        return np.arange(chunk.length)
+    if chunk.index_codec == pb.INDEX_CODEC_RAW32:
+        return np.frombuffer(chunk.indices, "<u4").astype(np.int64)
+    width, escape = {pb.INDEX_CODEC_GAP8: (1, 255), pb.INDEX_CODEC_GAP16: (2, 65535)}[chunk.index_codec]
+    offsets, previous = [], -1
+    tail = width * chunk.count
+    for i in range(chunk.count):
+        gap = int.from_bytes(chunk.indices[width * i : width * (i + 1)], "little")
+        if gap == escape:
+            gap = int.from_bytes(chunk.indices[tail : tail + 4], "little")
+            tail += 4
+        previous += gap + 1
+        offsets.append(previous)
+    assert tail == len(chunk.indices)
+    return np.array(offsets, np.int64)
+
+
+def test_two_raw_workers_train_a_least_squares_problem():
+    target = np.random.default_rng(0).normal(size=N).astype(np.float32)
+    with LocalServer(down_mode="exact") as server:
+        workers = [RawWorker(server.addresses[0], f"raw-{i}") for i in range(2)]
+        for worker in workers:
+            worker.join()
+            worker.pull()
+        for step in range(300):
+            worker = workers[step % 2]
+            gradient = worker.theta - target
+            index = np.sort(np.argsort(-np.abs(gradient))[:40])
+            answer = worker.push(index, LR * gradient[index])
+            assert answer.version == step + 1
+            worker.pull()
+        for worker in workers:
+            worker.pull()
+            assert np.abs(worker.theta - target).max() < 0.05
+        assert np.array_equal(workers[0].theta, workers[1].theta)
+
+
+def test_a_repeated_push_gets_its_first_answer():
+    with LocalServer(down_mode="exact") as server:
+        worker = RawWorker(server.addresses[0], "raw")
+        worker.join()
+        worker.pull()
+        first = worker.push([1, 5], [1.0, 2.0])
+        worker.step -= 1
+        second = worker.push([1, 5], [1.0, 2.0])
+        assert (second.version, second.repeated_push) == (first.version, True)
+        worker.pull()
+        assert worker.theta[1] == pytest.approx(-1.0)
