@@ -147,7 +147,8 @@ class Cluster:
 
     def _try_join(self, seconds: float) -> bool:
         answers = [self._join_shard(shard, seconds) for shard in reversed(self.shards[1:])]
-        seen = max(answer.generation for answer in (*answers, *self.shards))
+        known = [shard.generation for shard in self.shards]
+        seen = max(*known, *(answer.generation for answer in answers), 0)
         first = self._join_shard(self.coordinator, seconds, generation_seen=seen)
         if self.identity.run_id != first.run_id and self._joined:
             log.warning("the server now serves run %s; going on there", first.run_id)

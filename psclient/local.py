@@ -39,14 +39,13 @@ class LocalServer:
         """Start the processes and wait until each serves."""
         self._log_to = log_to
         self._owner = os.getpid()
-        self._settings = {"log_format": "text", "log_level": "warning", "listen": "127.0.0.1:0"}
-        self._settings |= {"health_listen": "", "metrics_listen": "127.0.0.1:0"}
-        self._settings |= {name: str(value) for name, value in settings.items()}
+        self._settings: dict[str, object] = {"log_format": "text", "log_level": "warning", "listen": "127.0.0.1:0"}
+        self._settings |= {"health_listen": "", "metrics_listen": "127.0.0.1:0"} | settings
         self.processes: list[subprocess.Popen[bytes]] = []
         self.addresses: list[str] = []
         self.metrics_addresses: list[str] = []
         self.health_addresses: list[str] = []
-        starting = [self._start(i, shards, self._settings["listen"]) for i in range(shards)]
+        starting = [self._start(i, shards, str(self._settings["listen"])) for i in range(shards)]
         try:
             for process, ready in starting:
                 self._await_ready(process, ready)
@@ -96,12 +95,12 @@ class LocalServer:
         read_end, write_end = os.pipe()
         settings = self._settings | {
             "listen": listen,
-            "shard_index": str(index),
-            "num_shards": str(shards),
-            "ready_fd": str(write_end),
-            "parent_pid": str(os.getpid()),
+            "shard_index": index,
+            "num_shards": shards,
+            "ready_fd": write_end,
+            "parent_pid": os.getpid(),
         }
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        flags = [_flag(name, value) for name, value in settings.items() if value is not None]
         process = subprocess.Popen(
             [sys.executable, "-m", "psservice", "serve", *flags],
             pass_fds=(write_end,),
@@ -130,3 +129,10 @@ class LocalServer:
         if readable:
             raise ConfigurationError(f"the embedded server ended with status {process.wait()}; its message is above")
         raise ServerUnreachableError("the embedded server", time.monotonic() - started, "it did not come up")
+
+
+def _flag(name: str, value: object) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag}={value}"

@@ -4,6 +4,7 @@ One step: check the gradients, compress tensor by tensor and stream each group a
 apply. The parameters change only by what the server answers.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -276,8 +277,17 @@ class ParameterServerOptimizer(Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return residuals, hyper-parameters, and which push of which incarnation they belong to."""
+        """Return residuals, hyper-parameters, and which push of which incarnation they belong to.
+
+        A push that is still in doubt is part of the residuals returned: if it turns out to have been applied, they are
+        recognised as out of date when they are loaded.
+        """
         state = super().state_dict()
+        if self._cluster.in_doubt:
+            kept = {parameter: copy.deepcopy(memories) for parameter, memories in self.state.items()}
+            self._return([shard.in_doubt for shard in self._cluster.shards if shard.in_doubt is not None])
+            state = copy.deepcopy(super().state_dict())
+            self.state.update(kept)
         mark = PushMark(self.worker, self._cluster.identity.incarnation, self._acknowledged_step, self._step)
         state["psclient"] = mark.plain()
         return state
@@ -385,6 +395,8 @@ class ParameterServerOptimizer(Optimizer):
                 found.append(Segment(self._layout.span(position), sent.offsets, sent.values))
         if not found:
             return []
+        if len({segment.values.device for segment in found}) > 1:  # a model spread over devices meets on the host
+            found = [segment.cpu() for segment in found]
         if any(segment.offsets is not None for segment in found):
             merged = merge(span, found)
             return [] if merged is None else [merged]
@@ -431,7 +443,7 @@ class ParameterServerOptimizer(Optimizer):
                         window.index_add_(0, piece.offsets, piece.values)
         for position, payload in payloads.items():
             parameter = self._model.parameters[position]
-            self.give_back(self.state[parameter], payload, self._hyperparameters(parameter))
+            self.give_back(self.state[parameter], payload.to(parameter.device), self._hyperparameters(parameter))
 
     def _gradients(self) -> dict[int, torch.Tensor]:
         """Return the gradients by position in the layout, all finite."""

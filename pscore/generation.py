@@ -1,9 +1,9 @@
 """Generations: which upload of the model a shard holds.
 
-A generation is 64 bits: an *epoch* above (which full upload this is; the coordinator raises it) and a random *nonce* below
-(which history of versions this is). Epochs are ordered, so that a late upload cannot overwrite a newer one. Nonces only
-differ: two uploads never share a history, even where a restarted server counts epochs from the beginning, so no replica
-of one history is ever taken for a replica of another.
+A generation is 64 bits: an *epoch* above (which full upload this is; the coordinator raises it) and a random *nonce*
+below (which history of versions this is). Epochs are ordered, so that a late upload cannot overwrite a newer one.
+Nonces only differ: two uploads never share a history, even where a restarted server counts epochs from the beginning,
+so no replica of one history is ever taken for a replica of another.
 """
 
 import secrets

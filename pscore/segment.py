@@ -27,6 +27,10 @@ class Segment:
         """Number of values (``k``)."""
         return self.values.numel()
 
+    def cpu(self) -> "Segment":
+        """Return the same entries on the host."""
+        return Segment(self.span, None if self.offsets is None else self.offsets.cpu(), self.values.cpu())
+
     def clip(self, span: Span) -> "Segment | None":
         """Return the part inside ``span`` as views of the same memory; ``None`` if nothing lies there."""
         common = self.span.intersect(span)

@@ -127,6 +127,10 @@ class Engine:
         has_replica: bool,
     ) -> JoinOutcome:
         """Grant a lease and say whether the worker pulls, uploads or waits (docs/protocol.md, *Joining*)."""
+        if layout.size < self.settings.num_shards:
+            raise Refusal(
+                Reason.BAD_REQUEST, f"a model of {layout.size} elements cannot be cut into {self.settings.num_shards}"
+            )
         with self._join_lock:
             self._require_serving()
             others = any(member.identity != identity for member in self.membership.members())

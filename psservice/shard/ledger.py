@@ -57,9 +57,9 @@ class UpdateLedger:
 
 def union(supports: list[Support], size: int) -> Support:
     """Return the sorted union of supports within a shard of ``size`` elements."""
-    known = [support for support in supports if support is not None]
-    if len(known) < len(supports):
+    if any(support is None for support in supports):
         return None
+    known = [support for support in supports if support is not None and support.numel()]
     if not known:
         return torch.empty(0, dtype=torch.int64)
     if len(known) == 1:

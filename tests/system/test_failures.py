@@ -235,3 +235,24 @@ def test_the_server_finishes_what_it_has_and_ends_with_status_0_on_sigterm():
     assert server.processes[0].wait(40) == 0
     optimizer.hurry(0.5)
     optimizer.close()
+
+
+def test_a_state_saved_in_doubt_holds_the_payload():
+    settings = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_seconds=1, dense_below=0)
+    with LocalServer(down_mode="exact", lease_seconds=60) as server:
+        w = torch.nn.Parameter(torch.zeros(100))
+        optimizer = psclient.GradientDropping([w], lr=1.0, density=0.1, server=server, settings=settings)
+        server.processes[0].kill()
+        w.grad = torch.randn(100)
+        with pytest.raises(ServerUnreachableError):
+            optimizer.step()
+        assert (optimizer.state[w]["residual"] == 0).sum() == 10
+        assert torch.equal(optimizer.state_dict()["state"][0]["residual"], w.grad)
+        assert (optimizer.state[w]["residual"] == 0).sum() == 10
+        optimizer.hurry(0.1)
+        optimizer.close()
+
+
+def test_a_model_smaller_than_the_number_of_shards_is_refused():
+    with LocalServer(shards=2) as server, pytest.raises(psclient.errors.RefusedError, match="cannot be cut"):
+        psclient.ASGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, server=server, settings=QUICK)

@@ -1,4 +1,4 @@
-"""A client in the raw stubs alone, as one would write it in another language: it joins, uploads, pushes, pulls, learns."""
+"""A client in the raw stubs alone, as one would write it in another language: it joins, pushes, pulls and learns."""
 
 import hashlib
 import struct

@@ -1,0 +1,71 @@
+"""Writes docs/settings.md from the settings classes; ``--check`` only compares.
+
+Run it after changing a setting: ``.venv/bin/python tools/generate_settings_reference.py``.
+"""
+
+import sys
+from pathlib import Path
+
+from pydantic_settings import BaseSettings
+
+from psclient.settings import ClientSettings
+from psservice.settings import ServerSettings
+
+TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
+
+HEAD = """# Settings
+
+Generated from `psservice/settings.py` and `psclient/settings.py` by `tools/generate_settings_reference.py`.
+
+"""
+
+SERVER = """## The server: `psservice serve`
+
+Each setting is a flag (`--lease-seconds 20`), an environment variable (`PSSERVICE_LEASE_SECONDS=20`) and a key of the
+YAML file that `--config` names (`lease_seconds: 20`); flags win over the environment, which wins over the file.
+`psclient.LocalServer(lease_seconds=20)` takes the same names.
+
+"""
+
+CLIENT = """## The worker: `psclient.ClientSettings`
+
+Each setting is an environment variable (`PSCLIENT_PATIENCE_SECONDS=600`), a key of the YAML file that `PSCLIENT_CONFIG`
+names, and an argument of `psclient.ClientSettings(...)`, which an optimizer takes as `settings=`. Arguments win over
+the environment, which wins over the file. The optimizer's own `server=` and `worker=` win over all.
+
+"""
+
+
+def table(settings: type[BaseSettings], variable_prefix: str) -> str:
+    """Return a Markdown table of a settings class."""
+    rows = ["| name | environment | default | meaning |", "|---|---|---|---|"]
+    for name, field in settings.model_fields.items():
+        default = "–" if field.default is None or field.default == "" else f"`{field.default}`"
+        choices = getattr(field.annotation, "__args__", ())
+        meaning = str(field.description)
+        if all(isinstance(choice, str) for choice in choices) and choices:
+            meaning += f" ({', '.join(f'`{choice}`' for choice in choices)})"
+        rows.append(f"| `{name}` | `{variable_prefix}{name.upper()}` | {default} | {meaning} |")
+    return "\n".join(rows) + "\n"
+
+
+def reference() -> str:
+    """Return the whole page."""
+    return HEAD + SERVER + table(ServerSettings, "PSSERVICE_") + "\n" + CLIENT + table(ClientSettings, "PSCLIENT_")
+
+
+def main() -> int:
+    """Write or compare; return 1 where the page is out of date."""
+    page = reference()
+    if "--check" in sys.argv[1:]:
+        if not TARGET.exists() or TARGET.read_text() != page:
+            print(f"{TARGET.name} is out of date: run tools/generate_settings_reference.py", file=sys.stderr)
+            return 1
+        return 0
+    TARGET.write_text(page)
+    print(f"wrote {TARGET}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
