@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from google.protobuf.message import Message
 
@@ -111,7 +112,7 @@ def decode(chunk: pb.Chunk, within: Span) -> Segment:
     if not 0 < chunk.count <= chunk.length:
         raise Refusal(Reason.BAD_CHUNK, f"{chunk.count} entries in a span of {chunk.length} elements")
     values = codecs.decode_values(chunk.value_codec, chunk.values, chunk.count)
-    if not bool(torch.isfinite(values).all()):
+    if not np.isfinite(values.numpy()).all():
         raise Refusal(Reason.NON_FINITE, f"non-finite value in [{span.start}, {span.end})")
     if chunk.index_codec == pb.INDEX_CODEC_DENSE:
         if chunk.count != chunk.length or chunk.indices:
@@ -122,12 +123,17 @@ def decode(chunk: pb.Chunk, within: Span) -> Segment:
 
 
 class ChunkReader:
-    """Decodes the chunks of one ascending sequence and checks order, counts and the commit."""
+    """Decodes the chunks of one ascending sequence and checks their order.
 
-    def __init__(self, within: Span) -> None:
-        """Expect chunks inside ``within``."""
+    Args:
+        within: where the chunks must lie.
+        checksum: counts what is read, for the commit; shared where a stream holds several sequences.
+    """
+
+    def __init__(self, within: Span, checksum: Checksum | None = None) -> None:
+        """Expect the first chunk."""
         self.within = within
-        self.checksum = Checksum()
+        self.checksum = checksum or Checksum()
         self.segments: list[Segment] = []
         self._next_start = within.start
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from pscore.layout import Span
@@ -61,10 +62,10 @@ def merge(span: Span, segments: Iterable[Segment]) -> Segment | None:
     parts = [segment for segment in segments if segment.entries]
     if not parts:
         return None
-    values = torch.cat([part.values for part in parts]) if len(parts) > 1 else parts[0].values
+    values = _join([part.values for part in parts])
     if all(part.offsets is None for part in parts) and values.numel() == span.length:
         return Segment(span, None, values)
-    return Segment(span, torch.cat([_offsets_within(part, span) for part in parts]), values)
+    return Segment(span, _join([_offsets_within(part, span) for part in parts]), values)
 
 
 def split(segment: Segment, spans: Iterable[Span]) -> Iterator[Segment]:
@@ -75,8 +76,17 @@ def split(segment: Segment, spans: Iterable[Span]) -> Iterator[Segment]:
             yield part
 
 
+def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    if tensors[0].device.type == "cpu":
+        # numpy stays on this thread; torch would start a pool of threads for each thread that calls it.
+        return torch.from_numpy(np.concatenate([tensor.numpy() for tensor in tensors]))
+    return torch.cat(tensors)
+
+
 def _offsets_within(part: Segment, span: Span) -> torch.Tensor:
     shift = part.span.start - span.start
     if part.offsets is None:
         return torch.arange(shift, shift + part.span.length, device=part.values.device)
-    return part.offsets + shift
+    return part.offsets + shift if shift else part.offsets

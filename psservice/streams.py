@@ -34,8 +34,8 @@ class PushReader:
         for left, right in pairwise(ascending):
             if left.end > right.start:
                 raise Refusal(Reason.BAD_REQUEST, f"groups overlap at {right.start}")
-        self._readers = [ChunkReader(group) for group in plan]
         self._checksum = Checksum()
+        self._readers = [ChunkReader(group, self._checksum) for group in plan]
         self._started = time.perf_counter_ns()
         self.arrivals = [0] * len(plan)
         self.bytes = 0
@@ -45,7 +45,6 @@ class PushReader:
         if chunk.group >= len(self._readers):
             raise Refusal(Reason.BAD_CHUNK, f"group {chunk.group} of a plan of {len(self._readers)}")
         self._readers[chunk.group].read(chunk)
-        self._checksum.add(chunk)
         self.arrivals[chunk.group] = time.perf_counter_ns() - self._started
 
     def finish(self, commit: pb.Commit) -> list[Segment]:

@@ -84,10 +84,14 @@ def push(worker, *chunks, head=None, end=None):
 
 def refusal(call) -> tuple[str, str]:
     """Return status and reason of a call that must be refused."""
-    with pytest.raises(grpc.RpcError) as caught:
+
+
+    def finished():
         result = call()
-        if isinstance(result, grpc.Call):
-            list(result)
+        return list(result) if isinstance(result, grpc.Call) else result
+
+    with pytest.raises(grpc.RpcError) as caught:
+        finished()
     failure = from_rpc_error(caught.value)
     assert isinstance(failure, Refusal), failure
     return caught.value.code().name, failure.reason.name
