@@ -98,6 +98,7 @@ class Cluster:
         self._method = method
         self._method_settings = dict(method_settings)
         self._joined = False
+        self._outcome: PushOutcome | None = None
         self.exchanged_buffers = tuple(spec for spec in self.layout.buffers if is_exchanged(spec))
         """What :meth:`exchange_buffers` moves."""
         self._pool = (
@@ -111,9 +112,18 @@ class Cluster:
         return self.shards[0]
 
     @property
+    def _has_replica(self) -> bool:
+        return all(shard.has_base for shard in self.shards)
+
+    @property
     def in_doubt(self) -> bool:
-        """True while a part of the last push is neither acknowledged nor refused."""
-        return any(shard.in_doubt is not None for shard in self.shards)
+        """True while the last push is not settled: a part is in doubt, or a refused one has not been handed back."""
+        return self._outcome is not None or any(shard.in_doubt is not None for shard in self.shards)
+
+    def held_parts(self) -> list[PushPart]:
+        """Return the parts of an unsettled push that are in doubt, or refused and not handed back."""
+        refused = self._outcome.refused if self._outcome is not None else []
+        return refused + [shard.in_doubt for shard in self.shards if shard.in_doubt is not None]
 
     def hurry(self, seconds: float) -> None:
         """Wait no longer than this from now on; a worker that is told to stop has little time."""
@@ -121,6 +131,8 @@ class Cluster:
         self.settings = self.settings.model_copy(
             update={"patience_seconds": shorter, "deadline_seconds": min(shorter, self.settings.deadline_seconds)}
         )
+        for shard in self.shards:
+            shard.settings = self.settings
 
     # Joining
 
@@ -138,8 +150,8 @@ class Cluster:
         while not self._try_join(seconds):
             if time.monotonic() - started > seconds:
                 raise ServerNotReadyError(
-                    f"{self.coordinator.address} has no model after {seconds:.0f} s: another worker was to upload it; "
-                    "check whether that worker lives, or restart the servers together"
+                    f"{self.coordinator.address} has no model after {seconds:.0f} s, and a worker that should upload one "
+                    "has not done so; check whether that worker lives, or restart all shards together"
                 )
         if not self._joined:
             self._joined = True
@@ -158,6 +170,12 @@ class Cluster:
         self.run_finished = first.run_state == pb.RUN_STATE_FINISHED
         if not self._joined:
             self.last_push_record = (first.last_incarnation, first.last_step) if first.last_step else None
+        trained_elsewhere = any(answer.state == pb.JOIN_STATE_READY and answer.version for answer in answers)
+        if first.state == pb.JOIN_STATE_UPLOAD and trained_elsewhere and not self._has_replica:
+            time.sleep(
+                first.retry_seconds
+            )  # fresh weights must not replace trained ones: a worker with a replica may come
+            return False
         if first.state == pb.JOIN_STATE_UPLOAD:
             done = all(self._upload(shard, first.generation) for shard in reversed(self.shards))
             if not done:
@@ -193,7 +211,7 @@ class Cluster:
             shard_index=shard.index,
             num_shards=len(self.shards),
             generation_seen=generation_seen,
-            has_replica=all(each.has_base for each in self.shards),
+            has_replica=self._has_replica,
         )
         alive_until: float | None = None
         for attempt in self._patience(shard, seconds):
@@ -274,10 +292,11 @@ class Cluster:
         Raises:
             ServerUnreachableError: some part is still in doubt; call again to go on.
         """
-        outcome = PushOutcome()
+        outcome = self._outcome = self._outcome or PushOutcome()  # kept where this is interrupted
         for _ in range(_MOST_REJOINS):
             waiting = [shard for shard in self.shards if shard.in_doubt is not None]
             if not waiting:
+                self._outcome = None
                 return outcome
             answers = self._each(waiting, lambda shard: shard.settle(self._patience(shard)))
             if self._sort_answers(waiting, answers, outcome):

@@ -38,6 +38,8 @@ Density = float | Callable[[int], float]
 
 Server = str | Sequence[str] | LocalServer
 
+_CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
+
 _VALUE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _PUBLISHED_MOMENTUM = ((32, 0.3), (16, 0.45), (4, 0.7))
 """(workers, momentum) of the published asynchronous runs (DGS, ICPP 2020)."""
@@ -221,7 +223,7 @@ class ParameterServerOptimizer(Optimizer):
             if self.finished:
                 return
             self._step += 1
-            report = StepReport(self._step)
+            report = self.report = StepReport(self._step)
             tools = Tools(choose=lambda x: x.nonzero().view(-1), quantise=self._quantise)
 
             def held(position: int) -> Sent | None:
@@ -242,6 +244,7 @@ class ParameterServerOptimizer(Optimizer):
         if self._lifecycle.ended:
             return
         self._lifecycle.ended = True
+        self.hurry(_CLOSING_SECONDS)
         if self._joined:
             if self._samples is not None:
                 self._samples.close()
@@ -285,7 +288,7 @@ class ParameterServerOptimizer(Optimizer):
         state = super().state_dict()
         if self._cluster.in_doubt:
             kept = {parameter: copy.deepcopy(memories) for parameter, memories in self.state.items()}
-            self._return([shard.in_doubt for shard in self._cluster.shards if shard.in_doubt is not None])
+            self._return(self._cluster.held_parts())
             state = copy.deepcopy(super().state_dict())
             self.state.update(kept)
         mark = PushMark(self.worker, self._cluster.identity.incarnation, self._acknowledged_step, self._step)
