@@ -150,8 +150,8 @@ class Cluster:
         while not self._try_join(seconds):
             if time.monotonic() - started > seconds:
                 raise ServerNotReadyError(
-                    f"{self.coordinator.address} has no model after {seconds:.0f} s, and a worker that should upload one "
-                    "has not done so; check whether that worker lives, or restart all shards together"
+                    f"{self.coordinator.address} has no model after {seconds:.0f} s, and a worker that should upload "
+                    "one has not done so; check whether that worker lives, or restart all shards together"
                 )
         if not self._joined:
             self._joined = True
