@@ -9,9 +9,9 @@ import grpc
 import torch
 
 from psclient import settings as client_settings
-from psclient.cluster import SLOWEST_BYTES_A_SECOND
 from psclient.connection import Connection, Patience
 from psclient.errors import ConfigurationError, ServerFaultError, Transient, from_refusal, from_rpc_error
+from psclient.membership import SLOWEST_BYTES_A_SECOND
 from pscore import frames, modelfile
 from pscore.buffers import packed_bytes, unpack
 from pscore.generation import epoch

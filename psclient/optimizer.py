@@ -6,6 +6,7 @@ apply. The parameters change only by what the server answers.
 
 import copy
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -15,18 +16,19 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from psclient import settings as client_settings
 from psclient.cluster import Cluster, PushOutcome
 from psclient.errors import ConfigurationError, NonFiniteGradientError, RunFinishedError, from_refusal
+from psclient.hyperparameters import MomentumAdvice, check_hyperparameters
 from psclient.lifecycle import Lifecycle
 from psclient.local import LocalServer
+from psclient.membership import Membership
 from psclient.methods.base import Group, Sent, State, Tools
 from psclient.model import SampleCounter, describe
+from psclient.push import Pusher
 from psclient.replica import Replica
 from psclient.report import StepReport, Totals
 from psclient.settings import ClientSettings
-from psclient.shard import PulledReply, PushPart
+from psclient.shard import PulledReply, PushPart, ShardClient
 from psclient.state import PushMark, restore_memories, stale_residuals
-from pscore import frames
-from pscore.layout import Span
-from pscore.segment import Segment, entries, merge
+from pscore.segment import entries
 from pscore.selection import select
 from pscore.selectors import SELECTORS
 from pscore.v1 import parameter_server_pb2 as pb
@@ -41,11 +43,9 @@ Server = str | Sequence[str] | LocalServer
 _CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
 
 _VALUE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_PUBLISHED_MOMENTUM = ((32, 0.3), (16, 0.45), (4, 0.7))
-"""(workers, momentum) of the published asynchronous runs (DGS, ICPP 2020)."""
 
 
-class ParameterServerOptimizer(Optimizer):
+class ParameterServerOptimizer(Optimizer, ABC):
     """Base of the methods; use one of its subclasses.
 
     Args:
@@ -85,40 +85,42 @@ class ParameterServerOptimizer(Optimizer):
         self._joined = False
         self._density_schedule = density if callable(density) else None
         defaults["density"] = density(1) if callable(density) else density
-        _check_hyperparameters(defaults)
+        check_hyperparameters(defaults)
         super().__init__(params, defaults)
         self._settings = _settings(settings, server, worker)
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         self._model = describe(model, [p for group in self.param_groups for p in group["params"]])
         self._layout = self._model.layout
-        self._replica = Replica(self._layout, self._model.parameters)
-        self._groups = _merge_groups(self._layout.offsets, self._settings.group_elements)
         self._step = 0
         self._acknowledged_step = 0
         self._samples_since_exchange = 0
-        self._warned_at = 0
+        self._momentum_advice = MomentumAdvice()
         self.report = StepReport(0)
         self.totals = Totals()
 
         own_local = self._start_local() if self._settings.server == client_settings.LOCAL else None
         addresses = client_settings.addresses((own_local or self._settings).server)
-        self._cluster = Cluster(
-            addresses,
+        shards = [ShardClient(address, i, self._settings) for i, address in enumerate(addresses)]
+        replica = Replica(self._layout, self._model.parameters)
+        self._membership = Membership(
+            shards,
             client_settings.worker_name(self._settings),
-            self._replica,
+            replica,
             self._model.buffers,
             self.name,
             self.agreed_settings(),
             self._settings,
         )
+        self._cluster = Cluster(shards, self._membership, replica, self._model.buffers)
+        value_dtype = _VALUE_DTYPES[self._settings.value_type]
+        self._pusher = Pusher(self._layout, self._cluster, value_dtype, self._settings.group_elements)
         self._lifecycle = Lifecycle(self, own_local, flush_on_sigterm=self._settings.flush_on_sigterm)
         try:
-            self._cluster.join()
+            self._membership.join()
             self._joined = True
             self._samples = SampleCounter(model) if model is not None else None
             self._count_pull(self.report, self._cluster.pull())
-            if self._exchanges_buffers():
-                self.report.buffer_bytes += self._cluster.exchange_buffers(0, 0, adopt=True)
+            self.report.buffer_bytes = self._cluster.exchange_buffers(0, 0, adopt=True)
         except BaseException:
             self.close()
             raise
@@ -127,19 +129,19 @@ class ParameterServerOptimizer(Optimizer):
     # What a method defines
 
     @staticmethod
+    @abstractmethod
     def compress(state: State, gradient: torch.Tensor, group: Group, tools: Tools) -> Sent:
         """See :class:`psclient.methods.base.Method`."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def give_back(state: State, payload: torch.Tensor, group: Group) -> None:
         """See :class:`psclient.methods.base.Method`."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def flush_state(state: State, group: Group, tools: Tools) -> Sent:
         """See :class:`psclient.methods.base.Method`."""
-        raise NotImplementedError
 
     def agreed_settings(self) -> dict[str, str]:
         """Return the settings in which all workers of a run must agree."""
@@ -155,27 +157,27 @@ class ParameterServerOptimizer(Optimizer):
     @property
     def version(self) -> int:
         """The coordinator's version that this worker has seen: updates applied from all workers."""
-        return self._cluster.coordinator.version
+        return self._membership.coordinator.version
 
     @property
     def finished(self) -> bool:
         """True once the run is over; leave the loop then."""
-        return self._cluster.run_finished
+        return self._membership.run_finished
 
     @property
     def live_workers(self) -> int:
         """Workers alive, as last heard."""
-        return self._cluster.live_workers
+        return self._membership.live_workers
 
     @property
     def worker(self) -> str:
         """This worker's name."""
-        return self._cluster.identity.worker_id
+        return self._membership.identity.worker_id
 
     @property
     def run_id(self) -> str:
         """The run's id."""
-        return self._cluster.identity.run_id
+        return self._membership.identity.run_id
 
     @property
     def server(self) -> str:
@@ -237,7 +239,7 @@ class ParameterServerOptimizer(Optimizer):
 
     def hurry(self, seconds: float) -> None:
         """Wait no longer than this for a server from now on."""
-        self._cluster.hurry(seconds)
+        self._membership.hurry(seconds)
 
     def close(self) -> None:
         """Leave the run and free everything; stops an embedded server. Called at exit by itself; harmless twice."""
@@ -248,9 +250,11 @@ class ParameterServerOptimizer(Optimizer):
         if self._joined:
             if self._samples is not None:
                 self._samples.close()
-            if self._samples_since_exchange and self._exchanges_buffers() and not self._cluster.in_doubt:
-                self._cluster.quietly(lambda: self._cluster.exchange_buffers(self._step, self._samples_since_exchange))
-        self._cluster.leave()
+            if self._samples_since_exchange and not self._cluster.in_doubt:
+                self._membership.quietly(
+                    lambda: self._cluster.exchange_buffers(self._step, self._samples_since_exchange)
+                )
+        self._cluster.close()
         self._lifecycle.release()
 
     def __enter__(self) -> "ParameterServerOptimizer":
@@ -291,7 +295,7 @@ class ParameterServerOptimizer(Optimizer):
             self._return(self._cluster.held_parts())
             state = copy.deepcopy(super().state_dict())
             self.state.update(kept)
-        mark = PushMark(self.worker, self._cluster.identity.incarnation, self._acknowledged_step, self._step)
+        mark = PushMark(self.worker, self._membership.identity.incarnation, self._acknowledged_step, self._step)
         state["psclient"] = mark.plain()
         return state
 
@@ -308,9 +312,9 @@ class ParameterServerOptimizer(Optimizer):
         mark = PushMark.from_plain(state_dict.get("psclient"))
         if mark is None:
             return
-        known = self._cluster.last_push_record
+        known = self._membership.last_push_record
         if self._acknowledged_step:
-            known = (self._cluster.identity.incarnation, self._acknowledged_step)
+            known = (self._membership.identity.incarnation, self._acknowledged_step)
         if stale_residuals(mark, known):
             log.warning(
                 "this state was saved at step %d of worker %s, and the server has applied a later push: its residuals "
@@ -350,69 +354,15 @@ class ParameterServerOptimizer(Optimizer):
         with report.timed("wait"):
             replies = self._cluster.pull()
         self._count_pull(report, replies)
-        if self._step % max(1, self._cluster.run_settings.buffer_period_steps) == 0 and self._exchanges_buffers():
+        if self._step % self._membership.run_settings.buffer_period_steps == 0:
             with report.timed("buffers"):
                 report.buffer_bytes = self._cluster.exchange_buffers(self._step, self._samples_since_exchange)
             self._samples_since_exchange = 0
         self.totals.add(report)
-        self._warn_of_momentum()
+        self._momentum_advice.check(self.live_workers, self.param_groups)
 
     def _push(self, report: StepReport, samples: int, sent_by: Callable[[int], Sent | None]) -> None:
-        """Stream what each tensor sends, group by group in backward order, and settle the push."""
-        value_dtype = _VALUE_DTYPES[self._settings.value_type]
-        chunk_bytes = self._cluster.run_settings.chunk_bytes or frames.DEFAULT_CHUNK_BYTES
-        spans = [Span(self._layout.offsets[g.start], self._layout.offsets[g.stop]) for g in self._groups]
-        plans = self._cluster.open_push(self._step, samples, spans)
-        try:
-            for number, positions in enumerate(self._groups):
-                with report.timed("select"):
-                    segments = self._select(positions, spans[number], sent_by)
-                for shard, plan in zip(self._cluster.shards, plans, strict=True):
-                    for segment in segments:
-                        part = segment.clip(shard.span)
-                        if part is None or shard.in_doubt is None:
-                            continue
-                        shard.in_doubt.segments.append(part)
-                        travelling = Segment(part.span, part.offsets, part.values.to(value_dtype))
-                        with report.timed("encode"):
-                            chunks = list(frames.encode(travelling, chunk_bytes=chunk_bytes, group=plan[number]))
-                        with report.timed("send"):
-                            for chunk in chunks:
-                                shard.send_chunk(chunk)
-                        report.push_entries += part.entries
-            for shard in self._cluster.shards:
-                shard.send_commit()
-        except BaseException:
-            self._return(self._cluster.abandon_push())
-            raise
-        report.push_bytes = sum(shard.in_doubt.bytes for shard in self._cluster.shards if shard.in_doubt)
-        with report.timed("wait"):
-            self._finish_push(self._cluster.settle())
-
-    def _select(self, positions: range, span: Span, sent_by: Callable[[int], Sent | None]) -> list[Segment]:
-        """Compress the tensors of a group; return one sparse segment, or its dense runs."""
-        found: list[Segment] = []
-        for position in positions:
-            sent = sent_by(position)
-            if sent is not None and sent.values.numel():
-                found.append(Segment(self._layout.span(position), sent.offsets, sent.values))
-        if not found:
-            return []
-        if len({segment.values.device for segment in found}) > 1:  # a model spread over devices meets on the host
-            found = [segment.cpu() for segment in found]
-        if any(segment.offsets is not None for segment in found):
-            merged = merge(span, found)
-            return [] if merged is None else [merged]
-        runs: list[list[Segment]] = [[found[0]]]
-        for segment in found[1:]:
-            if runs[-1][-1].span.end == segment.span.start:
-                runs[-1].append(segment)
-            else:
-                runs.append([segment])
-        return [
-            Segment(Span(run[0].span.start, run[-1].span.end), None, torch.cat([part.values for part in run]))
-            for run in runs
-        ]
+        self._finish_push(self._pusher.push(report, samples, sent_by, self._return))
 
     def _settle_doubt(self) -> None:
         if self._cluster.in_doubt:
@@ -429,22 +379,7 @@ class ParameterServerOptimizer(Optimizer):
 
     def _return(self, parts: Sequence[PushPart]) -> None:
         """Give the payload of refused parts back to the method, tensor by tensor."""
-        payloads: dict[int, torch.Tensor] = {}
-        for part in parts:
-            for segment in part.segments:
-                for position, common in self._layout.overlapping(segment.span):
-                    piece = segment.clip(common)
-                    if piece is None:
-                        continue
-                    parameter = self._model.parameters[position]
-                    payload = payloads.setdefault(position, torch.zeros(parameter.numel(), device=piece.values.device))
-                    low = common.start - self._layout.offsets[position]
-                    window = payload[low : low + common.length]
-                    if piece.offsets is None:
-                        window.add_(piece.values)
-                    else:
-                        window.index_add_(0, piece.offsets, piece.values)
-        for position, payload in payloads.items():
+        for position, payload in self._pusher.payloads(parts):
             parameter = self._model.parameters[position]
             self.give_back(self.state[parameter], payload.to(parameter.device), self._hyperparameters(parameter))
 
@@ -489,10 +424,6 @@ class ParameterServerOptimizer(Optimizer):
         report.seconds["apply"] += moved
         report.seconds["wait"] = max(0.0, report.seconds["wait"] - moved)
 
-    def _exchanges_buffers(self) -> bool:
-        policy = self._cluster.run_settings.buffer_policy
-        return bool(self._cluster.exchanged_buffers) and policy != pb.BUFFER_POLICY_NONE
-
     def _start_local(self) -> LocalServer:
         variable = client_settings.sibling_workers()
         if variable is not None:
@@ -501,31 +432,6 @@ class ParameterServerOptimizer(Optimizer):
                 'train alone. Start `psservice serve` and pass server="HOST:PORT" or set PSCLIENT_SERVER'
             )
         return LocalServer()
-
-    def _warn_of_momentum(self) -> None:
-        workers, momentum = self.live_workers, max((float(g.get("momentum", 0)) for g in self.param_groups), default=0)
-        bracket = next(((at, most) for at, most in _PUBLISHED_MOMENTUM if workers >= at), None)
-        if bracket is None or bracket[0] <= self._warned_at or momentum <= bracket[1]:
-            return
-        self._warned_at = bracket[0]
-        log.warning(
-            "momentum %.2g with %d workers: asynchrony adds momentum of its own; published runs use %.2g from %d "
-            "workers on. Tune it down if the loss is unsteady",
-            momentum,
-            workers,
-            bracket[1],
-            bracket[0],
-        )
-
-
-def _check_hyperparameters(defaults: dict[str, Any]) -> None:
-    for name, low, high in (("lr", 0.0, None), ("momentum", 0.0, 1.0), ("weight_decay", 0.0, None)):
-        value = float(defaults.get(name, 0.0))
-        if not value >= low or (high is not None and not value < high):
-            bound = f"at least {low:g}" + (f" and below {high:g}" if high is not None else "")
-            raise ConfigurationError(f"{name} must be {bound}, not {value}")
-    if not 0 < defaults["density"] <= 1:
-        raise ConfigurationError(f"density must be above 0 and at most 1, not {defaults['density']}")
 
 
 def _settings(settings: ClientSettings | None, server: Server | None, worker: str | None) -> ClientSettings:
@@ -537,14 +443,3 @@ def _settings(settings: ClientSettings | None, server: Server | None, worker: st
         return client_settings.load(server=server, worker=worker)
     given = {"server": server, "worker": worker}
     return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
-
-
-def _merge_groups(offsets: Sequence[int], group_elements: int) -> list[range]:
-    """Merge neighbouring tensors, last first as their gradients come, into groups of about ``group_elements``."""
-    groups: list[range] = []
-    end = len(offsets) - 1
-    for position in reversed(range(len(offsets) - 1)):
-        if offsets[end] - offsets[position] >= group_elements or position == 0:
-            groups.append(range(position, end))
-            end = position
-    return groups

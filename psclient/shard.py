@@ -127,13 +127,19 @@ class ShardClient:
         self.in_doubt.checksum.add(chunk)
         self._send(pb.PushSparseRequest(chunk=chunk))
 
-    def send_commit(self) -> None:
-        """End the stream."""
+    def hold(self, segment: Segment) -> None:
+        """Remember a piece of the payload, for giving it back."""
+        assert self.in_doubt is not None
+        self.in_doubt.segments.append(segment)
+
+    def send_commit(self) -> int:
+        """End the stream; return the message bytes of the whole push."""
         assert self.in_doubt is not None
         assert self._live is not None
         self._send(pb.PushSparseRequest(commit=self.in_doubt.checksum.commit()))
         self._live.put(None)
         self._live = None
+        return self.in_doubt.bytes
 
     def abandon_push(self) -> PushPart | None:
         """Break a push off before its commit: nothing of it can have been applied."""

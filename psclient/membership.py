@@ -1,0 +1,283 @@
+"""A worker's membership: joining every shard, uploading the model, keeping the leases, leaving.
+
+The rules are those of docs/protocol.md, *Joining*; this file is where a worker follows them.
+"""
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import grpc
+import torch
+
+from psclient.connection import Patience
+from psclient.errors import ServerNotReadyError, SparsepsError, Transient, from_refusal, from_rpc_error
+from psclient.replica import Replica
+from psclient.settings import ClientSettings
+from psclient.shard import REJOIN_REASONS, ShardClient
+from pscore import frames
+from pscore.buffers import pack
+from pscore.generation import epoch, sibling_generation
+from pscore.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.reasons import Reason, Refusal
+from pscore.v1 import parameter_server_pb2 as pb
+
+log = logging.getLogger("psclient")
+
+SLOWEST_BYTES_A_SECOND = 1e6
+"""The slowest network that bulk transfers are given time for at the first attempt."""
+
+_FIRST_DEADLINE_SECONDS = 5.0  # before the first contact: a wrong address should be said soon
+
+
+class Membership:
+    """One worker's place in a run, at all of its shards.
+
+    Args:
+        shards: every shard's client, in order.
+        worker_id: this worker's name.
+        replica: the model, for uploads.
+        buffers: the model's persistent buffers, in layout order.
+        method: name of the training method.
+        method_settings: settings in which workers must agree.
+        settings: time limits and forms.
+
+    Attributes:
+        identity: what every call carries.
+        run_settings: what the coordinator handed out.
+        live_workers: workers alive, as last heard.
+        run_finished: whether the run is over, as last heard.
+        last_push_record: (incarnation, step) of the last push that the coordinator knew under this name at the first
+            join.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ShardClient],
+        worker_id: str,
+        replica: Replica,
+        buffers: Sequence[torch.Tensor],
+        method: str,
+        method_settings: Mapping[str, str],
+        settings: ClientSettings,
+    ) -> None:
+        """Prepare; :meth:`join` makes the first contact."""
+        self.settings = settings
+        self.shards = tuple(shards)
+        self.identity = pb.WorkerIdentity(run_id=settings.run_id, worker_id=worker_id, incarnation=str(uuid.uuid4()))
+        self.run_settings = pb.RunSettings()
+        self.live_workers = 0
+        self.run_finished = False
+        self.last_push_record: tuple[str, int] | None = None
+        self._run_id = settings.run_id
+        self._replica = replica
+        self._buffers = tuple(buffers)
+        self._method = method
+        self._method_settings = dict(method_settings)
+        self._joined = False
+        self._stop = threading.Event()
+
+    @property
+    def coordinator(self) -> ShardClient:
+        """Shard 0."""
+        return self.shards[0]
+
+    @property
+    def _has_replica(self) -> bool:
+        return all(shard.has_base for shard in self.shards)
+
+    def hurry(self, seconds: float) -> None:
+        """Wait no longer than this from now on; a worker that is told to stop has little time."""
+        shorter = min(seconds, self.settings.patience_seconds)
+        self.settings = self.settings.model_copy(
+            update={"patience_seconds": shorter, "deadline_seconds": min(shorter, self.settings.deadline_seconds)}
+        )
+        for shard in self.shards:
+            shard.settings = self.settings
+
+    def patience(self, shard: ShardClient, seconds: float | None = None, extra_seconds: float = 0.0) -> Patience:
+        """Return the patience for an undertaking at one shard; ``extra_seconds`` for what is large."""
+        if seconds is None:
+            seconds = self.settings.patience_seconds
+        deadline = (
+            self.settings.deadline_seconds
+            if self._joined
+            else min(_FIRST_DEADLINE_SECONDS, self.settings.deadline_seconds)
+        )
+        return Patience(shard.address, seconds + extra_seconds, deadline + extra_seconds)
+
+    def join(self) -> None:
+        """Join every shard, upload the model if this worker is to, and return once every shard has it.
+
+        Raises:
+            SparsepsError: unreachable, another model, another method, a living worker of the same name.
+        """
+        seconds = self.settings.patience_seconds if self._joined else self.settings.connect_seconds
+        started = time.monotonic()
+        if self._joined:
+            for shard in self.shards:
+                shard.connection.renew()
+        while not self._try_join(seconds):
+            if time.monotonic() - started > seconds:
+                raise ServerNotReadyError(
+                    f"{self.coordinator.address} has no model after {seconds:.0f} s, and a worker that should upload "
+                    "one has not done so; check whether that worker lives, or restart all shards together"
+                )
+        if not self._joined:
+            self._joined = True
+            threading.Thread(target=self._keep_leases, name="psclient-lease", daemon=True).start()
+
+    def _try_join(self, seconds: float) -> bool:
+        answers = [self._join_shard(shard, seconds) for shard in reversed(self.shards[1:])]
+        known = [shard.generation for shard in self.shards]
+        seen = max(*known, *(answer.generation for answer in answers), 0)
+        first = self._join_shard(self.coordinator, seconds, generation_seen=seen)
+        if self.identity.run_id != first.run_id and self._joined:
+            log.warning("the server now serves run %s; going on there", first.run_id)
+        self.identity.run_id = first.run_id
+        self.run_settings = first.settings
+        self.live_workers = first.live_workers
+        self.run_finished = first.run_state == pb.RUN_STATE_FINISHED
+        if not self._joined:
+            self.last_push_record = (first.last_incarnation, first.last_step) if first.last_step else None
+        trained_elsewhere = any(answer.state == pb.JOIN_STATE_READY and answer.version for answer in answers)
+        if first.state == pb.JOIN_STATE_UPLOAD and trained_elsewhere and not self._has_replica:
+            # Fresh weights must not replace trained ones: wait for a worker that has a replica.
+            time.sleep(first.retry_seconds)
+            return False
+        if first.state == pb.JOIN_STATE_UPLOAD:
+            done = all(self._upload(shard, first.generation) for shard in reversed(self.shards))
+            if not done:
+                time.sleep(first.retry_seconds)
+            return done
+        if first.state != pb.JOIN_STATE_READY:
+            time.sleep(first.retry_seconds)
+            return False
+        now = epoch(first.generation)
+        for shard, answer in zip(self.shards, (first, *reversed(answers)), strict=True):
+            if answer.state == pb.JOIN_STATE_READY and epoch(answer.generation) == now:
+                shard.adopt(answer.generation)
+            elif not (
+                shard.has_base
+                and epoch(shard.generation) == now
+                and self._upload(shard, sibling_generation(first.generation))
+            ):
+                time.sleep(first.retry_seconds)
+                return False
+        return True
+
+    def _join_shard(self, shard: ShardClient, seconds: float, generation_seen: int = 0) -> pb.JoinResponse:
+        request = pb.JoinRequest(
+            identity=pb.WorkerIdentity(
+                run_id=self._run_id,
+                worker_id=self.identity.worker_id,
+                incarnation=self.identity.incarnation,
+            ),
+            protocol_version=PROTOCOL_VERSION,
+            method=self._method,
+            method_settings=self._method_settings,
+            layout=layout_to_message(self._replica.layout),
+            shard_index=shard.index,
+            num_shards=len(self.shards),
+            generation_seen=generation_seen,
+            has_replica=self._has_replica,
+        )
+        alive_until: float | None = None
+        for attempt in self.patience(shard, seconds):
+            with attempt:
+                try:
+                    return shard.connection.stub.Join(request, timeout=attempt.timeout, wait_for_ready=True)
+                except grpc.RpcError as error:
+                    failure = from_rpc_error(error)
+                    if not isinstance(failure, Refusal):
+                        raise failure from error
+                    if failure.reason is not Reason.WORKER_ALIVE:
+                        raise from_refusal(failure) from error
+                    # A restarted worker meets its predecessor's lease: wait for its end, but not for a renewal.
+                    now = time.monotonic()
+                    alive_until = alive_until or now + float(failure.metadata.get("lease_seconds", 0)) + 1.0
+                    if now > alive_until:
+                        raise from_refusal(failure) from error
+                    raise Transient(failure.detail, failure.retry_seconds or 0.5) from error
+        raise AssertionError("patience does not end by itself")
+
+    def _upload(self, shard: ShardClient, generation: int) -> bool:
+        """Send a shard its range; False if another worker was faster, so that the join must be tried again."""
+        version = shard.version if shard.has_base else 0
+        with_buffers = shard.index == 0 and self.run_settings.buffer_policy != pb.BUFFER_POLICY_NONE
+        buffers = pack(self._buffers) if with_buffers else b""
+
+        def messages() -> Iterator[pb.UploadModelRequest]:
+            yield pb.UploadModelRequest(
+                header=pb.UploadHeader(
+                    identity=self.identity, generation=generation, version=version, buffer_bytes=len(buffers)
+                )
+            )
+            checksum = frames.Checksum()
+            for segment in self._replica.read(shard.span):
+                for chunk in frames.encode(segment, chunk_bytes=self.run_settings.chunk_bytes):
+                    checksum.add(chunk)
+                    yield pb.UploadModelRequest(chunk=chunk)
+            for piece in frames.encode_bytes(buffers, self.run_settings.chunk_bytes):
+                yield pb.UploadModelRequest(buffers=piece)
+            yield pb.UploadModelRequest(commit=checksum.commit())
+
+        nbytes = 4 * shard.span.length + len(buffers)
+        for attempt in self.patience(shard, extra_seconds=nbytes / SLOWEST_BYTES_A_SECOND):
+            with attempt:
+                try:
+                    response = shard.connection.stub.UploadModel(messages(), timeout=attempt.timeout)
+                except grpc.RpcError as error:
+                    failure = from_rpc_error(error)
+                    if not isinstance(failure, Refusal):
+                        raise failure from error
+                    if failure.reason in REJOIN_REASONS or failure.reason is Reason.ALREADY_UPLOADED:
+                        return False
+                    raise from_refusal(failure) from error
+                shard.adopt(generation, version=response.version)
+                shard.acknowledged_reply, shard.replica_is_image = 0, False
+                return True
+        raise AssertionError("patience does not end by itself")
+
+    def finish_run(self) -> None:
+        """Tell every shard that the run is over (idempotent)."""
+        for shard in self.shards:
+            self.quietly(
+                lambda shard=shard: shard.connection.stub.FinishRun(  # type: ignore[misc]
+                    pb.FinishRunRequest(run_id=self.identity.run_id), timeout=self.settings.deadline_seconds
+                ),
+            )
+        self.run_finished = True
+
+    def leave(self) -> None:
+        """End the lease everywhere; failures are of no consequence, the lease ends anyway."""
+        self._stop.set()
+        if self._joined:
+            if self.run_finished and len(self.shards) > 1:
+                self.finish_run()
+            for shard in self.shards:
+                self.quietly(
+                    lambda shard=shard: shard.connection.stub.Leave(  # type: ignore[misc]
+                        pb.LeaveRequest(identity=self.identity), timeout=2.0
+                    )
+                )
+
+    def _keep_leases(self) -> None:
+        while not self._stop.wait(max(0.1, self.run_settings.lease_seconds / 3)):
+            for shard in self.shards:
+                self.quietly(
+                    lambda shard=shard: shard.connection.stub.RenewLease(  # type: ignore[misc]
+                        pb.RenewLeaseRequest(identity=self.identity),
+                        timeout=max(0.5, self.run_settings.lease_seconds / 3),
+                    )
+                )
+
+    @staticmethod
+    def quietly(call: Callable[[], object]) -> None:
+        """Make a call whose failure is of no consequence."""
+        try:
+            call()
+        except (grpc.RpcError, SparsepsError, ValueError) as error:  # ValueError: the channel was closed meanwhile
+            log.debug("ignored: %s", error)
