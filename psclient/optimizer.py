@@ -85,7 +85,6 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._joined = False
         self._density_schedule = density if callable(density) else None
         defaults["density"] = density(1) if callable(density) else density
-        check_hyperparameters(defaults)
         super().__init__(params, defaults)
         self._settings = _settings(settings, server, worker)
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
@@ -269,12 +268,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """Add a group, as for any torch optimizer; after joining, its parameters must belong to ``model``.
 
         Raises:
-            ConfigurationError: a parameter is not part of what was joined with.
+            ConfigurationError: a parameter is not part of what was joined with, or a value is out of its range.
         """
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        check_hyperparameters(group)
         if not self._joined:
             return
-        group = self.param_groups[-1]
         known = {id(parameter) for parameter in self._model.parameters}
         if any(id(parameter) not in known for parameter in group["params"]):
             self.param_groups.pop()
