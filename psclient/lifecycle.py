@@ -9,18 +9,32 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from psclient.errors import SparsepsError
 from psclient.local import LocalServer
-
-if TYPE_CHECKING:
-    from psclient.optimizer import ParameterServerOptimizer
 
 log = logging.getLogger("psclient")
 
 GRACE_SECONDS = 20.0
 """How long a worker that is told to stop tries to flush; below Kubernetes' default grace period of 30 s."""
+
+
+class Stoppable(Protocol):
+    """What is ended: an optimizer."""
+
+    @property
+    def worker(self) -> str:
+        """Its name."""
+
+    def hurry(self, seconds: float) -> None:
+        """Wait no longer than this for a server from now on."""
+
+    def flush(self) -> None:
+        """Push everything that is still held."""
+
+    def close(self) -> None:
+        """Leave."""
 
 
 class Lifecycle:
@@ -35,9 +49,7 @@ class Lifecycle:
         flush_on_sigterm: whether to handle the signal at all.
     """
 
-    def __init__(
-        self, optimizer: "ParameterServerOptimizer", own_server: LocalServer | None, *, flush_on_sigterm: bool
-    ) -> None:
+    def __init__(self, optimizer: Stoppable, own_server: LocalServer | None, *, flush_on_sigterm: bool) -> None:
         """Register with atexit and, in the main thread, for SIGTERM."""
         self.ended = False
         self._optimizer = weakref.ref(optimizer)

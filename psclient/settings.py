@@ -4,25 +4,24 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+from pydantic_settings import SettingsConfigDict
 
 from psclient.errors import ConfigurationError
+from pscore.layered_settings import LayeredSettings
 from pscore.selection import DEFAULT_DENSE_BELOW
 from pscore.selectors import SELECTORS
 
 LOCAL = "local"
 
 
-class ClientSettings(BaseSettings):
+class ClientSettings(LayeredSettings):
     """How a worker finds its server, how long it waits, and how it cuts and writes a push."""
 
     model_config = SettingsConfigDict(env_prefix="PSCLIENT_", frozen=True, extra="forbid")
 
-    config: Path | None = Field(None, description="YAML file with any of these settings")
     server: str = Field(
         LOCAL, description="HOST:PORT of each shard in order, separated by commas; local starts an embedded server"
     )
@@ -41,20 +40,6 @@ class ClientSettings(BaseSettings):
     )
     flush_on_sigterm: bool = Field(True, description="on SIGTERM, push what is still held, leave, then exit")
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Order the sources: explicit arguments, environment, the YAML file that either of them names."""
-        config = init_settings().get("config") or env_settings().get("config")
-        yaml = (YamlConfigSettingsSource(settings_cls, yaml_file=config),) if config else ()
-        return (init_settings, env_settings, *yaml)
-
 
 def load(**overrides: object) -> ClientSettings:
     """Read the settings; ``overrides`` that are not ``None`` win over everything.
@@ -68,6 +53,8 @@ def load(**overrides: object) -> ClientSettings:
         problem = error.errors()[0]
         name = "_".join(str(part) for part in problem["loc"])
         raise ConfigurationError(f"setting {name} (PSCLIENT_{name.upper()}): {problem['msg']}") from error
+    except OSError as error:
+        raise ConfigurationError(f"PSCLIENT_CONFIG: {error}") from error
     if settings.selector not in SELECTORS:
         raise ConfigurationError(f"selector {settings.selector!r}: use one of {', '.join(SELECTORS)}")
     return settings

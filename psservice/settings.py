@@ -1,20 +1,15 @@
 """The server's settings: one frozen class, filled from flags, then ``PSSERVICE_*``, then a YAML file, then defaults."""
 
+import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    CliSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    YamlConfigSettingsSource,
-)
-from yaml import YAMLError
+from pydantic_settings import CliSettingsSource, SettingsConfigDict
 
 from pscore.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from pscore.layered_settings import LayeredSettings
 from pscore.selection import DEFAULT_DENSE_BELOW
 
 ENVIRONMENT_PREFIX = "PSSERVICE_"
@@ -24,14 +19,12 @@ class SettingsError(Exception):
     """A setting is unknown or out of range; the message names it."""
 
 
-class ServerSettings(BaseSettings):
+class ServerSettings(LayeredSettings):
     """Settings of ``psservice serve``; each field is a flag, an environment variable and a YAML key of its name."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
     )
-
-    config: Path | None = Field(None, description="YAML file with any of these settings")
 
     listen: str = Field("127.0.0.1:50051", description="HOST:PORT for workers; port 0 picks a free one")
     health_listen: str = Field(
@@ -106,20 +99,6 @@ class ServerSettings(BaseSettings):
             raise ValueError(f"device {self.device!r}: use auto, cpu, cuda or cuda:N")
         return self
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Order the sources: explicit arguments (flags), environment, the YAML file that either of them names."""
-        config = init_settings().get("config") or env_settings().get("config")
-        yaml = (YamlConfigSettingsSource(settings_cls, yaml_file=config),) if config else ()
-        return (init_settings, env_settings, *yaml)
-
 
 def split_address(address: str) -> tuple[str, int]:
     """Split ``HOST:PORT`` (``[::1]:50051`` for IPv6); raises ``ValueError`` where it is not of that form."""
@@ -131,7 +110,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 def is_loopback(host: str) -> bool:
     """Tell whether a host name or address is this machine only."""
-    return host == "localhost" or host == "::1" or host.startswith("127.")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def load(arguments: Sequence[str]) -> ServerSettings:
@@ -145,10 +127,7 @@ def load(arguments: Sequence[str]) -> ServerSettings:
         flags = CliSettingsSource[Any](
             ServerSettings, cli_prog_name="psservice serve", cli_parse_args=list(arguments), cli_hide_none_type=True
         )()
-        settings = ServerSettings(**flags)
-        if settings.config and not settings.config.is_file():
-            raise SettingsError(f"config: no such file: {settings.config}")
-        return settings
+        return ServerSettings(**flags)
     except ValidationError as error:
         lines = [
             f"{'.'.join(str(part) for part in problem['loc']) or 'settings'}: "
@@ -156,7 +135,7 @@ def load(arguments: Sequence[str]) -> ServerSettings:
             for problem in error.errors()
         ]
         raise SettingsError("\n".join(lines)) from error
-    except (OSError, YAMLError) as error:
+    except OSError as error:
         raise SettingsError(f"config: {error}") from error
 
 
