@@ -392,10 +392,12 @@ class ParameterServerOptimizer(Optimizer, ABC):
                 continue
             gradient = parameter.grad.coalesce().to_dense() if parameter.grad.is_sparse else parameter.grad
             found[position] = gradient
-            norms.append(torch.linalg.vector_norm(gradient, torch.inf).float())
+            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        # The norms are the fast test; one may overflow although every element is finite, so only elements convict.
         if norms and not bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()):
-            bad = next(p for p, norm in zip(found, norms, strict=True) if not bool(norm.isfinite()))
-            raise NonFiniteGradientError(self._layout.parameters[bad].name)
+            for position, gradient in found.items():
+                if not bool(gradient.isfinite().all()):
+                    raise NonFiniteGradientError(self._layout.parameters[position].name)
         return found
 
     def _hyperparameters(self, parameter: torch.Tensor) -> Group:
