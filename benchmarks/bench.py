@@ -1,0 +1,73 @@
+"""``python -m benchmarks.bench``: measure, print the report, write it to ``runs/bench``."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks import client, growth, machine, memory, report, server, wire
+from benchmarks.layouts import resnet18, resnet50
+from benchmarks.progress import Progress
+from benchmarks.section import Plan, Section
+
+SECTIONS = {module.KEY: module for module in (wire, server, client, memory, growth)}
+_NARROWEST = 120
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the chosen sections."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
+    torch.set_num_threads(options.threads)
+    facts = machine.describe(given)
+    chosen = [SECTIONS[key] for key in SECTIONS if key in options.only]
+    found: list[Section] = []
+    with Progress(len(chosen)) as progress:
+        plan = Plan(
+            quick=options.quick,
+            layout=resnet18() if options.quick else resnet50(),
+            layout_name="ResNet-18" if options.quick else "ResNet-50",
+            density=options.density,
+            rounds=options.rounds or (7 if options.quick else 15),
+            slow_rounds=3 if options.quick else 5,
+            seed=options.seed,
+            say=progress.say,
+        )
+        for module in chosen:
+            progress.section(module.TITLE)
+            started = time.perf_counter()
+            section = module.run(plan)
+            section.seconds = time.perf_counter() - started
+            found.append(section)
+    facts["plan"] = {"layout": plan.layout_name, "parameters": plan.layout.size, "density": plan.density}
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_NARROWEST)
+    report.show(facts, found, console)
+    data, text = report.write(options.output, facts, found)
+    seconds = sum(section.seconds for section in found)
+    console.print(f"\n{seconds:.0f} s; written: {data}, {text}", markup=False, highlight=False)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description="Measure sparseps on this machine.")
+    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer repetitions")
+    parser.add_argument(
+        "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS)
+    )
+    parser.add_argument("--density", type=float, default=0.01, help="share of a tensor's entries in a push")
+    parser.add_argument("--rounds", type=int, default=0, help="repetitions of what is fast")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch threads of this process")
+    parser.add_argument("--seed", type=int, default=0, help="of the random pushes and gradients")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="where the report goes")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

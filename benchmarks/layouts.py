@@ -1,0 +1,100 @@
+"""Layouts and data to measure with: real ResNet tensor shapes, and pushes as a selection of noise would make them."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from psclient.settings import ClientSettings
+from pscore.layout import ModelLayout, Span, TensorSpec
+from pscore.segment import Segment
+from pscore.selectors import entries_for
+
+GROUP_ELEMENTS: int = ClientSettings.model_fields["group_elements"].default
+"""About how many elements a worker sends as one group."""
+
+_STAGE_WIDTHS = (64, 128, 256, 512)
+_CLASSES = 1000
+
+
+def resnet50() -> ModelLayout:
+    """ResNet-50 for ImageNet as torchvision names it: 161 parameter tensors, 25,557,032 elements."""
+    return _resnet((3, 4, 6, 3), expansion=4)
+
+
+def resnet18() -> ModelLayout:
+    """ResNet-18 for ImageNet as torchvision names it: 62 parameter tensors, 11,689,512 elements."""
+    return _resnet((2, 2, 2, 2), expansion=1)
+
+
+def one_tensor(size: int) -> ModelLayout:
+    """A model of a single tensor, where only its size matters."""
+    return ModelLayout((TensorSpec("weight", (size,), torch.float32),))
+
+
+def _resnet(blocks: tuple[int, ...], expansion: int) -> ModelLayout:
+    parameters: list[TensorSpec] = []
+    buffers: list[TensorSpec] = []
+
+    def weight(name: str, *shape: int) -> None:
+        parameters.append(TensorSpec(name, shape, torch.float32))
+
+    def norm(name: str, channels: int) -> None:
+        weight(f"{name}.weight", channels)
+        weight(f"{name}.bias", channels)
+        buffers.append(TensorSpec(f"{name}.running_mean", (channels,), torch.float32))
+        buffers.append(TensorSpec(f"{name}.running_var", (channels,), torch.float32))
+        buffers.append(TensorSpec(f"{name}.num_batches_tracked", (), torch.int64))
+
+    weight("conv1.weight", 64, 3, 7, 7)
+    norm("bn1", 64)
+    channels = 64
+    for stage, (depth, width) in enumerate(zip(blocks, _STAGE_WIDTHS, strict=True), start=1):
+        for block in range(depth):
+            prefix = f"layer{stage}.{block}"
+            for i, (rows, columns, kernel) in enumerate(_convolutions(channels, width, expansion), start=1):
+                weight(f"{prefix}.conv{i}.weight", rows, columns, kernel, kernel)
+                norm(f"{prefix}.bn{i}", rows)
+            if block == 0 and (stage > 1 or channels != width * expansion):
+                weight(f"{prefix}.downsample.0.weight", width * expansion, channels, 1, 1)
+                norm(f"{prefix}.downsample.1", width * expansion)
+            channels = width * expansion
+    weight("fc.weight", _CLASSES, channels)
+    weight("fc.bias", _CLASSES)
+    return ModelLayout(tuple(parameters), tuple(buffers))
+
+
+def _convolutions(channels: int, width: int, expansion: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (channels out, channels in, kernel) of a block: two 3x3, or a bottleneck."""
+    if expansion == 1:
+        yield from ((width, channels, 3), (width, width, 3))
+    else:
+        yield from ((width, channels, 1), (width, width, 3), (width * expansion, width, 1))
+
+
+def noise_push(layout: ModelLayout, density: float, dense_below: int, rng: np.random.Generator) -> Segment:
+    """Make a push such as selection from noise gives: per tensor the right number of entries, uniformly placed.
+
+    Uniform indices are the hardest case for a gap code; real selections cluster.
+    """
+    offsets = []
+    for spec, start in zip(layout.parameters, layout.offsets, strict=False):
+        if spec.numel < dense_below:
+            chosen = np.arange(spec.numel)
+        else:
+            k = entries_for(spec.numel, density)
+            chosen = np.sort(rng.choice(spec.numel, k, replace=False, shuffle=False))
+        offsets.append(chosen + start)
+    index = torch.from_numpy(np.concatenate(offsets))
+    values = torch.from_numpy(rng.standard_normal(index.numel(), dtype=np.float32) * 1e-3)
+    return Segment(Span(0, layout.size), index, values)
+
+
+def groups(layout: ModelLayout, group_elements: int) -> list[Span]:
+    """Merge neighbouring tensors, last first, into groups of about ``group_elements``, as a worker's push does."""
+    found, end = [], layout.size
+    for start in reversed(layout.offsets[:-1]):
+        if end - start >= group_elements or start == 0:
+            found.append(Span(start, end))
+            end = start
+    return found

@@ -1,0 +1,145 @@
+"""One shard inside this process: the server's own engine and stream reader, with no gRPC between."""
+
+import uuid
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from benchmarks.layouts import GROUP_ELEMENTS, groups
+from benchmarks.streams import push_requests
+from pscore import frames
+from pscore.layout import ModelLayout, Span
+from pscore.segment import Segment
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.engine import Engine, Push
+from psservice.membership import Identity, PushAnswer
+from psservice.metrics import Metrics
+from psservice.settings import ServerSettings
+from psservice.shard.model import ModelShard
+from psservice.shard.replies import Reply, ReplyMode
+from psservice.streams import PushReader, read_push
+
+_LEASE_SECONDS = 3600.0
+
+
+class InProcessShard:
+    """The engine of a server with one shard and one worker, ready to take pushes.
+
+    Args:
+        layout: the model; its values are zeros.
+        down_mode: how pulls are answered.
+        **settings: further settings of the server.
+    """
+
+    def __init__(self, layout: ModelLayout, down_mode: str, **settings: object) -> None:
+        """Join and upload."""
+        values = {"down_mode": down_mode, "buffers": "none", "lease_seconds": _LEASE_SECONDS, **settings}
+        self.layout = layout
+        self.settings = ServerSettings.model_validate(values)
+        self.engine = Engine(self.settings, torch.device("cpu"), Metrics())
+        self.identity = Identity("bench", str(uuid.uuid4()))
+        joined = self.engine.join(self.identity, layout, "bench", {}, generation_seen=0, has_replica=False)
+        self.generation = joined.generation
+        self.span = Span(0, layout.size)
+        zeros = Segment(self.span, None, torch.zeros(layout.size))
+        self.engine.finish_upload(self.identity, self.generation, 0, [zeros], b"")
+        self._groups = groups(layout, GROUP_ELEMENTS)
+        self._step = 0
+        self._acknowledged = 0
+
+    @property
+    def model(self) -> ModelShard:
+        """The parameters."""
+        return self.engine.require_model(None)
+
+    def push_messages(self, push: Segment, dtype: torch.dtype = torch.float32) -> list[pb.PushSparseRequest]:
+        """Write a push as the worker does; each has the next step."""
+        self._step += 1
+        identity = pb.WorkerIdentity(
+            run_id=self.engine.run.run_id, worker_id=self.identity.worker_id, incarnation=self.identity.incarnation
+        )
+        requests = push_requests(
+            identity,
+            push,
+            self._groups,
+            step=self._step,
+            generation=self.generation,
+            base_version=self.model.version,
+            chunk_bytes=self.settings.chunk_bytes,
+            dtype=dtype,
+        )
+        return list(requests)
+
+    def read(self, messages: Sequence[pb.PushSparseRequest]) -> tuple[pb.PushHeader, list[Segment]]:
+        """Decode and validate a push, as the server does while it arrives."""
+
+        def open_push(header: pb.PushHeader) -> PushReader:
+            self.engine.check_push(self.identity)
+            plan = [Span(group.start, group.start + group.length) for group in header.plan]
+            return PushReader(plan, self.engine.span)
+
+        header, _, segments = read_push(iter(messages), open_push)
+        return header, segments
+
+    def apply(self, header: pb.PushHeader, segments: list[Segment]) -> PushAnswer:
+        """Merge and apply a push that has been read."""
+        answer, repeated = self.engine.commit(
+            Push(self.identity, header.step, header.generation, header.base_version, 1, segments)
+        )
+        assert not repeated
+        return answer
+
+    def commit(self, push: Segment) -> None:
+        """Apply a push without a wire."""
+        self._step += 1
+        self.engine.commit(Push(self.identity, self._step, self.generation, self.model.version, 1, [push]))
+
+    def pull(self, base_version: int) -> Reply:
+        """Ask for an exact reply from a version on."""
+        reply = self._pull(base_version, image=False)
+        assert reply.mode is ReplyMode.EXACT
+        return reply
+
+    def open_image(self) -> None:
+        """Take the exact reply that opens an image; what follows is top-k."""
+        self._acknowledged = self._pull(None, image=False).number
+
+    def pull_topk(self) -> Reply:
+        """Acknowledge the last reply and ask for the next top-k one."""
+        reply = self._pull(self.model.version, image=True)
+        assert reply.mode is ReplyMode.TOPK
+        self._acknowledged = reply.number
+        return reply
+
+    def pull_messages(self, reply: Reply) -> Iterator[pb.PullDiffResponse]:
+        """Write a reply as the server does."""
+        mode = pb.REPLY_MODE_EXACT if reply.mode is ReplyMode.EXACT else pb.REPLY_MODE_TOPK
+        header = pb.PullHeader(
+            mode=mode,
+            version=reply.version,
+            reply_number=reply.number,
+            density=reply.density,
+            changed_density=reply.changed_density,
+            image=reply.image,
+            run_state=pb.RUN_STATE_TRAINING,
+        )
+        yield pb.PullDiffResponse(header=header)
+        checksum = frames.Checksum()
+        for segment in reply.segments:
+            for chunk in frames.encode(segment, chunk_bytes=self.settings.chunk_bytes):
+                checksum.add(chunk)
+                yield pb.PullDiffResponse(chunk=chunk)
+        yield pb.PullDiffResponse(commit=checksum.commit())
+
+    def close(self) -> None:
+        """Stop the engine's threads."""
+        self.engine.close()
+
+    def _pull(self, base_version: int | None, *, image: bool) -> Reply:
+        return self.engine.pull(
+            self.identity,
+            self.generation,
+            base_version=base_version,
+            acknowledged=self._acknowledged,
+            replica_is_image=image,
+        )

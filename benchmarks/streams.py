@@ -1,0 +1,43 @@
+"""A push as messages, for the shard in this process and for raw workers alike."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from pscore import frames
+from pscore.layout import Span
+from pscore.segment import Segment
+from pscore.v1 import parameter_server_pb2 as pb
+
+
+def push_requests(
+    identity: pb.WorkerIdentity,
+    push: Segment,
+    groups: Sequence[Span],
+    *,
+    step: int,
+    generation: int,
+    base_version: int,
+    chunk_bytes: int,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[pb.PushSparseRequest]:
+    """Yield what a worker sends: header, the chunks of each group, commit."""
+    header = pb.PushHeader(
+        identity=identity,
+        step=step,
+        generation=generation,
+        base_version=base_version,
+        samples=1,
+        plan=[pb.Group(start=group.start, length=group.length) for group in groups],
+    )
+    yield pb.PushSparseRequest(header=header)
+    checksum = frames.Checksum()
+    travelling = Segment(push.span, push.offsets, push.values.to(dtype))
+    for number, span in enumerate(groups):
+        part = travelling.clip(span)
+        if part is None:
+            continue
+        for chunk in frames.encode(part, chunk_bytes=chunk_bytes, group=number):
+            checksum.add(chunk)
+            yield pb.PushSparseRequest(chunk=chunk)
+    yield pb.PushSparseRequest(commit=checksum.commit())

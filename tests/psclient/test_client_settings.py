@@ -1,0 +1,115 @@
+"""The worker's settings: their sources, its name in a job, and siblings that it must not ignore."""
+
+import pytest
+
+from psclient.errors import ConfigurationError
+from psclient.settings import addresses, load, sibling_workers, worker_name
+
+
+@pytest.fixture
+def yaml(tmp_path):
+    def write(text):
+        path = tmp_path / "client.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_arguments_go_before_environment_before_yaml_before_defaults(monkeypatch, yaml):
+    monkeypatch.setenv("PSCLIENT_CONFIG", str(yaml("dense_below: 1\nserver: 'yaml:1'\nworker: from-yaml\n")))
+    monkeypatch.setenv("PSCLIENT_DENSE_BELOW", "2")
+    monkeypatch.setenv("PSCLIENT_SERVER", "environment:1")
+    settings = load(server="argument:1", worker=None)
+    assert (settings.server, settings.dense_below, settings.worker) == ("argument:1", 2, "from-yaml")
+    assert settings.value_type == "fp32"
+
+
+def test_by_default_the_server_is_local():
+    assert load().server == "local"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("value_type", "fp8"),
+        ("dense_below", "-1"),
+        ("group_elements", "0"),
+        ("deadline_seconds", "0"),
+        ("patience_seconds", "soon"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_variable(monkeypatch, name, value):
+    monkeypatch.setenv(f"PSCLIENT_{name.upper()}", value)
+    with pytest.raises(ConfigurationError, match=f"setting {name} \\(PSCLIENT_{name.upper()}\\)"):
+        load()
+
+
+def test_an_unknown_selector_is_named_with_the_known_ones():
+    with pytest.raises(ConfigurationError, match="selector 'fancy': use one of exact"):
+        load(selector="fancy")
+
+
+def test_an_unknown_setting_is_named(yaml):
+    with pytest.raises(ConfigurationError, match="no_such"):
+        load(no_such=1)
+    with pytest.raises(ConfigurationError, match="no_such"):
+        load(config=yaml("no_such: 1\n"))
+
+
+def test_a_config_file_that_is_not_there_is_named():
+    with pytest.raises(ConfigurationError, match=r"/no/such/client\.yaml"):
+        load(config="/no/such/client.yaml")
+
+
+@pytest.mark.parametrize("text", ["dense_below: [1\n", "- a\n- list\n"])
+def test_a_config_file_that_cannot_be_read_is_a_configuration_error(yaml, text):
+    with pytest.raises(ConfigurationError):
+        load(config=yaml(text))
+
+
+def test_each_shard_has_an_address():
+    assert addresses("a:1") == ("a:1",)
+    assert addresses(" a:1, b:2 ,[::1]:3,") == ("a:1", "b:2", "[::1]:3")
+
+
+@pytest.mark.parametrize("server", ["", ",", "host", "host:", "host:port", "a:1,b", "a:1,a:1"])
+def test_a_bad_address_is_refused(server):
+    with pytest.raises(ConfigurationError, match="HOST:PORT"):
+        addresses(server)
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"JOB_COMPLETION_INDEX": "0"}, "job-0"),
+        ({"SLURM_PROCID": "3"}, "slurm-3"),
+        ({"RANK": "7"}, "rank-7"),
+        ({"RANK": "7", "JOB_COMPLETION_INDEX": "2"}, "job-2"),
+    ],
+)
+def test_a_worker_is_named_by_its_place_in_the_job(environment, name):
+    assert worker_name(load(), environment) == name
+    assert worker_name(load(worker="mine"), environment) == "mine"
+
+
+def test_without_a_job_the_name_is_unique():
+    names = {worker_name(load(), {}) for _ in range(20)}
+    assert len(names) == 20
+    assert all(names)
+
+
+@pytest.mark.parametrize(
+    ("environment", "variable"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE"),
+        ({"SLURM_NTASKS": "2"}, "SLURM_NTASKS"),
+        ({"SLURM_NTASKS": "1", "WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "many"}, None),
+        ({"JOB_COMPLETION_INDEX": "0"}, "JOB_COMPLETION_INDEX"),
+    ],
+)
+def test_siblings_are_told_by_the_job(environment, variable):
+    assert sibling_workers(environment) == variable

@@ -1,0 +1,148 @@
+"""The replica: reading, writing and adding by flat index, whatever shape and strides the parameters have."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from psclient.replica import Replica
+from pscore.layout import Span, layout_of
+from pscore.segment import Segment
+
+KINDS = {
+    "contiguous": lambda: torch.zeros(2, 3, 4, 5),
+    "channels_last": lambda: torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.zeros(4, 30).t(),
+    "slice": lambda: torch.zeros(10, 24)[:, ::2],
+}
+
+
+def replica_of(*tensors):
+    parameters = [nn.Parameter(tensor) for tensor in tensors]
+    return Replica(layout_of((f"p{i}", p) for i, p in enumerate(parameters)), parameters)
+
+
+def contents(replica):
+    """All elements in flat order, as fp32."""
+    return torch.cat([p.detach().contiguous().reshape(-1).float() for p in replica.parameters])
+
+
+def whole(replica):
+    return Span(0, replica.layout.size)
+
+
+def fp32_of(replica, position):
+    return replica._fp32[position]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_writing_reaches_every_element_in_logical_order(kind):
+    replica = replica_of(torch.zeros(3), KINDS[kind](), torch.zeros(()))
+    before = [p.data_ptr() for p in replica.parameters]
+    values = torch.arange(replica.layout.size).float()
+    replica.write([Segment(whole(replica), None, values)])
+    assert torch.equal(contents(replica), values)
+    assert [p.data_ptr() for p in replica.parameters] == before, "the user's tensors stay the same"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strides_stay_as_they_were(kind):
+    parameter = KINDS[kind]()
+    replica = replica_of(parameter)
+    replica.write([Segment(whole(replica), torch.tensor([1]), torch.ones(1))])
+    replica.add([Segment(whole(replica), torch.tensor([1]), torch.ones(1))])
+    assert replica.parameters[0].stride() == parameter.stride()
+    assert contents(replica)[1] == 2
+
+
+cuts = st.lists(st.integers(0, 130), max_size=4)
+entry_sets = st.sets(st.integers(0, 129), max_size=130)
+
+
+def pieces(edges, entries, values):
+    """Cut the flat range into spans, dense where every element is named, and give each its entries."""
+    found = []
+    for low, high in pairwise(edges):
+        chosen = sorted(entry - low for entry in entries if low <= entry < high)
+        if not chosen:
+            continue
+        offsets = None if len(chosen) == high - low else torch.tensor(chosen)
+        found.append(Segment(Span(low, high), offsets, values[[low + c for c in chosen]]))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operation", ["write", "add"])
+@given(cuts, entry_sets | st.just(set(range(130))), st.integers(0, 2**16))
+@settings(deadline=None, max_examples=40)
+def test_segments_of_any_cut_touch_exactly_their_entries(kind, operation, cut, entries, seed):
+    generator = torch.Generator().manual_seed(seed)
+    replica = replica_of(torch.zeros(3, 2), KINDS[kind](), torch.zeros(0), torch.zeros(()), torch.zeros(3))
+    assert replica.layout.size == 130
+    start, values = torch.randn(130, generator=generator), torch.randn(130, generator=generator)
+    replica.write([Segment(whole(replica), None, start)])
+    getattr(replica, operation)(pieces([0, *sorted(cut), 130], entries, values))
+    expected = start.clone()
+    chosen = torch.tensor(sorted(entries), dtype=torch.int64)
+    expected[chosen] = values[chosen] if operation == "write" else start[chosen] + values[chosen]
+    assert torch.equal(contents(replica), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reading_gives_back_what_was_written(kind):
+    replica = replica_of(torch.zeros(4), KINDS[kind](), torch.zeros(6).half())
+    values = torch.arange(130).float()
+    replica.write([Segment(whole(replica), None, values)])
+    for span in (whole(replica), Span(2, 127), Span(5, 5)):
+        parts = list(replica.read(span))
+        assert all(part.offsets is None and part.values.dtype == torch.float32 for part in parts)
+        assert torch.equal(
+            torch.cat([part.values for part in parts] or [torch.empty(0)]), values[span.start : span.end]
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dense", [True, False])
+def test_half_precision_follows_an_fp32_copy(dtype, dense):
+    replica = replica_of(torch.zeros(8, dtype=dtype), torch.zeros(8))
+    replica.write([Segment(whole(replica), None, torch.ones(16))])
+    replica.open_fp32(whole(replica))
+    tiny, offsets = 2.0**-14, None if dense else torch.arange(16)
+    for _ in range(64):
+        replica.add([Segment(whole(replica), offsets, torch.full((16,), tiny))])
+    assert torch.equal(fp32_of(replica, 0), torch.full((8,), 1 + 64 * tiny))
+    assert torch.equal(replica.parameters[0], torch.full((8,), 1 + 64 * tiny).to(dtype))
+    assert torch.equal(replica.parameters[1], torch.full((8,), 1 + 64 * tiny))
+
+
+def test_an_fp32_copy_begins_anew_from_what_the_parameter_holds():
+    replica = replica_of(torch.zeros(8).half(), torch.zeros(4).bfloat16())
+    replica.open_fp32(whole(replica))
+    replica.add([Segment(whole(replica), None, torch.full((12,), 1e-6))])
+    replica.write([Segment(whole(replica), None, torch.full((12,), 0.5))])
+    replica.open_fp32(Span(0, 4))
+    assert fp32_of(replica, 0)[:4].tolist() == [0.5] * 4
+    assert fp32_of(replica, 0)[4:].tolist() == [pytest.approx(1e-6)] * 4, "the other shard's part is not touched"
+    replica.open_fp32(Span(4, 12))
+    assert torch.equal(fp32_of(replica, 0), torch.full((8,), 0.5))
+    assert torch.equal(fp32_of(replica, 1), torch.full((4,), 0.5))
+
+
+def test_exact_values_are_rounded_to_the_parameters_dtype():
+    replica = replica_of(torch.zeros(2).bfloat16(), torch.zeros(2))
+    values = torch.tensor([1.001, 3.14159, 1.001, 3.14159])
+    replica.write([Segment(whole(replica), None, values)])
+    assert torch.equal(replica.parameters[0].detach(), values[:2].bfloat16())
+    assert torch.equal(replica.parameters[1].detach(), values[2:])
+
+
+def test_parameters_with_gradients_may_be_written():
+    replica = replica_of(torch.zeros(3))
+    replica.parameters[0].sum().backward()
+    replica.write([Segment(whole(replica), None, torch.ones(3))])
+    replica.add([Segment(whole(replica), None, torch.ones(3))])
+    assert replica.parameters[0].requires_grad
+    assert replica.parameters[0].tolist() == [2, 2, 2]

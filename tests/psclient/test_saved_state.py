@@ -1,0 +1,53 @@
+"""Saved memories: restored in fp32, and dropped where they were sent since."""
+
+import pytest
+import torch
+from torch import nn
+
+from psclient.state import PushMark, restore_memories, stale_residuals
+
+MARK = PushMark("anna", "life-1", acknowledged_step=10, step=12)
+
+
+def test_a_mark_survives_a_state_dict():
+    assert PushMark.from_plain(MARK.plain()) == MARK
+    assert all(isinstance(value, str | int) for value in MARK.plain().values())
+
+
+def test_a_state_of_another_optimizer_has_no_mark():
+    assert PushMark.from_plain(None) is None
+
+
+@pytest.mark.parametrize(
+    ("known", "stale"),
+    [
+        (("life-1", 10), False),
+        (None, False),
+        (("life-1", 11), True),
+        (("life-1", 9), True),
+        (("life-2", 10), True),
+        (("life-2", 1), True),
+    ],
+    ids=["that push", "a server without a record", "a later push", "an earlier one", "another life", "its first step"],
+)
+def test_residuals_are_stale_once_the_server_knows_another_push(known, stale):
+    assert stale_residuals(MARK, known) is stale
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_memories_come_back_in_fp32_bit_for_bit(dtype):
+    torch.manual_seed(1)
+    memories = {"residual": torch.randn(6) * 1e-6, "momentum": torch.randn(6)}
+
+    def optimizer():
+        return torch.optim.SGD([nn.Parameter(torch.zeros(6, dtype=dtype)), nn.Parameter(torch.zeros(2))], lr=0.1)
+
+    saving, loading = optimizer(), optimizer()
+    saving.state[saving.param_groups[0]["params"][0]] = dict(memories)
+    saved = saving.state_dict()
+    loading.load_state_dict(saved)
+    restore_memories(loading, saved)
+    restored = loading.state[loading.param_groups[0]["params"][0]]
+    for name, memory in memories.items():
+        assert torch.equal(restored[name], memory)
+        assert restored[name].data_ptr() != memory.data_ptr(), "a checkpoint is not changed by training on"

@@ -1,0 +1,136 @@
+"""Frames: a segment survives the way over the wire, in chunks that keep their bound and a commit that counts them."""
+
+import pytest
+import torch
+from core_makers import as_dict, numbered, segments
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore import frames
+from pscore.layout import Span
+from pscore.reasons import Reason, Refusal
+from pscore.segment import Segment, merge
+from pscore.v1 import parameter_server_pb2 as pb
+
+many = settings(deadline=None, max_examples=150)
+chunk_sizes = st.integers(8, 2000)
+
+
+def over_the_wire(segment, chunk_bytes, within=None):
+    reader = frames.ChunkReader(within or segment.span)
+    sender = frames.Checksum()
+    for chunk in frames.encode(segment, chunk_bytes=chunk_bytes):
+        sender.add(chunk)
+        reader.read(pb.Chunk.FromString(chunk.SerializeToString()))
+    reader.checksum.verify(pb.Commit.FromString(sender.commit().SerializeToString()))
+    return reader.segments
+
+
+@given(segments(), chunk_sizes)
+@many
+def test_any_segment_comes_back_whole(segment, chunk_bytes):
+    received = over_the_wire(segment, chunk_bytes)
+    assert as_dict(*received) == as_dict(segment)
+    assert all(part.values.dtype == torch.float32 for part in received)
+
+
+@given(segments(min_entries=1), chunk_sizes)
+@many
+def test_a_dense_segment_arrives_dense_and_a_sparse_one_merges_back(segment, chunk_bytes):
+    joined = merge(segment.span, over_the_wire(segment, chunk_bytes))
+    assert (joined.offsets is None) == (segment.offsets is None)
+    assert torch.equal(joined.values, segment.values.float())
+
+
+@given(segments(), chunk_sizes, st.integers(0, 9))
+@many
+def test_chunks_keep_their_bound_and_their_group(segment, chunk_bytes, group):
+    for chunk in frames.encode(segment, chunk_bytes=chunk_bytes, group=group):
+        assert len(chunk.indices) + len(chunk.values) <= chunk_bytes
+        assert 0 < chunk.count <= chunk.length
+        assert chunk.group == group
+
+
+def test_offsets_further_apart_than_32_bits_are_cut():
+    offsets = torch.tensor([0, 2**32 - 1, 2**32, 2**33 + 5, 2**40])
+    segment = Segment(Span(3, 3 + 2**40 + 1), offsets, numbered(5))
+    chunks = list(frames.encode(segment, chunk_bytes=1 << 20))
+    assert all(chunk.length <= 2**32 for chunk in chunks)
+    assert as_dict(*over_the_wire(segment, 1 << 20)) == as_dict(segment)
+
+
+def test_an_empty_segment_needs_no_chunk():
+    for offsets in (None, torch.empty(0, dtype=torch.int64)):
+        span = Span(0, 0) if offsets is None else Span(0, 9)
+        assert list(frames.encode(Segment(span, offsets, torch.empty(0)), chunk_bytes=64)) == []
+
+
+def commit_of(segment):
+    checksum = frames.Checksum()
+    for chunk in frames.encode(segment, chunk_bytes=16):
+        checksum.add(chunk)
+    return checksum
+
+
+@pytest.mark.parametrize("field", ["chunks", "entries", "crc32"])
+def test_a_commit_that_counts_otherwise_is_refused_by_name(field):
+    checksum = commit_of(Segment(Span(0, 9), None, numbered(9)))
+    commit = checksum.commit()
+    checksum.verify(commit)
+    setattr(commit, field, getattr(commit, field) ^ 1)
+    with pytest.raises(Refusal, match=field) as refused:
+        checksum.verify(commit)
+    assert refused.value.reason is Reason.BAD_COMMIT
+
+
+@given(segments(min_entries=1, dtypes=(torch.float32,)), st.data())
+@many
+def test_the_checksum_sees_every_payload_bit(segment, data):
+    chunks = list(frames.encode(segment, chunk_bytes=64))
+    before, after = frames.Checksum(), frames.Checksum()
+    for chunk in chunks:
+        before.add(chunk)
+    chunk = data.draw(st.sampled_from(chunks))
+    name = data.draw(st.sampled_from(["values", "indices"] if chunk.indices else ["values"]))
+    payload = bytearray(getattr(chunk, name))
+    bit = data.draw(st.integers(0, 8 * len(payload) - 1))
+    payload[bit // 8] ^= 1 << bit % 8
+    setattr(chunk, name, bytes(payload))
+    for each in chunks:
+        after.add(each)
+    assert before.crc32 != after.crc32
+
+
+def test_chunks_must_ascend():
+    first, second = frames.encode(Segment(Span(0, 6), None, numbered(6)), chunk_bytes=12)
+    reader = frames.ChunkReader(Span(0, 6))
+    reader.read(second)
+    with pytest.raises(Refusal) as refused:
+        reader.read(first)
+    assert refused.value.reason is Reason.BAD_CHUNK
+
+
+def test_completeness_counts_every_element():
+    reader = frames.ChunkReader(Span(0, 6))
+    for chunk in frames.encode(Segment(Span(0, 5), None, numbered(5)), chunk_bytes=64):
+        reader.read(chunk)
+    with pytest.raises(Refusal, match="5 of 6") as refused:
+        reader.require_complete()
+    assert refused.value.reason is Reason.BAD_COMMIT
+
+
+@given(st.binary(max_size=300), st.integers(1, 100))
+@many
+def test_byte_strings_come_back_in_pieces(data, chunk_bytes):
+    reader = frames.BytesReader(len(data), len(data))
+    for piece in frames.encode_bytes(data, chunk_bytes):
+        assert not reader.complete
+        assert len(piece.data) <= chunk_bytes
+        reader.read(piece)
+    assert reader.complete
+    assert reader.finish() == data
+
+
+def test_message_bytes_count_the_framing_of_grpc():
+    chunk = pb.Chunk(values=b"12345")
+    assert frames.wire_bytes(chunk) == len(chunk.SerializeToString()) + 5

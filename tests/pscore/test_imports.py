@@ -1,0 +1,27 @@
+"""Importing a package loads nothing heavy and starts nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROBE = """
+import json, sys, threading
+import {package}
+heavy = [name for name in ("torch", "grpc", "numpy", "pydantic", "safetensors") if name in sys.modules]
+print(json.dumps([heavy, threading.active_count()]))
+"""
+
+
+@pytest.mark.parametrize("package", ["pscore", "psservice", "psclient"])
+def test_importing_a_package_loads_no_torch_and_starts_no_thread(package):
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(package=package)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert json.loads(done.stdout) == [[], 1]

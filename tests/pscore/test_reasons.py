@@ -1,0 +1,60 @@
+"""The table of refusals: complete against the protocol, with a status and advice for each."""
+
+import grpc
+import pytest
+
+from pscore.reasons import Reason, Refusal
+from pscore.v1 import parameter_server_pb2 as pb
+
+DOCUMENTED = {
+    "INVALID_ARGUMENT": {"BAD_CHUNK", "BAD_COMMIT", "NON_FINITE", "BAD_REQUEST"},
+    "UNIMPLEMENTED": {"UNKNOWN_CODEC", "UNKNOWN_PROTOCOL"},
+    "FAILED_PRECONDITION": {
+        "FINGERPRINT_MISMATCH",
+        "SETTINGS_MISMATCH",
+        "SHARD_MISMATCH",
+        "NOT_INITIALISED",
+        "STALE_GENERATION",
+        "RUN_MISMATCH",
+        "RUN_FINISHED",
+        "STEP_OUT_OF_ORDER",
+    },
+    "ALREADY_EXISTS": {"WORKER_ALIVE", "ALREADY_UPLOADED"},
+    "NOT_FOUND": {"LEASE_EXPIRED"},
+    "OUT_OF_RANGE": {"VERSION_IN_FUTURE"},
+    "RESOURCE_EXHAUSTED": {"BUSY"},
+    "UNAVAILABLE": {"DRAINING"},
+}
+
+
+def test_every_reason_of_the_protocol_is_in_the_table():
+    wire = set(pb.RefusalReason.keys()) - {"REFUSAL_REASON_UNSPECIFIED"}
+    assert {reason.wire_name for reason in Reason} == wire
+
+
+def test_each_reason_has_its_documented_status():
+    found = {}
+    for reason in Reason:
+        found.setdefault(reason.status_name, set()).add(reason.name)
+    assert found == DOCUMENTED
+
+
+def test_every_status_is_one_of_grpc():
+    assert {reason.status_name for reason in Reason} <= set(grpc.StatusCode.__members__)
+
+
+@pytest.mark.parametrize("reason", Reason, ids=lambda reason: reason.name)
+def test_a_reason_comes_back_from_its_wire_name_and_gives_advice(reason):
+    assert Reason.from_wire_name(reason.wire_name) is reason
+    assert reason.advice
+
+
+def test_a_reason_of_a_later_version_is_not_guessed():
+    assert Reason.from_wire_name("REFUSAL_REASON_FROM_TOMORROW") is None
+    assert Reason.from_wire_name("") is None
+
+
+def test_a_refusal_says_what_why_and_what_to_do():
+    refusal = Refusal(Reason.BUSY, "the queue is full", retry_seconds=0.5, queue="writer")
+    assert str(refusal) == f"the queue is full (BUSY: {Reason.BUSY.advice})"
+    assert (refusal.detail, refusal.retry_seconds, refusal.metadata) == ("the queue is full", 0.5, {"queue": "writer"})

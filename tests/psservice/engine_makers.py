@@ -1,0 +1,118 @@
+"""Engines without a network: joining, uploading and pushing in a line each."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from pscore.buffers import pack
+from pscore.reasons import Refusal
+from pscore.segment import Segment
+from psservice.engine import Engine, Push
+from psservice.membership import Identity
+from psservice.metrics import Metrics
+from psservice.settings import ServerSettings
+
+HOUR = 3600.0
+ANNA, BERT = Identity("anna", "1"), Identity("bert", "1")
+
+
+@contextmanager
+def engines(num_shards=1, **settings):
+    """All shards of a run; leases end only where a test moves the clock."""
+    made = [
+        Engine(
+            ServerSettings(lease_seconds=HOUR, shard_index=index, num_shards=num_shards, **settings),
+            torch.device("cpu"),
+            Metrics(),
+        )
+        for index in range(num_shards)
+    ]
+    try:
+        yield made
+    finally:
+        for engine in made:
+            engine.close()
+
+
+@contextmanager
+def serving(layout, values, buffers=(), **settings):
+    """One engine that has its model, with Anna joined."""
+    with engines(**settings) as (engine,):
+        upload(engine, values, ANNA, join(engine, layout, ANNA).generation, buffers=buffers)
+        yield engine
+
+
+@contextmanager
+def serving_shards(num_shards, layout, values, buffers=(), **settings):
+    """All shards of a run, each with its part of the model and Anna joined."""
+    with engines(num_shards, **settings) as shards:
+        for shard in shards:
+            generation = join(shard, layout, ANNA).generation or full(1)
+            upload(shard, values, ANNA, generation, buffers=buffers if shard.is_coordinator else ())
+        yield shards
+
+
+def full(epoch, nonce=1):
+    """A generation of this epoch."""
+    return epoch << 32 | nonce
+
+
+def join(engine, layout, who=ANNA, method="dgs", method_settings=None, *, seen=0, has_replica=False):
+    return engine.join(who, layout, method, method_settings or {}, generation_seen=seen, has_replica=has_replica)
+
+
+def upload(engine, values, who, generation, *, version=0, buffers=()):
+    """Send an engine its range of the whole model's values."""
+    part = values[engine.span.start : engine.span.end].clone()
+    return engine.finish_upload(who, generation, version, [Segment(engine.span, None, part)], pack(buffers))
+
+
+def present(engine):
+    """The generation that an engine holds."""
+    return engine.model.generation if engine.model else full(1)
+
+
+def push(engine, step, entries=(), who=ANNA, *, generation=None, base=0, samples=1):
+    """Push {index: value} entries, or ready segments."""
+    generation = present(engine) if generation is None else generation
+    if isinstance(entries, dict):
+        chosen = sorted(i for i in entries if engine.span.start <= i < engine.span.end)
+        offsets = torch.tensor([i - engine.span.start for i in chosen], dtype=torch.int64)
+        values = torch.tensor([entries[i] for i in chosen], dtype=torch.float32)
+        entries = [Segment(engine.span, offsets, values)] if chosen else []
+    return engine.commit(Push(who, step, generation, base, samples, list(entries)))
+
+
+def pull(engine, who=ANNA, *, generation=None, base=None, acknowledged=0, image=False):
+    generation = present(engine) if generation is None else generation
+    return engine.pull(who, generation, base_version=base, acknowledged=acknowledged, replica_is_image=image)
+
+
+def theta(engine):
+    return engine.copy_model().values
+
+
+def reason_of(call, *arguments, **options):
+    """Why a call is refused; it must be."""
+    with pytest.raises(Refusal) as refused:
+        call(*arguments, **options)
+    return refused.value.reason
+
+
+class Clock:
+    """A clock that a test moves; give it to ``engine.membership``."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def with_clock(engine):
+    clock = Clock()
+    engine.membership.clock = clock
+    for member in engine.membership._members.values():
+        member.lease_end = clock.now + HOUR
+    return clock

@@ -1,0 +1,182 @@
+"""A shard and a worker's replica without a network between them; every reply passes through real frames."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from psclient.replica import Replica
+from pscore import frames
+from pscore.layout import ModelLayout, Span, TensorSpec
+from pscore.segment import Segment
+from pscore.selectors import SELECTORS
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.rules.update import subtract
+from psservice.shard.model import ModelShard
+from psservice.shard.replies import Downlink, ReplyMode, TopKSettings, answer
+from psservice.shard.writer import Writer
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def layout_of(*tensors, buffers=()):
+    """A layout of (length or shape, dtype) pairs."""
+    specs = [
+        TensorSpec(f"t{i}", (shape,) if isinstance(shape, int) else shape, dtype)
+        for i, (shape, dtype) in enumerate(tensors)
+    ]
+    return ModelLayout(tuple(specs), tuple(buffers))
+
+
+def shard_of(layout, values, *, num_shards=1, index=0, ledger_multiple=100.0, version=0):
+    span = layout.shard_spans(num_shards)[index]
+    return ModelShard(
+        layout,
+        span,
+        values[span.start : span.end].clone(),
+        generation=1,
+        version=version,
+        ledger_multiple=ledger_multiple,
+        update=subtract,
+    )
+
+
+@contextmanager
+def writing():
+    """A writer thread that ends with the block."""
+    writer = Writer(64)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def topk(density=0.1, dense_below=0):
+    return TopKSettings(density, dense_below, SELECTORS["exact"])
+
+
+def sparse_push(span, density, seed):
+    """Random entries of a span, on a coarse grid so that half precision moves too; ``None`` if none was drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = (torch.rand(span.length, generator=generator) < density).nonzero().view(-1)
+    if not offsets.numel():
+        return None
+    return Segment(span, offsets, torch.randn(offsets.numel(), generator=generator))
+
+
+def bits(tensor):
+    """The tensor's bytes, so that signed zeros and NaNs compare as what they are."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@dataclass
+class Rule:
+    """A reply rule that the test sets."""
+
+    topk: bool = False
+    seen: list = field(default_factory=list)
+
+    def wants_topk(self, changed_density, in_topk):
+        self.seen.append(changed_density)
+        return self.topk
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A reply as it travels."""
+
+    mode: ReplyMode
+    number: int
+    version: int
+    image: bool
+    chunks: tuple[bytes, ...]
+    density: float
+
+
+class Link:
+    """One worker's way down from one shard, and its side of the pull protocol."""
+
+    def __init__(self, model, writer, replica, topk_settings=None, rule=None):
+        self.model, self.writer, self.replica = model, writer, replica
+        self.topk = topk_settings or topk()
+        self.rule = rule or Rule()
+        self.downlink = Downlink(self.rule)
+        self.base, self.acknowledged, self.image = None, 0, False
+
+    def ask(self, acknowledged=None):
+        """Pull; the reply is on its way."""
+        reply = answer(
+            self.model,
+            self.writer,
+            self.downlink,
+            self.topk,
+            base_version=self.base,
+            acknowledged=self.acknowledged if acknowledged is None else acknowledged,
+            replica_is_image=self.image,
+        )
+        chunks = [chunk for segment in reply.segments for chunk in frames.encode(segment, chunk_bytes=64)]
+        return Wire(
+            reply.mode,
+            reply.number,
+            reply.version,
+            reply.image,
+            tuple(chunk.SerializeToString(deterministic=True) for chunk in chunks),
+            reply.density,
+        )
+
+    def receive(self, wire):
+        """Apply a reply that has arrived, as docs/protocol.md has it."""
+        reader = frames.ChunkReader(self.model.span)
+        segments = [reader.read(pb.Chunk.FromString(chunk)) for chunk in wire.chunks]
+        if wire.mode is ReplyMode.TOPK:
+            assert self.image, "differences for a replica of which the server has no image"
+            self.replica.add(segments)
+        else:
+            self.replica.write(segments)
+            if wire.image:
+                self.replica.open_fp32(self.model.span)
+        self.base, self.acknowledged, self.image = wire.version, wire.number, wire.image
+
+    def pull(self):
+        wire = self.ask()
+        self.receive(wire)
+        return wire
+
+    def entries(self, wire):
+        return sum(pb.Chunk.FromString(chunk).count for chunk in wire.chunks)
+
+
+def new_replica(layout, fill=0.0):
+    return Replica(layout, [torch.full(spec.shape, fill, dtype=spec.dtype) for spec in layout.parameters])
+
+
+def replica_bits(replica, span):
+    """What the parameters hold inside a span, in their own dtypes."""
+    layout = replica.layout
+    return [
+        bits(replica.parameters[i].reshape(-1)[common.start - layout.offsets[i] : common.end - layout.offsets[i]])
+        for i, common in layout.overlapping(span)
+    ]
+
+
+def server_bits(model):
+    """What an exact replica must hold: the master, cast to each parameter's dtype."""
+    return [
+        bits(model.theta[common.start - model.span.start : common.end - model.span.start].to(spec.dtype))
+        for i, common in model.layout.overlapping(model.span)
+        for spec in [model.layout.parameters[i]]
+    ]
+
+
+def fp32_bits(replica, span):
+    """The fp32 replica inside a span: the parameters, or the fp32 copies kept beside half-precision ones."""
+    layout = replica.layout
+    found = []
+    for i, common in layout.overlapping(span):
+        flat = replica._fp32[i] if layout.parameters[i].dtype != F32 else replica.parameters[i].reshape(-1)
+        found.append(flat[common.start - layout.offsets[i] : common.end - layout.offsets[i]])
+    return bits(torch.cat(found)) if found else b""
+
+
+def span_of(layout):
+    return Span(0, layout.size)

@@ -1,0 +1,90 @@
+"""The ledger: the union of what changed since a version, or nothing at all where it has forgotten."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psservice.shard.ledger import UpdateLedger, union
+
+SIZE = 40
+many = settings(deadline=None, max_examples=150)
+
+supports = st.none() | st.sets(st.integers(0, SIZE - 1), max_size=SIZE)
+
+
+def tensor_of(support, dtype=torch.int32):
+    return None if support is None else torch.tensor(sorted(support), dtype=dtype)
+
+
+def as_set(support):
+    return set(range(SIZE)) if support is None else set(support.tolist())
+
+
+@given(st.lists(supports, max_size=20), st.integers(0, 5))
+@many
+def test_the_union_since_every_version_is_what_changed_since(history, first):
+    ledger = UpdateLedger(SIZE, entry_limit=10**6, version=first)
+    for version, support in enumerate(history, first + 1):
+        ledger.append(version, tensor_of(support))
+    for done in range(len(history) + 1):
+        found = ledger.since(first + done)
+        assert len(found) == len(history) - done
+        together = union(found, SIZE)
+        expected = set().union(*(set(range(SIZE)) if s is None else s for s in history[done:]))
+        if together is None:  # every element: allowed where nearly all changed in one version
+            assert any(s is None or len(s) >= 0.8 * SIZE for s in history[done:])
+        else:
+            assert together.tolist() == sorted(expected)
+
+
+@given(st.lists(supports, max_size=20), st.integers(0, 60))
+@many
+def test_what_is_forgotten_is_never_guessed(history, limit):
+    ledger = UpdateLedger(SIZE, entry_limit=limit)
+    for version, support in enumerate(history, 1):
+        ledger.append(version, tensor_of(support))
+    reached = [ledger.since(version) is not None for version in range(len(history) + 1)]
+    assert reached == sorted(reached), "older versions are forgotten first"
+    assert reached[-1], "a replica at the newest version lacks nothing"
+    for version, known in enumerate(reached):
+        if known:
+            found = [as_set(support) for support in ledger.since(version)]
+            assert len(found) == len(history) - version
+            assert all(real is None or real <= mine for real, mine in zip(history[version:], found, strict=True))
+            assert sum(len(s) for s in history[version:] if s is not None and len(s) < 0.8 * SIZE) <= limit
+
+
+@given(st.lists(st.sets(st.integers(0, SIZE - 1), max_size=10), max_size=20), st.integers(0, 60))
+@many
+def test_nothing_is_forgotten_within_the_limit(history, limit):
+    ledger = UpdateLedger(SIZE, entry_limit=limit)
+    for version, support in enumerate(history, 1):
+        ledger.append(version, tensor_of(support))
+    for version in range(len(history) + 1):
+        if sum(map(len, history[version:])) <= limit:
+            assert ledger.since(version) is not None
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5], ids=["sorted", "scanned"])
+def test_the_union_is_the_same_however_it_is_found(share):
+    size = 10_000
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randperm(size, generator=generator)[: int(share * size / 4)].sort().values.int() for _ in range(4)]
+    expected = sorted({index for part in parts for index in part.tolist()})
+    assert union(parts, size).tolist() == expected
+
+
+def test_a_version_before_the_first_is_not_covered():
+    ledger = UpdateLedger(SIZE, entry_limit=100, version=7)
+    assert ledger.since(6) is None
+    assert ledger.since(7) == []
+    assert union([], SIZE).numel() == 0
+
+
+def test_empty_pushes_cost_no_entries():
+    ledger = UpdateLedger(SIZE, entry_limit=1)
+    for version in range(1, 1001):
+        ledger.append(version, tensor_of(set()))
+    assert len(ledger.since(0)) == 1000
+    assert union(ledger.since(0), SIZE).numel() == 0

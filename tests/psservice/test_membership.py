@@ -1,0 +1,144 @@
+"""Membership: leases by the clock, one incarnation a name, and a record that outlives the lease."""
+
+import pytest
+
+from pscore.reasons import Reason, Refusal
+from psservice.membership import Identity, Membership, PushAnswer, PushRecord
+from psservice.rules.reply import Exact
+
+LEASE = 10.0
+ANNA, ANNA_AGAIN, BERT = Identity("anna", "1"), Identity("anna", "2"), Identity("bert", "1")
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class World:
+    def __init__(self):
+        self.clock, self.expired = Clock(), []
+        self.members = Membership(LEASE, Exact, on_expire=self.expired.append, clock=self.clock)
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def reason_of(call):
+    with pytest.raises(Refusal) as refused:
+        call()
+    return refused.value.reason
+
+
+def test_a_lease_lives_its_seconds_and_not_longer(world):
+    world.members.join(ANNA)
+    world.clock.now += LEASE - 0.001
+    assert world.members.is_live(ANNA)
+    world.clock.now += 0.001
+    assert not world.members.is_live(ANNA)
+    assert len(world.members) == 0
+
+
+@pytest.mark.parametrize("renew", ["require", "join"])
+def test_every_call_renews_it(world, renew):
+    member = world.members.join(ANNA)
+    for _ in range(5):
+        world.clock.now += 0.9 * LEASE
+        assert getattr(world.members, renew)(ANNA) is member
+
+
+def test_asking_whether_one_lives_renews_nothing(world):
+    world.members.join(ANNA)
+    for _ in range(4):
+        world.clock.now += LEASE / 4
+        world.members.is_live(ANNA)
+        world.members.members()
+    assert not world.members.is_live(ANNA)
+
+
+def test_the_end_frees_what_is_kept_and_is_told_once(world):
+    first = world.members.join(ANNA)
+    world.clock.now += LEASE
+    world.members.expire()
+    world.members.expire()
+    assert world.expired == [first]
+    again = world.members.join(ANNA)
+    assert again is not first
+    assert again.downlink is not first.downlink
+    assert again.downlink.image is None
+
+
+def test_without_a_lease_one_must_join_first(world):
+    assert reason_of(lambda: world.members.require(ANNA)) is Reason.LEASE_EXPIRED
+    world.members.join(ANNA)
+    assert reason_of(lambda: world.members.require(ANNA_AGAIN)) is Reason.LEASE_EXPIRED
+    world.clock.now += LEASE
+    assert reason_of(lambda: world.members.require(ANNA)) is Reason.LEASE_EXPIRED
+
+
+def test_a_living_name_belongs_to_one_incarnation(world):
+    world.members.join(ANNA)
+    world.clock.now += 4
+    with pytest.raises(Refusal) as refused:
+        world.members.join(ANNA_AGAIN)
+    assert refused.value.reason is Reason.WORKER_ALIVE
+    assert float(refused.value.metadata["lease_seconds"]) == pytest.approx(LEASE - 4)
+    assert 0 < refused.value.retry_seconds <= LEASE
+
+
+@pytest.mark.parametrize("how", ["leaves", "expires"])
+def test_another_incarnation_may_join_when_the_first(world, how):
+    world.members.join(ANNA)
+    if how == "leaves":
+        assert world.members.leave(ANNA)
+    else:
+        world.clock.now += LEASE
+    assert world.members.join(ANNA_AGAIN).identity == ANNA_AGAIN
+    assert not world.members.leave(ANNA), "the first one has nothing left to end"
+    assert world.members.is_live(ANNA_AGAIN)
+
+
+def test_leaving_twice_is_harmless(world):
+    world.members.join(ANNA)
+    assert [world.members.leave(ANNA), world.members.leave(ANNA)] == [True, False]
+    assert world.expired == []
+
+
+def test_one_end_does_not_touch_the_others(world):
+    world.members.join(ANNA)
+    world.clock.now += 6
+    world.members.join(BERT)
+    world.clock.now += 6
+    assert [member.identity for member in world.members.members()] == [BERT]
+
+
+def test_members_come_by_name(world):
+    for identity in (BERT, ANNA):
+        world.members.join(identity)
+    assert [member.identity for member in world.members.members()] == [ANNA, BERT]
+
+
+@pytest.mark.parametrize("how", ["leaves", "expires"])
+def test_the_record_of_the_last_push_survives_a_worker_that(world, how):
+    world.members.join(ANNA)
+    record = PushRecord("1", 7, PushAnswer(3, 0, 0))
+    world.members.remember("anna", record)
+    if how == "leaves":
+        world.members.leave(ANNA)
+    else:
+        world.clock.now += 1000 * LEASE
+    assert world.members.record("anna") == record
+    assert world.members.record("bert") is None
+
+
+def test_another_model_makes_every_image_void(world):
+    member = world.members.join(ANNA)
+    before = member.downlink
+    world.members.reset_downlinks()
+    assert member.downlink is not before
+    assert world.members.is_live(ANNA)

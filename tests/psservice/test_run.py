@@ -1,0 +1,108 @@
+"""The run: what its workers agree on, and its end."""
+
+import pytest
+
+from pscore.reasons import Reason, Refusal
+from psservice.run import Run, RunState
+
+
+def refusal_of(call):
+    with pytest.raises(Refusal) as refused:
+        call()
+    return refused.value
+
+
+def test_a_run_without_a_name_draws_one():
+    assert Run("").run_id
+    assert Run("").run_id != Run("").run_id
+    assert Run("mine").run_id == "mine"
+
+
+def test_only_a_join_may_leave_the_run_open():
+    run = Run("mine")
+    run.require_id("mine")
+    run.require_id("", may_be_empty=True)
+    for named, may_be_empty in (("other", True), ("other", False), ("", False)):
+        refusal = refusal_of(lambda named=named, free=may_be_empty: run.require_id(named, may_be_empty=free))
+        assert refusal.reason is Reason.RUN_MISMATCH
+        assert "'mine'" in refusal.detail
+
+
+def agreed():
+    run = Run("r")
+    run.agree("dgs", {"momentum": "0.7"}, replace=False)
+    return run
+
+
+def test_the_first_worker_decides_and_the_same_again_is_fine():
+    run = agreed()
+    run.agree("dgs", {"momentum": "0.7"}, replace=False)
+    assert run.method == "dgs"
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "named"),
+    [
+        ("asgd", {"momentum": "0.7"}, "method"),
+        ("dgs", {"momentum": "0.9"}, "momentum"),
+        ("dgs", {}, "momentum"),
+        ("dgs", {"momentum": "0.7", "clip_norm": "1"}, "clip_norm"),
+    ],
+)
+def test_whoever_differs_is_refused_by_name(method, settings, named):
+    run = agreed()
+    refusal = refusal_of(lambda: run.agree(method, settings, replace=False))
+    assert refusal.reason is Reason.SETTINGS_MISMATCH
+    assert refusal.metadata == {"setting": named}
+    run.agree("dgs", {"momentum": "0.7"}, replace=False)
+
+
+def test_one_who_is_alone_may_begin_otherwise():
+    run = agreed()
+    run.agree("asgd", {}, replace=True)
+    assert run.method == "asgd"
+    assert refusal_of(lambda: run.agree("dgs", {"momentum": "0.7"}, replace=False)).metadata == {"setting": "method"}
+
+
+def test_pushes_are_taken_until_the_end():
+    run = Run("r")
+    assert run.state is RunState.EMPTY
+    run.started()
+    assert run.state is RunState.TRAINING
+    run.require_open()
+    run.state = RunState.FINISHED
+    assert refusal_of(run.require_open).reason is Reason.RUN_FINISHED
+    run.started()
+    assert run.state is RunState.FINISHED, "a new upload does not reopen a run"
+
+
+def test_it_ends_at_a_version():
+    run = Run("r", end_versions=3)
+    assert [run.count(version, 10) for version in (1, 2, 3)] == [False, False, True]
+
+
+def test_it_ends_after_samples():
+    run = Run("r", end_samples=25)
+    assert [run.count(version, 10) for version in (1, 2, 3)] == [False, False, True]
+    assert run.samples == 30
+
+
+def test_without_an_end_it_goes_on():
+    run = Run("r")
+    assert not any(run.count(version, 10**9) for version in range(1, 100))
+
+
+def test_only_the_coordinator_names_a_run_and_the_others_follow_it():
+    run = Run("", coordinator=False)
+    assert run.run_id == ""
+    run.require_id("anything")  # until an upload says which run this is
+    run.follow("mine")
+    assert run.run_id == "mine"
+    assert refusal_of(lambda: run.require_id("other")).reason is Reason.RUN_MISMATCH
+
+
+@pytest.mark.parametrize("coordinator", [True, False])
+def test_a_run_that_was_named_follows_no_other(coordinator):
+    run = Run("mine", coordinator=coordinator)
+    run.follow("mine")
+    assert refusal_of(lambda: run.follow("other")).reason is Reason.RUN_MISMATCH

@@ -1,0 +1,126 @@
+"""The server's settings: where they come from, in which order, and what is refused by name."""
+
+import pytest
+
+from psservice.settings import SettingsError, is_loopback, load, shown, split_address
+
+
+@pytest.fixture
+def yaml(tmp_path):
+    def write(text):
+        path = tmp_path / "server.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_flags_go_before_environment_before_yaml_before_defaults(monkeypatch, yaml):
+    config = yaml("down_density: 0.2\nexact_limit: 0.2\nrun_id: from-yaml\n")
+    monkeypatch.setenv("PSSERVICE_DOWN_DENSITY", "0.3")
+    monkeypatch.setenv("PSSERVICE_EXACT_LIMIT", "0.3")
+    settings = load(["--config", str(config), "--down-density", "0.4"])
+    assert (settings.down_density, settings.exact_limit, settings.run_id) == (0.4, 0.3, "from-yaml")
+    assert settings.chunk_bytes == 1 << 20
+
+
+def test_the_environment_may_name_the_yaml_file(monkeypatch, yaml):
+    monkeypatch.setenv("PSSERVICE_CONFIG", str(yaml("down_mode: topk\n")))
+    assert load([]).down_mode == "topk"
+
+
+def test_a_flag_may_be_given_in_either_form():
+    assert load(["--end-versions=5"]).end_versions == load(["--end-versions", "5"]).end_versions == 5
+    assert load(["--insecure", "--listen", "0.0.0.0:1"]).insecure
+
+
+def test_settings_cannot_be_changed_afterwards():
+    with pytest.raises(ValueError, match="frozen"):
+        load([]).down_mode = "exact"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--down-density", "0"], "down_density"),
+        (["--down-density", "1.5"], "down_density"),
+        (["--down-density", "many"], "down_density"),
+        (["--exact-limit", "0"], "exact_limit"),
+        (["--down-mode", "sometimes"], "down_mode"),
+        (["--buffers", "maybe"], "buffers"),
+        (["--lease-seconds", "0.1"], "lease_seconds"),
+        (["--chunk-bytes", "10"], "chunk_bytes"),
+        (["--chunk-bytes", str(4 << 20)], "chunk_bytes"),
+        (["--shard-index", "-1"], "shard_index"),
+        (["--num-shards", "0"], "num_shards"),
+        (["--shard-index", "2", "--num-shards", "2"], "shard_index 2"),
+        (["--listen", "localhost"], "'localhost'"),
+        (["--listen", "127.0.0.1:70000"], "70000"),
+        (["--metrics-listen", "nowhere"], "'nowhere'"),
+        (["--device", "tpu"], "'tpu'"),
+        (["--device", "cuda:x"], "'cuda:x'"),
+        (["--end-versions", "-1"], "end_versions"),
+        (["--config", "/no/such/file.yaml"], "no such file"),
+    ],
+)
+def test_a_bad_value_is_named(flags, named):
+    with pytest.raises(SettingsError) as error:
+        load(flags)
+    assert named in str(error.value)
+
+
+def test_every_bad_value_is_named_at_once():
+    with pytest.raises(SettingsError) as error:
+        load(["--down-density", "0", "--num-shards", "0"])
+    assert "down_density" in str(error.value)
+    assert "num_shards" in str(error.value)
+
+
+def test_a_bad_value_of_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("PSSERVICE_DOWN_DENSITY", "7")
+    with pytest.raises(SettingsError, match="down_density"):
+        load([])
+
+
+@pytest.mark.parametrize("text", ["no_such_setting: 1\n", "- a\n- list\n", "down_density: [1\n"])
+def test_a_bad_yaml_file_is_refused(yaml, text):
+    with pytest.raises(SettingsError):
+        load(["--config", str(yaml(text))])
+
+
+def test_an_unknown_yaml_key_is_named(yaml):
+    with pytest.raises(SettingsError, match="no_such_setting"):
+        load(["--config", str(yaml("no_such_setting: 1\n"))])
+
+
+def test_an_unknown_flag_ends_the_program():
+    with pytest.raises(SystemExit):
+        load(["--no-such-flag"])
+
+
+PUBLIC = ["0.0.0.0:1", "10.0.0.1:1", "[::]:1", "example.org:1", "127.0.0.1.example.org:1"]
+
+
+@pytest.mark.parametrize("address", PUBLIC)
+def test_beyond_loopback_needs_insecure(address):
+    with pytest.raises(SettingsError, match="--insecure"):
+        load(["--listen", address])
+    assert load(["--listen", address, "--insecure"]).listen == address
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "127.1.2.3:1", "localhost:1", "[::1]:1"])
+def test_loopback_does_not(address):
+    assert load(["--listen", address]).listen == address
+    assert is_loopback(split_address(address)[0])
+
+
+@pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:port", "host:-1"])
+def test_an_address_is_host_and_port(address):
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
+        split_address(address)
+
+
+def test_what_is_shown_are_plain_values(yaml):
+    config = yaml("run_id: r\n")
+    plain = shown(load(["--config", str(config)]))
+    assert (plain["run_id"], plain["config"], plain["down_mode"]) == ("r", str(config), "auto")
