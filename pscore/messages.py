@@ -24,6 +24,7 @@ DATA_TYPES: dict[torch.dtype, "pb.DataType.ValueType"] = {
 }
 _DTYPES = {code: dtype for dtype, code in DATA_TYPES.items()}
 
+_MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_ELEMENTS = 1 << 48  # beyond any model; keeps a hostile shape from overflowing arithmetic
 
 
@@ -57,7 +58,10 @@ def layout_from_message(message: pb.ModelLayout) -> ModelLayout:
         dtype = _DTYPES.get(spec.data_type)
         if dtype is None:
             raise Refusal(Reason.BAD_REQUEST, f"tensor {spec.name!r} has unknown data type {spec.data_type}")
-        if not spec.name or math.prod(spec.shape) > _MAX_ELEMENTS:
+        sizes = list(spec.shape[: _MAX_DIMENSIONS + 1])  # bounded before anything is multiplied
+        if len(sizes) > _MAX_DIMENSIONS or any(size > _MAX_ELEMENTS for size in sizes):
+            raise Refusal(Reason.BAD_REQUEST, f"tensor {spec.name!r} has an impossible shape")
+        if not spec.name or math.prod(max(1, size) for size in sizes) > _MAX_ELEMENTS:
             raise Refusal(Reason.BAD_REQUEST, f"tensor {spec.name!r} has no name or an impossible shape")
         return TensorSpec(spec.name, tuple(spec.shape), dtype, tuple(spec.aliases))
 

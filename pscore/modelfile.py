@@ -7,7 +7,7 @@ parts into a whole again.
 
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -40,27 +40,26 @@ def flatten(layout: ModelLayout, state: Mapping[str, torch.Tensor]) -> torch.Ten
     Raises:
         ModelFileError: a tensor is missing or has another shape.
     """
-    flat = torch.empty(layout.size)
-    for i, spec in enumerate(layout.parameters):
+    pieces = []
+    for spec in layout.parameters:
         tensor = next((state[name] for name in (spec.name, *spec.aliases) if name in state), None)
         if tensor is None:
             raise ModelFileError(f"parameter {spec.describe()} is missing")
         if tuple(tensor.shape) != spec.shape:
             raise ModelFileError(f"parameter {spec.describe()} has shape {list(tensor.shape)} in the file")
-        flat[layout.offsets[i] : layout.offsets[i + 1]] = tensor.reshape(-1).float()
-    return flat
+        pieces.append(tensor.reshape(-1).float())
+    return torch.cat(pieces)
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file under a temporary name, then rename it, so that no reader sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    os.close(descriptor)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary, dict(metadata))
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -101,8 +100,9 @@ def read_parts(paths: Iterable[Path]) -> StateDict:
     """Join the parts of all shards into one state dict.
 
     Raises:
-        ModelFileError: a part is missing or damaged.
+        ModelFileError: a part is missing, damaged, or of another run.
     """
+    runs: set[str] = set()
     pieces: dict[str, dict[int, torch.Tensor]] = {}
     whole: StateDict = {}
     shapes: dict[str, list[int]] = {}
@@ -111,6 +111,9 @@ def read_parts(paths: Iterable[Path]) -> StateDict:
         if "shapes" not in metadata:
             raise ModelFileError(f"{path} is not a part of a sharded model")
         shapes = json.loads(metadata["shapes"])
+        runs.add(metadata.get("run_id", ""))
+        if len(runs) > 1:
+            raise ModelFileError(f"{path} belongs to another run than the parts before it ({', '.join(sorted(runs))})")
         for name, tensor in state.items():
             base, separator, start = name.rpartition("@")
             if separator and base in shapes:

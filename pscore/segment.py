@@ -79,7 +79,7 @@ def split(segment: Segment, spans: Iterable[Span]) -> Iterator[Segment]:
 def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0]
-    if tensors[0].device.type == "cpu":
+    if tensors[0].device.type == "cpu" and tensors[0].dtype != torch.bfloat16:
         # numpy stays on this thread; torch would start a pool of threads for each thread that calls it.
         return torch.from_numpy(np.concatenate([tensor.numpy() for tensor in tensors]))
     return torch.cat(tensors)

@@ -10,6 +10,7 @@ import torch
 from pscore.buffers import is_exchanged, pack, unpack
 from pscore.layout import TensorSpec
 from pscore.modelfile import StateDict
+from pscore.reasons import Reason, Refusal
 
 
 class BufferAverage:
@@ -38,8 +39,15 @@ class BufferAverage:
             data: the exchanged buffers, packed.
             samples: how many samples they have seen since the worker's last contribution.
             live_workers: the length of the average, in contributions.
+
+        Raises:
+            Refusal: ``NON_FINITE``, where a value is not a number.
         """
-        incoming = dict(zip((spec.name for spec in self.exchanged), unpack(data, self.exchanged), strict=True))
+        tensors = unpack(data, self.exchanged)
+        for spec, tensor in zip(self.exchanged, tensors, strict=True):
+            if spec.dtype.is_floating_point and bool(tensor.isnan().any()):
+                raise Refusal(Reason.NON_FINITE, f"buffer {spec.name!r} is not a number somewhere", tensor=spec.name)
+        incoming = dict(zip((spec.name for spec in self.exchanged), tensors, strict=True))
         with self._lock:
             self._weight = (1 - 1 / max(1, live_workers)) * self._weight + samples
             share = samples / self._weight if self._weight else 0.0
@@ -49,7 +57,10 @@ class BufferAverage:
                     continue
                 mine = self._values[i]
                 if spec.dtype.is_floating_point:
-                    self._values[i] = torch.lerp(mine, value.to(mine.dtype), share)
+                    value = value.to(mine.dtype)
+                    mean = torch.lerp(mine, value, share)
+                    # An infinity (a mask, say) has no mean: there the latest contribution stands.
+                    self._values[i] = torch.where(mean.isfinite(), mean, value)
                 else:
                     self._values[i] = torch.maximum(mine, value)
 

@@ -22,7 +22,7 @@ from pscore.segment import Segment, merge
 from pscore.selectors import SELECTORS
 from psservice import modelstart
 from psservice.buffers import BufferAverage
-from psservice.membership import Identity, Member, Membership, PushAnswer, PushRecord
+from psservice.membership import Identity, Member, Membership, PushAnswer
 from psservice.metrics import Metrics, Traffic
 from psservice.rules.reply import reply_rule
 from psservice.rules.update import subtract
@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JoinOutcome:
-    """What a joining worker is told: ``state`` is ready, upload or wait."""
+    """What a joining worker is told: ``state`` is ready, upload or wait; ``last_push`` is (incarnation, step)."""
 
     state: str
     generation: int
     version: int
-    record: PushRecord | None
+    last_push: tuple[str, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,20 +137,20 @@ class Engine:
             alone = self.model is None and not others and self._start_values is None
             if self.layout is not None and not alone:
                 self._require_same_model(self.layout, layout)
-            self.run.agree(method, method_settings, replace=alone)
             if self._start_values is not None:
                 self._install_start(layout, self._start_values)
                 self._start_values = None
             elif self.layout is None or alone:
                 self.layout = layout
+            self.run.agree(method, method_settings, replace=alone)
             self.membership.join(identity)
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
-            record = self.membership.record(identity.worker_id)
+            last_push = self.membership.last_push(identity.worker_id)
             if self.model is not None:
-                return JoinOutcome("ready", self.model.generation, self.model.version, record)
+                return JoinOutcome("ready", self.model.generation, self.model.version, last_push)
             generation = self._hold_upload(identity, generation_seen, has_replica) if self.is_coordinator else None
-            return JoinOutcome("wait" if generation is None else "upload", generation or 0, 0, record)
+            return JoinOutcome("wait" if generation is None else "upload", generation or 0, 0, last_push)
 
     def leave(self, identity: Identity) -> None:
         """End a lease; unknown ones are ignored, so that leaving twice is harmless."""
@@ -218,16 +218,12 @@ class Engine:
             update = Segment(update.span, offsets, update.values.to(self.device))
 
         def apply() -> tuple[PushAnswer, bool]:
-            name, incarnation = push.identity.worker_id, push.identity.incarnation
             member = self.membership.require(push.identity)
-            record = self.membership.record(name)
-            if record is not None and record.incarnation == incarnation:
-                if push.step == record.step:
-                    return record.answer, True
-                if push.step < record.step:
-                    raise Refusal(
-                        Reason.STEP_OUT_OF_ORDER, f"step {push.step} comes after step {record.step} was applied"
-                    )
+            record = self.membership.record(push.identity)
+            if push.step == record.step and record.answer is not None:
+                return record.answer, True
+            if push.step < record.step:
+                raise Refusal(Reason.STEP_OUT_OF_ORDER, f"step {push.step} comes after step {record.step} was applied")
             self.run.require_open()
             model = self.require_model(push.generation)
             if push.base_version > model.version:
@@ -238,7 +234,7 @@ class Engine:
             started = time.perf_counter_ns()
             version = model.apply(update)
             answer = PushAnswer(version, staleness, time.perf_counter_ns() - started)
-            self.membership.remember(name, PushRecord(incarnation, push.step, answer))
+            self.membership.remember_push(push.identity, push.step, answer)
             member.last_step, member.staleness = push.step, staleness
             member.pushes += 1
             member.samples += push.samples
@@ -284,10 +280,10 @@ class Engine:
     def exchange_buffers(self, identity: Identity, generation: int, step: int, samples: int, data: bytes) -> bytes:
         """Average a worker's buffers in, once a step, and return the average."""
         buffers = self.require_buffers(identity, generation)
-        member = self.membership.require(identity)
-        if samples and step > member.buffer_step:
-            member.buffer_step = step
+        record = self.membership.record(identity)
+        if samples and step > record.buffer_step:
             buffers.contribute(data, samples, len(self.membership))
+            record.buffer_step = step
         return buffers.packed()
 
     def copy_model(self) -> ModelCopy:

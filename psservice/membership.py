@@ -1,7 +1,8 @@
 """Who takes part: leases, and a small record of each worker's last push for exactly-once.
 
 Liveness is the lease, not the connection: any call of a worker renews it, and at its end the worker's state is freed.
-The record (incarnation, step, first answer) stays, so that a repeated push is recognised even after a lost lease.
+The record of an incarnation (last step, first answer) stays, so that a repeated push is recognised even after a lost
+lease.
 """
 
 import threading
@@ -9,10 +10,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pscore.reasons import Reason, Refusal
 from psservice.rules.reply import ReplyRule
 from psservice.shard.replies import Downlink, ReplyMode
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 _MOST_RECORDS = 100_000
 
@@ -34,13 +39,19 @@ class PushAnswer:
     apply_nanoseconds: int
 
 
-@dataclass(frozen=True, slots=True)
-class PushRecord:
-    """The last push of a worker name."""
+@dataclass(slots=True)
+class Record:
+    """What is remembered of an incarnation beyond its lease, so that repeats are recognised.
 
-    incarnation: str
-    step: int
-    answer: PushAnswer
+    Attributes:
+        step: its last push; 0 before the first.
+        answer: what that push was answered.
+        buffer_step: its last exchange of buffers.
+    """
+
+    step: int = 0
+    answer: PushAnswer | None = None
+    buffer_step: int = 0
 
 
 @dataclass
@@ -56,7 +67,6 @@ class Member:
     push_bytes: int = 0
     pull_bytes: int = 0
     samples: int = 0
-    buffer_step: int = 0
     reply_mode: ReplyMode | None = None
     reply_density: float = 0.0
     """Density of the last reply."""
@@ -78,7 +88,8 @@ class Membership:
     on_expire: Callable[[Member], None] = lambda member: None
     clock: Callable[[], float] = time.monotonic
     _members: dict[str, Member] = field(default_factory=dict)
-    _records: OrderedDict[str, PushRecord] = field(default_factory=OrderedDict)
+    _records: OrderedDict[Identity, Record] = field(default_factory=OrderedDict)
+    _last_pushes: OrderedDict[str, tuple[str, int]] = field(default_factory=OrderedDict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def join(self, identity: Identity) -> Member:
@@ -164,15 +175,31 @@ class Membership:
             for member in self._members.values():
                 member.downlink = Downlink(self.make_rule())
 
-    def record(self, worker_id: str) -> PushRecord | None:
-        """Return the last push of a worker name."""
-        with self._lock:
-            return self._records.get(worker_id)
+    def record(self, identity: Identity) -> Record:
+        """Return what is remembered of an incarnation, to be read and written on the writer thread.
 
-    def remember(self, worker_id: str, record: PushRecord) -> None:
-        """Keep the last push of a worker name; the least recently used names are forgotten beyond a bound."""
+        The least recently used records are forgotten beyond a bound.
+        """
         with self._lock:
-            self._records[worker_id] = record
-            self._records.move_to_end(worker_id)
-            while len(self._records) > _MOST_RECORDS:
-                self._records.popitem(last=False)
+            record = self._records.setdefault(identity, Record())
+            _keep_recent(self._records, identity)
+            return record
+
+    def remember_push(self, identity: Identity, step: int, answer: PushAnswer) -> None:
+        """Record a push that was applied."""
+        with self._lock:
+            record = self.record(identity)
+            record.step, record.answer = step, answer
+            self._last_pushes[identity.worker_id] = (identity.incarnation, step)
+            _keep_recent(self._last_pushes, identity.worker_id)
+
+    def last_push(self, worker_id: str) -> tuple[str, int] | None:
+        """Return (incarnation, step) of the last push that was applied under a worker's name."""
+        with self._lock:
+            return self._last_pushes.get(worker_id)
+
+
+def _keep_recent(records: "OrderedDict[Key, Value]", key: Key) -> None:
+    records.move_to_end(key)
+    while len(records) > _MOST_RECORDS:
+        records.popitem(last=False)

@@ -38,8 +38,16 @@ class Run:
         self._method_settings: dict[str, str] = {}
 
     def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
-        """Check the run that a caller names; raises :class:`Refusal` (``RUN_MISMATCH``)."""
-        if run_id != self.run_id and not (may_be_empty and not run_id) and not (self._follows and not self.run_id):
+        """Check the run that a caller names; raises :class:`Refusal` (``RUN_MISMATCH``).
+
+        A shard that follows the coordinator and has not heard of a run yet takes the first that a worker names.
+        """
+        if may_be_empty and not run_id:
+            return
+        if self._follows and not self.run_id:
+            self.run_id = "" if may_be_empty else run_id  # one who only asks to join proves nothing
+            return
+        if run_id != self.run_id:
             raise Refusal(Reason.RUN_MISMATCH, f"the caller belongs to run {run_id!r}, this server to {self.run_id!r}")
 
     def follow(self, run_id: str) -> None:

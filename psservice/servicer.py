@@ -77,7 +77,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 generation_seen=request.generation_seen,
                 has_replica=request.has_replica,
             )
-            record = outcome.record
+            incarnation, step = outcome.last_push or ("", 0)
             return pb.JoinResponse(
                 state=_JOIN_STATES[outcome.state],
                 run_id=engine.run.run_id,
@@ -86,8 +86,8 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 version=outcome.version,
                 retry_seconds=WAIT_RETRY_SECONDS,
                 live_workers=len(engine.membership),
-                last_step=record.step if record else 0,
-                last_incarnation=record.incarnation if record else "",
+                last_step=step,
+                last_incarnation=incarnation,
                 run_state=_RUN_STATES[engine.run.state],
                 server_version=__version__,
             )

@@ -59,6 +59,10 @@ class ASGD(ParameterServerOptimizer):
     @staticmethod
     def flush_state(state: State, group: Group, tools: Tools) -> Sent:
         """Send what is carried."""
-        carry = state.pop("carry", None)
+        carry = state.get("carry")
         held = held_entries(carry)
-        return Sent(held, torch.empty(0) if carry is None else carry[held])
+        if carry is None:
+            return Sent(held, torch.empty(0))
+        s = tools.quantise(carry[held])
+        carry[held] -= s
+        return Sent(held, s)

@@ -70,23 +70,25 @@ class DGC(ParameterServerOptimizer):
         r.add_(u)
         sent = tools.choose(r)
         u[sent] = 0
-        return _send(r, sent, group["lr"], tools)
+        return _send(state, r, sent, group["lr"], tools)
 
     @staticmethod
     def give_back(state: State, payload: torch.Tensor, group: Group) -> None:
-        """``r += p/lr``; with a learning rate of zero the payload was zero."""
-        if group["lr"]:
-            memory(state, "residual", payload).add_(payload, alpha=1 / group["lr"])
+        """``r += p/lr``, with the rate at which it was sent; where that was zero, so was the payload."""
+        lr = state.get("sent_lr", group["lr"])
+        if lr:
+            memory(state, "residual", payload).add_(payload, alpha=1 / lr)
 
     @staticmethod
     def flush_state(state: State, group: Group, tools: Tools) -> Sent:
         """Send the whole residual; the momentum that is left would be new movement and stays unsent."""
         r = state.get("residual")
         held = held_entries(r)
-        return Sent(held, torch.empty(0)) if r is None else _send(r, held, group["lr"], tools)
+        return Sent(held, torch.empty(0)) if r is None else _send(state, r, held, group["lr"], tools)
 
 
-def _send(r: torch.Tensor, sent: torch.Tensor, lr: float, tools: Tools) -> Sent:
+def _send(state: State, r: torch.Tensor, sent: torch.Tensor, lr: float, tools: Tools) -> Sent:
+    state["sent_lr"] = lr
     scaled = lr * r[sent]
     s = tools.quantise(scaled)
     r[sent] = (scaled - s) / lr if lr else 0.0

@@ -10,6 +10,8 @@ def exact(x: torch.Tensor, k: int) -> torch.Tensor:
     On the host the threshold comes from a quickselect (``numpy.partition``), which is several times faster there than
     ``torch.topk``; on CUDA from ``torch.topk``.
     """
+    if k <= 0:
+        return torch.empty(0, dtype=torch.int64, device=x.device)
     magnitude = x.detach().abs()
     if k >= magnitude.numel():
         return magnitude.nonzero().view(-1)

@@ -53,6 +53,7 @@ class Auto:
         if changed_density is None:
             return in_topk
         if not in_topk:
+            self._calm = 0
             return changed_density > self.limit
         self._calm = self._calm + 1 if changed_density < self.limit / 2 else 0
         if self._calm < CALM_PULLS:

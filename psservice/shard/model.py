@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from pscore.layout import ModelLayout, Span
+from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from psservice.rules.update import UpdateRule
 from psservice.shard.ledger import Support, UpdateLedger, union
@@ -98,7 +99,11 @@ class ModelShard:
         return copy
 
     def as_sent(self, support: Support, values: torch.Tensor) -> list[Segment]:
-        """Cut values within the shard at changes of dtype and cast each piece to its parameters' dtype."""
+        """Cut values within the shard at changes of dtype and cast each piece to its parameters' dtype.
+
+        Raises:
+            Refusal: ``NON_FINITE``, where a parameter has left the range of its dtype.
+        """
         if support is not None and not support.numel():
             return []
         whole = Segment(self.span, None if support is None else support.long(), values)
@@ -106,5 +111,10 @@ class ModelShard:
         for dtype, run in self.layout.dtype_runs(self.span):
             piece = whole.clip(run)
             if piece is not None:
-                pieces.append(Segment(piece.span, piece.offsets, piece.values.to(dtype)))
+                rounded = piece.values.to(dtype)
+                if dtype == torch.float16 and not bool(rounded.isfinite().all()):
+                    raise Refusal(
+                        Reason.NON_FINITE, f"parameters in [{run.start}, {run.end}) have left the range of float16"
+                    )
+                pieces.append(Segment(piece.span, piece.offsets, rounded))
         return pieces

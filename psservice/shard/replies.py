@@ -205,7 +205,8 @@ def _answer_image(
         segments = [Segment(model.span, offsets, difference[offsets])] if offsets.numel() else []
     else:
         version, rounded = writer.run(lambda: (model.version, model.rounded()))
-        offsets = (rounded != image).nonzero().view(-1)
+        differs = rounded.view(torch.int32) != image.view(torch.int32)  # bits, so that −0 is not taken for +0
+        offsets = differs.nonzero().view(-1)
         segments = model.as_sent(offsets, rounded[offsets])
     reply = Reply(
         mode=ReplyMode.TOPK if stay else ReplyMode.EXACT,

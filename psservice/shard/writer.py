@@ -19,6 +19,8 @@ class Writer:
     def __init__(self, queue_limit: int) -> None:
         """Start the thread; at most ``queue_limit`` jobs wait."""
         self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue(queue_limit)
+        self._closing = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._work, name="shard-writer", daemon=True)
         self._thread.start()
 
@@ -31,19 +33,24 @@ class Writer:
         """Run ``job`` on the writer thread and return its result, or raise what it raised.
 
         Raises:
-            Refusal: ``BUSY`` where the queue is full.
+            Refusal: ``BUSY`` where the queue is full, ``DRAINING`` after :meth:`close`.
         """
         future: Future[Result] = Future()
-        try:
-            self._jobs.put_nowait((job, future))
-        except queue.Full:
-            raise Refusal(
-                Reason.BUSY, "too many updates are waiting to be applied", retry_seconds=BUSY_RETRY_SECONDS
-            ) from None
+        with self._closing:
+            if self._closed:
+                raise Refusal(Reason.DRAINING, "the server is stopping")
+            try:
+                self._jobs.put_nowait((job, future))
+            except queue.Full:
+                raise Refusal(
+                    Reason.BUSY, "too many updates are waiting to be applied", retry_seconds=BUSY_RETRY_SECONDS
+                ) from None
         return future.result()
 
     def close(self) -> None:
-        """Finish what is queued and stop the thread."""
+        """Finish what is queued and stop the thread; jobs that come later are refused."""
+        with self._closing:
+            self._closed = True
         self._jobs.put(None)
         self._thread.join()
 

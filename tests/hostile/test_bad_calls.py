@@ -85,7 +85,6 @@ def push(worker, *chunks, head=None, end=None):
 def refusal(call) -> tuple[str, str]:
     """Return status and reason of a call that must be refused."""
 
-
     def finished():
         result = call()
         return list(result) if isinstance(result, grpc.Call) else result

@@ -77,3 +77,25 @@ def test_the_policy_none_keeps_none():
 def test_the_upload_brings_all_buffers(engine):
     assert engine.upload_buffer_bytes() == len(data(0))
     assert exchange(engine, ANNA, 0, 0, data(1)) == pack(START)
+
+
+def test_a_repeat_after_a_lost_lease_is_not_counted_again(engine):
+    join(engine, LAYOUT, BERT)
+    exchange(engine, ANNA, 1, 30, data(3))
+    after = exchange(engine, BERT, 1, 30, data(6))
+    engine.leave(BERT)
+    join(engine, LAYOUT, BERT)
+    assert exchange(engine, BERT, 1, 30, data(6)) == after
+
+
+def test_a_contribution_that_is_no_number_is_refused_and_does_no_harm(engine):
+    before = exchange(engine, ANNA, 1, 30, data(3))
+    assert reason_of(exchange, engine, ANNA, 2, 30, data(float("nan"))) is Reason.NON_FINITE
+    assert exchange(engine, ANNA, 0, 0, data(0)) == before
+
+
+def test_an_infinite_buffer_stands_and_may_become_finite_again(engine):
+    join(engine, LAYOUT, BERT)
+    assert exchange(engine, ANNA, 1, 30, data(float("-inf"))) == data(float("-inf"))
+    assert exchange(engine, BERT, 1, 30, data(float("-inf"))) == data(float("-inf"))
+    assert exchange(engine, ANNA, 2, 30, data(2)) == data(2)

@@ -77,7 +77,7 @@ def test_the_final_model_is_that_of_the_last_version_with_its_buffers(tmp_path):
 
 def test_the_parts_of_several_shards_join_to_the_whole(tmp_path):
     path = tmp_path / "final.safetensors"
-    with serving_shards(3, WITH_BUFFERS, torch.arange(10.0), [torch.ones(2)], final_model=path) as shards:
+    with serving_shards(3, WITH_BUFFERS, torch.arange(10.0), [torch.ones(2)], final_model=path, run_id="r") as shards:
         parts = [shard.finish() for shard in shards]
     state = modelfile.read_parts(parts)
     assert torch.equal(modelfile.flatten(WITH_BUFFERS, state), torch.arange(10.0))
@@ -89,3 +89,13 @@ def test_a_server_that_closes_has_written_its_model(tmp_path):
     with serving(LAYOUT, ONES, final_model=path, end_versions=1) as engine:
         push(engine, 1, {0: 1.0}, ANNA)
     assert modelfile.read(path)["t0"][0].item() == 0
+
+
+def test_parts_of_different_runs_do_not_join(tmp_path):
+    parts = []
+    for run_id in ("one", "two"):
+        path = tmp_path / run_id / "final.safetensors"
+        with serving_shards(2, LAYOUT, ONES, final_model=path, run_id=run_id) as shards:
+            parts.append([shard.finish() for shard in shards])
+    with pytest.raises(modelfile.ModelFileError, match="another run"):
+        modelfile.read_parts([parts[0][0], parts[1][1]])

@@ -108,9 +108,20 @@ def test_a_restarted_worker_counts_its_steps_anew(engine):
     push(engine, 7, {0: 1.0})
     engine.leave(ANNA)
     again = Identity("anna", "2")
-    record = join(engine, LAYOUT, again).record
-    assert (record.incarnation, record.step) == ("1", 7)
+    assert join(engine, LAYOUT, again).last_push == ("1", 7)
     assert push(engine, 1, {0: 1.0}, again)[1] is False
+    assert engine.model.version == 2
+
+
+def test_a_repeat_is_recognised_although_another_life_of_the_worker_came_between(engine):
+    first, _ = push(engine, 5, {0: 1.0})
+    again = Identity("anna", "2")
+    engine.leave(ANNA)
+    join(engine, LAYOUT, again)
+    push(engine, 1, {0: 1.0}, again)
+    engine.leave(again)
+    join(engine, LAYOUT, ANNA)
+    assert push(engine, 5, {0: 1.0}) == (first, True)
     assert engine.model.version == 2
 
 
@@ -119,7 +130,7 @@ def test_a_repeat_after_a_lost_lease_is_recognised(engine):
     first, _ = push(engine, 1, {0: 1.0})
     clock.now += HOUR
     assert reason_of(push, engine, 1, {0: 1.0}) is Reason.LEASE_EXPIRED
-    assert join(engine, LAYOUT, ANNA).record.step == 1
+    assert join(engine, LAYOUT, ANNA).last_push == (ANNA.incarnation, 1)
     assert push(engine, 1, {0: 1.0}) == (first, True)
     assert theta(engine)[0].item() == -1
 

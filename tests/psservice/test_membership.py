@@ -3,7 +3,7 @@
 import pytest
 
 from pscore.reasons import Reason, Refusal
-from psservice.membership import Identity, Membership, PushAnswer, PushRecord
+from psservice.membership import Identity, Membership, PushAnswer
 from psservice.rules.reply import Exact
 
 LEASE = 10.0
@@ -126,14 +126,16 @@ def test_members_come_by_name(world):
 @pytest.mark.parametrize("how", ["leaves", "expires"])
 def test_the_record_of_the_last_push_survives_a_worker_that(world, how):
     world.members.join(ANNA)
-    record = PushRecord("1", 7, PushAnswer(3, 0, 0))
-    world.members.remember("anna", record)
+    answer = PushAnswer(3, 0, 0)
+    world.members.remember_push(ANNA, 7, answer)
     if how == "leaves":
         world.members.leave(ANNA)
     else:
         world.clock.now += 1000 * LEASE
-    assert world.members.record("anna") == record
-    assert world.members.record("bert") is None
+    record = world.members.record(ANNA)
+    assert (record.step, record.answer) == (7, answer)
+    assert world.members.last_push("anna") == (ANNA.incarnation, 7)
+    assert world.members.last_push("bert") is None
 
 
 def test_another_model_makes_every_image_void(world):

@@ -106,3 +106,14 @@ def test_a_run_that_was_named_follows_no_other(coordinator):
     run = Run("mine", coordinator=coordinator)
     run.follow("mine")
     assert refusal_of(lambda: run.follow("other")).reason is Reason.RUN_MISMATCH
+
+
+def test_a_shard_that_follows_takes_the_run_of_the_first_worker_that_trains():
+    run = Run("", coordinator=False)
+    run.require_id("asked-by-a-joiner", may_be_empty=True)
+    run.require_id("real")
+    assert run.run_id == "real"
+    with pytest.raises(Refusal):
+        run.require_id("other")
+    run.follow("after-a-new-upload")
+    assert run.run_id == "after-a-new-upload"
