@@ -210,12 +210,10 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 image=reply.image,
                 run_state=_RUN_STATES[engine.run.state],
             )
-            checksum = frames.Checksum()
-            sent = 0
-            for message in self._pull_messages(header, reply.segments, checksum):
-                sent += frames.wire_bytes(message)
+            member = engine.membership.require(identity)
+            for message in self._pull_messages(header, reply.segments, frames.Checksum()):
+                self._count("PullDiff", member, sent=frames.wire_bytes(message))
                 yield message
-            self._count("PullDiff", engine.membership.require(identity), sent=sent)
 
     def ExchangeBuffers(  # noqa: N802
         self, request_iterator: Iterator[pb.ExchangeBuffersRequest], context: grpc.ServicerContext
@@ -240,12 +238,11 @@ class ParameterServerServicer(ParameterServerServiceServicer):
             data = reader.finish()
             require_end(request_iterator)
             average = engine.exchange_buffers(identity, header.generation, header.step, header.samples, data)
-            sent = 0
+            self._count("ExchangeBuffers", None, received=received)
             for piece in frames.encode_bytes(average, self._settings.chunk_bytes):
                 message = pb.ExchangeBuffersResponse(buffers=piece)
-                sent += frames.wire_bytes(message)
+                self._count("ExchangeBuffers", None, sent=frames.wire_bytes(message))
                 yield message
-            self._count("ExchangeBuffers", None, received=received, sent=sent)
 
     def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.GetStatusResponse:  # noqa: N802
         """Report."""
