@@ -61,7 +61,7 @@ def test_a_killed_worker_is_noticed_within_its_lease_and_the_others_go_on():
         victim.wait(30)
         killed = time.monotonic()
         wait_until(lambda: [worker.worker_id for worker in status(server).workers] == ["survivor"])
-        assert time.monotonic() - killed < 10  # lease 1.5 s, plus what a loaded machine may take
+        assert time.monotonic() - killed < 25  # lease 1.5 s, plus what a loaded machine may take
         before = optimizer.version
         train_step(model, optimizer, *make_data())
         assert optimizer.version > before
