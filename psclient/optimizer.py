@@ -344,9 +344,11 @@ class ParameterServerOptimizer(Optimizer, ABC):
                 return None
             parameter = self._model.parameters[position]
             group = self._hyperparameters(parameter)
-            direction = gradient.reshape(-1).float() * scale
+            direction = gradient.reshape(-1).float()  # may be the gradient itself, so nothing is done in place
+            if scale != 1:
+                direction = direction * scale
             if group["weight_decay"]:
-                direction.add_(parameter.detach().reshape(-1).float(), alpha=group["weight_decay"])
+                direction = direction.add(parameter.detach().reshape(-1).float(), alpha=group["weight_decay"])
             return self.compress(self.state[parameter], direction, group, self._tools(group))
 
         self.report = report
