@@ -98,7 +98,7 @@ def news(workers: Workers, server: psclient.LocalServer) -> Iterator[tuple[int, 
             elif isinstance(message, Done):
                 del waiting[pipe]
             else:
-                raise RunFailedError(f"{process.name} failed:\n{message}")
+                raise RunFailedError(f"{process.name} failed:\n{message.rstrip()}")
         for pipe, (_, process) in waiting.items():
             if time.monotonic() - heard[pipe] > SILENCE_SECONDS:
                 raise RunFailedError(f"{process.name} has said nothing for {SILENCE_SECONDS:.0f} s")
@@ -111,7 +111,8 @@ def test_accuracy(server: psclient.LocalServer) -> float:
     model.eval()
     images, labels = load_digits()[1].tensors
     with torch.inference_mode():
-        return (model(images).argmax(1) == labels).float().mean().item()
+        correct = (model(images).argmax(1) == labels).sum().item()
+    return correct / len(labels)
 
 
 def run(method: str, options: argparse.Namespace, console: Console) -> tuple[dict[str, Any], display.Curve]:
@@ -183,8 +184,9 @@ def summary(options: argparse.Namespace, results: dict[str, Any], verdict: dict[
     return {
         **results,
         "targets": verdict,
-        "bytes_counted": "messages of all workers as encoded, both ways, without HTTP/2 framing: pushes, pulls (first "
-        "downloads included) and exchanges of BatchNorm statistics (buffer_bytes); bytes is their sum",
+        "bytes_counted": "optimizer.totals of all workers, both ways: pushes (and the first worker's upload of the "
+        "model), pulls (first downloads included) and exchanges of BatchNorm statistics (buffer_bytes); bytes is their "
+        "sum. Not in it: the exchange when a worker leaves, joins, leases, HTTP/2 framing, downloads for testing",
         "settings": {
             "workers": options.workers,
             "epochs": options.epochs,

@@ -46,7 +46,7 @@ class Display:
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
-        else:
+        elif any(self._last):
             self._line()
 
     def worker(self, index: int, progress: Progress) -> None:

@@ -1,6 +1,9 @@
 """One worker of the quickstart: the data, the model, and a training loop with three lines of psclient in it."""
 
 import functools
+import multiprocessing
+import os
+import threading
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -122,7 +125,7 @@ def train(index: int, job: Job, parent: Connection) -> None:
                     accuracy=(scores.argmax(1) == targets).float().mean().item(),
                     version=optimizer.version,
                     staleness=optimizer.report.staleness,
-                    push_bytes=totals.push_bytes,
+                    push_bytes=totals.push_bytes + totals.upload_bytes,
                     pull_bytes=totals.pull_bytes,
                     buffer_bytes=totals.buffer_bytes,
                 )
@@ -132,10 +135,17 @@ def train(index: int, job: Job, parent: Connection) -> None:
 
 def main(index: int, job: Job, parent: Connection) -> None:
     """Run :func:`train` in a process of its own; the parent is told how it ended."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         train(index, job, parent)
         parent.send(Done())
-    except BrokenPipeError:
-        pass  # the parent is gone
     except Exception:
         parent.send(traceback.format_exc())
+
+
+def _end_with_parent() -> None:
+    """Leave no worker behind where the parent was killed."""
+    process = multiprocessing.parent_process()
+    if process is not None:
+        process.join()
+        os._exit(1)

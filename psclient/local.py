@@ -42,12 +42,16 @@ class LocalServer:
         self._settings: dict[str, object] = {"log_format": "text", "log_level": "warning", "listen": "127.0.0.1:0"}
         self._settings |= {"health_listen": "", "metrics_listen": "127.0.0.1:0"} | settings
         self.processes: list[subprocess.Popen[bytes]] = []
+        waiting: list[int] = []
         self.addresses: list[str] = []
         self.metrics_addresses: list[str] = []
         self.health_addresses: list[str] = []
-        starting = [self._start(i, shards, str(self._settings["listen"])) for i in range(shards)]
         try:
-            for process, ready in starting:
+            for index in range(shards):  # all start at once
+                process, ready = self._start(index, shards, str(self._settings["listen"]))
+                self.processes.append(process)
+                waiting.append(ready)
+            for process, ready in zip(self.processes, waiting, strict=True):
                 self._await_ready(process, ready)
         except BaseException:
             self.stop()
@@ -112,7 +116,6 @@ class LocalServer:
         return process, read_end
 
     def _await_ready(self, process: subprocess.Popen[bytes], ready: int) -> None:
-        self.processes.append(process)
         found = self._read_ready(process, ready)
         self.addresses.append(found["address"])
         self.metrics_addresses.append(found["metrics"])

@@ -78,6 +78,9 @@ class Membership:
         self._method_settings = dict(method_settings)
         self._joined = False
         self._stop = threading.Event()
+        self._lease_thread: threading.Thread | None = None
+        self.upload_bytes = 0
+        """Message bytes of models sent."""
 
     @property
     def coordinator(self) -> ShardClient:
@@ -87,6 +90,10 @@ class Membership:
     @property
     def _has_replica(self) -> bool:
         return all(shard.has_base for shard in self.shards)
+
+    @property
+    def _renewal_seconds(self) -> float:
+        return max(0.1, self.run_settings.lease_seconds / 3)
 
     def hurry(self, seconds: float) -> None:
         """Wait no longer than this from now on; a worker that is told to stop has little time."""
@@ -127,7 +134,8 @@ class Membership:
                 )
         if not self._joined:
             self._joined = True
-            threading.Thread(target=self._keep_leases, name="psclient-lease", daemon=True).start()
+            self._lease_thread = threading.Thread(target=self._keep_leases, name="psclient-lease", daemon=True)
+            self._lease_thread.start()
 
     def _try_join(self, seconds: float) -> bool:
         answers = [self._join_shard(shard, seconds) for shard in reversed(self.shards[1:])]
@@ -224,11 +232,16 @@ class Membership:
                 yield pb.UploadModelRequest(buffers=piece)
             yield pb.UploadModelRequest(commit=checksum.commit())
 
+        def counted() -> Iterator[pb.UploadModelRequest]:
+            for message in messages():
+                self.upload_bytes += frames.wire_bytes(message)
+                yield message
+
         nbytes = 4 * shard.span.length + len(buffers)
         for attempt in self.patience(shard, extra_seconds=nbytes / SLOWEST_BYTES_A_SECOND):
             with attempt:
                 try:
-                    response = shard.connection.stub.UploadModel(messages(), timeout=attempt.timeout)
+                    response = shard.connection.stub.UploadModel(counted(), timeout=attempt.timeout)
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error)
                     if not isinstance(failure, Refusal):
@@ -263,14 +276,17 @@ class Membership:
                         pb.LeaveRequest(identity=self.identity), timeout=2.0
                     )
                 )
+        if self._lease_thread is not None:
+            # A thread that outlives the interpreter's end would free tensors when torch can no longer do so.
+            self._lease_thread.join(self._renewal_seconds * len(self.shards) + 1.0)
 
     def _keep_leases(self) -> None:
-        while not self._stop.wait(max(0.1, self.run_settings.lease_seconds / 3)):
+        while not self._stop.wait(self._renewal_seconds):
             for shard in self.shards:
                 self.quietly(
                     lambda shard=shard: shard.connection.stub.RenewLease(  # type: ignore[misc]
                         pb.RenewLeaseRequest(identity=self.identity),
-                        timeout=max(0.5, self.run_settings.lease_seconds / 3),
+                        timeout=max(0.5, self._renewal_seconds),
                     )
                 )
 

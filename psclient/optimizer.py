@@ -15,7 +15,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
 from psclient.cluster import Cluster, PushOutcome
-from psclient.errors import ConfigurationError, NonFiniteGradientError, RunFinishedError, from_refusal
+from psclient.errors import ConfigurationError, RunFinishedError, from_refusal
+from psclient.gradients import finite_gradients
 from psclient.hyperparameters import MomentumAdvice, check_hyperparameters
 from psclient.lifecycle import Lifecycle
 from psclient.local import LocalServer
@@ -124,6 +125,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self.close()
             raise
         self.totals.add(self.report)
+        self.totals.upload_bytes = self._membership.upload_bytes
 
     # What a method defines
 
@@ -206,7 +208,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         with self._lifecycle.busy():
             if self.finished:
                 raise RunFinishedError(f"run {self.run_id!r} is over; leave the loop when optimizer.finished is true")
-            gradients = self._gradients()
+            gradients = finite_gradients(self._model, self._group_of)
             self._settle_doubt()
             counted = self._samples.take() if self._samples is not None else 1
             self._do_step(gradients, counted if samples is None else samples)
@@ -214,7 +216,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Push everything that this worker still holds, at density 1; parameters follow with the next step or pull.
+        """Push everything that this worker still holds, at density 1; :meth:`pull` brings it back into the parameters.
 
         Raises:
             ServerUnreachableError: no server within the patience.
@@ -236,6 +238,19 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._push(report, 0, held)
             self.totals.add(report)
 
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Bring the parameters up to the server's without pushing, before an evaluation, say.
+
+        Raises:
+            ServerUnreachableError: no server within the patience.
+        """
+        with self._lifecycle.busy():
+            self._settle_doubt()
+            report = StepReport(self._step)
+            self._count_pull(report, self._cluster.pull())
+            self.totals.add(report)
+
     def hurry(self, seconds: float) -> None:
         """Wait no longer than this for a server from now on."""
         self._membership.hurry(seconds)
@@ -250,9 +265,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             if self._samples is not None:
                 self._samples.close()
             if self._samples_since_exchange and not self._cluster.in_doubt:
-                self._membership.quietly(
-                    lambda: self._cluster.exchange_buffers(self._step, self._samples_since_exchange)
-                )
+                self._membership.quietly(lambda: self._exchange_at_end(self._samples_since_exchange))
         self._cluster.close()
         self._lifecycle.release()
 
@@ -361,10 +374,14 @@ class ParameterServerOptimizer(Optimizer, ABC):
                 report.buffer_bytes = self._cluster.exchange_buffers(self._step, self._samples_since_exchange)
             self._samples_since_exchange = 0
         self.totals.add(report)
+        self.totals.upload_bytes = self._membership.upload_bytes
         self._momentum_advice.check(self.live_workers, self.param_groups)
 
     def _push(self, report: StepReport, samples: int, sent_by: Callable[[int], Sent | None]) -> None:
         self._finish_push(self._pusher.push(report, samples, sent_by, self._return))
+
+    def _exchange_at_end(self, samples: int) -> None:
+        self.totals.buffer_bytes += self._cluster.exchange_buffers(self._step, samples)
 
     def _settle_doubt(self) -> None:
         if self._cluster.in_doubt:
@@ -384,23 +401,6 @@ class ParameterServerOptimizer(Optimizer, ABC):
         for position, payload in self._pusher.payloads(parts):
             parameter = self._model.parameters[position]
             self.give_back(self.state[parameter], payload.to(parameter.device), self._hyperparameters(parameter))
-
-    def _gradients(self) -> dict[int, torch.Tensor]:
-        """Return the gradients by position in the layout, all finite."""
-        found: dict[int, torch.Tensor] = {}
-        norms = []
-        for position, parameter in enumerate(self._model.parameters):
-            if id(parameter) not in self._group_of or parameter.grad is None or not parameter.numel():
-                continue
-            gradient = parameter.grad.coalesce().to_dense() if parameter.grad.is_sparse else parameter.grad
-            found[position] = gradient
-            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
-        # The norms are the fast test; one may overflow although every element is finite, so only elements convict.
-        if norms and not bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()):
-            for position, gradient in found.items():
-                if not bool(gradient.isfinite().all()):
-                    raise NonFiniteGradientError(self._layout.parameters[position].name)
-        return found
 
     def _hyperparameters(self, parameter: torch.Tensor) -> Group:
         group = self._group_of[id(parameter)]

@@ -53,7 +53,11 @@ class StepReport:
 
 @dataclass
 class Totals:
-    """Sums over all steps of an optimizer, the first download included."""
+    """Sums over all steps of an optimizer, the first download included.
+
+    Attributes:
+        upload_bytes: message bytes of whole models that this worker has uploaded; not part of ``push_bytes``.
+    """
 
     push_bytes: int = 0
     pull_bytes: int = 0
@@ -61,6 +65,7 @@ class Totals:
     push_entries: int = 0
     pull_entries: int = 0
     samples: int = 0
+    upload_bytes: int = 0
 
     def add(self, report: StepReport) -> None:
         """Add one step."""

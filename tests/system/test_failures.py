@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -256,3 +257,33 @@ def test_a_state_saved_in_doubt_holds_the_payload():
 def test_a_model_smaller_than_the_number_of_shards_is_refused():
     with LocalServer(shards=2) as server, pytest.raises(psclient.errors.RefusedError, match="cannot be cut"):
         psclient.ASGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, server=server, settings=QUICK)
+
+
+def test_closing_leaves_no_thread_behind():
+    with LocalServer() as server:
+        model = make_model()
+        optimizer = drop(model, server)
+        train_step(model, optimizer, *make_data())
+        optimizer.close()
+        assert "psclient-lease" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_totals_hold_every_byte_of_the_upload_and_the_last_exchange():
+    with LocalServer(buffer_period_steps=100) as server:
+        model = make_model()
+        optimizer = drop(model, server)
+        assert optimizer.totals.upload_bytes > 4 * sum(p.numel() for p in model.parameters())
+        before = optimizer.totals.buffer_bytes
+        train_step(model, optimizer, *make_data())
+        optimizer.close()
+        assert optimizer.totals.buffer_bytes > before
+
+
+def test_pull_brings_the_others_work_without_a_push():
+    with LocalServer(down_mode="exact") as server:
+        models = [make_model(i, batch_norm=False) for i in range(2)]
+        a, b = (drop(m, server, worker=f"w{i}") for i, m in enumerate(models))
+        train_step(models[0], a, *make_data())
+        b.pull()
+        assert b.version == 1
+        assert_same_parameters(models[1], server.server)
