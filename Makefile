@@ -21,8 +21,8 @@ help: ## Show this list
 venv: $(STAMP) ## Set up .venv with the tested versions of everything
 
 $(STAMP): pyproject.toml constraints.txt tools/generate_stubs.py
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo '$(PYTHON) is older than Python 3.11; choose another: make PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+		|| { echo '$(PYTHON) is missing or older than Python 3.11; choose another: make PYTHON=python3.12' >&2; exit 1; }
 	@echo '[1/4] creating $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
 	@echo '[2/4] installing PyTorch (the largest part: minutes on a slow line)'

@@ -45,7 +45,7 @@ class BufferExchange:
                 reader = frames.BytesReader(packed_bytes(self.specs), packed_bytes(self.specs))
                 try:
                     responses = coordinator.connection.stub.ExchangeBuffers(
-                        iter(messages), timeout=attempt.timeout, wait_for_ready=True
+                        iter(messages), timeout=attempt.timeout, wait_for_ready=attempt.wait_for_ready
                     )
                     for response in responses:
                         moved += frames.wire_bytes(response)
@@ -55,7 +55,7 @@ class BufferExchange:
                     failure = from_rpc_error(error)
                     if isinstance(failure, Refusal) and failure.reason in REJOIN_REASONS:
                         return moved
-                    raise (from_refusal(failure) if isinstance(failure, Refusal) else failure) from error
+                    raise (from_refusal(failure) if isinstance(failure, Refusal) else failure) from None
                 except Refusal as damage:
                     raise ServerFaultError(f"{coordinator.address} sent damaged buffers: {damage.detail}") from damage
                 if adopt:

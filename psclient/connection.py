@@ -7,7 +7,7 @@ from types import TracebackType
 
 import grpc
 
-from psclient.errors import ServerUnreachableError, Transient
+from psclient.errors import STEP_AGAIN, ServerUnreachableError, Transient
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 log = logging.getLogger("psclient")
@@ -51,14 +51,15 @@ class Patience:
 
         for attempt in Patience(address, seconds, deadline_seconds):
             with attempt:
-                return stub.Call(request, timeout=attempt.timeout, wait_for_ready=True)
+                return stub.Call(request, timeout=attempt.timeout, wait_for_ready=attempt.wait_for_ready)
 
     A :class:`~psclient.errors.Transient` raised inside leads to another attempt after a jittered delay, with twice the
-    deadline: a transfer may be larger, or the network slower, than the first one allowed for.
+    deadline: a transfer may be larger, or the network slower, than the first one allowed for. The first attempt fails
+    at once where nothing listens, so that this can be said; later ones wait for the server.
     """
 
-    def __init__(self, address: str, seconds: float, deadline_seconds: float) -> None:
-        """Begin now."""
+    def __init__(self, address: str, seconds: float, deadline_seconds: float, hint: str = STEP_AGAIN) -> None:
+        """Begin now; ``hint`` says what to do at the end of it."""
         self.address = address
         self.timeout = min(deadline_seconds, seconds)
         self._deadline_seconds = deadline_seconds
@@ -66,6 +67,8 @@ class Patience:
         self._seconds = seconds
         self._delay = _FIRST_DELAY_SECONDS
         self._warned = False
+        self._hint = hint
+        self.wait_for_ready = False
 
     def __iter__(self) -> "Patience":
         """Iterate over attempts."""
@@ -90,12 +93,13 @@ class Patience:
         elapsed = time.monotonic() - self._started
         delay = error.retry_seconds or self._delay * random.uniform(0.5, 1.5)
         if elapsed + delay >= self._seconds:
-            raise ServerUnreachableError(self.address, elapsed, str(error)) from error
+            raise ServerUnreachableError(self.address, elapsed, str(error), self._hint) from None
         if not self._warned and error.retry_seconds is None:
             self._warned = True
             log.warning("%s does not answer (%s); trying for %.0f s more", self.address, error, self._seconds - elapsed)
         time.sleep(delay)
         if error.retry_seconds is None:
             self._deadline_seconds *= 2
+        self.wait_for_ready = True
         self._delay = min(_LONGEST_DELAY_SECONDS, 2 * self._delay)
         return True

@@ -12,6 +12,8 @@ from grpc_status import rpc_status
 
 from pscore.reasons import DOMAIN, Reason, Refusal
 
+STEP_AGAIN = "Nothing is lost: call step() again, or raise PSCLIENT_PATIENCE_SECONDS"
+
 _TRANSIENT = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -39,11 +41,11 @@ class ServerUnreachableError(SparsepsError):
         seconds: how long it was tried.
     """
 
-    def __init__(self, address: str, seconds: float, why: str) -> None:
-        """Say which server, how long, and the last thing heard."""
+    def __init__(self, address: str, seconds: float, why: str, hint: str) -> None:
+        """Say which server, how long, the last thing heard, and what to do."""
         super().__init__(
             f"{address} did not answer for {seconds:.0f} s ({why}); check that `psservice serve` runs there and that "
-            "the address can be reached. Nothing is lost: call step() again, or raise PSCLIENT_PATIENCE_SECONDS"
+            f"the address can be reached. {hint}"
         )
         self.address = address
         self.seconds = seconds
@@ -131,6 +133,7 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
     if reason is Reason.BUSY or reason is Reason.DRAINING:
         return Transient(detail, retry_seconds)
     if reason is not None:
+        detail = detail.removesuffix(f" ({reason.name}: {reason.advice})")  # it is put back where it is shown
         return Refusal(reason, detail, retry_seconds=retry_seconds, **metadata)
     if code in _TRANSIENT:
         return Transient(f"{code.name}: {detail}")
@@ -139,7 +142,7 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
 
 def from_refusal(refusal: Refusal) -> SparsepsError:
     """Return the error that a caller sees for a refusal that nobody handled."""
-    text = refusal.detail
+    text = f"{refusal.detail}; {refusal.reason.advice}"
     match refusal.reason:
         case Reason.FINGERPRINT_MISMATCH:
             return FingerprintMismatchError(text, refusal.metadata.get("tensor", ""))

@@ -60,7 +60,11 @@ def download(
         or epoch(part.header.generation) != epoch(first.header.generation)
         for i, part in enumerate(parts)
     ):
-        raise ConfigurationError(f"{', '.join(found)} are not, in this order, all shards of one run's model")
+        seen = ", ".join(
+            f"{address} is shard {part.header.shard_index} of {part.header.num_shards} of run {part.header.run_id}"
+            for address, part in zip(found, parts, strict=True)
+        )
+        raise ConfigurationError(f"give every shard of one run once, in order; {seen}")
     state = modelfile.assemble(first.layout, torch.cat([part.values for part in parts]), first.buffers)
     for spec in first.layout.parameters:
         for alias in spec.aliases:
@@ -85,14 +89,16 @@ def save(server: str | Sequence[str], path: str | Path, **limits: float) -> Path
 def _fetch(address: str, patience_seconds: float, deadline_seconds: float) -> _Part:
     connection = Connection(address)
     try:
-        patience = Patience(address, patience_seconds, deadline_seconds)
+        patience = Patience(
+            address, patience_seconds, deadline_seconds, "Raise --timeout (patience_seconds) to wait longer"
+        )
         for attempt in patience:
             with attempt:
                 try:
                     return _read(connection, attempt.timeout + _MODEL_ALLOWANCE_SECONDS)
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error)
-                    raise (from_refusal(failure) if isinstance(failure, Refusal) else failure) from error
+                    raise (from_refusal(failure) if isinstance(failure, Refusal) else failure) from None
                 except Refusal as damage:
                     raise ServerFaultError(f"{address} sent a damaged model: {damage.detail}") from damage
         raise AssertionError("patience does not end by itself")

@@ -131,7 +131,9 @@ class LocalServer:
             return found
         if readable:
             raise ConfigurationError(f"the embedded server ended with status {process.wait()}; its message is above")
-        raise ServerUnreachableError("the embedded server", time.monotonic() - started, "it did not come up")
+        raise ServerUnreachableError(
+            "the embedded server", time.monotonic() - started, "it did not come up", "Its log is above"
+        )
 
 
 def _flag(name: str, value: object) -> str:

@@ -196,18 +196,20 @@ class Membership:
         for attempt in self.patience(shard, seconds):
             with attempt:
                 try:
-                    return shard.connection.stub.Join(request, timeout=attempt.timeout, wait_for_ready=True)
+                    return shard.connection.stub.Join(
+                        request, timeout=attempt.timeout, wait_for_ready=attempt.wait_for_ready
+                    )
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error)
                     if not isinstance(failure, Refusal):
                         raise failure from error
                     if failure.reason is not Reason.WORKER_ALIVE:
-                        raise from_refusal(failure) from error
+                        raise from_refusal(failure) from None
                     # A restarted worker meets its predecessor's lease: wait for its end, but not for a renewal.
                     now = time.monotonic()
                     alive_until = alive_until or now + float(failure.metadata.get("lease_seconds", 0)) + 1.0
                     if now > alive_until:
-                        raise from_refusal(failure) from error
+                        raise from_refusal(failure) from None
                     raise Transient(failure.detail, failure.retry_seconds or 0.5) from error
         raise AssertionError("patience does not end by itself")
 
@@ -248,7 +250,7 @@ class Membership:
                         raise failure from error
                     if failure.reason in REJOIN_REASONS or failure.reason is Reason.ALREADY_UPLOADED:
                         return False
-                    raise from_refusal(failure) from error
+                    raise from_refusal(failure) from None
                 shard.adopt(generation, version=response.version)
                 shard.acknowledged_reply, shard.replica_is_image = 0, False
                 return True

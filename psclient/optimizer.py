@@ -394,7 +394,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._acknowledged_step = self._step
             self.report.staleness = max(answer.staleness for answer in outcome.answers.values())
         if outcome.error is not None:
-            raise from_refusal(outcome.error) from outcome.error
+            raise from_refusal(outcome.error) from None
 
     def _return(self, parts: Sequence[PushPart]) -> None:
         """Give the payload of refused parts back to the method, tensor by tensor."""

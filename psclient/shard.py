@@ -109,7 +109,7 @@ class ShardClient:
         self._live = queue.SimpleQueue()
         stream = iter(self._live.get, None)
         self._call = self.connection.stub.PushSparse.future(
-            stream, timeout=self.settings.deadline_seconds, wait_for_ready=True
+            stream, timeout=min(self.settings.deadline_seconds, self.settings.patience_seconds)
         )
         header = pb.PushHeader(
             identity=identity,
@@ -169,7 +169,7 @@ class ShardClient:
                         response = call.result()
                     else:
                         response = self.connection.stub.PushSparse(
-                            iter(part.messages), timeout=attempt.timeout, wait_for_ready=True
+                            iter(part.messages), timeout=attempt.timeout, wait_for_ready=attempt.wait_for_ready
                         )
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error)

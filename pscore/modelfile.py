@@ -56,7 +56,10 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode  # as the umask has it; safetensors would leave 0600
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary, dict(metadata))
+        temporary.chmod(mode)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

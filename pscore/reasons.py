@@ -22,7 +22,7 @@ class Reason(Enum):
     FINGERPRINT_MISMATCH = ("FAILED_PRECONDITION", "build the same model on every worker")
     SETTINGS_MISMATCH = ("FAILED_PRECONDITION", "give every worker the same method and settings")
     SHARD_MISMATCH = ("FAILED_PRECONDITION", "list every shard's address once, in the order of --shard-index")
-    NOT_INITIALISED = ("FAILED_PRECONDITION", "join first: the first worker uploads the model")
+    NOT_INITIALISED = ("FAILED_PRECONDITION", "start a worker, which uploads its model, or give the server --init")
     STALE_GENERATION = ("FAILED_PRECONDITION", "the model was uploaded anew; join again and pull")
     RUN_MISMATCH = ("FAILED_PRECONDITION", "the server serves another run; check its address and --run-id")
     RUN_FINISHED = ("FAILED_PRECONDITION", "the run is over; fetch the model with psclient.save or download")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
+
     from psservice import logs, settings  # late: see above
 
     try:

@@ -278,10 +278,10 @@ class Engine:
         return self.buffers
 
     def exchange_buffers(self, identity: Identity, generation: int, step: int, samples: int, data: bytes) -> bytes:
-        """Average a worker's buffers in, once a step, and return the average."""
+        """Average a worker's buffers in, once a step and not after the run's end, and return the average."""
         buffers = self.require_buffers(identity, generation)
         record = self.membership.record(identity)
-        if samples and step > record.buffer_step:
+        if samples and step > record.buffer_step and self.run.state is RunState.TRAINING:
             buffers.contribute(data, samples, len(self.membership))
             record.buffer_step = step
         return buffers.packed()
@@ -312,7 +312,7 @@ class Engine:
     def require_model(self, generation: int | None) -> ModelShard:
         """Return the model; raises :class:`Refusal` where there is none, or one of another generation."""
         if self.model is None:
-            raise Refusal(Reason.NOT_INITIALISED, "the model has not been uploaded yet")
+            raise Refusal(Reason.NOT_INITIALISED, "no worker has uploaded a model yet")
         if generation is not None and generation != self.model.generation:
             raise Refusal(
                 Reason.STALE_GENERATION, f"the caller has generation {generation}, the server {self.model.generation}"

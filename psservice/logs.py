@@ -18,7 +18,9 @@ class _TextFormatter(logging.Formatter):
 
 
 def configure(level: str, form: str) -> None:
-    """Send every log line of this process to stderr, as ``json`` or ``text``, from ``level`` up."""
+    """Send every log line of this process to stderr, from ``level`` up; ``form`` is ``json``, ``text`` or ``auto``."""
+    if form == "auto":
+        form = "text" if sys.stderr.isatty() else "json"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         JsonFormatter("{asctime}{levelname}{name}{message}", style="{", rename_fields={"levelname": "level"})

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -54,18 +55,23 @@ def _plain(address: str, message: Any) -> dict[str, Any]:
 
 
 def _numbers(plain: dict[str, Any], message: Any) -> dict[str, Any]:
-    """Undo the JSON mapping's strings for 64-bit integers, which every consumer of this output would have to."""
-    for name, value in plain.items():
-        field = message.DESCRIPTOR.fields_by_name[name]
+    """Undo what the JSON mapping does: strings for 64-bit integers, long enum names, default values last."""
+    result: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = plain.get(field.name)
         if field.message_type is not None:
-            children = getattr(message, name)
+            children = getattr(message, field.name)
             if isinstance(value, list):
-                plain[name] = [_numbers(p, m) for p, m in zip(value, children, strict=True)]
-            else:
-                plain[name] = _numbers(value, children)
+                value = [_numbers(p, m) for p, m in zip(value, children, strict=True)]
+            elif value is not None:
+                value = _numbers(value, children)
+        elif field.enum_type is not None:
+            prefix = field.enum_type.values_by_number[0].name.removesuffix("UNSPECIFIED")
+            value = str(value).removeprefix(prefix).lower()
         elif isinstance(value, str) and field.cpp_type in (field.CPPTYPE_INT64, field.CPPTYPE_UINT64):
-            plain[name] = int(value)
-    return plain
+            value = int(value)
+        result[field.name] = value
+    return result
 
 
 def _shard_summary(address: str, answer: pb.GetStatusResponse) -> Table:
@@ -85,19 +91,19 @@ def _shard_summary(address: str, answer: pb.GetStatusResponse) -> Table:
 
 
 def _worker_table(answer: pb.GetStatusResponse) -> Table:
-    table = Table()
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
     table.add_column("worker", no_wrap=True)
-    for name in ("step", "staleness", "pushes", "pushed", "pulled", "reply", "density", "lease"):
-        table.add_column(name, justify="right")
+    for name in ("step", "stale", "pushed", "pulled", "reply", "density", "lease"):
+        table.add_column(name, justify="right", no_wrap=True)
     for worker in answer.workers:
+        mode = pb.ReplyMode.Name(worker.reply_mode).removeprefix("REPLY_MODE_").lower()
         table.add_row(
             worker.worker_id,
             str(worker.last_step),
             str(worker.staleness),
-            str(worker.pushes),
             human_bytes(worker.push_bytes),
             human_bytes(worker.pull_bytes),
-            pb.ReplyMode.Name(worker.reply_mode).removeprefix("REPLY_MODE_").lower().replace("unspecified", "–"),
+            "–" if mode == "unspecified" else mode,
             f"{worker.reply_density:.2%}",
             f"{worker.lease_remaining_seconds:.0f} s",
         )

@@ -12,7 +12,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
-from pscore.reasons import DOMAIN, Reason, Refusal
+from pscore.reasons import DOMAIN, Refusal
 from psservice.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def refusals_as_status(context: grpc.ServicerContext, metrics: Metrics, rpc: str
     except Refusal as refusal:
         metrics.refusals.labels(reason=refusal.reason.name).inc()
         log.log(
-            logging.DEBUG if refusal.reason is Reason.BUSY else logging.INFO,
+            logging.DEBUG if refusal.retry_seconds is not None else logging.INFO,
             "refused",
             extra={"rpc": rpc, "reason": refusal.reason.name, "detail": refusal.detail},
         )

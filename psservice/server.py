@@ -66,12 +66,12 @@ class Server:
             reflection.enable_server_reflection(
                 (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
             )
-        self.address = _bind(self._server, settings.listen)
+        self.address = _bind(self._server, settings.listen, "--listen")
         self._health_server, self.health_address = None, ""
         if settings.health_listen:
             self._health_server = _grpc_server(2, None)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
-            self.health_address = _bind(self._health_server, settings.health_listen)
+            self.health_address = _bind(self._health_server, settings.health_listen, "--health-listen")
             self._health_server.start()
         self.metrics_address = self._start_metrics() if settings.metrics_listen else ""
         self._server.start()
@@ -135,7 +135,9 @@ class Server:
         try:
             server, _ = start_http_server(port, host, self._metrics.registry)
         except OSError as error:
-            raise StartError(f"cannot listen on {self.settings.metrics_listen} for metrics: {error}") from error
+            raise StartError(
+                f"cannot listen on {self.settings.metrics_listen} (--metrics-listen; empty turns it off): {error}"
+            ) from error
         return f"{host}:{server.server_port}"
 
 
@@ -160,10 +162,12 @@ def _grpc_server(threads: int, most_calls: int | None) -> grpc.Server:
     return grpc.server(pool, options=_OPTIONS, maximum_concurrent_rpcs=most_calls)
 
 
-def _bind(server: grpc.Server, address: str) -> str:
+def _bind(server: grpc.Server, address: str, flag: str) -> str:
     host, _ = split_address(address)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise StartError(f"cannot listen on {address}: is another server running there? ({error})") from error
+        raise StartError(
+            f"cannot listen on {address} ({flag}): is another server running there? Choose another port, or 0 for any"
+        ) from error
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

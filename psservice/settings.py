@@ -20,7 +20,7 @@ class SettingsError(Exception):
 
 
 class ServerSettings(LayeredSettings):
-    """Settings of ``psservice serve``; each field is a flag, an environment variable and a YAML key of its name."""
+    """Run a server. Each setting is also PSSERVICE_NAME in the environment and a key of the YAML file."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
@@ -71,7 +71,9 @@ class ServerSettings(LayeredSettings):
     drain_seconds: float = Field(20.0, ge=0, description="time for running calls to end after SIGTERM")
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
-    log_format: Literal["json", "text"] = Field("json", description="form of a log line")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="form of a log line; auto is text on a terminal, JSON elsewhere"
+    )
     ready_fd: int | None = Field(
         None, ge=0, description="file descriptor to which one line of JSON with the bound addresses is written"
     )
