@@ -44,9 +44,7 @@ class BufferExchange:
             with attempt:
                 reader = frames.BytesReader(packed_bytes(self.specs), packed_bytes(self.specs))
                 try:
-                    responses = coordinator.connection.stub.ExchangeBuffers(
-                        iter(messages), timeout=attempt.timeout, wait_for_ready=attempt.wait_for_ready
-                    )
+                    responses = coordinator.connection.stub.ExchangeBuffers(iter(messages), timeout=attempt.timeout)
                     for response in responses:
                         moved += frames.wire_bytes(response)
                         reader.read(response.buffers)

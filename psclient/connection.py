@@ -1,8 +1,10 @@
 """One server's channel, and patience: how failed calls are tried again."""
 
 import logging
+import math
 import random
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 import grpc
@@ -51,15 +53,22 @@ class Patience:
 
         for attempt in Patience(address, seconds, deadline_seconds):
             with attempt:
-                return stub.Call(request, timeout=attempt.timeout, wait_for_ready=attempt.wait_for_ready)
+                return stub.Call(request, timeout=attempt.timeout)
 
     A :class:`~psclient.errors.Transient` raised inside leads to another attempt after a jittered delay, with twice the
-    deadline: a transfer may be larger, or the network slower, than the first one allowed for. The first attempt fails
-    at once where nothing listens, so that this can be said; later ones wait for the server.
+    deadline: a transfer may be larger, or the network slower, than the first one allowed for. An attempt
+    fails at once where nothing listens, so that this can be said, and so that the end is never far.
     """
 
-    def __init__(self, address: str, seconds: float, deadline_seconds: float, hint: str = STEP_AGAIN) -> None:
-        """Begin now; ``hint`` says what to do at the end of it."""
+    def __init__(
+        self,
+        address: str,
+        seconds: float,
+        deadline_seconds: float,
+        hint: str = STEP_AGAIN,
+        limit: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """Begin now; ``hint`` says what to do at the end, which ``limit`` (monotonic seconds) may bring forward."""
         self.address = address
         self.timeout = min(deadline_seconds, seconds)
         self._deadline_seconds = deadline_seconds
@@ -68,7 +77,7 @@ class Patience:
         self._delay = _FIRST_DELAY_SECONDS
         self._warned = False
         self._hint = hint
-        self.wait_for_ready = False
+        self._limit = limit
 
     def __iter__(self) -> "Patience":
         """Iterate over attempts."""
@@ -76,7 +85,8 @@ class Patience:
 
     def __next__(self) -> "Patience":
         """Begin an attempt; its deadline is in :attr:`timeout`, seconds."""
-        remaining = self._seconds - (time.monotonic() - self._started)
+        now = time.monotonic()
+        remaining = min(self._seconds - (now - self._started), self._limit() - now)
         self.timeout = max(0.1, min(self._deadline_seconds, remaining))
         return self
 
@@ -92,7 +102,7 @@ class Patience:
             return False
         elapsed = time.monotonic() - self._started
         delay = error.retry_seconds or self._delay * random.uniform(0.5, 1.5)
-        if elapsed + delay >= self._seconds:
+        if elapsed + delay >= self._seconds or time.monotonic() + delay >= self._limit():
             raise ServerUnreachableError(self.address, elapsed, str(error), self._hint) from None
         if not self._warned and error.retry_seconds is None:
             self._warned = True
@@ -100,6 +110,5 @@ class Patience:
         time.sleep(delay)
         if error.retry_seconds is None:
             self._deadline_seconds *= 2
-        self.wait_for_ready = True
         self._delay = min(_LONGEST_DELAY_SECONDS, 2 * self._delay)
         return True

@@ -14,12 +14,17 @@ _PUBLISHED_MOMENTUM = ((32, 0.3), (16, 0.45), (4, 0.7))
 
 def check_hyperparameters(defaults: Mapping[str, Any]) -> None:
     """Raise :class:`ConfigurationError` where one is out of its range."""
+    for name in ("lr", "momentum", "weight_decay", "density"):
+        try:
+            float(defaults.get(name, 0.0))
+        except (TypeError, ValueError):
+            raise ConfigurationError(f"{name} must be a number, not {defaults[name]!r}") from None
     for name, low, high in (("lr", 0.0, None), ("momentum", 0.0, 1.0), ("weight_decay", 0.0, None)):
         value = float(defaults.get(name, 0.0))
         if not value >= low or (high is not None and not value < high):
             bound = f"at least {low:g}" + (f" and below {high:g}" if high is not None else "")
             raise ConfigurationError(f"{name} must be {bound}, not {value}")
-    if not 0 < defaults["density"] <= 1:
+    if not 0 < float(defaults.get("density", 1.0)) <= 1:
         raise ConfigurationError(f"density must be above 0 and at most 1, not {defaults['density']}")
 
 

@@ -63,6 +63,11 @@ class Lifecycle:
             self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
         atexit.register(self._at_exit)
 
+    @property
+    def in_child(self) -> bool:
+        """True in a process forked from the one that made the optimizer: nothing here is the child's to end."""
+        return os.getpid() != self._owner
+
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Put a SIGTERM off until the body is done."""
@@ -72,12 +77,12 @@ class Lifecycle:
         finally:
             if outermost:
                 self._busy = False
-        if outermost and self._sigterm_pending:
-            self._end_by_sigterm()
+                if self._sigterm_pending:
+                    self._end_by_sigterm()
 
     def release(self) -> None:
         """Let go of the signal, of atexit and of the embedded server."""
-        if os.getpid() != self._owner:
+        if self.in_child:
             return
         atexit.unregister(self._at_exit)
         if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
@@ -86,11 +91,14 @@ class Lifecycle:
             self._own_server.stop()
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._owner:
+        if self.in_child:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
         self._sigterm_pending = True
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.hurry(GRACE_SECONDS)
         if not self._busy:
             self._end_by_sigterm()
 
@@ -98,7 +106,6 @@ class Lifecycle:
         self._sigterm_pending = False
         optimizer = self._optimizer()
         if optimizer is not None and not self.ended:
-            optimizer.hurry(GRACE_SECONDS)
             try:
                 optimizer.flush()
                 log.warning("SIGTERM: worker %s has pushed what it held and leaves", optimizer.worker)
@@ -112,7 +119,7 @@ class Lifecycle:
 
     def _at_exit(self) -> None:
         optimizer = self._optimizer()
-        if os.getpid() != self._owner:
+        if self.in_child:
             return
         if optimizer is not None:
             optimizer.close()

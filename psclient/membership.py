@@ -4,6 +4,7 @@ The rules are those of docs/protocol.md, *Joining*; this file is where a worker 
 """
 
 import logging
+import math
 import threading
 import time
 import uuid
@@ -78,6 +79,7 @@ class Membership:
         self._method_settings = dict(method_settings)
         self._joined = False
         self._stop = threading.Event()
+        self._hurry_until = math.inf
         self._lease_thread: threading.Thread | None = None
         self.upload_bytes = 0
         """Message bytes of models sent."""
@@ -97,6 +99,7 @@ class Membership:
 
     def hurry(self, seconds: float) -> None:
         """Wait no longer than this from now on; a worker that is told to stop has little time."""
+        self._hurry_until = min(self._hurry_until, time.monotonic() + seconds)
         shorter = min(seconds, self.settings.patience_seconds)
         self.settings = self.settings.model_copy(
             update={"patience_seconds": shorter, "deadline_seconds": min(shorter, self.settings.deadline_seconds)}
@@ -113,7 +116,9 @@ class Membership:
             if self._joined
             else min(_FIRST_DEADLINE_SECONDS, self.settings.deadline_seconds)
         )
-        return Patience(shard.address, seconds + extra_seconds, deadline + extra_seconds)
+        return Patience(
+            shard.address, seconds + extra_seconds, deadline + extra_seconds, limit=lambda: self._hurry_until
+        )
 
     def join(self) -> None:
         """Join every shard, upload the model if this worker is to, and return once every shard has it.
@@ -127,7 +132,7 @@ class Membership:
             for shard in self.shards:
                 shard.connection.renew()
         while not self._try_join(seconds):
-            if time.monotonic() - started > seconds:
+            if time.monotonic() > min(started + seconds, self._hurry_until):
                 raise ServerNotReadyError(
                     f"{self.coordinator.address} has no model after {seconds:.0f} s, and a worker that should upload "
                     "one has not done so; check whether that worker lives, or restart all shards together"
@@ -196,9 +201,7 @@ class Membership:
         for attempt in self.patience(shard, seconds):
             with attempt:
                 try:
-                    return shard.connection.stub.Join(
-                        request, timeout=attempt.timeout, wait_for_ready=attempt.wait_for_ready
-                    )
+                    return shard.connection.stub.Join(request, timeout=attempt.timeout)
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error)
                     if not isinstance(failure, Refusal):

@@ -201,6 +201,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
             ServerUnreachableError: no server within the patience; call again to go on, nothing is lost.
             RunFinishedError: the run was over before this step.
         """
+        self._require_open()
+        if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
+            raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -221,6 +224,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         Raises:
             ServerUnreachableError: no server within the patience.
         """
+        self._require_open()
         with self._lifecycle.busy():
             self._settle_doubt()
             if self.finished:
@@ -245,6 +249,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         Raises:
             ServerUnreachableError: no server within the patience.
         """
+        self._require_open()
         with self._lifecycle.busy():
             self._settle_doubt()
             report = StepReport(self._step)
@@ -257,7 +262,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     def close(self) -> None:
         """Leave the run and free everything; stops an embedded server. Called at exit by itself; harmless twice."""
-        if self._lifecycle.ended:
+        if self._lifecycle.ended or self._lifecycle.in_child:
             return
         self._lifecycle.ended = True
         self.hurry(_CLOSING_SECONDS)
@@ -319,6 +324,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
         were sent since; they are dropped, with a warning.
         """
         plain = {name: value for name, value in state_dict.items() if name != "psclient"}
+        for group in plain["param_groups"]:
+            if lacking := sorted(self.defaults.keys() - group.keys()):
+                raise ConfigurationError(f"this state is another optimizer's: it has no {', '.join(lacking)}")
+            check_hyperparameters(group)
         super().load_state_dict(plain)
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         restore_memories(self, plain)
@@ -340,13 +349,21 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     # Inner parts
 
+    def _require_open(self) -> None:
+        if self._lifecycle.in_child:
+            raise ConfigurationError("this process was forked from the optimizer's; make an optimizer of its own here")
+        if self._lifecycle.ended:
+            raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
+
     def _do_step(self, gradients: dict[int, torch.Tensor], samples: int) -> None:
+        density = None if self._density_schedule is None else self._density_schedule(self._step + 1)
+        if density is not None:
+            check_hyperparameters({"density": density})
         self._step += 1
         self._samples_since_exchange += samples
         self.totals.samples += samples
         report = StepReport(self._step)
-        if self._density_schedule is not None:
-            density = self._density_schedule(self._step)
+        if density is not None:
             for group in self.param_groups:
                 group["density"] = density
         scale = self.gradient_scale(list(gradients.values()), self.live_workers)

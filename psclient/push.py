@@ -51,8 +51,8 @@ class Pusher:
         cluster = self._cluster
         chunk_bytes = cluster.membership.run_settings.chunk_bytes
         spans = [Span(self._layout.offsets[group.start], self._layout.offsets[group.stop]) for group in self.groups]
-        plans = cluster.open_push(report.step, samples, spans)
         try:
+            plans = cluster.open_push(report.step, samples, spans)
             for number, positions in enumerate(self.groups):
                 with report.timed("select"):
                     segments = self._select(positions, spans[number], sent_by)

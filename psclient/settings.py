@@ -64,7 +64,8 @@ def addresses(server: str) -> tuple[str, ...]:
     """Split a comma-separated list of ``HOST:PORT``; raises :class:`ConfigurationError` where one has no port."""
     found = tuple(part.strip() for part in server.split(",") if part.strip())
     for address in found:
-        if not address.rpartition(":")[2].isdigit():
+        host, _, port = address.rpartition(":")
+        if not host or "/" in host or " " in host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigurationError(f"server address {address!r} is not HOST:PORT")
     if not found or len(set(found)) < len(found):
         raise ConfigurationError(f"server {server!r}: give each shard's HOST:PORT once")

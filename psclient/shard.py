@@ -168,9 +168,7 @@ class ShardClient:
                     if call is not None:
                         response = call.result()
                     else:
-                        response = self.connection.stub.PushSparse(
-                            iter(part.messages), timeout=attempt.timeout, wait_for_ready=attempt.wait_for_ready
-                        )
+                        response = self.connection.stub.PushSparse(iter(part.messages), timeout=attempt.timeout)
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error)
                     if isinstance(failure, Refusal):
@@ -224,9 +222,7 @@ class ShardClient:
         self.replica_is_image = reply.header.image
 
     def _read_reply(self, request: pb.PullDiffRequest, timeout_seconds: float) -> PulledReply:
-        responses: Iterator[pb.PullDiffResponse] = self.connection.stub.PullDiff(
-            request, timeout=timeout_seconds, wait_for_ready=True
-        )
+        responses: Iterator[pb.PullDiffResponse] = self.connection.stub.PullDiff(request, timeout=timeout_seconds)
         reader = frames.ChunkReader(self.span)
         header: pb.PullHeader | None = None
         received, decode_seconds = 0, 0.0

@@ -289,3 +289,28 @@ def test_pull_brings_the_others_work_without_a_push():
         b.pull()
         assert b.version == 1
         assert_same_parameters(models[1], server.server)
+
+
+def test_sigterm_in_a_step_with_a_dead_server_ends_within_the_grace_period():
+    with LocalServer(lease_seconds=60) as server:
+        process = start_worker(server, "leaver")
+        server.processes[0].kill()
+        lines = iter(process.stderr.readline, "")
+        assert any("does not answer" in line for line in lines)  # it is inside a step, waiting
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_forked_child_does_not_end_its_parents_membership():
+    with LocalServer(lease_seconds=60) as server:
+        model = make_model(batch_norm=False)
+        optimizer = drop(model, server)
+        child = os.fork()
+        if child == 0:
+            optimizer.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert [worker.worker_id for worker in status(server).workers] == ["w"]
+        train_step(model, optimizer, *make_data())
+        assert optimizer.version == 1

@@ -342,3 +342,39 @@ def test_a_density_schedule_is_followed(server):
     total = sum(p.numel() for p in model.parameters())
     assert 0.4 * total < entries[0] <= 0.5 * total
     assert entries[1] <= 0.05 * total + 4
+
+
+@pytest.mark.parametrize("samples", [-1, 1.5, 2**70])
+def test_a_bad_number_of_samples_is_refused_and_the_next_step_works(server, samples):
+    model = make_model(batch_norm=False)
+    optimizer = dgs(model, server)
+    train_step(model, optimizer, *make_data())
+    with pytest.raises(ConfigurationError, match="samples"):
+        optimizer.step(samples=samples)
+    train_step(model, optimizer, *make_data())
+    assert optimizer.version == 2
+
+
+def test_a_state_of_another_optimizer_is_refused(server):
+    model = make_model(batch_norm=False)
+    optimizer = dgs(model, server)
+    with pytest.raises(ConfigurationError, match="density"):
+        optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5).state_dict())
+    train_step(model, optimizer, *make_data())
+
+
+@pytest.mark.parametrize("density", [0, 2, float("nan"), "x"])
+def test_a_density_schedule_out_of_range_is_said(server, density):
+    model = make_model(batch_norm=False)
+    optimizer = dgs(model, server, density=lambda step: 0.1 if step < 2 else density)
+    train_step(model, optimizer, *make_data())
+    with pytest.raises(ConfigurationError, match="density"):
+        train_step(model, optimizer, *make_data())
+
+
+def test_after_close_a_step_says_so(server):
+    model = make_model(batch_norm=False)
+    optimizer = dgs(model, server)
+    optimizer.close()
+    with pytest.raises(ConfigurationError, match="close"):
+        optimizer.step()
