@@ -79,8 +79,6 @@ def _gap_format(dtype: str) -> IndexFormat:
 
 INDEX_FORMATS: dict[int, IndexFormat] = {
     pb.INDEX_CODEC_RAW32: IndexFormat(lambda gaps: 4 * gaps.size, _encode_raw32, _decode_raw32),
-    pb.INDEX_CODEC_GAP8: _gap_format("<u1"),
-    pb.INDEX_CODEC_GAP16: _gap_format("<u2"),
 }
 """Every index codec but DENSE, which has no bytes."""
 

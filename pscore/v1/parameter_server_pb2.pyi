@@ -37,15 +37,19 @@ class _IndexCodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IndexCodec
     """No index bytes: the chunk holds every element of its span, in order."""
     INDEX_CODEC_RAW32: _IndexCodec.ValueType  # 2
     """uint32 offsets from the start of the span."""
-    INDEX_CODEC_GAP8: _IndexCodec.ValueType  # 3
-    """One byte a gap (offset minus previous offset minus one; the first from -1). A byte 255 stands for a gap of 255
-    or more, which follows as uint32 after all the bytes, in order.
-    """
-    INDEX_CODEC_GAP16: _IndexCodec.ValueType  # 4
-    """As GAP8 with a uint16 a gap and 65535 as the escape."""
+    INDEX_CODEC_BITMAP: _IndexCodec.ValueType  # 3
+    """One bit an element of the span, lowest bit of the first byte first."""
+    INDEX_CODEC_RICE: _IndexCodec.ValueType  # 4
+    """Gaps in Golomb-Rice codes, with a parameter per block and an escape."""
+    INDEX_CODEC_PCODEC: _IndexCodec.ValueType  # 5
+    """Gaps as a standalone file of the pcodec library."""
+    INDEX_CODEC_STREAMVBYTE: _IndexCodec.ValueType  # 6
+    """Gaps in Stream VByte."""
 
 class IndexCodec(_IndexCodec, metaclass=_IndexCodecEnumTypeWrapper):
-    """How the indices of a chunk are written."""
+    """How the indices of a chunk are written. A gap is an offset minus the previous offset minus one (the first: from -1).
+    docs/wire-format.md has the bytes of each.
+    """
 
 INDEX_CODEC_UNSPECIFIED: IndexCodec.ValueType  # 0
 """Not set; refused."""
@@ -53,12 +57,14 @@ INDEX_CODEC_DENSE: IndexCodec.ValueType  # 1
 """No index bytes: the chunk holds every element of its span, in order."""
 INDEX_CODEC_RAW32: IndexCodec.ValueType  # 2
 """uint32 offsets from the start of the span."""
-INDEX_CODEC_GAP8: IndexCodec.ValueType  # 3
-"""One byte a gap (offset minus previous offset minus one; the first from -1). A byte 255 stands for a gap of 255
-or more, which follows as uint32 after all the bytes, in order.
-"""
-INDEX_CODEC_GAP16: IndexCodec.ValueType  # 4
-"""As GAP8 with a uint16 a gap and 65535 as the escape."""
+INDEX_CODEC_BITMAP: IndexCodec.ValueType  # 3
+"""One bit an element of the span, lowest bit of the first byte first."""
+INDEX_CODEC_RICE: IndexCodec.ValueType  # 4
+"""Gaps in Golomb-Rice codes, with a parameter per block and an escape."""
+INDEX_CODEC_PCODEC: IndexCodec.ValueType  # 5
+"""Gaps as a standalone file of the pcodec library."""
+INDEX_CODEC_STREAMVBYTE: IndexCodec.ValueType  # 6
+"""Gaps in Stream VByte."""
 Global___IndexCodec: _TypeAlias = IndexCodec  # noqa: Y015
 
 class _ValueCodec:
@@ -75,6 +81,12 @@ class _ValueCodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ValueCodec
     """IEEE binary16."""
     VALUE_CODEC_BF16: _ValueCodec.ValueType  # 3
     """bfloat16."""
+    VALUE_CODEC_INT8: _ValueCodec.ValueType  # 4
+    """Sign and seven bits of magnitude, linear between the bounds of a block."""
+    VALUE_CODEC_INT4: _ValueCodec.ValueType  # 5
+    """Sign and three bits of magnitude, between the bounds of a block."""
+    VALUE_CODEC_SIGN_MEAN: _ValueCodec.ValueType  # 6
+    """Sign, and one mean magnitude a block (STC)."""
 
 class ValueCodec(_ValueCodec, metaclass=_ValueCodecEnumTypeWrapper):
     """How the values of a chunk are written."""
@@ -87,6 +99,12 @@ VALUE_CODEC_FP16: ValueCodec.ValueType  # 2
 """IEEE binary16."""
 VALUE_CODEC_BF16: ValueCodec.ValueType  # 3
 """bfloat16."""
+VALUE_CODEC_INT8: ValueCodec.ValueType  # 4
+"""Sign and seven bits of magnitude, linear between the bounds of a block."""
+VALUE_CODEC_INT4: ValueCodec.ValueType  # 5
+"""Sign and three bits of magnitude, between the bounds of a block."""
+VALUE_CODEC_SIGN_MEAN: ValueCodec.ValueType  # 6
+"""Sign, and one mean magnitude a block (STC)."""
 Global___ValueCodec: _TypeAlias = ValueCodec  # noqa: Y015
 
 class _DataType:
@@ -494,6 +512,7 @@ class RunSettings(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     END_VERSIONS_FIELD_NUMBER: _builtins.int
     END_SAMPLES_FIELD_NUMBER: _builtins.int
+    DOWN_VALUE_CODEC_FIELD_NUMBER: _builtins.int
     down_mode: Global___DownMode.ValueType
     """How pulls are answered."""
     down_density: _builtins.float
@@ -512,6 +531,8 @@ class RunSettings(_message.Message):
     """The run ends at this version of shard 0; 0 for no such end."""
     end_samples: _builtins.int
     """The run ends after this many samples over all workers; 0 for no such end."""
+    down_value_codec: Global___ValueCodec.ValueType
+    """How the values of a top-k reply travel."""
     def __init__(
         self,
         *,
@@ -524,10 +545,11 @@ class RunSettings(_message.Message):
         lease_seconds: _builtins.float = ...,
         end_versions: _builtins.int = ...,
         end_samples: _builtins.int = ...,
+        down_value_codec: Global___ValueCodec.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_period_steps", b"buffer_period_steps", "buffer_policy", b"buffer_policy", "chunk_bytes", b"chunk_bytes", "down_density", b"down_density", "down_mode", b"down_mode", "end_samples", b"end_samples", "end_versions", b"end_versions", "exact_limit", b"exact_limit", "lease_seconds", b"lease_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_period_steps", b"buffer_period_steps", "buffer_policy", b"buffer_policy", "chunk_bytes", b"chunk_bytes", "down_density", b"down_density", "down_mode", b"down_mode", "down_value_codec", b"down_value_codec", "end_samples", b"end_samples", "end_versions", b"end_versions", "exact_limit", b"exact_limit", "lease_seconds", b"lease_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -568,6 +590,8 @@ class JoinRequest(_message.Message):
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
     GENERATION_SEEN_FIELD_NUMBER: _builtins.int
     HAS_REPLICA_FIELD_NUMBER: _builtins.int
+    INDEX_CODECS_FIELD_NUMBER: _builtins.int
+    VALUE_CODECS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the worker speaks; now 1."""
     method: _builtins.str
@@ -592,6 +616,14 @@ class JoinRequest(_message.Message):
     def layout(self) -> Global___ModelLayout:
         """The worker's model."""
 
+    @_builtins.property
+    def index_codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___IndexCodec.ValueType]:
+        """Index codecs that the worker can read; it writes none that the answer does not list."""
+
+    @_builtins.property
+    def value_codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___ValueCodec.ValueType]:
+        """Value codecs that the worker can read."""
+
     def __init__(
         self,
         *,
@@ -604,10 +636,12 @@ class JoinRequest(_message.Message):
         num_shards: _builtins.int = ...,
         generation_seen: _builtins.int = ...,
         has_replica: _builtins.bool = ...,
+        index_codecs: _abc.Iterable[Global___IndexCodec.ValueType] | None = ...,
+        value_codecs: _abc.Iterable[Global___ValueCodec.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_seen", b"generation_seen", "has_replica", b"has_replica", "identity", b"identity", "layout", b"layout", "method", b"method", "method_settings", b"method_settings", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "shard_index", b"shard_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_seen", b"generation_seen", "has_replica", b"has_replica", "identity", b"identity", "index_codecs", b"index_codecs", "layout", b"layout", "method", b"method", "method_settings", b"method_settings", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "shard_index", b"shard_index", "value_codecs", b"value_codecs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -630,6 +664,8 @@ class JoinResponse(_message.Message):
     LAST_INCARNATION_FIELD_NUMBER: _builtins.int
     RUN_STATE_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    INDEX_CODECS_FIELD_NUMBER: _builtins.int
+    VALUE_CODECS_FIELD_NUMBER: _builtins.int
     state: Global___JoinState.ValueType
     """What to do next."""
     run_id: _builtins.str
@@ -656,6 +692,14 @@ class JoinResponse(_message.Message):
     def settings(self) -> Global___RunSettings:
         """Its settings."""
 
+    @_builtins.property
+    def index_codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___IndexCodec.ValueType]:
+        """Index codecs that the server can read."""
+
+    @_builtins.property
+    def value_codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___ValueCodec.ValueType]:
+        """Value codecs that the server can read."""
+
     def __init__(
         self,
         *,
@@ -670,10 +714,12 @@ class JoinResponse(_message.Message):
         last_incarnation: _builtins.str = ...,
         run_state: Global___RunState.ValueType = ...,
         server_version: _builtins.str = ...,
+        index_codecs: _abc.Iterable[Global___IndexCodec.ValueType] | None = ...,
+        value_codecs: _abc.Iterable[Global___ValueCodec.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "server_version", b"server_version", "settings", b"settings", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "index_codecs", b"index_codecs", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "server_version", b"server_version", "settings", b"settings", "state", b"state", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1269,6 +1315,7 @@ class PullDiffRequest(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_REPLY_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Generation of the replica."""
     has_base: _builtins.bool
@@ -1280,6 +1327,10 @@ class PullDiffRequest(_message.Message):
     image: _builtins.bool
     """True if that reply's header had image set: the replica is then not the server's model at base_version, and a
     server that has lost the image must send everything.
+    """
+    link_bytes_per_second: _builtins.float
+    """Speed of the way down as the worker has measured it, bytes a second; 0 where it has not. The server weighs the
+    bytes of an index codec against its time with it.
     """
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
@@ -1294,10 +1345,11 @@ class PullDiffRequest(_message.Message):
         base_version: _builtins.int = ...,
         acknowledged_reply: _builtins.int = ...,
         image: _builtins.bool = ...,
+        link_bytes_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_reply", b"acknowledged_reply", "base_version", b"base_version", "generation", b"generation", "has_base", b"has_base", "identity", b"identity", "image", b"image"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_reply", b"acknowledged_reply", "base_version", b"base_version", "generation", b"generation", "has_base", b"has_base", "identity", b"identity", "image", b"image", "link_bytes_per_second", b"link_bytes_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

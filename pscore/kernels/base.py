@@ -1,0 +1,48 @@
+"""What the selection kernels do, whatever runs them.
+
+Everything is flat and contiguous. A *memory* is the fp32 tensor from which entries are selected: a residual ``r``, or
+on the server the difference between the model and an image.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What a step adds to a memory before it is selected from.
+
+    With ``d = scale·g + decay·θ``::
+
+        r += d                        # momentum is None
+        u = factor·u + d;  r += u     # otherwise
+
+    Attributes:
+        gradient: ``g``, ``[n]``, floating point, on the memory's device.
+        scale: what the gradient is multiplied by.
+        parameters: ``θ``, ``[n]``, floating point; ``None`` where ``decay`` is 0.
+        decay: what the parameters are multiplied by.
+        momentum: ``u``, fp32 ``[n]``, changed in place; set to 0 where an entry is taken (momentum factor masking).
+        factor: momentum ``m``.
+    """
+
+    gradient: torch.Tensor
+    scale: float
+    parameters: torch.Tensor | None = None
+    decay: float = 0.0
+    momentum: torch.Tensor | None = None
+    factor: float = 0.0
+
+
+class Taken(NamedTuple):
+    """What was taken out of a memory.
+
+    Attributes:
+        offsets: int64 ``[c]``, strictly increasing.
+        values: fp32 ``[c]``: what the memory held there when it was taken.
+    """
+
+    offsets: torch.Tensor
+    values: torch.Tensor
