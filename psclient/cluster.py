@@ -3,7 +3,6 @@
 The rules are those of docs/protocol.md; this file is where a worker follows them.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -149,6 +148,18 @@ class Cluster:
         Raises:
             ServerUnreachableError: some shard did not answer; the replica is whole, and older there.
         """
+        return self.fetch(self.apply)
+
+    def fetch(self, arrived: Callable[[dict[int, PulledReply]], None] | None = None) -> dict[int, PulledReply]:
+        """Get what the replica lacks from every shard; return the replies by shard.
+
+        Args:
+            arrived: called with each round of replies as they come; without it nothing is changed before
+                :meth:`apply`.
+
+        Raises:
+            ServerUnreachableError: some shard did not answer.
+        """
         done: dict[int, PulledReply] = {}
         for _ in range(_MOST_REJOINS):
             waiting = [shard for shard in self.shards if shard.index not in done]
@@ -160,8 +171,9 @@ class Cluster:
             rejoin = False
             for shard, answer in zip(waiting, answers, strict=True):
                 if isinstance(answer, PulledReply):
-                    self._apply(shard, answer)
                     done[shard.index] = answer
+                    if arrived is not None:
+                        arrived({shard.index: answer})
                 elif answer.reason in REJOIN_REASONS:
                     rejoin = True
                     if answer.reason is Reason.VERSION_IN_FUTURE:
@@ -172,19 +184,25 @@ class Cluster:
                 self.membership.join()
         raise LeaseLostError("the server takes the worker in and refuses its pulls again and again")
 
-    def _apply(self, shard: ShardClient, reply: PulledReply) -> None:
-        started = time.perf_counter()
-        if reply.header.mode == pb.REPLY_MODE_TOPK:
-            if not shard.replica_is_image:
-                raise ServerFaultError(f"{shard.address} sent differences to a replica of which it has no image")
-            self._replica.add(reply.segments)
-        else:
-            self._replica.write(reply.segments)
-            if reply.header.image:
-                self._replica.open_fp32(shard.span)
-        self.membership.run_finished |= reply.header.run_state == pb.RUN_STATE_FINISHED
-        shard.applied(reply)
-        reply.apply_seconds += time.perf_counter() - started
+    def apply(self, replies: dict[int, PulledReply]) -> None:
+        """Write fetched replies into the replica.
+
+        A reply of a generation that the shard has left since is dropped: the next pull asks for everything.
+        """
+        for index, reply in replies.items():
+            shard = self.shards[index]
+            if reply.generation != shard.generation:
+                continue
+            if reply.header.mode == pb.REPLY_MODE_TOPK:
+                if not shard.replica_is_image:
+                    raise ServerFaultError(f"{shard.address} sent differences to a replica of which it has no image")
+                self._replica.add(reply.segments)
+            else:
+                self._replica.write(reply.segments)
+                if reply.header.image:
+                    self._replica.open_fp32(shard.span)
+            self.membership.run_finished |= reply.header.run_state == pb.RUN_STATE_FINISHED
+            shard.applied(reply)
 
     # Buffers and the end
 

@@ -1,6 +1,6 @@
-"""Collecting a step's gradients, all of them or none: a non-finite one stops the step before anything has changed."""
+"""Collecting gradients, all of them or none: a non-finite one stops the step before anything has changed."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import torch
 
@@ -8,20 +8,22 @@ from psclient.errors import NonFiniteGradientError
 from psclient.model import TrainedModel
 
 
-def finite_gradients(model: TrainedModel, trained: Container[int]) -> dict[int, torch.Tensor]:
+def finite_gradients(model: TrainedModel, trained: Container[int], positions: Iterable[int]) -> dict[int, torch.Tensor]:
     """Return the gradients by position in the layout, dense, in their parameters' shapes and dtypes.
 
     Args:
         model: whose parameters.
         trained: ``id()`` of each parameter that the optimizer has; the others and those without a gradient are left
             out.
+        positions: which tensors of the layout.
 
     Raises:
         NonFiniteGradientError: naming the first parameter concerned.
     """
     found: dict[int, torch.Tensor] = {}
     norms = []
-    for position, parameter in enumerate(model.parameters):
+    for position in positions:
+        parameter = model.parameters[position]
         if id(parameter) not in trained or parameter.grad is None or not parameter.numel():
             continue
         gradient = parameter.grad.coalesce().to_dense() if parameter.grad.is_sparse else parameter.grad

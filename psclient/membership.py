@@ -14,12 +14,20 @@ import grpc
 import torch
 
 from psclient.connection import Patience
-from psclient.errors import ServerNotReadyError, SparsepsError, Transient, from_refusal, from_rpc_error
+from psclient.errors import (
+    ConfigurationError,
+    ServerNotReadyError,
+    SparsepsError,
+    Transient,
+    from_refusal,
+    from_rpc_error,
+)
 from psclient.replica import Replica
 from psclient.settings import ClientSettings
 from psclient.shard import REJOIN_REASONS, ShardClient
 from pscore import frames
 from pscore.buffers import pack
+from pscore.codecs.names import INDEX_CODECS, READABLE_INDEX_CODECS, READABLE_VALUE_CODECS, VALUE_CODECS
 from pscore.generation import epoch, sibling_generation
 from pscore.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.reasons import Reason, Refusal
@@ -196,12 +204,14 @@ class Membership:
             num_shards=len(self.shards),
             generation_seen=generation_seen,
             has_replica=self._has_replica,
+            index_codecs=READABLE_INDEX_CODECS,
+            value_codecs=READABLE_VALUE_CODECS,
         )
         alive_until: float | None = None
         for attempt in self.patience(shard, seconds):
             with attempt:
                 try:
-                    return shard.connection.stub.Join(request, timeout=attempt.timeout)
+                    answer = shard.connection.stub.Join(request, timeout=attempt.timeout)
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error)
                     if not isinstance(failure, Refusal):
@@ -214,7 +224,22 @@ class Membership:
                     if now > alive_until:
                         raise from_refusal(failure) from None
                     raise Transient(failure.detail, failure.retry_seconds or 0.5) from error
+                self._require_codecs(shard, answer)
+                shard.readable = frozenset(answer.index_codecs)
+                return answer
         raise AssertionError("patience does not end by itself")
+
+    def _require_codecs(self, shard: ShardClient, answer: pb.JoinResponse) -> None:
+        for setting, codecs, readable in (
+            ("value_type", VALUE_CODECS, answer.value_codecs),
+            ("index_codec", INDEX_CODECS, answer.index_codecs),
+        ):
+            name = getattr(self.settings, setting)
+            if name in codecs and codecs[name] not in readable:
+                known = ", ".join(other for other, number in codecs.items() if number in readable)
+                raise ConfigurationError(
+                    f"{shard.address} does not read {setting} {name!r}; use one of {known}, or upgrade the server"
+                )
 
     def _upload(self, shard: ShardClient, generation: int) -> bool:
         """Send a shard its range; False if another worker was faster, so that the join must be tried again."""
@@ -230,7 +255,7 @@ class Membership:
             )
             checksum = frames.Checksum()
             for segment in self._replica.read(shard.span):
-                for chunk in frames.encode(segment, chunk_bytes=self.run_settings.chunk_bytes):
+                for chunk, _ in frames.encode(segment, chunk_bytes=self.run_settings.chunk_bytes):
                     checksum.add(chunk)
                     yield pb.UploadModelRequest(chunk=chunk)
             for piece in frames.encode_bytes(buffers, self.run_settings.chunk_bytes):

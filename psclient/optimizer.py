@@ -1,38 +1,40 @@
 """The optimizer that every method shares: an ordinary ``torch.optim.Optimizer`` whose step goes through a server.
 
-One step: check the gradients, compress tensor by tensor and stream each group as it is ready, settle the push, pull,
-apply. The parameters change only by what the server answers.
+One step: check the gradients, compress group by group and stream each as it is ready, settle the push, fetch the reply,
+apply it (:mod:`psclient.exchange`); or, with overlap, the same beside the computation (:mod:`psclient.overlap`). The
+parameters change only by what the server answers.
 """
 
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
-from psclient.cluster import Cluster, PushOutcome
-from psclient.errors import ConfigurationError, RunFinishedError, from_refusal
+from psclient.cluster import Cluster
+from psclient.compression import Choice, Compressor
+from psclient.errors import ConfigurationError, RunFinishedError
+from psclient.exchange import Exchange
 from psclient.gradients import finite_gradients
 from psclient.hyperparameters import MomentumAdvice, check_hyperparameters
 from psclient.lifecycle import Lifecycle
 from psclient.local import LocalServer
 from psclient.membership import Membership
-from psclient.methods.base import Group, Sent, State, Tools
+from psclient.methods.base import Group, Sent, Sparse, State, Step
 from psclient.model import SampleCounter, describe
+from psclient.overlap import Overlap
 from psclient.push import Pusher
 from psclient.replica import Replica
 from psclient.report import StepReport, Totals
 from psclient.settings import ClientSettings
-from psclient.shard import PulledReply, PushPart, ShardClient
+from psclient.shard import ShardClient
 from psclient.state import PushMark, restore_memories, stale_residuals
-from pscore.segment import entries
-from pscore.selection import select
 from pscore.selectors import SELECTORS
-from pscore.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")
 
@@ -42,8 +44,6 @@ Density = float | Callable[[int], float]
 Server = str | Sequence[str] | LocalServer
 
 _CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
-
-_VALUE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class ParameterServerOptimizer(Optimizer, ABC):
@@ -59,6 +59,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
             :class:`~psclient.LocalServer`, or ``"local"`` to start one; the default is ``PSCLIENT_SERVER``, then
             ``"local"``.
         worker: this worker's name; see :class:`~psclient.ClientSettings`.
+        overlap: push while backward goes on, and fetch the reply while the next step computes: every gradient is one
+            step staler, and gradients must not be touched between ``backward()`` and ``step()``.
         settings: everything else about the connection.
 
     Raises:
@@ -80,6 +82,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         model: torch.nn.Module | None = None,
         server: Server | None = None,
         worker: str | None = None,
+        overlap: bool = False,
         settings: ClientSettings | None = None,
     ) -> None:
         """Join the server, and upload the model or take over the server's."""
@@ -91,8 +94,6 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         self._model = describe(model, [p for group in self.param_groups for p in group["params"]])
         self._layout = self._model.layout
-        self._step = 0
-        self._acknowledged_step = 0
         self._samples_since_exchange = 0
         self._momentum_advice = MomentumAdvice()
         self.report = StepReport(0)
@@ -112,15 +113,27 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._settings,
         )
         self._cluster = Cluster(shards, self._membership, replica, self._model.buffers)
-        value_dtype = _VALUE_DTYPES[self._settings.value_type]
-        self._pusher = Pusher(self._layout, self._cluster, value_dtype, self._settings.group_elements)
+        self._exchange = Exchange(
+            self._cluster,
+            Pusher(self._layout, self._cluster, self._settings.group_elements),
+            Compressor(
+                type(self),
+                self._model,
+                self.state,
+                self._hyperparameters,
+                Choice(SELECTORS[self._settings.selector], self._settings.select_over, self._settings.dense_below),
+            ),
+        )
+        self._overlap: Overlap | None = None
         self._lifecycle = Lifecycle(self, own_local, flush_on_sigterm=self._settings.flush_on_sigterm)
         try:
             self._membership.join()
             self._joined = True
             self._samples = SampleCounter(model) if model is not None else None
-            self._count_pull(self.report, self._cluster.pull())
+            self._exchange.count(self.report, self._cluster.pull())
             self.report.buffer_bytes = self._cluster.exchange_buffers(0, 0, adopt=True)
+            if overlap:
+                self._overlap = self._start_overlap()
         except BaseException:
             self.close()
             raise
@@ -131,17 +144,17 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     @staticmethod
     @abstractmethod
-    def compress(state: State, gradient: torch.Tensor, group: Group, tools: Tools) -> Sent:
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
         """See :class:`psclient.methods.base.Method`."""
 
     @staticmethod
     @abstractmethod
-    def give_back(state: State, payload: torch.Tensor, group: Group) -> None:
+    def held(state: State, group: Group) -> Sparse | None:
         """See :class:`psclient.methods.base.Method`."""
 
     @staticmethod
     @abstractmethod
-    def flush_state(state: State, group: Group, tools: Tools) -> Sent:
+    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
         """See :class:`psclient.methods.base.Method`."""
 
     def agreed_settings(self) -> dict[str, str]:
@@ -211,11 +224,21 @@ class ParameterServerOptimizer(Optimizer, ABC):
         with self._lifecycle.busy():
             if self.finished:
                 raise RunFinishedError(f"run {self.run_id!r} is over; leave the loop when optimizer.finished is true")
-            gradients = finite_gradients(self._model, self._group_of)
-            self._settle_doubt()
-            counted = self._samples.take() if self._samples is not None else 1
-            self._do_step(gradients, counted if samples is None else samples)
+            self._take_step(samples) if self._overlap is None else self._take_overlapped_step(self._overlap, samples)
         return loss
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """With overlap: run the backward passes in the body without handing their gradients over.
+
+        For gradient accumulation: wrap all but the last backward pass before a ``step()``. Without overlap this does
+        nothing.
+        """
+        if self._overlap is None:
+            yield
+            return
+        with self._overlap.accumulating():
+            yield
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -226,20 +249,12 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         self._require_open()
         with self._lifecycle.busy():
+            self._drain()
             self._settle_doubt()
             if self.finished:
                 return
-            self._step += 1
-            report = self.report = StepReport(self._step)
-            tools = Tools(choose=lambda x: x.nonzero().view(-1), quantise=self._quantise)
-
-            def held(position: int) -> Sent | None:
-                parameter = self._model.parameters[position]
-                if id(parameter) not in self._group_of or not self.state.get(parameter):
-                    return None
-                return self.flush_state(self.state[parameter], self._hyperparameters(parameter), tools)
-
-            self._push(report, 0, held)
+            report = self.report = self._exchange.open(samples=0)
+            self._push(report, lambda number: self._exchange.send_held(report, number))
             self.totals.add(report)
 
     @torch.no_grad()
@@ -251,9 +266,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         self._require_open()
         with self._lifecycle.busy():
+            self._drain()
             self._settle_doubt()
-            report = StepReport(self._step)
-            self._count_pull(report, self._cluster.pull())
+            report = StepReport(self._exchange.step)
+            self._exchange.count(report, self._cluster.pull())
             self.totals.add(report)
 
     def hurry(self, seconds: float) -> None:
@@ -266,6 +282,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
             return
         self._lifecycle.ended = True
         self.hurry(_CLOSING_SECONDS)
+        if self._overlap is not None:
+            self._membership.quietly(self._drain)
+            self._overlap.close()
         if self._joined:
             if self._samples is not None:
                 self._samples.close()
@@ -307,13 +326,16 @@ class ParameterServerOptimizer(Optimizer, ABC):
         A push that is still in doubt is part of the residuals returned: if it turns out to have been applied, they are
         recognised as out of date when they are loaded.
         """
+        with torch.no_grad():
+            self._drain()
         state = super().state_dict()
-        if self._cluster.in_doubt:
+        if self._exchange.in_doubt:
             kept = {parameter: copy.deepcopy(memories) for parameter, memories in self.state.items()}
-            self._return(self._cluster.held_parts())
+            self._exchange.give_back(self._cluster.held_parts())
             state = copy.deepcopy(super().state_dict())
             self.state.update(kept)
-        mark = PushMark(self.worker, self._membership.identity.incarnation, self._acknowledged_step, self._step)
+        incarnation, exchange = self._membership.identity.incarnation, self._exchange
+        mark = PushMark(self.worker, incarnation, exchange.acknowledged_step, exchange.step)
         state["psclient"] = mark.plain()
         return state
 
@@ -335,8 +357,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         if mark is None:
             return
         known = self._membership.last_push_record
-        if self._acknowledged_step:
-            known = (self._membership.identity.incarnation, self._acknowledged_step)
+        if self._exchange.acknowledged_step:
+            known = (self._membership.identity.incarnation, self._exchange.acknowledged_step)
         if stale_residuals(mark, known):
             log.warning(
                 "this state was saved at step %d of worker %s, and the server has applied a later push: its residuals "
@@ -345,7 +367,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
                 mark.worker,
             )
             self.state.clear()
-        self._step = max(self._step, mark.step)
+        self._exchange.step = max(self._exchange.step, mark.step)
 
     # Inner parts
 
@@ -355,95 +377,102 @@ class ParameterServerOptimizer(Optimizer, ABC):
         if self._lifecycle.ended:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
 
-    def _do_step(self, gradients: dict[int, torch.Tensor], samples: int) -> None:
-        density = None if self._density_schedule is None else self._density_schedule(self._step + 1)
-        if density is not None:
+    def _take_step(self, samples: int | None) -> None:
+        gradients = self._gradients(range(len(self._model.parameters)))
+        self._settle_doubt()
+        clip = self.gradient_scale(list(gradients.values()), self.live_workers)
+        report = self.report = self._begin_step(samples)
+        self._push(report, lambda number: self._exchange.send_gradients(report, number, gradients, clip))
+        with report.timed("wait"):
+            replies = self._exchange.fetch()
+        _move_seconds(report, max(reply.decode_seconds for reply in replies.values()), "wait", "apply")
+        self._exchange.apply(report, replies)
+        self._end_step(report)
+
+    def _take_overlapped_step(self, overlap: Overlap, samples: int | None) -> None:
+        if samples is not None:
+            raise ConfigurationError(
+                "with overlap=True samples are counted at the forward of model=; leave samples out"
+            )
+        report = self.report = overlap.finish()
+        with report.timed("wait"):
+            replies = overlap.collect()
+        if replies is not None:
+            self._exchange.apply(report, replies)
+        overlap.launch(report)
+        self._end_step(report)
+
+    def _begin_step(self, samples: int | None = None) -> StepReport:
+        """Open the push of a new step, at the density that the schedule gives it."""
+        if self._density_schedule is not None:
+            density = self._density_schedule(self._exchange.step + 1)
             check_hyperparameters({"density": density})
-        self._step += 1
-        self._samples_since_exchange += samples
-        self.totals.samples += samples
-        report = StepReport(self._step)
-        if density is not None:
             for group in self.param_groups:
                 group["density"] = density
-        scale = self.gradient_scale(list(gradients.values()), self.live_workers)
+        counted = self._samples.take() if self._samples is not None else 1
+        samples = counted if samples is None else samples
+        self._samples_since_exchange += samples
+        self.totals.samples += samples
+        return self._exchange.open(samples)
 
-        def compressed(position: int) -> Sent | None:
-            gradient = gradients.get(position)
-            if gradient is None:
-                return None
-            parameter = self._model.parameters[position]
-            group = self._hyperparameters(parameter)
-            direction = gradient.reshape(-1).float()  # may be the gradient itself, so nothing is done in place
-            if scale != 1:
-                direction = direction * scale
-            if group["weight_decay"]:
-                direction = direction.add(parameter.detach().reshape(-1).float(), alpha=group["weight_decay"])
-            return self.compress(self.state[parameter], direction, group, self._tools(group))
-
-        self.report = report
-        self._push(report, samples, compressed)
-        with report.timed("wait"):
-            replies = self._cluster.pull()
-        self._count_pull(report, replies)
-        if self._step % self._membership.run_settings.buffer_period_steps == 0:
+    def _end_step(self, report: StepReport) -> None:
+        if report.step % self._membership.run_settings.buffer_period_steps == 0:
             with report.timed("buffers"):
-                report.buffer_bytes = self._cluster.exchange_buffers(self._step, self._samples_since_exchange)
+                report.buffer_bytes = self._cluster.exchange_buffers(report.step, self._samples_since_exchange)
             self._samples_since_exchange = 0
         self.totals.add(report)
         self.totals.upload_bytes = self._membership.upload_bytes
         self._momentum_advice.check(self.live_workers, self.param_groups)
 
-    def _push(self, report: StepReport, samples: int, sent_by: Callable[[int], Sent | None]) -> None:
-        self._finish_push(self._pusher.push(report, samples, sent_by, self._return))
+    def _push(self, report: StepReport, send: Callable[[int], None]) -> None:
+        """Send every group of the open push, commit, and settle."""
+        try:
+            for number in range(len(self._exchange.groups)):
+                send(number)
+            self._exchange.commit(report)
+        except BaseException:
+            self._exchange.abandon()
+            raise
+        with report.timed("wait"):
+            self._exchange.settle(report)
 
     def _exchange_at_end(self, samples: int) -> None:
-        self.totals.buffer_bytes += self._cluster.exchange_buffers(self._step, samples)
+        self.totals.buffer_bytes += self._cluster.exchange_buffers(self._exchange.step, samples)
 
     def _settle_doubt(self) -> None:
-        if self._cluster.in_doubt:
-            self._finish_push(self._cluster.settle())
+        if self._exchange.in_doubt:
+            self._exchange.settle(self.report)
 
-    def _finish_push(self, outcome: PushOutcome) -> None:
-        self._return(outcome.refused)
-        self.report.refused = len(outcome.refused)
-        if outcome.answers:
-            self._acknowledged_step = self._step
-            self.report.staleness = max(answer.staleness for answer in outcome.answers.values())
-        if outcome.error is not None:
-            raise from_refusal(outcome.error) from None
+    def _drain(self) -> None:
+        """With overlap: end what goes on in the background, and apply the reply that is awaited."""
+        if self._overlap is None:
+            return
+        self._overlap.break_off()
+        replies = self._overlap.collect()
+        if replies is not None:
+            report = StepReport(self._exchange.step)
+            self._exchange.apply(report, replies)
+            self.totals.add(report)
 
-    def _return(self, parts: Sequence[PushPart]) -> None:
-        """Give the payload of refused parts back to the method, tensor by tensor."""
-        for position, payload in self._pusher.payloads(parts):
-            parameter = self._model.parameters[position]
-            self.give_back(self.state[parameter], payload.to(parameter.device), self._hyperparameters(parameter))
+    def _start_overlap(self) -> Overlap:
+        trained = {
+            position: parameter
+            for position, parameter in enumerate(self._model.parameters)
+            if parameter.requires_grad and id(parameter) in self._group_of
+        }
 
-    def _hyperparameters(self, parameter: torch.Tensor) -> Group:
-        group = self._group_of[id(parameter)]
-        return {**group, "lr": float(group["lr"])}
+        def begin() -> StepReport:
+            self._settle_doubt()
+            return self._begin_step()
 
-    def _tools(self, group: Group) -> Tools:
-        selector, below = SELECTORS[self._settings.selector], self._settings.dense_below
-        return Tools(lambda x: select(x, group["density"], below, selector), self._quantise)
+        return Overlap(self._exchange, trained, begin, self._gradients)
 
-    def _quantise(self, values: torch.Tensor) -> torch.Tensor:
-        dtype = _VALUE_DTYPES[self._settings.value_type]
-        if dtype == torch.float32:
-            return values
-        limit = torch.finfo(dtype).max
-        return values.clamp(-limit, limit).to(dtype).float()
+    def _gradients(self, positions: range) -> dict[int, torch.Tensor]:
+        return finite_gradients(self._model, self._group_of, positions)
 
-    def _count_pull(self, report: StepReport, replies: dict[int, PulledReply]) -> None:
-        first = replies[0].header
-        report.version = first.version
-        report.reply_mode = "topk" if first.mode == pb.REPLY_MODE_TOPK else "exact"
-        report.changed_density = first.changed_density
-        report.pull_bytes = sum(reply.bytes for reply in replies.values())
-        report.pull_entries = sum(entries(reply.segments) for reply in replies.values())
-        moved = max(reply.apply_seconds for reply in replies.values())
-        report.seconds["apply"] += moved
-        report.seconds["wait"] = max(0.0, report.seconds["wait"] - moved)
+    def _hyperparameters(self, parameter: torch.Tensor) -> Group | None:
+        group = self._group_of.get(id(parameter))
+        return None if group is None else {**group, "lr": float(group["lr"])}
 
     def _start_local(self) -> LocalServer:
         variable = client_settings.sibling_workers()
@@ -453,6 +482,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
                 'train alone. Start `psservice serve` and pass server="HOST:PORT" or set PSCLIENT_SERVER'
             )
         return LocalServer()
+
+
+def _move_seconds(report: StepReport, seconds: float, source: str, target: str) -> None:
+    """Count time under another phase."""
+    moved = min(seconds, report.seconds[source])
+    report.seconds[source] -= moved
+    report.seconds[target] += moved
 
 
 def _settings(settings: ClientSettings | None, server: Server | None, worker: str | None) -> ClientSettings:

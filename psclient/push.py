@@ -1,13 +1,12 @@
 """Streaming a push: groups in backward order, each cut by shards, encoded and handed over when it is ready."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from psclient.cluster import Cluster, PushOutcome
+from psclient.cluster import Cluster
 from psclient.methods.base import Sent
 from psclient.report import StepReport
-from psclient.shard import PushPart
 from pscore import frames
 from pscore.layout import ModelLayout, Span
 from pscore.segment import Segment, merge
@@ -19,89 +18,63 @@ class Pusher:
     Args:
         layout: where the tensors lie.
         cluster: where to push.
-        value_dtype: how values travel; they have been rounded to it already.
         group_elements: neighbouring tensors are merged into groups of about this many elements.
+
+    Attributes:
+        groups: the positions of each group's tensors, last group first as its gradients come first.
     """
 
-    def __init__(self, layout: ModelLayout, cluster: Cluster, value_dtype: torch.dtype, group_elements: int) -> None:
+    def __init__(self, layout: ModelLayout, cluster: Cluster, group_elements: int) -> None:
         """Plan the groups."""
-        self._layout = layout
         self._cluster = cluster
-        self._value_dtype = value_dtype
+        self._layout = layout
         self.groups = merge_groups(layout.offsets, group_elements)
+        self._spans = [Span(layout.offsets[group.start], layout.offsets[group.stop]) for group in self.groups]
+        self._places: list[dict[int, int]] = []
 
-    def push(
-        self,
-        report: StepReport,
-        samples: int,
-        sent_by: Callable[[int], Sent | None],
-        give_back: Callable[[Sequence[PushPart]], None],
-    ) -> PushOutcome:
-        """Stream what every tensor sends and settle the push.
+    def open(self, step: int, samples: int) -> None:
+        """Begin a push at every shard."""
+        self._places = self._cluster.open_push(step, samples, self._spans)
+
+    def send(self, report: StepReport, number: int, sent: Sequence[tuple[int, Sent]]) -> list[Segment]:
+        """Encode what the tensors of a group send and hand it to the transport.
 
         Args:
-            report: takes bytes, entries and times; its step is the push's.
-            samples: samples behind this push.
-            sent_by: compresses the tensor at a position of the layout; ``None`` where it sends nothing.
-            give_back: called with what was cut out already if this breaks off before the commit.
+            report: takes bytes, entries and times.
+            number: which group.
+            sent: (position, what it sends), ascending.
 
-        Raises:
-            ServerUnreachableError: the push is in doubt; ``cluster.settle()`` goes on.
+        Returns:
+            What quantisation has taken from it, and must go back where it came from.
         """
-        cluster = self._cluster
+        cluster, lost = self._cluster, []
         chunk_bytes = cluster.membership.run_settings.chunk_bytes
-        spans = [Span(self._layout.offsets[group.start], self._layout.offsets[group.stop]) for group in self.groups]
-        try:
-            plans = cluster.open_push(report.step, samples, spans)
-            for number, positions in enumerate(self.groups):
-                with report.timed("select"):
-                    segments = self._select(positions, spans[number], sent_by)
-                for shard, plan in zip(cluster.shards, plans, strict=True):
-                    for segment in segments:
-                        part = segment.clip(shard.span)
-                        if part is None:
-                            continue
-                        shard.hold(part)
-                        report.push_entries += part.entries
-                        with report.timed("encode"):
-                            travelling = Segment(part.span, part.offsets, part.values.to(self._value_dtype))
-                            chunks = list(frames.encode(travelling, chunk_bytes=chunk_bytes, group=plan[number]))
-                        with report.timed("send"):
-                            for chunk in chunks:
-                                shard.send_chunk(chunk)
-            for shard in cluster.shards:
-                report.push_bytes += shard.send_commit()
-        except BaseException:
-            give_back(cluster.abandon_push())
-            raise
-        with report.timed("wait"):
-            return cluster.settle()
+        segments = self._merge(self._spans[number], sent)
+        for shard, places in zip(cluster.shards, self._places, strict=True):
+            for part in (part for segment in segments if (part := segment.clip(shard.span)) is not None):
+                report.push_entries += part.entries
+                with report.timed("encode"):
+                    encoded = list(frames.encode(part, shard.push_form, chunk_bytes=chunk_bytes, group=places[number]))
+                    arriving = _arriving(part, encoded)
+                    lost += _lost(part, arriving)
+                shard.hold(arriving)
+                with report.timed("send"):
+                    for chunk, _ in encoded:
+                        shard.send_chunk(chunk)
+        return lost
 
-    def payloads(self, parts: Sequence[PushPart]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (position, fp32 ``[n]``) of every tensor with entries in ``parts``, zero where there are none."""
-        found: dict[int, torch.Tensor] = {}
-        for part in parts:
-            for segment in part.segments:
-                for position, common in self._layout.overlapping(segment.span):
-                    piece = segment.clip(common)
-                    if piece is None:
-                        continue
-                    span = self._layout.span(position)
-                    payload = found.setdefault(position, torch.zeros(span.length, device=piece.values.device))
-                    window = payload[common.start - span.start : common.end - span.start]
-                    if piece.offsets is None:
-                        window.add_(piece.values)
-                    else:
-                        window.index_add_(0, piece.offsets, piece.values)
-        yield from found.items()
+    def commit(self, report: StepReport) -> None:
+        """End the push at every shard; it is in doubt from now on."""
+        for shard in self._cluster.shards:
+            report.push_bytes += shard.send_commit()
 
-    def _select(self, positions: range, span: Span, sent_by: Callable[[int], Sent | None]) -> list[Segment]:
-        """Compress the tensors of a group; return one sparse segment, or its dense runs."""
-        found: list[Segment] = []
-        for position in positions:
-            sent = sent_by(position)
-            if sent is not None and sent.values.numel():
-                found.append(Segment(self._layout.span(position), sent.offsets, sent.values))
+    def _merge(self, span: Span, sent: Sequence[tuple[int, Sent]]) -> list[Segment]:
+        """Return a group's entries as one sparse segment, or as its dense runs."""
+        found = [
+            Segment(self._layout.span(position), entry.offsets, entry.values)
+            for position, entry in sent
+            if entry.values.numel()
+        ]
         if not found:
             return []
         if len({segment.values.device for segment in found}) > 1:  # a model spread over devices meets on the host
@@ -109,16 +82,39 @@ class Pusher:
         if any(segment.offsets is not None for segment in found):
             merged = merge(span, found)
             return [] if merged is None else [merged]
-        runs: list[list[Segment]] = [[found[0]]]
-        for segment in found[1:]:
-            if runs[-1][-1].span.end == segment.span.start:
-                runs[-1].append(segment)
-            else:
-                runs.append([segment])
-        return [
-            Segment(Span(run[0].span.start, run[-1].span.end), None, torch.cat([part.values for part in run]))
-            for run in runs
-        ]
+        return list(_runs(found))
+
+
+def _arriving(part: Segment, encoded: Sequence[frames.Encoded]) -> Segment:
+    """Return the part as the server will decode it."""
+    values = [piece.decoded for piece in encoded]
+    return Segment(
+        part.span, part.offsets, (values[0] if len(values) == 1 else torch.cat(values)).to(part.values.device)
+    )
+
+
+def _lost(part: Segment, arriving: Segment) -> Iterator[Segment]:
+    """Yield the difference between what was to be sent and what arrives, where there is one."""
+    error = part.values - arriving.values
+    if part.offsets is None:
+        if bool(error.any()):
+            yield Segment(part.span, None, error)
+        return
+    where = error.nonzero().view(-1)
+    if where.numel():
+        yield Segment(part.span, part.offsets[where], error[where])
+
+
+def _runs(found: Sequence[Segment]) -> Iterator[Segment]:
+    """Join dense neighbours."""
+    runs: list[list[Segment]] = [[found[0]]]
+    for segment in found[1:]:
+        if runs[-1][-1].span.end == segment.span.start:
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    for run in runs:
+        yield Segment(Span(run[0].span.start, run[-1].span.end), None, torch.cat([part.values for part in run]))
 
 
 def merge_groups(offsets: Sequence[int], group_elements: int) -> list[range]:

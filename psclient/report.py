@@ -24,6 +24,10 @@ class StepReport:
         reply_mode: ``exact`` or ``topk``: the coordinator's.
         changed_density: what changed on the coordinator since the last pull, over its elements.
         refused: parts of the push that went back into the residual.
+        wanted_entries: entries that the density asks for, over the tensors that are selected from.
+        selected_entries: entries that were selected from them.
+        round_trip_seconds: from the commit of the push that the reply answers until that reply was whole; with
+            overlap, most of it passes while the model computes, and ``wait`` is the rest.
         seconds: time by phase (:data:`PHASES`): select (accumulate, select, cut out), encode, send (hand to the
             transport), wait (for acknowledgement and reply), apply (decode and write the reply), buffers.
     """
@@ -39,6 +43,9 @@ class StepReport:
     reply_mode: str = ""
     changed_density: float = 0.0
     refused: int = 0
+    wanted_entries: int = 0
+    selected_entries: int = 0
+    round_trip_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @contextmanager

@@ -6,15 +6,17 @@ import socket
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from psclient.errors import ConfigurationError
+from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.layered_settings import LayeredSettings
 from pscore.selection import DEFAULT_DENSE_BELOW
-from pscore.selectors import SELECTORS
+from pscore.selectors import DEFAULT_SELECTOR, SELECTORS
 
 LOCAL = "local"
+AUTO = "auto"
 
 
 class ClientSettings(LayeredSettings):
@@ -30,15 +32,33 @@ class ClientSettings(LayeredSettings):
     deadline_seconds: float = Field(30.0, gt=0, description="longest time for one call to a server")
     connect_seconds: float = Field(60.0, gt=0, description="how long the first contact is tried")
     patience_seconds: float = Field(300.0, gt=0, description="how long a lost server is waited for during training")
-    value_type: Literal["fp32", "fp16", "bf16"] = Field("fp32", description="how pushed values travel")
-    selector: str = Field("exact", description="how the entries of a push are selected: " + ", ".join(SELECTORS))
+    value_type: str = Field("fp32", description="how pushed values travel: " + ", ".join(VALUE_CODECS))
+    index_codec: str = Field(
+        "auto",
+        description="how pushed indices travel; auto weighs bytes against time: auto, " + ", ".join(INDEX_CODECS),
+    )
+    selector: str = Field(
+        DEFAULT_SELECTOR, description="how the entries of a push are selected: " + ", ".join(SELECTORS)
+    )
+    select_over: Literal["tensor", "group"] = Field(
+        "tensor", description="whether each tensor, or each merged group of tensors, is selected from by itself"
+    )
     dense_below: int = Field(
         DEFAULT_DENSE_BELOW, ge=0, description="tensors with fewer elements are pushed whole; 0 exempts nothing"
     )
     group_elements: int = Field(
-        4_000_000, ge=1, description="tensors are merged into groups of this many elements; each is sent when selected"
+        2_000_000, ge=1, description="tensors are merged into groups of this many elements; each is sent when selected"
     )
     flush_on_sigterm: bool = Field(True, description="on SIGTERM, push what is still held, leave, then exit")
+
+    @field_validator("value_type", "index_codec", "selector")
+    @classmethod
+    def _check_name(cls, name: str, field: ValidationInfo) -> str:
+        known = {"value_type": [*VALUE_CODECS], "index_codec": [AUTO, *INDEX_CODECS], "selector": [*SELECTORS]}
+        choices = known[str(field.field_name)]
+        if name not in choices:
+            raise ValueError(f"{name!r} is not known; use one of {', '.join(choices)}")
+        return name
 
 
 def load(**overrides: object) -> ClientSettings:
@@ -55,8 +75,6 @@ def load(**overrides: object) -> ClientSettings:
         raise ConfigurationError(f"setting {name} (PSCLIENT_{name.upper()}): {problem['msg']}") from error
     except OSError as error:
         raise ConfigurationError(f"PSCLIENT_CONFIG: {error}") from error
-    if settings.selector not in SELECTORS:
-        raise ConfigurationError(f"selector {settings.selector!r}: use one of {', '.join(SELECTORS)}")
     return settings
 
 

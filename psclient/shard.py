@@ -4,6 +4,7 @@ Nothing here decides what a failure means for training; each call returns an out
 on it.
 """
 
+import math
 import queue
 import time
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ import grpc
 
 from psclient.connection import Connection, Patience
 from psclient.errors import ServerFaultError, Transient, from_rpc_error
-from psclient.settings import ClientSettings
+from psclient.link import LinkSpeed
+from psclient.settings import AUTO, ClientSettings
 from pscore import frames
+from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
@@ -40,13 +43,15 @@ class PushPart:
         step: the worker's step.
         generation: of the model it was made for.
         messages: what is sent; the same bytes at each attempt.
-        segments: the payload, for giving it back.
+        segments: the payload as it arrives, for giving it back.
+        group_bytes: message bytes of each group of the plan, for measuring the link.
     """
 
     step: int
     generation: int
     messages: list[pb.PushSparseRequest] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    group_bytes: list[int] = field(default_factory=list)
     checksum: frames.Checksum = field(default_factory=frames.Checksum)
     bytes: int = 0
 
@@ -58,14 +63,18 @@ class PulledReply:
     Attributes:
         header: the server's words about it.
         segments: its entries.
+        generation: of the model it is from.
         bytes: message bytes received.
-        apply_seconds: time spent on decoding and writing it, the rest being wait.
+        decode_seconds: time spent on reading the entries.
+        arrived: when it was whole, :func:`time.perf_counter`.
     """
 
     header: pb.PullHeader
     segments: list[Segment]
+    generation: int
     bytes: int
-    apply_seconds: float
+    decode_seconds: float
+    arrived: float
 
 
 class ShardClient:
@@ -83,6 +92,8 @@ class ShardClient:
         self.acknowledged_reply = 0
         self.replica_is_image = False
         self.in_doubt: PushPart | None = None
+        self.readable: frozenset[int] = frozenset()
+        self.uplink, self.downlink = LinkSpeed(), LinkSpeed()
         self._live: queue.SimpleQueue[pb.PushSparseRequest | None] | None = None
         self._call: grpc._CallFuture[pb.PushSparseResponse] | None = None
 
@@ -103,9 +114,20 @@ class ShardClient:
 
     # Push
 
+    @property
+    def push_form(self) -> frames.WireForm:
+        """How a push to this shard is written now."""
+        index = self.settings.index_codec
+        return frames.WireForm(
+            value=VALUE_CODECS[self.settings.value_type],
+            index=None if index == AUTO else INDEX_CODECS[index],
+            allowed=self.readable,
+            link_bytes_per_second=self.uplink.bytes_per_second,
+        )
+
     def open_push(self, identity: pb.WorkerIdentity, step: int, samples: int, plan: list[Span]) -> None:
         """Begin to stream a push: the header goes out now, chunks as they are handed in."""
-        self.in_doubt = PushPart(step, self.generation)
+        self.in_doubt = PushPart(step, self.generation, group_bytes=[0] * len(plan))
         self._live = queue.SimpleQueue()
         stream = iter(self._live.get, None)
         self._call = self.connection.stub.PushSparse.future(
@@ -125,6 +147,7 @@ class ShardClient:
         """Hand one chunk to the stream."""
         assert self.in_doubt is not None
         self.in_doubt.checksum.add(chunk)
+        self.in_doubt.group_bytes[chunk.group] += frames.wire_bytes(pb.PushSparseRequest(chunk=chunk))
         self._send(pb.PushSparseRequest(chunk=chunk))
 
     def hold(self, segment: Segment) -> None:
@@ -174,9 +197,17 @@ class ShardClient:
                     if isinstance(failure, Refusal):
                         return failure
                     raise failure from error
+                self._measure(part, response)
                 self.in_doubt = None
                 return response
         raise AssertionError("patience does not end by itself")
+
+    def _measure(self, part: PushPart, response: pb.PushSparseResponse) -> None:
+        """Learn the speed of the way up: a group cannot have taken longer than since the group before it was whole."""
+        before = 0
+        for nbytes, arrival in zip(part.group_bytes, response.group_arrival_nanoseconds, strict=False):
+            self.uplink.saw(nbytes, (arrival - before) / 1e9)
+            before = max(before, arrival)
 
     def _send(self, message: pb.PushSparseRequest) -> None:
         assert self.in_doubt is not None
@@ -201,6 +232,7 @@ class ShardClient:
             base_version=self.version if self.has_base else 0,
             acknowledged_reply=self.acknowledged_reply,
             image=self.replica_is_image,
+            link_bytes_per_second=self.downlink.bytes_per_second or 0.0,
         )
         for attempt in patience:
             with attempt:
@@ -225,8 +257,9 @@ class ShardClient:
         responses: Iterator[pb.PullDiffResponse] = self.connection.stub.PullDiff(request, timeout=timeout_seconds)
         reader = frames.ChunkReader(self.span)
         header: pb.PullHeader | None = None
-        received, decode_seconds = 0, 0.0
+        received, decode_seconds, began = 0, 0.0, math.inf
         for response in responses:
+            began = min(began, time.perf_counter())
             received += frames.wire_bytes(response)
             kind = response.WhichOneof("message")
             if kind == "header" and header is None:
@@ -239,7 +272,9 @@ class ShardClient:
                 decode_seconds += time.perf_counter() - started
             elif kind == "commit" and header is not None:
                 reader.checksum.verify(response.commit)
-                return PulledReply(header, reader.segments, received, decode_seconds)
+                arrived = time.perf_counter()
+                self.downlink.saw(received, arrived - began - decode_seconds)
+                return PulledReply(header, reader.segments, request.generation, received, decode_seconds, arrived)
             else:
                 raise ServerFaultError(f"{self.address} sent {kind} out of order in a reply")
         raise Transient("the reply ended without a commit")

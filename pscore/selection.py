@@ -1,34 +1,50 @@
-"""Select over a span of the flat layout, tensor by tensor; shared by the worker's push and the server's top-k reply."""
-
-from collections.abc import Iterator
+"""Selecting from the difference between a model and an image of it, tensor by tensor: the server's top-k reply."""
 
 import torch
 
+from pscore.kernels.base import Taken
 from pscore.layout import ModelLayout, Span
-from pscore.selectors import Selector, entries_for
+from pscore.selectors import Recall, Selector, entries_for
+from pscore.selectors.base import nothing, take_all
+from pscore.sources import Difference
 
 DEFAULT_DENSE_BELOW = 4096
 """Tensors with fewer elements (biases, norms) are sent whole: they cost little and matter much. 0 exempts nothing."""
 
 
-def select(x: torch.Tensor, density: float, dense_below: int, selector: Selector) -> torch.Tensor:
-    """Select from one flat tensor; one with fewer than ``dense_below`` elements gives every non-zero element."""
-    k = x.numel() if x.numel() < dense_below else entries_for(x.numel(), density)
-    return selector(x, k)
-
-
-def select_span(
-    x: torch.Tensor, layout: ModelLayout, span: Span, density: float, dense_below: int, selector: Selector
-) -> torch.Tensor:
-    """Select from ``x`` = ``span`` of the flat layout, each tensor by itself; offsets count from the span's start.
+def select_difference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    layout: ModelLayout,
+    span: Span,
+    *,
+    density: float,
+    dense_below: int,
+    selector: Selector,
+    recalls: dict[int, Recall],
+) -> Taken:
+    """Select from ``a − b`` over a span of the layout; offsets count from the span's start.
 
     A tensor that a shard border cuts is selected from by each shard for its own part.
+
+    Args:
+        a: fp32 ``[span.length]``.
+        b: likewise.
+        layout: the model's.
+        span: which part of it.
+        density: share of a tensor's entries that is taken.
+        dense_below: tensors with fewer elements give every entry that is not zero.
+        selector: takes about k entries.
+        recalls: what the selector remembers of each tensor, by position; changed in place.
     """
-
-    def pieces() -> Iterator[torch.Tensor]:
-        for _, common in layout.overlapping(span):
-            low, high = common.start - span.start, common.end - span.start
-            yield select(x[low:high], density, dense_below, selector) + low
-
-    found = list(pieces())
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
+    offsets, values = [], []
+    for position, common in layout.overlapping(span):
+        low, high = common.start - span.start, common.end - span.start
+        source = Difference(a[low:high], b[low:high])
+        if source.numel < dense_below:
+            taken = take_all(source)
+        else:
+            taken = selector(source, entries_for(source.numel, density), recalls.setdefault(position, {}))
+        offsets.append(taken.offsets + low)
+        values.append(taken.values)
+    return Taken(torch.cat(offsets), torch.cat(values)) if offsets else nothing(a)

@@ -15,6 +15,8 @@ import torch
 
 from pscore import modelfile
 from pscore.buffers import packed_bytes, unpack
+from pscore.codecs.names import VALUE_CODECS
+from pscore.frames import WireForm
 from pscore.generation import epoch, next_generation
 from pscore.layout import ModelLayout, Span
 from pscore.reasons import Reason, Refusal
@@ -106,7 +108,13 @@ class Engine:
             if settings.final_model
             else None
         )
-        self._topk = TopKSettings(settings.down_density, settings.down_dense_below, SELECTORS["exact"])
+        self._topk = TopKSettings(
+            settings.down_density,
+            settings.down_dense_below,
+            SELECTORS[settings.down_selector],
+            VALUE_CODECS[settings.down_value_type],
+            settings.chunk_bytes,
+        )
         self._start_values = modelfile.read(settings.init) if settings.init else None
         self._hold: _UploadHold | None = None
         self._join_lock = threading.Lock()
@@ -125,6 +133,7 @@ class Engine:
         *,
         generation_seen: int,
         has_replica: bool,
+        index_codecs: frozenset[int] = frozenset(),
     ) -> JoinOutcome:
         """Grant a lease and say whether the worker pulls, uploads or waits (docs/protocol.md, *Joining*)."""
         if layout.size < self.settings.num_shards:
@@ -143,7 +152,7 @@ class Engine:
             elif self.layout is None or alone:
                 self.layout = layout
             self.run.agree(method, method_settings, replace=alone)
-            self.membership.join(identity)
+            self.membership.join(identity).index_codecs = index_codecs
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
             last_push = self.membership.last_push(identity.worker_id)
@@ -253,9 +262,11 @@ class Engine:
         base_version: int | None,
         acknowledged: int,
         replica_is_image: bool,
+        link_bytes_per_second: float = 0.0,
     ) -> Reply:
         """Answer a pull, exactly or top-k."""
         member = self.membership.require(identity)
+        form = WireForm(allowed=member.index_codecs, link_bytes_per_second=link_bytes_per_second)
         reply = answer(
             self.require_model(generation),
             self.writer,
@@ -264,6 +275,7 @@ class Engine:
             base_version=base_version,
             acknowledged=acknowledged,
             replica_is_image=replica_is_image,
+            form=form,
         )
         member.reply_mode, member.reply_density = reply.mode, reply.density
         self.metrics.observe_pull(reply)

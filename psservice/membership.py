@@ -70,6 +70,8 @@ class Member:
     reply_mode: ReplyMode | None = None
     reply_density: float = 0.0
     """Density of the last reply."""
+    index_codecs: frozenset[int] = frozenset()
+    """Which the worker reads."""
 
 
 @dataclass

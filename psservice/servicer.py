@@ -1,13 +1,15 @@
 """The RPC layer: translates messages to calls of the engine and back, and does nothing else."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import grpc
 
 from pscore import frames
 from pscore.buffers import pack, packed_bytes
+from pscore.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS, VALUE_CODECS
+from pscore.frames import WireForm
 from pscore.layout import Span
 from pscore.messages import PROTOCOL_VERSION, layout_from_message, layout_to_message
 from pscore.reasons import Reason, Refusal
@@ -20,7 +22,7 @@ from psservice.membership import Identity, Member
 from psservice.refusals import refusals_as_status
 from psservice.run import RunState
 from psservice.settings import ServerSettings
-from psservice.shard.replies import ReplyMode
+from psservice.shard.replies import Reply, ReplyMode
 from psservice.streams import PushReader, read_push, read_upload, require_end
 
 WAIT_RETRY_SECONDS = 0.2
@@ -69,6 +71,13 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                     f"the worker takes this server for shard {request.shard_index} of {request.num_shards}; "
                     f"it is shard {mine[0]} of {mine[1]}",
                 )
+            down = VALUE_CODECS[self._settings.down_value_type]
+            if down not in request.value_codecs:
+                raise Refusal(
+                    Reason.UNKNOWN_CODEC,
+                    f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, or "
+                    "start the server with --down_value_type fp32",
+                )
             outcome = engine.join(
                 identity,
                 layout_from_message(request.layout),
@@ -76,6 +85,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 dict(request.method_settings),
                 generation_seen=request.generation_seen,
                 has_replica=request.has_replica,
+                index_codecs=frozenset(request.index_codecs),
             )
             incarnation, step = outcome.last_push or ("", 0)
             return pb.JoinResponse(
@@ -90,6 +100,8 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 last_incarnation=incarnation,
                 run_state=_RUN_STATES[engine.run.state],
                 server_version=__version__,
+                index_codecs=READABLE_INDEX_CODECS,
+                value_codecs=READABLE_VALUE_CODECS,
             )
 
     def RenewLease(self, request: pb.RenewLeaseRequest, context: grpc.ServicerContext) -> pb.RenewLeaseResponse:  # noqa: N802
@@ -150,7 +162,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 )
             )
             checksum = frames.Checksum()
-            for chunk in self._chunks(model.as_sent(None, copy.values), checksum):
+            for chunk in self._chunks(model.as_sent(None, copy.values), WireForm(), checksum):
                 yield pb.DownloadModelResponse(chunk=chunk)
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)
@@ -200,6 +212,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 base_version=request.base_version if request.has_base else None,
                 acknowledged=request.acknowledged_reply,
                 replica_is_image=request.image,
+                link_bytes_per_second=request.link_bytes_per_second,
             )
             header = pb.PullHeader(
                 mode=_REPLY_MODES[reply.mode],
@@ -211,7 +224,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 run_state=_RUN_STATES[engine.run.state],
             )
             member = engine.membership.require(identity)
-            for message in self._pull_messages(header, reply.segments, frames.Checksum()):
+            for message in self._pull_messages(header, reply):
                 self._count("PullDiff", member, sent=frames.wire_bytes(message))
                 yield message
 
@@ -292,18 +305,22 @@ class ParameterServerServicer(ParameterServerServiceServicer):
             self._engine.run.require_id(message.run_id)
         return Identity(message.worker_id, message.incarnation)
 
-    def _chunks(self, segments: list[Segment], checksum: frames.Checksum) -> Iterator[pb.Chunk]:
+    def _chunks(self, segments: Sequence[Segment], form: WireForm, checksum: frames.Checksum) -> Iterator[pb.Chunk]:
         for segment in segments:
-            for chunk in frames.encode(segment, chunk_bytes=self._settings.chunk_bytes):
+            for chunk, _ in frames.encode(segment, form, chunk_bytes=self._settings.chunk_bytes):
                 checksum.add(chunk)
                 yield chunk
 
-    def _pull_messages(
-        self, header: pb.PullHeader, segments: list[Segment], checksum: frames.Checksum
-    ) -> Iterator[pb.PullDiffResponse]:
+    def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse]:
+        checksum = frames.Checksum()
         yield pb.PullDiffResponse(header=header)
-        for chunk in self._chunks(segments, checksum):
-            yield pb.PullDiffResponse(chunk=chunk)
+        if reply.chunks is None:
+            for chunk in self._chunks(reply.segments, reply.form, checksum):
+                yield pb.PullDiffResponse(chunk=chunk)
+        else:
+            for chunk in reply.chunks:
+                checksum.add(chunk)
+                yield pb.PullDiffResponse(chunk=chunk)
         yield pb.PullDiffResponse(commit=checksum.commit())
 
     def _count(self, rpc: str, member: Member | None, *, received: int = 0, sent: int = 0) -> None:
@@ -327,6 +344,7 @@ def run_settings(settings: ServerSettings) -> pb.RunSettings:
         lease_seconds=settings.lease_seconds,
         end_versions=settings.end_versions,
         end_samples=settings.end_samples,
+        down_value_codec=VALUE_CODECS[settings.down_value_type],
     )
 
 

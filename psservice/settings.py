@@ -8,9 +8,11 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import CliSettingsSource, SettingsConfigDict
 
+from pscore.codecs.names import VALUE_CODECS
 from pscore.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from pscore.layered_settings import LayeredSettings
 from pscore.selection import DEFAULT_DENSE_BELOW
+from pscore.selectors import DEFAULT_SELECTOR, SELECTORS
 
 ENVIRONMENT_PREFIX = "PSSERVICE_"
 
@@ -44,6 +46,12 @@ class ServerSettings(LayeredSettings):
     run_id: str = Field("", description="name of the run; empty draws a random one")
     down_mode: Literal["auto", "exact", "topk"] = Field(
         "auto", description="how pulls are answered; auto is exact while what changed is sparse, top-k beyond that"
+    )
+    down_selector: str = Field(
+        DEFAULT_SELECTOR, description="how the entries of a top-k reply are selected: " + ", ".join(SELECTORS)
+    )
+    down_value_type: str = Field(
+        "fp32", description="how the values of a top-k reply travel: " + ", ".join(VALUE_CODECS)
     )
     down_density: float = Field(0.01, gt=0, le=1, description="density of a top-k reply")
     down_dense_below: int = Field(
@@ -81,6 +89,9 @@ class ServerSettings(LayeredSettings):
 
     @model_validator(mode="after")
     def _check_together(self) -> "ServerSettings":
+        for name, known in (("down_selector", SELECTORS), ("down_value_type", VALUE_CODECS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r}: use one of {', '.join(known)}")
         if self.shard_index >= self.num_shards:
             raise ValueError(f"shard_index {self.shard_index} needs num_shards above it, not {self.num_shards}")
         for name in ("listen", "health_listen", "metrics_listen"):

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.methods.base import Group, Sent, State, Tools, held_entries, memory
+from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
 from psclient.optimizer import ParameterServerOptimizer
 
 
@@ -17,7 +17,7 @@ class ASGD(ParameterServerOptimizer):
         u = m·u + (g + wd·θ)                 # m = 0: u = g + wd·θ
         send d = lr·u
 
-    Refused pushes and what quantisation loses are carried to the next push.
+    What does not arrive, a refused push or a quantisation error, is carried to the next push.
 
     Args:
         params: parameters or param groups.
@@ -36,33 +36,24 @@ class ASGD(ParameterServerOptimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, 1.0, **connection)
 
     @staticmethod
-    def compress(state: State, gradient: torch.Tensor, group: Group, tools: Tools) -> Sent:
-        """One step."""
-        u = gradient
+    def accumulate(state: State, group: Group, step: Step) -> torch.Tensor:
+        """``d = lr·u``, and what is carried."""
+        u = step.gradient.float()
+        if step.parameters is not None:
+            u = u.add(step.parameters.float(), alpha=group["weight_decay"])
         if group["momentum"]:
-            u = memory(state, "momentum", gradient).mul_(group["momentum"]).add_(gradient)
+            u = memory(state, "momentum", u).mul_(group["momentum"]).add_(u)
         d = group["lr"] * u
         if "carry" in state:
-            d.add_(state["carry"])
-        s = tools.quantise(d)
-        if s is d:
-            state.pop("carry", None)
-        else:
-            state["carry"] = d - s
-        return Sent(None, s)
+            d.add_(state.pop("carry"))
+        return d
 
     @staticmethod
-    def give_back(state: State, payload: torch.Tensor, group: Group) -> None:
-        """Carry the payload to the next push."""
-        memory(state, "carry", payload).add_(payload)
+    def held(state: State, group: Group) -> Sparse | None:
+        """Return what is carried."""
+        return Sparse(state["carry"]) if "carry" in state else None
 
     @staticmethod
-    def flush_state(state: State, group: Group, tools: Tools) -> Sent:
-        """Send what is carried."""
-        carry = state.get("carry")
-        held = held_entries(carry)
-        if carry is None:
-            return Sent(held, torch.empty(0))
-        s = tools.quantise(carry[held])
-        carry[held] -= s
-        return Sent(held, s)
+    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
+        """Carry it to the next push."""
+        add(memory(state, "carry", like), returned)

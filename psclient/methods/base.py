@@ -1,17 +1,51 @@
-"""What a training method is: how a gradient becomes what is sent, and what is kept.
+"""What a training method is: what a gradient adds to a memory, and what happens to what is sent or comes back.
 
-A method works on one tensor at a time, flattened, in fp32, and knows no RPC. ``state`` is the optimizer's own
+A method works on one tensor at a time, flattened, and knows neither selection nor RPC. ``state`` is the optimizer's own
 ``state[parameter]``, so whatever a method keeps there is part of ``state_dict()``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from pscore.kernels.base import Feed
+
 State = dict[str, Any]
 Group = Mapping[str, Any]
 """A param group: ``lr``, ``momentum``, … as the schedulers left them."""
+
+
+class Step(NamedTuple):
+    """What a backward pass leaves for one tensor.
+
+    Attributes:
+        gradient: ``g``, ``[n]``, in the parameter's dtype; not to be changed.
+        parameters: ``θ``, ``[n]``; not to be changed; ``None`` where there is no weight decay.
+        clip: what the whole gradient is multiplied by.
+    """
+
+    gradient: torch.Tensor
+    parameters: torch.Tensor | None
+    clip: float = 1.0
+
+
+class Sparse(NamedTuple):
+    """A memory of which the largest entries are sent.
+
+    Attributes:
+        memory: fp32 ``[n]``.
+        added: what this step adds to it; ``None`` for nothing.
+        keep: what remains in the memory of an entry that is sent, as a factor.
+        unit: what is sent is ``unit·memory``.
+        masked: set to zero where an entry is sent; ``None`` for nothing.
+    """
+
+    memory: torch.Tensor
+    added: Feed | None = None
+    keep: float = 0.0
+    unit: float = 1.0
+    masked: torch.Tensor | None = None
 
 
 class Sent(NamedTuple):
@@ -21,34 +55,25 @@ class Sent(NamedTuple):
     values: torch.Tensor
 
 
-class Tools(NamedTuple):
-    """What a method is handed to select and to quantise.
-
-    Attributes:
-        choose: fp32 ``[n]`` to the offsets of the entries to be sent (top ρ of the magnitude).
-        quantise: fp32 values to the nearest ones that travel (``Q``); the identity for fp32.
-    """
-
-    choose: Callable[[torch.Tensor], torch.Tensor]
-    quantise: Callable[[torch.Tensor], torch.Tensor]
-
-
 class Method(Protocol):
     """One training method."""
 
     name: ClassVar[str]
 
     @staticmethod
-    def compress(state: State, gradient: torch.Tensor, group: Group, tools: Tools) -> Sent:
-        """Accumulate ``gradient`` (fp32 ``[n]``, weight decay included) and take out what is sent now."""
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
+        """Say what the step adds to which memory; or, for a dense method, return what is sent whole (fp32 ``[n]``)."""
 
     @staticmethod
-    def give_back(state: State, payload: torch.Tensor, group: Group) -> None:
-        """Take a refused payload back, so that nothing of it is lost: fp32 ``[n]``, zero where nothing was refused."""
+    def held(state: State, group: Group) -> Sparse | None:
+        """Say which memory a flush empties; ``None`` where there is none yet."""
 
     @staticmethod
-    def flush_state(state: State, group: Group, tools: Tools) -> Sent:
-        """Take out everything that is still held."""
+    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
+        """Take back what did not arrive, refused by a server or lost to quantisation, so that nothing is lost.
+
+        ``like`` is the parameter: a state that has no memory yet is given one of its size on its device.
+        """
 
 
 def memory(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -59,8 +84,10 @@ def memory(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def held_entries(memory_tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return the offsets at which something is held; none where there is no memory yet."""
-    if memory_tensor is None:
-        return torch.empty(0, dtype=torch.int64)
-    return memory_tensor.nonzero().view(-1)
+def add(tensor: torch.Tensor, returned: Sent, factor: float = 1.0) -> None:
+    """``tensor += factor·returned``."""
+    values = returned.values.to(tensor.device)
+    if returned.offsets is None:
+        tensor.add_(values, alpha=factor)
+    else:
+        tensor.index_add_(0, returned.offsets.to(tensor.device), values, alpha=factor)

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.methods.base import Group, Sent, State, Tools, held_entries, memory
+from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
+from pscore.kernels.base import Feed
 
 
 class DGC(ParameterServerOptimizer):
@@ -18,8 +19,10 @@ class DGC(ParameterServerOptimizer):
 
         g ← g·min(1, (clip/√W) / ‖all g‖)            # local clipping (section 3.2), W = live workers
         u = m·u + (g + wd·θ);  r += u                # momentum correction (equation 4)
-        send s = Q(lr·r[top ρ of |r|])
-        r[sent] −= s/lr;  u[sent] = 0                # factor masking (equation 8)
+        send s = Q(lr·p) of p = top ρ of |r|
+        r[sent] = 0;  u[sent] = 0                    # factor masking (equation 8)
+
+    What does not arrive, a refused push or a quantisation error, comes back as ``r += s/lr``.
 
     For the paper's warm-up pass ``density=psclient.schedules.dgc_warmup(steps_per_epoch)``.
 
@@ -63,33 +66,24 @@ class DGC(ParameterServerOptimizer):
         return min(1.0, bound / norm) if norm > 0 else 1.0
 
     @staticmethod
-    def compress(state: State, gradient: torch.Tensor, group: Group, tools: Tools) -> Sent:
-        """One step of the recurrence."""
-        u, r = memory(state, "momentum", gradient), memory(state, "residual", gradient)
-        u.mul_(group["momentum"]).add_(gradient)
-        r.add_(u)
-        sent = tools.choose(r)
-        u[sent] = 0
-        return _send(state, r, sent, group["lr"], tools)
+    def accumulate(state: State, group: Group, step: Step) -> Sparse:
+        """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is sent."""
+        u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
+        state["sent_lr"] = group["lr"]
+        wd, m = group["weight_decay"], group["momentum"]
+        added = Feed(step.gradient, step.clip, step.parameters, wd, momentum=u, factor=m)
+        return Sparse(r, added, unit=group["lr"], masked=u)
 
     @staticmethod
-    def give_back(state: State, payload: torch.Tensor, group: Group) -> None:
-        """``r += p/lr``, with the rate at which it was sent; where that was zero, so was the payload."""
-        lr = state.get("sent_lr", group["lr"])
-        if lr:
-            memory(state, "residual", payload).add_(payload, alpha=1 / lr)
+    def held(state: State, group: Group) -> Sparse | None:
+        """Return the residual; the momentum that is left would be new movement and stays unsent."""
+        if "residual" not in state:
+            return None
+        state["sent_lr"] = group["lr"]
+        return Sparse(state["residual"], unit=group["lr"])
 
     @staticmethod
-    def flush_state(state: State, group: Group, tools: Tools) -> Sent:
-        """Send the whole residual; the momentum that is left would be new movement and stays unsent."""
-        r = state.get("residual")
-        held = held_entries(r)
-        return Sent(held, torch.empty(0)) if r is None else _send(state, r, held, group["lr"], tools)
-
-
-def _send(state: State, r: torch.Tensor, sent: torch.Tensor, lr: float, tools: Tools) -> Sent:
-    state["sent_lr"] = lr
-    scaled = lr * r[sent]
-    s = tools.quantise(scaled)
-    r[sent] = (scaled - s) / lr if lr else 0.0
-    return Sent(sent, s)
+    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
+        """``r += s/lr``, with the rate at which it was sent; where that was zero, so was what was sent."""
+        if lr := state.get("sent_lr", group["lr"]):
+            add(memory(state, "residual", like), returned, 1 / lr)

@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.methods.base import Group, Sent, State, Tools, held_entries, memory
+from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
+from pscore.kernels.base import Feed
 
 
 class DGS(ParameterServerOptimizer):
@@ -15,11 +16,11 @@ class DGS(ParameterServerOptimizer):
     Per tensor, with residual ``r`` (the paper's ``u``, kept as ``m·u`` after each send; same recurrence, no division)::
 
         r += lr·(g + wd·θ)
-        s  = Q(top ρ of |r|);  send s
-        r[sent] = (r − s) + m·s
+        send s = Q(p) of p = top ρ of |r|
+        r[sent] = m·p
 
-    A refused push ``p`` comes back as ``r += (1 − m)·p``, so that at every moment
-    ``Σ lr·g = (1 − m)·Σ applied + r``.
+    What does not arrive, a refused push ``p`` or a quantisation error ``p − s``, comes back as ``r += (1 − m)·p``, so that
+    at every moment ``Σ lr·g = (1 − m)·Σ applied + r``.
 
     Args:
         params: parameters or param groups, as for any ``torch.optim`` optimizer.
@@ -48,28 +49,18 @@ class DGS(ParameterServerOptimizer):
         super().__init__(params, defaults, density, **connection)
 
     @staticmethod
-    def compress(state: State, gradient: torch.Tensor, group: Group, tools: Tools) -> Sent:
-        """One step of the recurrence."""
-        r = memory(state, "residual", gradient)
-        r.add_(gradient, alpha=group["lr"])
-        sent = tools.choose(r)
-        return _send(r, sent, group["momentum"], tools)
+    def accumulate(state: State, group: Group, step: Step) -> Sparse:
+        """``r += lr·(g + wd·θ)``; what is sent leaves ``m`` of itself."""
+        lr, wd, m = group["lr"], group["weight_decay"], group["momentum"]
+        r = memory(state, "residual", step.gradient)
+        return Sparse(r, Feed(step.gradient, lr, step.parameters, lr * wd), keep=m)
 
     @staticmethod
-    def give_back(state: State, payload: torch.Tensor, group: Group) -> None:
+    def held(state: State, group: Group) -> Sparse | None:
+        """Return the residual: a flush is one step with no gradient and ρ = 1."""
+        return Sparse(state["residual"], keep=group["momentum"]) if "residual" in state else None
+
+    @staticmethod
+    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
         """``r += (1 − m)·p``."""
-        memory(state, "residual", payload).add_(payload, alpha=1 - group["momentum"])
-
-    @staticmethod
-    def flush_state(state: State, group: Group, tools: Tools) -> Sent:
-        """One step with no gradient and ρ = 1: everything held is sent."""
-        r = state.get("residual")
-        held = held_entries(r)
-        return Sent(held, torch.empty(0)) if r is None else _send(r, held, group["momentum"], tools)
-
-
-def _send(r: torch.Tensor, sent: torch.Tensor, m: float, tools: Tools) -> Sent:
-    held = r[sent]
-    s = tools.quantise(held)
-    r[sent] = (held - s) + m * s
-    return Sent(sent, s)
+        add(memory(state, "residual", like), returned, 1 - group["momentum"])

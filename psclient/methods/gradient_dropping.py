@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.methods.base import Group, Sent, State, Tools, held_entries, memory
+from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
+from pscore.kernels.base import Feed
 
 
 class GradientDropping(ParameterServerOptimizer):
@@ -15,10 +16,10 @@ class GradientDropping(ParameterServerOptimizer):
     Per tensor::
 
         r += lr·(g + wd·θ)
-        s  = Q(top ρ of |r|);  send s
-        r[sent] −= s
+        send s = Q(p) of p = top ρ of |r|
+        r[sent] = 0
 
-    A refused push comes back whole: ``Σ lr·g = Σ applied + r``.
+    What does not arrive, a refused push or a quantisation error, comes back whole: ``Σ lr·g = Σ applied + r``.
 
     Args:
         params: parameters or param groups.
@@ -37,26 +38,17 @@ class GradientDropping(ParameterServerOptimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, density, **connection)
 
     @staticmethod
-    def compress(state: State, gradient: torch.Tensor, group: Group, tools: Tools) -> Sent:
-        """One step of the recurrence."""
-        r = memory(state, "residual", gradient)
-        r.add_(gradient, alpha=group["lr"])
-        return _send(r, tools.choose(r), tools)
+    def accumulate(state: State, group: Group, step: Step) -> Sparse:
+        """``r += lr·(g + wd·θ)``."""
+        lr, wd = group["lr"], group["weight_decay"]
+        return Sparse(memory(state, "residual", step.gradient), Feed(step.gradient, lr, step.parameters, lr * wd))
 
     @staticmethod
-    def give_back(state: State, payload: torch.Tensor, group: Group) -> None:
+    def held(state: State, group: Group) -> Sparse | None:
+        """Return the residual."""
+        return Sparse(state["residual"]) if "residual" in state else None
+
+    @staticmethod
+    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
         """``r += p``."""
-        memory(state, "residual", payload).add_(payload)
-
-    @staticmethod
-    def flush_state(state: State, group: Group, tools: Tools) -> Sent:
-        """Send the whole residual."""
-        r = state.get("residual")
-        held = held_entries(r)
-        return Sent(held, torch.empty(0)) if r is None else _send(r, held, tools)
-
-
-def _send(r: torch.Tensor, sent: torch.Tensor, tools: Tools) -> Sent:
-    s = tools.quantise(r[sent])
-    r[sent] -= s
-    return Sent(sent, s)
+        add(memory(state, "residual", like), returned)

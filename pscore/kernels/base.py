@@ -5,7 +5,7 @@ on the server the difference between the model and an image.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -46,3 +46,36 @@ class Taken(NamedTuple):
 
     offsets: torch.Tensor
     values: torch.Tensor
+
+
+class Sift(NamedTuple):
+    """What a pass has found.
+
+    Attributes:
+        taken: what was taken; no more than the capacity.
+        count: how many were above the threshold.
+        excess: ``Σ (|x| − threshold)`` over them.
+    """
+
+    taken: Taken
+    count: int
+    excess: float
+
+
+class Kernels(Protocol):
+    """A backend: a module with these functions."""
+
+    def feed(self, memory: torch.Tensor, added: Feed) -> None:
+        """Accumulate."""
+
+    def take(self, memory: torch.Tensor, added: Feed | None, threshold: float, keep: float, capacity: int) -> Sift:
+        """Accumulate, take out what is above the threshold (the first ``capacity``), leave ``keep`` of it behind."""
+
+    def take_difference(self, a: torch.Tensor, b: torch.Tensor, threshold: float, capacity: int) -> Sift:
+        """Copy out ``a − b`` where its magnitude is above the threshold."""
+
+    def tail(self, x: torch.Tensor, threshold: float) -> tuple[int, float]:
+        """Count the magnitudes above the threshold, and sum what they exceed it by."""
+
+    def magnitude(self, x: torch.Tensor) -> tuple[float, float]:
+        """Return mean and largest of ``|x|``; ``(0, 0)`` of nothing."""

@@ -1,20 +1,26 @@
-"""Selectors: which entries of a tensor are sent.
+"""Selectors: which entries of a tensor, of a merged group, or of a difference are sent; one file each."""
 
-A selector is a function ``(x, k) -> offsets``: ``x`` is one-dimensional, floating point and finite; the result is
-int64, strictly increasing, of at most ``k`` elements where |x| is largest, and never includes a zero: an all-zero
-tensor gives an empty selection.
-"""
-
-from collections.abc import Callable
-
-import torch
-
+from pscore.selectors.base import TOLERANCE, Recall, Selector
 from pscore.selectors.exact import exact
+from pscore.selectors.ldte import ldte
+from pscore.selectors.reuse import reuse
+from pscore.selectors.sampled import sampled
+from pscore.selectors.trimmed import trimmed
+from pscore.selectors.warm import warm
 
-Selector = Callable[[torch.Tensor, int], torch.Tensor]
+__all__ = ["DEFAULT_SELECTOR", "SELECTORS", "TOLERANCE", "Recall", "Selector", "entries_for"]
 
-SELECTORS: dict[str, Selector] = {"exact": exact}
+SELECTORS: dict[str, Selector] = {
+    "exact": exact,
+    "sampled": sampled,
+    "trimmed": trimmed,
+    "ldte": ldte,
+    "warm": warm,
+    "reuse": reuse,
+}
 """Every selector by name."""
+
+DEFAULT_SELECTOR = "warm"
 
 
 def entries_for(numel: int, density: float) -> int:

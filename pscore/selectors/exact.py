@@ -1,31 +1,14 @@
-"""Exact top-k of |x|; ties at the threshold go to the lowest index, so the result is deterministic."""
+"""Exact top-k of |x|; of equal ones the first, so the result is deterministic."""
 
-import numpy as np
-import torch
-
-
-def exact(x: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the offsets of the ``k`` largest |x|, sorted; fewer where fewer are non-zero.
-
-    On the host the threshold comes from a quickselect (``numpy.partition``), which is several times faster there than
-    ``torch.topk``; on CUDA from ``torch.topk``.
-    """
-    if k <= 0:
-        return torch.empty(0, dtype=torch.int64, device=x.device)
-    magnitude = x.detach().abs()
-    if k >= magnitude.numel():
-        return magnitude.nonzero().view(-1)
-    if magnitude.device.type == "cpu":
-        return torch.from_numpy(_exact_on_host(magnitude.float().numpy(), k))
-    offsets = torch.topk(magnitude, k, sorted=False).indices.sort().values
-    return offsets[magnitude[offsets] > 0]
+from pscore.kernels.base import Taken
+from pscore.selectors.base import Recall, largest, take_all
+from pscore.sources import Source
 
 
-def _exact_on_host(magnitude: np.ndarray, k: int) -> np.ndarray:
-    threshold = np.partition(magnitude, magnitude.size - k)[magnitude.size - k]
-    above = np.flatnonzero(magnitude > threshold)
-    missing = k - above.size
-    if not missing or threshold == 0:
-        return above
-    ties = np.flatnonzero(magnitude == threshold)[:missing]
-    return np.sort(np.concatenate([above, ties]))
+def exact(source: Source, k: int, recall: Recall) -> Taken:
+    """Take the ``k`` largest; fewer where fewer are not zero. About five passes over memory."""
+    if k >= source.numel:
+        return take_all(source)
+    x = source.every(1, 0)
+    offsets = largest(x, k)
+    return source.take_at(offsets[x[offsets] != 0])

@@ -2,15 +2,18 @@
 
 import secrets
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import torch
 
+from pscore import frames
+from pscore.frames import WireForm
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment, entries
-from pscore.selection import select_span
-from pscore.selectors import Selector
+from pscore.selection import select_difference
+from pscore.selectors import Recall, Selector
+from pscore.v1 import parameter_server_pb2 as pb
 from psservice.rules.reply import ReplyRule
 from psservice.shard.ledger import Support, union
 from psservice.shard.model import Difference, ModelShard
@@ -32,10 +35,12 @@ class Reply:
         mode: values to write, or fp32 differences to add.
         number: what the worker acknowledges with its next pull.
         version: version of the replica afterwards.
-        segments: the entries, in forward order.
+        segments: the entries, in forward order, as the worker will have them.
+        chunks: the same, written, where the bytes must not change when the reply is repeated (top-k).
         density: entries over elements owned.
         changed_density: what changed since the replica's version; 1 where that is not known.
         image: whether the server keeps (or proposes) an image from this reply on.
+        form: how the segments are to be written.
     """
 
     mode: ReplyMode
@@ -45,15 +50,27 @@ class Reply:
     density: float
     changed_density: float
     image: bool
+    form: WireForm
+    chunks: tuple[pb.Chunk, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TopKSettings:
-    """How a top-k reply selects: density, size below which a tensor is sent whole, selector."""
+    """How a top-k reply selects and travels.
+
+    Attributes:
+        density: share of a tensor's entries that is sent.
+        dense_below: tensors with fewer elements are sent whole.
+        selector: takes about k entries.
+        value: value codec, by its number in the proto.
+        chunk_bytes: largest payload of a chunk.
+    """
 
     density: float
     dense_below: int
     selector: Selector
+    value: int
+    chunk_bytes: int
 
 
 class _Kind(Enum):
@@ -77,11 +94,15 @@ class Downlink:
     """What the server keeps of one worker's way down: a rule, and in top-k mode the image and the reply owed.
 
     Empty (no tensor) as long as the worker is answered exactly.
+
+    Attributes:
+        recalls: what the selector remembers of each tensor, by position.
     """
 
     rule: ReplyRule
     image: torch.Tensor | None = None
     owed: _Owed | None = None
+    recalls: dict[int, Recall] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     _number: int = field(default_factory=lambda: secrets.randbits(48))
 
@@ -129,6 +150,7 @@ def answer(
     base_version: int | None,
     acknowledged: int,
     replica_is_image: bool,
+    form: WireForm,
 ) -> Reply:
     """Answer one pull.
 
@@ -140,6 +162,7 @@ def answer(
         base_version: version of the replica; ``None`` if the worker has none.
         acknowledged: number of the last reply that the worker has applied.
         replica_is_image: what that reply's ``image`` said.
+        form: which index codecs the worker reads, over which link.
 
     Raises:
         Refusal: ``VERSION_IN_FUTURE``, or ``BUSY`` from the writer.
@@ -151,12 +174,15 @@ def answer(
         if repeated is not None:
             return repeated
         if downlink.image is not None and replica_is_image and base_version is not None:
-            return _answer_image(model, writer, downlink, topk, downlink.image, base_version, acknowledged)
+            return _answer_image(model, writer, downlink, topk, downlink.image, base_version, acknowledged, form)
         downlink.image = None
-        return _answer_exact(model, writer, downlink, None if replica_is_image else base_version, acknowledged)
+        downlink.recalls.clear()
+        return _answer_exact(model, writer, downlink, None if replica_is_image else base_version, acknowledged, form)
 
 
-def _answer_exact(model: ModelShard, writer: Writer, downlink: Downlink, base: int | None, acknowledged: int) -> Reply:
+def _answer_exact(
+    model: ModelShard, writer: Writer, downlink: Downlink, base: int | None, acknowledged: int, form: WireForm
+) -> Reply:
     size = model.span.length
     early_version = model.version
     supports = None if base is None else model.ledger.since(base)
@@ -178,6 +204,7 @@ def _answer_exact(model: ModelShard, writer: Writer, downlink: Downlink, base: i
         density=density,
         changed_density=density,
         image=open_image,
+        form=form,
     )
     if open_image:
         downlink.owed = _Owed(_Kind.PROPOSED, reply, acknowledged, image)
@@ -192,6 +219,7 @@ def _answer_image(
     image: torch.Tensor,
     base: int,
     acknowledged: int,
+    form: WireForm,
 ) -> Reply:
     size = model.span.length
     supports = model.ledger.since(base)
@@ -199,10 +227,23 @@ def _answer_image(
     sizes = None if supports is None else [support.numel() for support in supports if support is not None]
     changed = None if sizes is None or len(sizes) < len(supports or ()) else min(1.0, sum(sizes) / size)
     stay = downlink.rule.wants_topk(changed, in_topk=True)
+    chunks: tuple[pb.Chunk, ...] | None = None
     if stay:
-        version, difference = writer.run(lambda: (model.version, model.theta - image))
-        offsets = select_span(difference, model.layout, model.span, topk.density, topk.dense_below, topk.selector)
-        segments = [Segment(model.span, offsets, difference[offsets])] if offsets.numel() else []
+        # Beside the writer, so that pulls of several workers select at the same time. What a push changes meanwhile is
+        # sent now or owed; either way the image becomes what the worker has.
+        version = model.version
+        taken = select_difference(
+            model.theta,
+            image,
+            model.layout,
+            model.span,
+            density=topk.density,
+            dense_below=topk.dense_below,
+            selector=topk.selector,
+            recalls=downlink.recalls,
+        )
+        offsets = taken.offsets
+        chunks, segments = _written(Segment(model.span, *taken), replace(form, value=topk.value), topk.chunk_bytes)
     else:
         version, rounded = writer.run(lambda: (model.version, model.rounded()))
         differs = rounded.view(torch.int32) != image.view(torch.int32)  # bits, so that −0 is not taken for +0
@@ -216,6 +257,17 @@ def _answer_image(
         density=offsets.numel() / size,
         changed_density=1.0 if changed is None else changed,
         image=stay,
+        form=form,
+        chunks=chunks,
     )
     downlink.owed = _Owed(_Kind.TOPK if stay else _Kind.CLOSING, reply, acknowledged)
     return reply
+
+
+def _written(segment: Segment, form: WireForm, chunk_bytes: int) -> tuple[tuple[pb.Chunk, ...], list[Segment]]:
+    """Write a segment; return the chunks, and the segment with the values that the worker will read from them."""
+    if not segment.entries:
+        return (), []
+    encoded = list(frames.encode(segment, form, chunk_bytes=chunk_bytes))
+    values = torch.cat([piece.decoded for piece in encoded]).to(segment.values.device)
+    return tuple(piece.chunk for piece in encoded), [Segment(segment.span, segment.offsets, values)]

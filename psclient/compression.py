@@ -1,0 +1,197 @@
+"""From gradients to what is sent: the method says what is accumulated, the selector what is taken.
+
+This is where a method's memory meets the one pass over it that :mod:`pscore.sources` makes of accumulating and taking.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from psclient.methods.base import Group, Method, Sent, Sparse, State, Step
+from psclient.model import TrainedModel
+from pscore.kernels.base import Taken
+from pscore.layout import Span
+from pscore.segment import Segment
+from pscore.selectors import Recall, Selector, entries_for
+from pscore.selectors.base import take_all
+from pscore.sources import Joined, Memory
+
+SelectOver = Literal["tensor", "group"]
+
+
+@dataclass(slots=True)
+class Tally:
+    """How close a selection came to what was asked of it; tensors that are sent whole do not count.
+
+    Attributes:
+        wanted: ``Σ k``.
+        selected: entries that were selected.
+    """
+
+    wanted: int = 0
+    selected: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How entries are chosen.
+
+    Attributes:
+        selector: takes about k entries.
+        over: whether each tensor, or all tensors of a group together, are selected from.
+        dense_below: tensors with fewer elements send every entry that is not zero.
+    """
+
+    selector: Selector
+    over: SelectOver
+    dense_below: int
+
+
+def compress(
+    steps: Sequence[tuple[Sparse | torch.Tensor, State]], density: float, choice: Choice, tally: Tally
+) -> list[Sent]:
+    """Accumulate and select for tensors of one group, which share a density and a device.
+
+    Args:
+        steps: for each tensor what its method's ``accumulate`` said, and its state.
+        density: share of the entries that is to be taken.
+        choice: how.
+        tally: counts what was selected.
+
+    Returns:
+        What each tensor sends, in order.
+    """
+    sent: dict[int, Sent] = {}
+    pools: list[list[int]] = []
+    for number, (said, _) in enumerate(steps):
+        if isinstance(said, torch.Tensor):
+            sent[number] = Sent(None, said)
+        elif said.memory.numel() < choice.dense_below:
+            sent[number] = _finish(said, take_all(_source(said)))
+        elif choice.over == "group" and pools:
+            pools[0].append(number)
+        else:
+            pools.append([number])
+    for pool in pools:
+        members = [said for said, _ in (steps[number] for number in pool) if isinstance(said, Sparse)]
+        recall: Recall = steps[pool[0]][1].setdefault("recall", {})
+        joined = Joined([_source(said) for said in members])
+        k = entries_for(joined.numel, density)
+        taken = choice.selector(joined, k, recall) if len(members) > 1 else choice.selector(joined.parts[0], k, recall)
+        tally.wanted += k
+        tally.selected += taken.offsets.numel()
+        for number, said, piece in zip(pool, members, joined.split(taken), strict=True):
+            sent[number] = _finish(said, piece)
+    return [sent[number] for number in range(len(steps))]
+
+
+def empty(said: Sparse) -> Sent:
+    """Take everything that a memory holds."""
+    return _finish(said, take_all(_source(said)))
+
+
+def _source(said: Sparse) -> Memory:
+    return Memory(said.memory, said.added, said.keep)
+
+
+def _finish(said: Sparse, taken: Taken) -> Sent:
+    if said.masked is not None:
+        said.masked[taken.offsets] = 0
+    return Sent(taken.offsets, taken.values if said.unit == 1 else said.unit * taken.values)
+
+
+class Compressor:
+    """Compresses a model's gradients, group by group, and takes back what did not arrive.
+
+    Args:
+        method: the training method.
+        model: whose tensors.
+        state: each parameter's state.
+        group_of: the hyper-parameters of a trained parameter now; ``None`` for a frozen one.
+        choice: how entries are chosen.
+    """
+
+    def __init__(
+        self,
+        method: type[Method],
+        model: TrainedModel,
+        state: MutableMapping[torch.Tensor, State],
+        group_of: Callable[[torch.Tensor], Group | None],
+        choice: Choice,
+    ) -> None:
+        """Keep references."""
+        self._method = method
+        self._model = model
+        self._state = state
+        self._group_of = group_of
+        self._choice = choice
+
+    def compress(
+        self, positions: Iterable[int], gradients: Mapping[int, torch.Tensor], clip: float, tally: Tally
+    ) -> list[tuple[int, Sent]]:
+        """Compress the tensors at these positions of the layout that have a gradient.
+
+        Args:
+            positions: ascending.
+            gradients: finite, by position.
+            clip: what every gradient is multiplied by.
+            tally: counts what was selected.
+
+        Returns:
+            (position, what is sent), ascending.
+        """
+        alike: dict[tuple[float, torch.device], list[int]] = {}
+        said: dict[int, tuple[Sparse | torch.Tensor, State]] = {}
+        for position in positions:
+            parameter = self._model.parameters[position]
+            group = self._group_of(parameter)
+            if position not in gradients or group is None:
+                continue
+            decayed = parameter.detach().reshape(-1) if group["weight_decay"] else None
+            step = Step(gradients[position].detach().reshape(-1), decayed, clip)
+            state = self._state[parameter]
+            said[position] = (self._method.accumulate(state, group, step), state)
+            alike.setdefault((group["density"], parameter.device), []).append(position)
+        sent: dict[int, Sent] = {}
+        for (density, _), members in alike.items():
+            found = compress([said[position] for position in members], density, self._choice, tally)
+            sent.update(zip(members, found, strict=True))
+        return sorted(sent.items())
+
+    def empty(self, positions: Iterable[int]) -> list[tuple[int, Sent]]:
+        """Take everything out that these tensors hold; as :meth:`compress` returns it."""
+        sent = []
+        for position in positions:
+            parameter = self._model.parameters[position]
+            group = self._group_of(parameter)
+            if group is None or not self._state.get(parameter):
+                continue
+            said = self._method.held(self._state[parameter], group)
+            if said is not None:
+                sent.append((position, empty(said)))
+        return sent
+
+    def give_back(self, segments: Iterable[Segment]) -> None:
+        """Give entries back to the memories that they came from."""
+        for segment in segments:
+            for position, common in self._model.layout.overlapping(segment.span):
+                piece = segment.clip(common)
+                if piece is None:
+                    continue
+                parameter = self._model.parameters[position]
+                group = self._group_of(parameter)
+                assert group is not None, "what came back was sent, so it is trained"
+                returned = _within(piece, self._model.layout.span(position))
+                self._method.give_back(self._state[parameter], group, returned, parameter)
+
+
+def _within(piece: Segment, span: Span) -> Sent:
+    """Count a piece's offsets from the start of its tensor."""
+    shift = piece.span.start - span.start
+    if piece.offsets is not None:
+        return Sent(piece.offsets + shift, piece.values)
+    if piece.span == span:
+        return Sent(None, piece.values)
+    return Sent(torch.arange(shift, shift + piece.span.length, device=piece.values.device), piece.values)

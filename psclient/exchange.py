@@ -1,0 +1,131 @@
+"""What a step consists of, in the order that docs/protocol.md asks for; who calls it, and when, is decided elsewhere.
+
+A step opens a push, sends group after group, commits, settles, fetches the reply and applies it. :mod:`psclient.optimizer`
+does all of it in one go; with overlap, :mod:`psclient.overlap` does it while the model computes.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from psclient.cluster import Cluster
+from psclient.compression import Compressor, Tally
+from psclient.errors import from_refusal
+from psclient.push import Pusher
+from psclient.report import StepReport
+from psclient.shard import PulledReply, PushPart
+from pscore.segment import entries
+from pscore.v1 import parameter_server_pb2 as pb
+
+Replies = dict[int, PulledReply]
+
+
+class Exchange:
+    """Pushes and pulls of one worker.
+
+    Args:
+        cluster: where to.
+        pusher: cuts and encodes.
+        compressor: selects, and takes back what did not arrive.
+
+    Attributes:
+        step: the last step that was begun.
+        acknowledged_step: the last one that some shard has applied.
+    """
+
+    def __init__(self, cluster: Cluster, pusher: Pusher, compressor: Compressor) -> None:
+        """Begin at step 0."""
+        self.step = 0
+        self.acknowledged_step = 0
+        self._cluster = cluster
+        self._pusher = pusher
+        self._compressor = compressor
+        self._committed = self._settling = 0.0
+
+    @property
+    def groups(self) -> Sequence[range]:
+        """The positions of each group's tensors, in the order of sending."""
+        return self._pusher.groups
+
+    @property
+    def in_doubt(self) -> bool:
+        """True while the last push is not settled."""
+        return self._cluster.in_doubt
+
+    def open(self, samples: int) -> StepReport:
+        """Begin the push of a new step; the last one must be settled."""
+        self.step += 1
+        self._pusher.open(self.step, samples)
+        return StepReport(self.step)
+
+    def send_gradients(
+        self, report: StepReport, number: int, gradients: Mapping[int, torch.Tensor], clip: float
+    ) -> None:
+        """Accumulate the gradients of a group (finite, by position), select, and send what was selected."""
+        tally = Tally()
+        with report.timed("select"):
+            sent = self._compressor.compress(self.groups[number], gradients, clip, tally)
+        report.wanted_entries += tally.wanted
+        report.selected_entries += tally.selected
+        self._compressor.give_back(self._pusher.send(report, number, sent))
+
+    def send_held(self, report: StepReport, number: int) -> None:
+        """Send everything that the tensors of a group hold."""
+        with report.timed("select"):
+            sent = self._compressor.empty(self.groups[number])
+        self._compressor.give_back(self._pusher.send(report, number, sent))
+
+    def commit(self, report: StepReport) -> None:
+        """End the push; it is in doubt from now on."""
+        self._pusher.commit(report)
+        self._committed = time.perf_counter()
+
+    def abandon(self) -> None:
+        """Break off a push that has no commit yet; what was taken out goes back."""
+        self.give_back(self._cluster.abandon_push())
+
+    def settle(self, report: StepReport) -> None:
+        """Wait until each part of the push is acknowledged or refused, and take back what was refused.
+
+        Raises:
+            ServerUnreachableError: some part is still in doubt; call again to go on.
+            SparsepsError: a server refused for a reason that joining again does not mend; everything is taken back.
+        """
+        self._settling = self._committed
+        outcome = self._cluster.settle()
+        self.give_back(outcome.refused)
+        report.refused = len(outcome.refused)
+        if outcome.answers:
+            self.acknowledged_step = self.step
+            report.staleness = max(answer.staleness for answer in outcome.answers.values())
+        if outcome.error is not None:
+            raise from_refusal(outcome.error) from None
+
+    def fetch(self) -> Replies:
+        """Get what the replica lacks from every shard, and change nothing yet.
+
+        Raises:
+            ServerUnreachableError: some shard did not answer.
+        """
+        return self._cluster.fetch()
+
+    def apply(self, report: StepReport, replies: Replies) -> None:
+        """Write the replies into the parameters and count them."""
+        with report.timed("apply"):
+            self._cluster.apply(replies)
+        self.count(report, replies)
+
+    def count(self, report: StepReport, replies: Replies) -> None:
+        """Count replies that have been applied."""
+        first = replies[0].header
+        report.version = first.version
+        report.reply_mode = "topk" if first.mode == pb.REPLY_MODE_TOPK else "exact"
+        report.changed_density = first.changed_density
+        report.pull_bytes = sum(reply.bytes for reply in replies.values())
+        report.pull_entries = sum(entries(reply.segments) for reply in replies.values())
+        report.round_trip_seconds = max(reply.arrived for reply in replies.values()) - self._settling
+
+    def give_back(self, parts: Iterable[PushPart]) -> None:
+        """Give the payload of parts that were not applied back to the memories that they came from."""
+        self._compressor.give_back(segment for part in parts for segment in part.segments)

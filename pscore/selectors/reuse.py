@@ -1,0 +1,25 @@
+"""Threshold reuse, as in RedSync (Fang et al., JPDC 2019, section 5.2): a search every fifth step, its result between."""
+
+from pscore.kernels.base import Taken
+from pscore.selectors.base import Recall, keep_largest, nothing, take_all
+from pscore.selectors.search import TailSearch, laplace_threshold
+from pscore.sources import Source
+
+PERIOD_STEPS = 5
+_ROOM = 2  # what passes the old threshold is limited to this multiple of k
+
+
+def reuse(source: Source, k: int, recall: Recall) -> Taken:
+    """Take by a threshold that is searched every fifth step; between, the count is what it is, up to 2·k."""
+    if k >= source.numel:
+        return take_all(source)
+    threshold = recall.get("threshold", 0.0)
+    age = recall.get("age", 0.0)
+    if threshold <= 0 or age >= PERIOD_STEPS:
+        mean, largest = source.magnitude()
+        if largest == 0:
+            return nothing(source.every(1, 0))
+        first = threshold if threshold > 0 else laplace_threshold(mean, source.numel, k)
+        threshold, age = TailSearch(k).run(source, first), 0.0
+    recall["threshold"], recall["age"] = threshold, age + 1
+    return keep_largest(source, source.take(threshold, source.numel).taken, _ROOM * k)

@@ -1,0 +1,63 @@
+"""The default: last step's threshold in one pass, corrected by the secant of the tail.
+
+What a step takes is decided by a threshold known before the step, so that one pass accumulates and takes. The count that
+pass finds moves the threshold for the next step, by the tail's own scale. Where the count misses ``k`` by more than the
+tolerance, it is mended within the step: a surplus is put back (no pass over the memory), a lack costs counting passes
+and a second take. The Laplace estimate (LDTE-BS, see :mod:`pscore.selectors.ldte`) is where the first step starts.
+"""
+
+import math
+
+from pscore.kernels.base import Sift, Taken
+from pscore.selectors.base import TOLERANCE, Recall, keep_largest, nothing, take_all
+from pscore.selectors.search import TailSearch, laplace_threshold
+from pscore.sources import Source
+
+_LEVEL_GAIN, _DRIFT_GAIN = 0.5, 0.2
+_ROOM = 3  # capacity of the pass, as a multiple of k: what a surplus may be without another pass
+
+
+def warm(source: Source, k: int, recall: Recall) -> Taken:
+    """Take ``k`` entries within the tolerance; ``recall`` holds the threshold."""
+    if k >= source.numel:
+        return take_all(source)
+    threshold = recall.get("threshold", 0.0)
+    search = TailSearch(k)
+    if threshold <= 0:
+        mean, largest = source.magnitude()
+        if largest == 0:
+            return nothing(source.every(1, 0))
+        threshold = search.run(source, laplace_threshold(mean, source.numel, k))
+    capacity = _ROOM * k
+    sift = source.take(threshold, capacity)
+    if _lacks(sift, k) or sift.count > capacity:
+        source.put_back(sift.taken)
+        search.saw(threshold, sift.count, sift.excess)
+        threshold = search.run(source)
+        sift = source.take(threshold, capacity)
+    _foresee(recall, threshold, sift, k)
+    if sift.count > (1 + TOLERANCE) * k:
+        return keep_largest(source, sift.taken, k)
+    return sift.taken
+
+
+def _lacks(sift: Sift, k: int) -> bool:
+    return sift.count < (1 - TOLERANCE) * k
+
+
+def _foresee(recall: Recall, threshold: float, sift: Sift, k: int) -> None:
+    """Set the threshold of the next step: level and drift of where ``k`` lies, smoothed (Holt's linear method).
+
+    ``k`` lay at ``t + β·ln(c/k)`` with ``β`` = mean excess. The drift matters for a while after the learning rate has
+    dropped: each step then takes from a residual that grows more slowly than it is emptied.
+    """
+    if not sift.count:
+        recall.clear()
+        return
+    lay = max(threshold / 2, threshold + sift.excess / sift.count * math.log(sift.count / k))
+    expected = recall.get("threshold", lay)
+    drift = recall.get("drift", 0.0)
+    level = expected + _LEVEL_GAIN * (lay - expected)
+    drift += _DRIFT_GAIN * (level - expected)
+    recall["drift"] = drift
+    recall["threshold"] = max(lay / 2, level + drift)
