@@ -1,0 +1,53 @@
+"""Functions compiled by numba at their first use; numba itself is imported no earlier."""
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_compiled: dict[Callable[..., Any], Callable[..., Any] | None] = {}
+
+
+def compile_once(function: Callable[P, R], **options: bool) -> Callable[P, R] | None:
+    """Return ``function`` compiled, or ``None`` where numba is missing or cannot start.
+
+    The caller keeps a numpy implementation for ``None``; ``function`` itself would be far too slow uncompiled.
+    Compiling happens at the first call for each combination of argument types. The result holds no GIL while it runs,
+    and is cached on disk beside the source, or in numba's cache directory, where one of them can be written.
+
+    Args:
+        function: module-level function in the subset of Python that numba takes. Constants that it uses must stand in
+            its own file: the cache on disk notices changes there and nowhere else.
+        options: further options of ``numba.njit``, for instance ``fastmath=True``; those of the first call count.
+    """
+    found = _compiled.get(function, _MISSING)
+    if found is _MISSING:
+        with _lock:
+            found = _compiled.get(function, _MISSING)
+            if found is _MISSING:
+                found = _compiled[function] = _compile(function, options)
+    return cast("Callable[P, R] | None", found)
+
+
+def _MISSING() -> None:  # noqa: N802 - a marker that no caller can hand in
+    """Stand for a function that was not asked for yet."""
+
+
+def _compile(function: Callable[..., Any], options: dict[str, bool]) -> Callable[..., Any] | None:
+    try:
+        numba: Any = importlib.import_module("numba")
+    except Exception as error:  # a broken LLVM raises OSError, a numpy that is too new ImportError, and so on
+        _log.warning("numba cannot start, numpy takes over and is slower: %s", error)
+        return None
+    if numba.config.DISABLE_JIT:
+        return None
+    try:
+        return cast("Callable[..., Any]", numba.njit(nogil=True, cache=True, **options)(function))
+    except RuntimeError:  # no directory for the cache can be written
+        return cast("Callable[..., Any]", numba.njit(nogil=True, **options)(function))
