@@ -230,7 +230,7 @@ class Membership:
             )
             checksum = frames.Checksum()
             for segment in self._replica.read(shard.span):
-                for chunk in frames.encode(segment, chunk_bytes=self.run_settings.chunk_bytes):
+                for chunk, _ in frames.encode(segment, chunk_bytes=self.run_settings.chunk_bytes):
                     checksum.add(chunk)
                     yield pb.UploadModelRequest(chunk=chunk)
             for piece in frames.encode_bytes(buffers, self.run_settings.chunk_bytes):

@@ -9,6 +9,7 @@ from psclient.methods.base import Sent
 from psclient.report import StepReport
 from psclient.shard import PushPart
 from pscore import frames
+from pscore.codecs.values import CODEC_OF_DTYPE
 from pscore.layout import ModelLayout, Span
 from pscore.segment import Segment, merge
 
@@ -27,7 +28,7 @@ class Pusher:
         """Plan the groups."""
         self._layout = layout
         self._cluster = cluster
-        self._value_dtype = value_dtype
+        self._form = frames.WireForm(value=CODEC_OF_DTYPE[value_dtype])
         self.groups = merge_groups(layout.offsets, group_elements)
 
     def push(
@@ -64,10 +65,9 @@ class Pusher:
                         shard.hold(part)
                         report.push_entries += part.entries
                         with report.timed("encode"):
-                            travelling = Segment(part.span, part.offsets, part.values.to(self._value_dtype))
-                            chunks = list(frames.encode(travelling, chunk_bytes=chunk_bytes, group=plan[number]))
+                            encoded = list(frames.encode(part, self._form, chunk_bytes=chunk_bytes, group=plan[number]))
                         with report.timed("send"):
-                            for chunk in chunks:
+                            for chunk, _ in encoded:
                                 shard.send_chunk(chunk)
             for shard in cluster.shards:
                 report.push_bytes += shard.send_commit()

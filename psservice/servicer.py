@@ -294,7 +294,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
 
     def _chunks(self, segments: list[Segment], checksum: frames.Checksum) -> Iterator[pb.Chunk]:
         for segment in segments:
-            for chunk in frames.encode(segment, chunk_bytes=self._settings.chunk_bytes):
+            for chunk, _ in frames.encode(segment, chunk_bytes=self._settings.chunk_bytes):
                 checksum.add(chunk)
                 yield chunk
 

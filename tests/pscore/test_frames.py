@@ -19,7 +19,7 @@ chunk_sizes = st.integers(8, 2000)
 def over_the_wire(segment, chunk_bytes, within=None):
     reader = frames.ChunkReader(within or segment.span)
     sender = frames.Checksum()
-    for chunk in frames.encode(segment, chunk_bytes=chunk_bytes):
+    for chunk, _ in frames.encode(segment, chunk_bytes=chunk_bytes):
         sender.add(chunk)
         reader.read(pb.Chunk.FromString(chunk.SerializeToString()))
     reader.checksum.verify(pb.Commit.FromString(sender.commit().SerializeToString()))
@@ -45,7 +45,7 @@ def test_a_dense_segment_arrives_dense_and_a_sparse_one_merges_back(segment, chu
 @given(segments(), chunk_sizes, st.integers(0, 9))
 @many
 def test_chunks_keep_their_bound_and_their_group(segment, chunk_bytes, group):
-    for chunk in frames.encode(segment, chunk_bytes=chunk_bytes, group=group):
+    for chunk, _ in frames.encode(segment, chunk_bytes=chunk_bytes, group=group):
         assert len(chunk.indices) + len(chunk.values) <= chunk_bytes
         assert 0 < chunk.count <= chunk.length
         assert chunk.group == group
@@ -54,7 +54,7 @@ def test_chunks_keep_their_bound_and_their_group(segment, chunk_bytes, group):
 def test_offsets_further_apart_than_32_bits_are_cut():
     offsets = torch.tensor([0, 2**32 - 1, 2**32, 2**33 + 5, 2**40])
     segment = Segment(Span(3, 3 + 2**40 + 1), offsets, numbered(5))
-    chunks = list(frames.encode(segment, chunk_bytes=1 << 20))
+    chunks = [chunk for chunk, _ in frames.encode(segment, chunk_bytes=1 << 20)]
     assert all(chunk.length <= 2**32 for chunk in chunks)
     assert as_dict(*over_the_wire(segment, 1 << 20)) == as_dict(segment)
 
@@ -67,7 +67,7 @@ def test_an_empty_segment_needs_no_chunk():
 
 def commit_of(segment):
     checksum = frames.Checksum()
-    for chunk in frames.encode(segment, chunk_bytes=16):
+    for chunk, _ in frames.encode(segment, chunk_bytes=16):
         checksum.add(chunk)
     return checksum
 
@@ -86,7 +86,7 @@ def test_a_commit_that_counts_otherwise_is_refused_by_name(field):
 @given(segments(min_entries=1, dtypes=(torch.float32,)), st.data())
 @many
 def test_the_checksum_sees_every_payload_bit(segment, data):
-    chunks = list(frames.encode(segment, chunk_bytes=64))
+    chunks = [chunk for chunk, _ in frames.encode(segment, chunk_bytes=64)]
     before, after = frames.Checksum(), frames.Checksum()
     for chunk in chunks:
         before.add(chunk)
@@ -102,7 +102,7 @@ def test_the_checksum_sees_every_payload_bit(segment, data):
 
 
 def test_chunks_must_ascend():
-    first, second = frames.encode(Segment(Span(0, 6), None, numbered(6)), chunk_bytes=12)
+    (first, _), (second, _) = frames.encode(Segment(Span(0, 6), None, numbered(6)), chunk_bytes=12)
     reader = frames.ChunkReader(Span(0, 6))
     reader.read(second)
     with pytest.raises(Refusal) as refused:
@@ -112,7 +112,7 @@ def test_chunks_must_ascend():
 
 def test_completeness_counts_every_element():
     reader = frames.ChunkReader(Span(0, 6))
-    for chunk in frames.encode(Segment(Span(0, 5), None, numbered(5)), chunk_bytes=64):
+    for chunk, _ in frames.encode(Segment(Span(0, 5), None, numbered(5)), chunk_bytes=64):
         reader.read(chunk)
     with pytest.raises(Refusal, match="5 of 6") as refused:
         reader.require_complete()
