@@ -15,11 +15,17 @@ Wide = NDArray[np.float64]
 
 
 def bounds_of(magnitudes: Values) -> Values:
-    """Return fp32 ``[blocks, 2]``: least and largest magnitude of each block."""
+    """Return fp32 ``[blocks, 2]``: least and largest magnitude of each block.
+
+    Raises:
+        Refusal: ``NON_FINITE``.
+    """
     starts = np.arange(0, magnitudes.size, BLOCK)
     if not starts.size:
         return np.empty((0, 2), np.float32)
-    return np.stack([np.minimum.reduceat(magnitudes, starts), np.maximum.reduceat(magnitudes, starts)], axis=1)
+    bounds = np.stack([np.minimum.reduceat(magnitudes, starts), np.maximum.reduceat(magnitudes, starts)], axis=1)
+    _check_finite(bounds)
+    return bounds
 
 
 def read_bounds(data: bytes, count: int) -> Values:
@@ -29,11 +35,15 @@ def read_bounds(data: bytes, count: int) -> Values:
         Refusal: ``NON_FINITE``, or ``BAD_CHUNK`` where they are negative or in the wrong order.
     """
     bounds = np.frombuffer(data, "<f4", 2 * -(-count // BLOCK)).astype(np.float32).reshape(-1, 2)
-    if not np.isfinite(bounds).all():
-        raise Refusal(Reason.NON_FINITE, "a bound of magnitudes is not finite")
+    _check_finite(bounds)
     if np.signbit(bounds).any() or (bounds[:, 0] > bounds[:, 1]).any():
         raise Refusal(Reason.BAD_CHUNK, "bounds of magnitudes are negative or in the wrong order")
     return bounds
+
+
+def _check_finite(bounds: Values) -> None:
+    if not np.isfinite(bounds).all():
+        raise Refusal(Reason.NON_FINITE, "a bound of magnitudes is not finite")
 
 
 def positions(magnitudes: Wide, bounds: Wide, steps: int) -> NDArray[np.uint8]:
