@@ -102,7 +102,7 @@ class RawWorker:
         step = self._chunk_bytes // 4
         for start in range(0, self._layout.size, step):
             span = Span(start, min(self._layout.size, start + step))
-            for chunk in frames.encode(Segment(span, None, torch.zeros(span.length)), chunk_bytes=self._chunk_bytes):
+            for chunk, _ in frames.encode(Segment(span, None, torch.zeros(span.length)), chunk_bytes=self._chunk_bytes):
                 checksum.add(chunk)
                 yield pb.UploadModelRequest(chunk=chunk)
         yield pb.UploadModelRequest(commit=checksum.commit())

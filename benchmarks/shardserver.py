@@ -126,7 +126,7 @@ class InProcessShard:
         yield pb.PullDiffResponse(header=header)
         checksum = frames.Checksum()
         for segment in reply.segments:
-            for chunk in frames.encode(segment, chunk_bytes=self.settings.chunk_bytes):
+            for chunk, _ in frames.encode(segment, chunk_bytes=self.settings.chunk_bytes):
                 checksum.add(chunk)
                 yield pb.PullDiffResponse(chunk=chunk)
         yield pb.PullDiffResponse(commit=checksum.commit())

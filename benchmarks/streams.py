@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pscore import frames
+from pscore.codecs.values import CODEC_OF_DTYPE
 from pscore.layout import Span
 from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
@@ -32,12 +33,12 @@ def push_requests(
     )
     yield pb.PushSparseRequest(header=header)
     checksum = frames.Checksum()
-    travelling = Segment(push.span, push.offsets, push.values.to(dtype))
+    form = frames.WireForm(value=CODEC_OF_DTYPE[dtype])
     for number, span in enumerate(groups):
-        part = travelling.clip(span)
+        part = push.clip(span)
         if part is None:
             continue
-        for chunk in frames.encode(part, chunk_bytes=chunk_bytes, group=number):
+        for chunk, _ in frames.encode(part, form, chunk_bytes=chunk_bytes, group=number):
             checksum.add(chunk)
             yield pb.PushSparseRequest(chunk=chunk)
     yield pb.PushSparseRequest(commit=checksum.commit())

@@ -1,13 +1,20 @@
 """Segments to messages and back: the one place where an update becomes bytes."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from google.protobuf.message import Message
+from numpy.typing import NDArray
 
-from pscore import codecs
+from pscore.codecs.cost import choose_for
+from pscore.codecs.index import INDEX_FORMATS, decode_offsets
+from pscore.codecs.limits import MAX_ENTRIES
+from pscore.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, decode_values, host_values
+from pscore.codecs.values.format import ValueFormat, Values
 from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
@@ -18,7 +25,7 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 2 << 20
 FRAMING_BYTES = 5
 """gRPC's own prefix of each message; counted with the message wherever this project counts bytes."""
 
-_WORST_ENTRY_BYTES = 8  # the index codec is the smallest one, so never above RAW32's 4, plus 4 of fp32
+_RAW_INDEX_BYTES = 4  # what RAW32 needs for an entry; a codec that the cost model chooses hardly ever needs more
 _MAX_CHUNK_SPAN = 1 << 32  # offsets in a chunk are uint32
 
 
@@ -56,45 +63,101 @@ class Checksum:
                 raise Refusal(Reason.BAD_COMMIT, f"the commit says {what} = {theirs}, received were {ours}")
 
 
-def encode(segment: Segment, *, chunk_bytes: int, group: int = 0) -> Iterator[pb.Chunk]:
-    """Cut a segment into chunks of at most ``chunk_bytes`` of payload, values in the dtype that they have."""
+@dataclass(frozen=True, slots=True)
+class WireForm:
+    """How a segment is to travel.
+
+    Attributes:
+        value: value codec, by its number in the proto; ``None`` for the one that writes the values' dtype exactly.
+        index: index codec; ``None`` to let the cost model choose for each chunk.
+        allowed: index codecs that the peer reads, for that choice.
+        link_bytes_per_second: rate of the way to the peer, for that choice; ``None`` or 0 where it is not known.
+    """
+
+    value: int | None = None
+    index: int | None = None
+    allowed: Collection[int] = tuple(INDEX_FORMATS)
+    link_bytes_per_second: float | None = None
+
+
+class Encoded(NamedTuple):
+    """A chunk, and the fp32 values ``[count]`` that its receiver will decode, bit for bit.
+
+    What a lossy codec takes from the values is the difference to ``decoded``; it belongs back in the sender's residual.
+    """
+
+    chunk: pb.Chunk
+    decoded: torch.Tensor
+
+
+def encode(segment: Segment, form: WireForm = WireForm(), *, chunk_bytes: int, group: int = 0) -> Iterator[Encoded]:
+    """Cut a segment into chunks of at most ``chunk_bytes`` of payload.
+
+    Args:
+        segment: values in fp32, fp16 or bf16 on any device, finite where the value codec is not exact.
+        form: how indices and values are written.
+        chunk_bytes: payload bytes of a chunk, at least 64. A chunk holds one entry at least.
+        group: number of the chunks' group in the header's plan.
+
+    Raises:
+        Refusal: ``NON_FINITE``, by a lossy codec with bounds; the receiver would refuse what the other codecs write.
+    """
+    value = form.value if form.value is not None else CODEC_OF_DTYPE[segment.values.dtype]
+    values = host_values(segment.values)
     if segment.offsets is None:
-        step = max(1, chunk_bytes // segment.values.dtype.itemsize)
+        step = _entries_within(chunk_bytes, VALUE_FORMATS[value], 0)
         for first in range(0, segment.entries, step):
-            value_codec, values = codecs.encode_values(segment.values[first : first + step])
-            count = min(step, segment.entries - first)
-            yield pb.Chunk(
-                group=group,
-                start=segment.span.start + first,
-                length=count,
-                count=count,
-                index_codec=pb.INDEX_CODEC_DENSE,
-                value_codec=value_codec,
-                values=values,
-            )
+            piece = values[first : first + step]
+            yield _chunk(group, Span(segment.span.start + first, segment.span.start + first + piece.size), value, piece)
         return
     offsets = segment.offsets.cpu().numpy()
-    host_values = segment.values.detach().cpu()
-    step = max(1, chunk_bytes // _WORST_ENTRY_BYTES)
+    step = _entries_within(chunk_bytes, VALUE_FORMATS[value], _RAW_INDEX_BYTES)
     first = 0
     while first < offsets.size:
-        piece = offsets[first : first + step]
-        low = int(piece[0])
-        if int(piece[-1]) - low >= _MAX_CHUNK_SPAN:
-            piece = piece[: int(piece.searchsorted(low + _MAX_CHUNK_SPAN))]
-        index_codec, indices = codecs.encode_offsets(piece - low)
-        value_codec, values = codecs.encode_values(host_values[first : first + piece.size])
-        yield pb.Chunk(
-            group=group,
-            start=segment.span.start + low,
-            length=int(piece[-1]) - low + 1,
-            count=piece.size,
-            index_codec=index_codec,
-            value_codec=value_codec,
-            indices=indices,
-            values=values,
-        )
-        first += piece.size
+        positions = offsets[first : first + step]
+        positions = positions[: int(positions.searchsorted(int(positions[0]) + _MAX_CHUNK_SPAN))]
+        index, indices = _write_offsets(positions, form)
+        while positions.size > 1 and len(indices) + VALUE_FORMATS[value].size(positions.size) > chunk_bytes:
+            positions = positions[: positions.size // 2]  # a codec that suits these offsets badly
+            index, indices = _write_offsets(positions, form)
+        span = Span(segment.span.start + int(positions[0]), segment.span.start + int(positions[-1]) + 1)
+        yield _chunk(group, span, value, values[first : first + positions.size], index, indices)
+        first += positions.size
+
+
+def _entries_within(chunk_bytes: int, value_format: ValueFormat, index_bytes: int) -> int:
+    """Entries whose values, and indices of so many bytes each, surely fit: whole blocks where one does."""
+    block = value_format.block
+    block_bytes = value_format.size(block) + index_bytes * block
+    if block_bytes <= chunk_bytes:
+        return min(chunk_bytes // block_bytes * block, MAX_ENTRIES)
+    return max(1, 8 * (chunk_bytes - value_format.bound_bytes) // (value_format.bits + 8 * index_bytes))
+
+
+def _write_offsets(positions: NDArray[np.int64], form: WireForm) -> tuple[int, bytes]:
+    offsets = positions - positions[0]
+    length = int(offsets[-1]) + 1
+    index = form.index
+    if index is None:
+        index = choose_for(offsets, length, form.link_bytes_per_second, form.allowed)
+    return index, INDEX_FORMATS[index].encode(offsets, length)
+
+
+def _chunk(
+    group: int, span: Span, value: int, values: Values, index: int = pb.INDEX_CODEC_DENSE, indices: bytes = b""
+) -> Encoded:
+    data, decoded = VALUE_FORMATS[value].encode(values)
+    chunk = pb.Chunk(
+        group=group,
+        start=span.start,
+        length=span.length,
+        count=values.size,
+        index_codec=cast("pb.IndexCodec.ValueType", index),
+        value_codec=cast("pb.ValueCodec.ValueType", value),
+        indices=indices,
+        values=data,
+    )
+    return Encoded(chunk, torch.from_numpy(decoded))
 
 
 def decode(chunk: pb.Chunk, within: Span) -> Segment:
@@ -111,14 +174,12 @@ def decode(chunk: pb.Chunk, within: Span) -> Segment:
         )
     if not 0 < chunk.count <= chunk.length:
         raise Refusal(Reason.BAD_CHUNK, f"{chunk.count} entries in a span of {chunk.length} elements")
-    values = codecs.decode_values(chunk.value_codec, chunk.values, chunk.count)
-    if not np.isfinite(values.numpy()).all():
-        raise Refusal(Reason.NON_FINITE, f"non-finite value in [{span.start}, {span.end})")
+    values = torch.from_numpy(decode_values(chunk.value_codec, chunk.values, chunk.count))
     if chunk.index_codec == pb.INDEX_CODEC_DENSE:
         if chunk.count != chunk.length or chunk.indices:
             raise Refusal(Reason.BAD_CHUNK, "a dense chunk must hold every element of its span and no index bytes")
         return Segment(span, None, values)
-    offsets = codecs.decode_offsets(chunk.index_codec, chunk.indices, chunk.count, chunk.length)
+    offsets = decode_offsets(chunk.index_codec, chunk.indices, chunk.count, chunk.length)
     return Segment(span, torch.from_numpy(offsets), values)
 
 

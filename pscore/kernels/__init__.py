@@ -3,8 +3,6 @@
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
-from pscore.kernels.compiled import numba_works
-
 if TYPE_CHECKING:
     import torch
 
@@ -13,15 +11,11 @@ if TYPE_CHECKING:
 
 def backend_of(tensor: "torch.Tensor") -> "Kernels":
     """Return the kernels for tensors where this one lies: compiled loops on the host, torch operations elsewhere."""
-    return _backend(tensor.device.type == "cpu" and numba_works())
+    return _backend(tensor.device.type == "cpu")
 
 
 @cache
-def _backend(compiled_loops: bool) -> "Kernels":
-    if compiled_loops:
-        from pscore.kernels import host
+def _backend(on_host: bool) -> "Kernels":
+    from pscore.kernels import host, reference
 
-        return cast("Kernels", host)
-    from pscore.kernels import reference
-
-    return cast("Kernels", reference)
+    return cast("Kernels", host if on_host and host.available() else reference)

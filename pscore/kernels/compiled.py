@@ -1,38 +1,53 @@
-"""Compiling loops: the one place that knows numba.
+"""Functions compiled by numba at their first use; numba itself is imported no earlier."""
 
-numba takes a third of a second to import, and compiles a function at its first call (then keeps it on disk), so nothing
-here happens before a loop is asked for.
-"""
-
+import importlib
 import logging
+import threading
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
-log = logging.getLogger("pscore")
+P = ParamSpec("P")
+R = TypeVar("R")
 
-
-@cache
-def numba_works() -> bool:
-    """Import numba; where it is missing or cannot start, say so once."""
-    try:
-        import numba
-    except Exception as error:  # a broken LLVM raises OSError, a numpy that is too new ImportError, and so on
-        log.warning(
-            "numba cannot start, so selection and Rice codes run several times slower (pip install numba): %s", error
-        )
-        return False
-    return not numba.config.DISABLE_JIT
+_log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_compiled: dict[Callable[..., Any], Callable[..., Any] | None] = {}
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function at its first call, to machine code that runs without the interpreter lock.
+def compile_once(function: Callable[P, R], **options: bool) -> Callable[P, R] | None:
+    """Return ``function`` compiled, or ``None`` where numba is missing or cannot start.
 
-    A decorator for modules that are imported only where :func:`numba_works`.
+    The caller keeps a numpy implementation for ``None``; ``function`` itself would be far too slow uncompiled.
+    Compiling happens at the first call for each combination of argument types. The result holds no GIL while it runs,
+    and is cached on disk beside the source, or in numba's cache directory, where one of them can be written.
+
+    Args:
+        function: module-level function in the subset of Python that numba takes. Constants that it uses must stand in
+            its own file: the cache on disk notices changes there and nowhere else.
+        options: further options of ``numba.njit``, for instance ``fastmath=True``; those of the first call count.
     """
-    import numba
+    found = _compiled.get(function, _MISSING)
+    if found is _MISSING:
+        with _lock:
+            found = _compiled.get(function, _MISSING)
+            if found is _MISSING:
+                found = _compiled[function] = _compile(function, options)
+    return cast("Callable[P, R] | None", found)
 
+
+def _MISSING() -> None:  # noqa: N802 - a marker that no caller can hand in
+    """Stand for a function that was not asked for yet."""
+
+
+def _compile(function: Callable[..., Any], options: dict[str, bool]) -> Callable[..., Any] | None:
     try:
-        return numba.njit(nogil=True, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
-    except RuntimeError:  # no directory to keep it in: neither beside the source nor in the user's cache
-        return numba.njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+        numba: Any = importlib.import_module("numba")
+    except Exception as error:  # a broken LLVM raises OSError, a numpy that is too new ImportError, and so on
+        _log.warning("numba cannot start, numpy takes over and is slower: %s", error)
+        return None
+    if numba.config.DISABLE_JIT:
+        return None
+    try:
+        return cast("Callable[..., Any]", numba.njit(nogil=True, cache=True, **options)(function))
+    except RuntimeError:  # no directory for the cache can be written
+        return cast("Callable[..., Any]", numba.njit(nogil=True, **options)(function))

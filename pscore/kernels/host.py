@@ -4,6 +4,7 @@ The result does not depend on the number of threads: ranges are joined in order,
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +16,21 @@ from pscore.kernels.threads import over_ranges
 Array = NDArray[np.float32]
 
 
-def feed(memory: torch.Tensor, added: Feed) -> None:
-    """Accumulate: see :class:`~pscore.kernels.base.Feed`."""
+def available() -> bool:
+    """Tell whether the loops can be compiled here."""
+    return _loops().take is not None
+
+
+def _loops() -> Any:
+    """Import the loops, and numba with them."""
     from pscore.kernels import host_loops
 
+    return host_loops
+
+
+def feed(memory: torch.Tensor, added: Feed) -> None:
+    """Accumulate: see :class:`~pscore.kernels.base.Feed`."""
+    host_loops = _loops()
     arrays = _arrays(memory, added)
     factors = _factors(added)
 
@@ -38,8 +50,7 @@ def take(memory: torch.Tensor, added: Feed | None, threshold: float, keep: float
         keep: what a taken entry is multiplied by where it was.
         capacity: take at most so many, the first ones; the rest is counted and stays.
     """
-    from pscore.kernels import host_loops
-
+    host_loops = _loops()
     arrays = _arrays(memory, added)
     factors = _factors(added)
 
@@ -67,8 +78,7 @@ def take(memory: torch.Tensor, added: Feed | None, threshold: float, keep: float
 
 def take_difference(a: torch.Tensor, b: torch.Tensor, threshold: float, capacity: int) -> Sift:
     """Copy out ``a − b`` where its magnitude is above the threshold; neither is changed. Both fp32 ``[n]``."""
-    from pscore.kernels import host_loops
-
+    host_loops = _loops()
     left, right = a.numpy(), b.numpy()
 
     def loop(part: slice) -> _Part:
@@ -83,8 +93,7 @@ def take_difference(a: torch.Tensor, b: torch.Tensor, threshold: float, capacity
 
 def tail(x: torch.Tensor, threshold: float) -> tuple[int, float]:
     """Count the magnitudes above the threshold, and sum what they exceed it by."""
-    from pscore.kernels import host_loops
-
+    host_loops = _loops()
     array = x.numpy()
     parts = over_ranges(x.numel(), lambda part: host_loops.tail(array[part], np.float32(threshold)))
     return sum(count for count, _ in parts), sum(excess for _, excess in parts)
@@ -92,8 +101,7 @@ def tail(x: torch.Tensor, threshold: float) -> tuple[int, float]:
 
 def magnitude(x: torch.Tensor) -> tuple[float, float]:
     """Return mean and largest of ``|x|``; ``(0, 0)`` of nothing."""
-    from pscore.kernels import host_loops
-
+    host_loops = _loops()
     array = x.numpy()
     parts = over_ranges(x.numel(), lambda part: host_loops.magnitude(array[part]))
     return sum(total for total, _ in parts) / max(1, x.numel()), float(max(largest for _, largest in parts))

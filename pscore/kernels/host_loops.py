@@ -1,4 +1,4 @@
-"""The loops of :mod:`pscore.kernels.host`, compiled; imported at their first use.
+"""The loops of :mod:`pscore.kernels.host`, compiled; imported at their first use, and ``None`` where numba is missing.
 
 Elements are visited in runs whose comparisons are joined before one branch is taken: at the densities in question most
 runs hold nothing, and the compiler makes vector instructions of the rest. Each array passes through memory once.
@@ -10,12 +10,12 @@ An argument may be ``None`` (nothing to add, no decay, no momentum); the compile
 
 import numpy as np
 
-from pscore.kernels.compiled import compiled
+from pscore.kernels.compiled import compile_once
 
 RUN = 32
 
 
-@compiled
+@compile_once
 def feed(r, g, theta, u, scale, decay, factor):
     """Accumulate, and no more."""
     for i in range(r.size):
@@ -28,7 +28,7 @@ def feed(r, g, theta, u, scale, decay, factor):
         r[i] += d
 
 
-@compiled
+@compile_once
 def take(r, g, theta, u, scale, decay, factor, threshold, keep, offsets, values):
     """Accumulate and take out what is above the threshold, in one pass.
 
@@ -81,7 +81,7 @@ def take(r, g, theta, u, scale, decay, factor, threshold, keep, offsets, values)
     return count, excess
 
 
-@compiled
+@compile_once
 def take_difference(a, b, threshold, offsets, values):
     """Copy out ``a − b`` where it is above the threshold; returns as :func:`take`."""
     count, capacity, excess = 0, offsets.size, 0.0
@@ -108,7 +108,7 @@ def take_difference(a, b, threshold, offsets, values):
     return count, excess
 
 
-@compiled
+@compile_once
 def tail(x, threshold):
     """Count what is above the threshold, and sum its excess."""
     count, excess = 0, 0.0
@@ -132,7 +132,7 @@ def tail(x, threshold):
     return count, excess
 
 
-@compiled
+@compile_once
 def magnitude(x):
     """Sum and largest of ``|x|``."""
     total, largest = 0.0, np.float32(0)

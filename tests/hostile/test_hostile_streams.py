@@ -31,7 +31,7 @@ def push_messages(groups=GROUPS):
     messages, checksum = [PUSH(header=pb.PushHeader(step=1, plan=plan))], frames.Checksum()
     for number, group in enumerate(groups):
         segment = Segment(group, torch.tensor([0, 7, 30]), torch.tensor([1.0, 2.0, 3.0]))
-        for chunk in frames.encode(segment, chunk_bytes=16, group=number):
+        for chunk, _ in frames.encode(segment, chunk_bytes=16, group=number):
             checksum.add(chunk)
             messages.append(PUSH(chunk=chunk))
     return [*messages, PUSH(commit=checksum.commit())]
@@ -47,7 +47,7 @@ def take_push(messages):
 def upload_messages(buffers=b"statistics"):
     messages = [UPLOAD(header=pb.UploadHeader(generation=1, buffer_bytes=len(buffers)))]
     checksum = frames.Checksum()
-    for chunk in frames.encode(Segment(SHARD, None, torch.arange(100.0)), chunk_bytes=64):
+    for chunk, _ in frames.encode(Segment(SHARD, None, torch.arange(100.0)), chunk_bytes=64):
         checksum.add(chunk)
         messages.append(UPLOAD(chunk=chunk))
     messages += [UPLOAD(buffers=piece) for piece in frames.encode_bytes(buffers, 4)]
@@ -176,7 +176,7 @@ def test_a_chunk_belongs_to_a_group_of_the_plan_and_lies_inside_it():
 def test_an_upload_that_leaves_elements_out_is_refused():
     messages, checksum = [UPLOAD(header=pb.UploadHeader(buffer_bytes=10))], frames.Checksum()
     segment = Segment(SHARD, torch.arange(0, 100, 2), torch.ones(50))
-    for chunk in frames.encode(segment, chunk_bytes=1024):
+    for chunk, _ in frames.encode(segment, chunk_bytes=1024):
         checksum.add(chunk)
         messages.append(UPLOAD(chunk=chunk))
     messages.append(UPLOAD(buffers=pb.BytesChunk(data=b"statistics")))

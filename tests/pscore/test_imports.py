@@ -10,7 +10,7 @@ import pytest
 PROBE = """
 import json, sys, threading
 import {package}
-heavy = [name for name in ("torch", "grpc", "numpy", "pydantic", "safetensors") if name in sys.modules]
+heavy = [name for name in ("torch", "grpc", "numpy", "numba", "pydantic", "safetensors") if name in sys.modules]
 print(json.dumps([heavy, threading.active_count()]))
 """
 
@@ -25,3 +25,16 @@ def test_importing_a_package_loads_no_torch_and_starts_no_thread(package):
         cwd=Path(__file__).resolve().parents[2],
     )
     assert json.loads(done.stdout) == [[], 1]
+
+
+LAZY = """
+import sys
+from pscore import frames
+print([name for name in ("numba", "pcodec", "libstreamvbyte") if name in sys.modules])
+"""
+
+
+def test_importing_the_codecs_loads_no_compiler_and_no_codec_library():
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout.strip() == "[]"

@@ -114,7 +114,7 @@ class Link:
             acknowledged=self.acknowledged if acknowledged is None else acknowledged,
             replica_is_image=self.image,
         )
-        chunks = [chunk for segment in reply.segments for chunk in frames.encode(segment, chunk_bytes=64)]
+        chunks = [chunk for segment in reply.segments for chunk, _ in frames.encode(segment, chunk_bytes=64)]
         return Wire(
             reply.mode,
             reply.number,

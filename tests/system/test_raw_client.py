@@ -116,17 +116,17 @@ def decode_offsets(chunk: pb.Chunk) -> np.ndarray:
         return np.arange(chunk.length)
     if chunk.index_codec == pb.INDEX_CODEC_RAW32:
         return np.frombuffer(chunk.indices, "<u4").astype(np.int64)
-    width, escape = {pb.INDEX_CODEC_GAP8: (1, 255), pb.INDEX_CODEC_GAP16: (2, 65535)}[chunk.index_codec]
+    if chunk.index_codec == pb.INDEX_CODEC_BITMAP:
+        return np.flatnonzero(np.unpackbits(np.frombuffer(chunk.indices, np.uint8), bitorder="little"))
+    assert chunk.index_codec == pb.INDEX_CODEC_STREAMVBYTE, "the other codecs do not pay for so few entries"
     offsets, previous = [], -1
-    tail = width * chunk.count
+    position = -(-chunk.count // 4)
     for i in range(chunk.count):
-        gap = int.from_bytes(chunk.indices[width * i : width * (i + 1)], "little")
-        if gap == escape:
-            gap = int.from_bytes(chunk.indices[tail : tail + 4], "little")
-            tail += 4
-        previous += gap + 1
+        width = (chunk.indices[i // 4] >> 2 * (i % 4) & 3) + 1
+        previous += int.from_bytes(chunk.indices[position : position + width], "little") + 1
+        position += width
         offsets.append(previous)
-    assert tail == len(chunk.indices)
+    assert position == len(chunk.indices)
     return np.array(offsets, np.int64)
 
 

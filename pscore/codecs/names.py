@@ -1,0 +1,12 @@
+"""What settings and reports call the codecs, and which of them this version reads."""
+
+from pscore.codecs.index import INDEX_FORMATS
+from pscore.codecs.values import VALUE_FORMATS
+from pscore.v1 import parameter_server_pb2 as pb
+
+INDEX_CODECS: dict[str, int] = {form.name: number for number, form in INDEX_FORMATS.items()}
+VALUE_CODECS: dict[str, int] = {form.name: number for number, form in VALUE_FORMATS.items()}
+
+READABLE_INDEX_CODECS: tuple["pb.IndexCodec.ValueType", ...] = (pb.INDEX_CODEC_DENSE, *INDEX_FORMATS)  # type: ignore[arg-type]
+READABLE_VALUE_CODECS: tuple["pb.ValueCodec.ValueType", ...] = tuple(VALUE_FORMATS)  # type: ignore[arg-type]
+"""As they are told at join."""
