@@ -153,7 +153,7 @@ class DeviceSelection:
         *,
         tolerance: float = 0.1,
         corrections: int = 3,
-        cold_corrections: int = 5,
+        cold_corrections: int = 6,
         block: int = 4096,
     ) -> None:
         """Load the kernels and open the side stream."""
