@@ -213,7 +213,7 @@ class DeviceSelection:
 
     def _launch(self, job: _Job, k: int, start: _Start, output: _Output, packed: torch.Tensor) -> None:
         """Launch every pass. Scratch tensors go back to this stream's memory at the end, which keeps them in order."""
-        kernels: Any = self._kernels  # Triton's launchers have no types
+        kernels: Any = self._kernels  # Triton's launchers have no types; an int argument would compile another kernel
         n, feed = job.a.numel(), job.feed
         blocks = -(-n // self._block)
         slot = _slot(self._block, k / n)
@@ -238,7 +238,8 @@ class DeviceSelection:
             sift(opening=True)
         else:
             kernels.accumulate_and_sift[(blocks,)](
-                job.a, feed.gradient, feed.parameters, feed.momentum, feed.scale, feed.decay, feed.factor,
+                job.a, feed.gradient, feed.parameters, feed.momentum,
+                float(feed.scale), float(feed.decay), float(feed.factor),
                 start.threshold, *found, n, **shape,
             )  # fmt: skip
         settle(opening=True, remaining=start.corrections)
@@ -247,7 +248,7 @@ class DeviceSelection:
             settle(opening=False, remaining=remaining)
         kernels.emit[(blocks,)](
             job.a, job.b, whole, real, counts, places, slot_offsets, slot_values, offsets, values,
-            job.rewritten, None if feed is None else feed.momentum, job.keep, n, **shape,
+            job.rewritten, None if feed is None else feed.momentum, float(job.keep), n, **shape,
         )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
+
 PROBE = """
 import json, sys, threading
 import {package}
@@ -22,6 +24,11 @@ def test_importing_a_package_loads_no_torch_and_starts_no_thread(package):
         capture_output=True,
         text=True,
         check=True,
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
     )
     assert json.loads(done.stdout) == [[], 1]
+
+
+def test_triton_is_loaded_by_the_first_selection_and_not_by_an_import():
+    probe = "import sys, pscore.kernels.device; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", probe], check=True, cwd=ROOT)

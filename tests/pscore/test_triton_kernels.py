@@ -24,6 +24,11 @@ pytest.importorskip("triton")
 
 from pscore.kernels import reference
 from pscore.kernels.base import Feed
+from pscore.kernels.device import available
+
+
+def test_triton_is_known_to_be_installed():
+    assert available()
 
 
 @pytest.mark.parametrize("kind", FEEDS)
