@@ -11,11 +11,14 @@ import torch
 
 from psclient.methods.base import Group, Method, Sent, Sparse, State, Step
 from psclient.model import TrainedModel
+from pscore.kernels import device_selection
 from pscore.kernels.base import Taken
+from pscore.kernels.device import DeviceSelection
 from pscore.layout import Span
 from pscore.segment import Segment
 from pscore.selectors import Recall, Selector, entries_for
 from pscore.selectors.base import take_all
+from pscore.selectors.warm import warm
 from pscore.sources import Joined, Memory
 
 SelectOver = Literal["tensor", "group"]
@@ -42,11 +45,14 @@ class Choice:
         selector: takes about k entries.
         over: whether each tensor, or all tensors of a group together, are selected from.
         dense_below: tensors with fewer elements send every entry that is not zero.
+        on_device: returns what selects on a device without waiting for it, where there is such a thing; it stands in
+            for the warm selector over single tensors.
     """
 
     selector: Selector
     over: SelectOver
     dense_below: int
+    on_device: Callable[[torch.device], DeviceSelection | None] = device_selection
 
 
 def compress(
@@ -64,27 +70,54 @@ def compress(
         What each tensor sends, in order.
     """
     sent: dict[int, Sent] = {}
-    pools: list[list[int]] = []
+    sparse: dict[int, Sparse] = {}
     for number, (said, _) in enumerate(steps):
         if isinstance(said, torch.Tensor):
             sent[number] = Sent(None, said)
         elif said.memory.numel() < choice.dense_below:
             sent[number] = _finish(said, take_all(_source(said)))
-        elif choice.over == "group" and pools:
-            pools[0].append(number)
         else:
-            pools.append([number])
-    for pool in pools:
-        members = [said for said, _ in (steps[number] for number in pool) if isinstance(said, Sparse)]
-        recall: Recall = steps[pool[0]][1].setdefault("recall", {})
-        joined = Joined([_source(said) for said in members])
-        k = entries_for(joined.numel, density)
-        taken = choice.selector(joined, k, recall) if len(members) > 1 else choice.selector(joined.parts[0], k, recall)
-        tally.wanted += k
-        tally.selected += taken.offsets.numel()
-        for number, said, piece in zip(pool, members, joined.split(taken), strict=True):
-            sent[number] = _finish(said, piece)
+            sparse[number] = said
+    device = choice.on_device(next(iter(sparse.values())).memory.device) if sparse else None
+    if device is not None and choice.selector is warm and choice.over == "tensor":
+        sent |= _on_device(device, sparse, [state for _, state in steps], density, tally)
+    else:
+        pools = [list(sparse)] if choice.over == "group" and sparse else [[number] for number in sparse]
+        for pool in pools:
+            recall = steps[pool[0]][1].setdefault("recall", {})
+            sent |= _pooled({number: sparse[number] for number in pool}, recall, density, choice.selector, tally)
     return [sent[number] for number in range(len(steps))]
+
+
+def _pooled(
+    pool: Mapping[int, Sparse], recall: Recall, density: float, selector: Selector, tally: Tally
+) -> dict[int, Sent]:
+    """Select from some memories as if they were one."""
+    joined = Joined([_source(said) for said in pool.values()])
+    k = entries_for(joined.numel, density)
+    taken = selector(joined if len(pool) > 1 else joined.parts[0], k, recall)
+    tally.wanted += k
+    tally.selected += taken.offsets.numel()
+    return {
+        number: _finish(said, piece) for (number, said), piece in zip(pool.items(), joined.split(taken), strict=True)
+    }
+
+
+def _on_device(
+    device: DeviceSelection, sparse: Mapping[int, Sparse], states: Sequence[State], density: float, tally: Tally
+) -> dict[int, Sent]:
+    """Launch every selection before the first is waited for; the entries arrive on the host."""
+    pending = {
+        number: device.take(said.memory, said.added, entries_for(said.memory.numel(), density), said.keep, states[number])
+        for number, said in sparse.items()
+    }
+    sent = {}
+    for number, said in sparse.items():
+        taken = pending[number].collect()
+        tally.wanted += pending[number].k
+        tally.selected += pending[number].count
+        sent[number] = Sent(taken.offsets, said.unit * taken.values)
+    return sent
 
 
 def empty(said: Sparse) -> Sent:

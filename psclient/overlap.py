@@ -21,7 +21,7 @@ import torch
 
 from psclient.errors import ConfigurationError
 from psclient.exchange import Exchange, Replies
-from psclient.lane import Lane
+from psclient.jobs import JobThread
 from psclient.report import StepReport
 
 _CLOSING_SECONDS = 10.0
@@ -47,7 +47,7 @@ class Overlap:
         """Register the hooks and start the threads."""
         self._exchange = exchange
         self._begin, self._gradients = begin, gradients
-        self._compressing, self._exchanging = Lane("psclient-compress"), Lane("psclient-exchange")
+        self._compressing, self._exchanging = JobThread("psclient-compress"), JobThread("psclient-exchange")
         self._group_of = {position: n for n, group in enumerate(exchange.groups) for position in group}
         self._members = [sum(position in parameters for position in group) for group in exchange.groups]
         self._paused = False

@@ -1,11 +1,16 @@
 """Selecting from the difference between a model and an image of it, tensor by tensor: the server's top-k reply."""
 
+from typing import Any
+
 import torch
 
+from pscore.kernels import device_selection
 from pscore.kernels.base import Taken
+from pscore.kernels.device import PendingTaken
 from pscore.layout import ModelLayout, Span
-from pscore.selectors import Recall, Selector, entries_for
+from pscore.selectors import Selector, entries_for
 from pscore.selectors.base import nothing, take_all
+from pscore.selectors.warm import warm
 from pscore.sources import Difference
 
 DEFAULT_DENSE_BELOW = 4096
@@ -21,7 +26,7 @@ def select_difference(
     density: float,
     dense_below: int,
     selector: Selector,
-    recalls: dict[int, Recall],
+    recalls: dict[int, dict[str, Any]],
 ) -> Taken:
     """Select from ``a − b`` over a span of the layout; offsets count from the span's start.
 
@@ -37,14 +42,27 @@ def select_difference(
         selector: takes about k entries.
         recalls: what the selector remembers of each tensor, by position; changed in place.
     """
-    offsets, values = [], []
+    device = device_selection(a.device) if selector is warm else None
+    found: list[tuple[int, Taken | PendingTaken]] = []
     for position, common in layout.overlapping(span):
         low, high = common.start - span.start, common.end - span.start
         source = Difference(a[low:high], b[low:high])
+        k = entries_for(source.numel, density)
+        recall = recalls.setdefault(position, {})
         if source.numel < dense_below:
-            taken = take_all(source)
+            found.append((low, take_all(source)))
+        elif device is not None:
+            found.append((low, device.take_difference(a[low:high], b[low:high], k, recall)))
         else:
-            taken = selector(source, entries_for(source.numel, density), recalls.setdefault(position, {}))
-        offsets.append(taken.offsets + low)
-        values.append(taken.values)
-    return Taken(torch.cat(offsets), torch.cat(values)) if offsets else nothing(a)
+            found.append((low, selector(source, k, recall)))
+    pieces = [(low, _collected(taken)) for low, taken in found]
+    if not pieces:
+        return nothing(a)
+    return Taken(torch.cat([taken.offsets + low for low, taken in pieces]), torch.cat([taken.values for _, taken in pieces]))
+
+
+def _collected(taken: Taken | PendingTaken) -> Taken:
+    if isinstance(taken, Taken):
+        return taken
+    taken.collect()
+    return taken.on_device()

@@ -161,7 +161,7 @@ class Joined(Source):
             sifts.append(part.take(threshold, capacity - sum(sift.taken.offsets.numel() for sift in sifts)))
         return Sift(
             self._joined([sift.taken for sift in sifts]),
-            sum(sift.count for sift in sifts),
+            sum(sift.above for sift in sifts),
             sum(sift.excess for sift in sifts),
         )
 

@@ -5,6 +5,11 @@ import os
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Without a GPU, Triton's kernels run on the CPU in its interpreter. Triton asks for this when it is first imported,
+    # for its own library too: so it is set before any test, and not in a fixture. Nothing else here uses Triton.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 _JOB_VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
 
 

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     import torch
 
     from pscore.kernels.base import Kernels
+    from pscore.kernels.device import DeviceSelection
 
 
 def backend_of(tensor: "torch.Tensor") -> "Kernels":
@@ -19,3 +20,17 @@ def _backend(on_host: bool) -> "Kernels":
     from pscore.kernels import host, reference
 
     return cast("Kernels", host if on_host and host.available() else reference)
+
+
+@cache
+def device_selection(device: "torch.device") -> "DeviceSelection | None":
+    """Return what selects on a CUDA device without waiting for it; ``None`` on the host, or where Triton is missing."""
+    if device.type != "cuda":
+        return None
+    from pscore.kernels import device as room
+    from pscore.kernels import reference
+
+    if not room.available():
+        reference.say_that_it_stands_in("Triton")
+        return None
+    return room.DeviceSelection(device)

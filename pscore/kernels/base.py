@@ -24,7 +24,7 @@ class Feed:
         scale: what the gradient is multiplied by.
         parameters: ``θ``, ``[n]``, floating point; ``None`` where ``decay`` is 0.
         decay: what the parameters are multiplied by.
-        momentum: ``u``, fp32 ``[n]``, changed in place; set to 0 where an entry is taken (momentum factor masking).
+        momentum: ``u``, fp32 ``[n]``, changed in place.
         factor: momentum ``m``.
     """
 
@@ -53,12 +53,12 @@ class Sift(NamedTuple):
 
     Attributes:
         taken: what was taken; no more than the capacity.
-        count: how many were above the threshold.
+        above: how many were above the threshold.
         excess: ``Σ (|x| − threshold)`` over them.
     """
 
     taken: Taken
-    count: int
+    above: int
     excess: float
 
 

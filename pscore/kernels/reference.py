@@ -1,55 +1,84 @@
-"""The kernels in plain torch operations: on any device, and what the others are tested against."""
+"""The selection kernels in plain torch operations, on any device.
+
+They say what the fast kernels compute, bit for bit, and stand in for them where Triton or numba is missing. Every
+product and every sum is rounded by itself (no fused multiply-add), so that all backends agree.
+"""
+
+import functools
+import logging
 
 import torch
 
 from pscore.kernels.base import Feed, Sift, Taken
 
+log = logging.getLogger("pscore")
+
+
+@functools.cache
+def say_that_it_stands_in(missing: str) -> None:
+    """Log, once a process, that these operations do the work of ``missing``'s."""
+    log.warning("%s is not installed: entries are selected by plain torch operations, which is slower", missing)
+
 
 def feed(memory: torch.Tensor, added: Feed) -> None:
-    """Accumulate: see :class:`~pscore.kernels.base.Feed`.
-
-    Every product is rounded before it is added, as in the compiled loops, so that both give the same bits.
-    """
-    d = added.gradient.detach().float() * added.scale
-    if added.decay and added.parameters is not None:
-        d = d + added.parameters.detach().float() * added.decay
+    """Add what ``added`` says to ``memory``, in place, and bring its momentum up to date."""
+    step = added.gradient.float() * added.scale
+    if added.parameters is not None:
+        step = step + added.parameters.float() * added.decay
     if added.momentum is not None:
-        d = d + added.momentum * added.factor
-        added.momentum.copy_(d)
-    memory.add_(d)
+        step = added.momentum.mul_(added.factor).add_(step)
+    memory.add_(step)
 
 
-def take(memory: torch.Tensor, added: Feed | None, threshold: float, keep: float, capacity: int) -> Sift:
-    """Accumulate, take out what is above the threshold, and leave ``keep`` of it behind."""
+def sift(x: torch.Tensor, threshold: float, capacity: int, turn: float = 0.0) -> Taken:
+    """Return the entries with |x| > threshold, ascending.
+
+    Args:
+        x: fp32 ``[n]``.
+        threshold: at least 0.
+        capacity: how many may be returned. Where there are more, they are taken in order from a start, round the end.
+        turn: that start, as a share of the entries found, in [0, 1).
+    """
+    offsets = (x.abs() > threshold).nonzero().view(-1)
+    if offsets.numel() > capacity:
+        window = (torch.arange(capacity, device=x.device) + _first(turn, offsets.numel())) % offsets.numel()
+        offsets = offsets[window.sort().values]
+    return Taken(offsets, x[offsets])
+
+
+def take(
+    memory: torch.Tensor, added: Feed | None, threshold: float, keep: float, capacity: int, turn: float = 0.0
+) -> Sift:
+    """Accumulate, sift, and leave ``keep·value`` in ``memory`` where an entry was taken."""
     if added is not None:
         feed(memory, added)
-    sift = _sift(memory, threshold, capacity)
-    memory[sift.taken.offsets] = sift.taken.values * keep
-    return sift
-
-
-def take_difference(a: torch.Tensor, b: torch.Tensor, threshold: float, capacity: int) -> Sift:
-    """Copy out ``a − b`` where its magnitude is above the threshold."""
-    return _sift(a - b, threshold, capacity)
+    taken = sift(memory, threshold, capacity, turn)
+    found = Sift(taken, *tail(memory, threshold))
+    memory[taken.offsets] = taken.values * keep
+    return found
 
 
 def tail(x: torch.Tensor, threshold: float) -> tuple[int, float]:
-    """Count the magnitudes above the threshold, and sum what they exceed it by."""
-    excess = x.abs() - threshold
-    above = excess[excess > 0]
-    return above.numel(), float(above.double().sum())
+    """Return how many |x| lie above the threshold, and ``Σ(|x| − threshold)`` over them."""
+    magnitude = x.abs()
+    above = magnitude[magnitude > threshold]
+    return above.numel(), float((above - threshold).sum(dtype=torch.float64))
 
 
 def magnitude(x: torch.Tensor) -> tuple[float, float]:
-    """Return mean and largest of ``|x|``; ``(0, 0)`` of nothing."""
+    """Return the mean and the largest |x|; zeros for an empty tensor."""
     if not x.numel():
         return 0.0, 0.0
-    magnitudes = x.abs()
-    return float(magnitudes.mean(dtype=torch.float64)), float(magnitudes.max())
+    absolute = x.abs()
+    return float(absolute.mean(dtype=torch.float64)), float(absolute.max())
 
 
-def _sift(x: torch.Tensor, threshold: float, capacity: int) -> Sift:
-    offsets = (x.abs() > threshold).nonzero().view(-1)
-    values = x[offsets]
-    excess = float((values.abs() - threshold).double().sum())
-    return Sift(Taken(offsets[:capacity], values[:capacity]), offsets.numel(), excess)
+def take_difference(a: torch.Tensor, b: torch.Tensor, threshold: float, capacity: int, turn: float = 0.0) -> Sift:
+    """Sift ``a − b``; neither is changed."""
+    x = a - b
+    return Sift(sift(x, threshold, capacity, turn), *tail(x, threshold))
+
+
+def _first(turn: float, found: int) -> int:
+    """Return the rank at which filling starts, rounded as the kernels round it."""
+    return min(int(torch.tensor(turn, dtype=torch.float32) * float(found)), found - 1)

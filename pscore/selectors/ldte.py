@@ -29,6 +29,6 @@ def ldte(source: Source, k: int, recall: Recall) -> Taken:
     else:
         threshold = low  # equal magnitudes on both sides of k: take from the side that has enough
     sift = source.take(threshold, source.numel)
-    if sift.count > (1 + TOLERANCE) * k:
+    if sift.above > (1 + TOLERANCE) * k:
         return keep_largest(source, sift.taken, k)
     return sift.taken

@@ -28,11 +28,11 @@ def sampled(source: Source, k: int, recall: Recall) -> Taken:
     threshold = float(sample[largest(sample, wanted)].min())
     sift = source.take(threshold, n)
     for _ in range(_MOST_ADAPTATIONS):
-        if sift.count >= _LOWER * k or threshold == 0:
+        if sift.above >= _LOWER * k or threshold == 0:
             break
         source.put_back(sift.taken)
         threshold *= _LOWER
         sift = source.take(threshold, n)
-    if sift.count > _UPPER * k:
+    if sift.above > _UPPER * k:
         return keep_largest(source, sift.taken, k)
     return sift.taken

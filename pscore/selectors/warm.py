@@ -30,19 +30,19 @@ def warm(source: Source, k: int, recall: Recall) -> Taken:
         threshold = search.run(source, laplace_threshold(mean, source.numel, k))
     capacity = _ROOM * k
     sift = source.take(threshold, capacity)
-    if _lacks(sift, k) or sift.count > capacity:
+    if _lacks(sift, k) or sift.above > capacity:
         source.put_back(sift.taken)
-        search.saw(threshold, sift.count, sift.excess)
+        search.saw(threshold, sift.above, sift.excess)
         threshold = search.run(source)
         sift = source.take(threshold, capacity)
     _foresee(recall, threshold, sift, k)
-    if sift.count > (1 + TOLERANCE) * k:
+    if sift.above > (1 + TOLERANCE) * k:
         return keep_largest(source, sift.taken, k)
     return sift.taken
 
 
 def _lacks(sift: Sift, k: int) -> bool:
-    return sift.count < (1 - TOLERANCE) * k
+    return sift.above < (1 - TOLERANCE) * k
 
 
 def _foresee(recall: Recall, threshold: float, sift: Sift, k: int) -> None:
@@ -51,10 +51,10 @@ def _foresee(recall: Recall, threshold: float, sift: Sift, k: int) -> None:
     ``k`` lay at ``t + β·ln(c/k)`` with ``β`` = mean excess. The drift matters for a while after the learning rate has
     dropped: each step then takes from a residual that grows more slowly than it is emptied.
     """
-    if not sift.count:
+    if not sift.above:
         recall.clear()
         return
-    lay = max(threshold / 2, threshold + sift.excess / sift.count * math.log(sift.count / k))
+    lay = max(threshold / 2, threshold + sift.excess / sift.above * math.log(sift.above / k))
     expected = recall.get("threshold", lay)
     drift = recall.get("drift", 0.0)
     level = expected + _LEVEL_GAIN * (lay - expected)

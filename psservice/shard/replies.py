@@ -4,6 +4,7 @@ import secrets
 import threading
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from pscore.frames import WireForm
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment, entries
 from pscore.selection import select_difference
-from pscore.selectors import Recall, Selector
+from pscore.selectors import Selector
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.rules.reply import ReplyRule
 from psservice.shard.ledger import Support, union
@@ -102,7 +103,7 @@ class Downlink:
     rule: ReplyRule
     image: torch.Tensor | None = None
     owed: _Owed | None = None
-    recalls: dict[int, Recall] = field(default_factory=dict)
+    recalls: dict[int, dict[str, Any]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     _number: int = field(default_factory=lambda: secrets.randbits(48))
 

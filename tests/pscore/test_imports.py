@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
+
 PROBE = """
 import json, sys, threading
 import {package}
@@ -22,7 +24,7 @@ def test_importing_a_package_loads_no_torch_and_starts_no_thread(package):
         capture_output=True,
         text=True,
         check=True,
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
     )
     assert json.loads(done.stdout) == [[], 1]
 
@@ -38,3 +40,8 @@ def test_importing_the_codecs_loads_no_compiler_and_no_codec_library():
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.strip() == "[]"
+
+
+def test_triton_is_loaded_by_the_first_selection_and_not_by_an_import():
+    probe = "import sys, pscore.kernels.device; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", probe], check=True, cwd=ROOT)

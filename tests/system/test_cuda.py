@@ -1,10 +1,15 @@
 """The same promises with the model, the server or both on a GPU."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 import psclient
 from psclient.local import LocalServer
+from pscore.kernels import reference
+from pscore.kernels.base import Feed
+from pscore.kernels.device import DeviceSelection
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 pytestmark = pytest.mark.cuda
@@ -29,3 +34,72 @@ def test_training_on_devices(server_device, worker_device, down_mode):
             state = psclient.download(server.server)
             for name, parameter in models[1].named_parameters():
                 assert torch.equal(parameter.detach().cpu(), state[name]), name
+
+
+@pytest.fixture
+def no_waiting():
+    """Return a context in which an operation that waits for the device is an error."""
+    pytest.importorskip("triton")
+
+    @contextmanager
+    def context():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return context
+
+
+@pytest.mark.parametrize("momentum", [False, True], ids=["plain", "momentum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_device_selection_has_the_bits_of_the_reference(dtype, momentum, no_waiting):
+    n, k, cuda = 5_000_003, 50_000, torch.device("cuda")
+    select, state = DeviceSelection(cuda), {}
+    memory, u = torch.zeros(n, device=cuda), torch.zeros(n, device=cuda) if momentum else None
+    twin, twin_u = memory.clone(), None if u is None else u.clone()
+    parameters = torch.randn(n, device=cuda).to(dtype)
+    for step in range(10):
+        gradient = torch.randn(n, device=cuda).to(dtype)
+        with no_waiting():
+            pending = select.take(memory, Feed(gradient, 0.1, parameters, 1e-4, u, 0.9), k, 0.5, state)
+        taken = pending.collect()
+        turn = state["turn"] * (5**0.5 - 1) / 2 % 1.0
+        feed = Feed(gradient, 0.1, parameters, 1e-4, twin_u, 0.9)
+        expected, hits, _ = reference.take(twin, feed, pending.threshold, 0.5, int(1.25 * k), turn)
+        if twin_u is not None:
+            twin_u[expected.offsets] = 0
+        assert torch.equal(taken.offsets, expected.offsets.cpu()), step
+        assert torch.equal(taken.values, expected.values.cpu()), step
+        assert torch.equal(memory, twin), step
+        assert u is None or torch.equal(u, twin_u), step
+        assert hits == pending.hits
+        assert abs(pending.count - k) <= 0.1 * k, step
+
+
+def test_device_selection_follows_its_inputs_and_waits_for_nothing_later(no_waiting):
+    n, k, cuda, second = 1 << 20, 10_000, torch.device("cuda"), 1_500_000_000
+    select, state = DeviceSelection(cuda), {}
+    memory = torch.zeros(n, device=cuda)
+    for _ in range(2):  # compiles; fills the allocators
+        select.take(memory, Feed(torch.randn(n, device=cuda), 1.0), k, 0.0, state).collect()
+    twin, kept = memory.clone(), torch.randn(n, device=cuda)
+    torch.cuda.synchronize()
+    later = torch.cuda.Event()
+    with no_waiting():
+        torch.cuda._sleep(second // 10)
+        gradient = kept * 2  # is there only after the sleep
+        pending = select.take(memory, Feed(gradient, 1.0), k, 0.0, state)
+        del gradient
+        overwritten = torch.full((n,), 7.0, device=cuda)  # may get the gradient's memory, but not too soon
+        torch.cuda._sleep(second)
+        later.record()
+    taken = pending.collect()
+    assert not later.query(), "collecting waited for work that was launched after the selection"
+    turn = state["turn"] * (5**0.5 - 1) / 2 % 1.0
+    expected = reference.take(twin, Feed(kept, 2.0), pending.threshold, 0.0, int(1.25 * k), turn).taken
+    assert torch.equal(taken.offsets, expected.offsets.cpu())
+    assert torch.equal(taken.values, expected.values.cpu())
+    assert torch.equal(memory, twin)
+    assert bool((overwritten == 7).all())

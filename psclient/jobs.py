@@ -1,4 +1,4 @@
-"""A lane: one thread that runs jobs in the order in which they come."""
+"""One thread that runs jobs in the order in which they come."""
 
 import queue
 import threading
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-class Lane:
+class JobThread:
     """Runs jobs one after another, beside the thread that submits them.
 
     A daemon thread, unlike those of :mod:`concurrent.futures`: the end of a program must not wait for a server.

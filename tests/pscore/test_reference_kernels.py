@@ -1,0 +1,70 @@
+"""The plain torch operations that say what every kernel computes."""
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.kernels import reference
+from pscore.kernels.base import Feed
+
+many = settings(deadline=None, max_examples=200)
+numbers = st.lists(st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, -1.0, 2.0, 2.0**-100, -(2.0**127)]), max_size=40)
+
+
+@given(numbers, st.sampled_from([0.0, 0.5, 1.5]), st.integers(0, 40), st.floats(0, 1, exclude_max=True, width=16))
+@many
+def test_sift_is_sorted_and_cut_from_a_start_round_the_end(x, threshold, capacity, turn):
+    found = [i for i, value in enumerate(x) if abs(value) > threshold]
+    if len(found) > capacity:
+        first = int(turn * len(found))
+        found = sorted((found + found)[first : first + capacity])
+    taken = reference.sift(torch.tensor(x), threshold, capacity, turn)
+    assert taken.offsets.tolist() == found
+    assert taken.values.tolist() == [x[i] for i in found]
+
+
+@given(numbers, numbers)
+@many
+def test_differences_are_those_of_a_sift(a, b):
+    length = min(len(a), len(b))
+    a, b = torch.tensor(a[:length]), torch.tensor(b[:length])
+    one, other = reference.take_difference(a, b, 0.5, 5).taken, reference.sift(a - b, 0.5, 5)
+    assert torch.equal(one.offsets, other.offsets)
+    assert torch.equal(one.values, other.values)
+
+
+def test_a_step_with_momentum_and_decay():
+    memory, momentum = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0.5, 4.0, 0.0])
+    gradient, parameters = torch.tensor([2.0, 0.0, 4.0], dtype=torch.bfloat16), torch.tensor([8.0, 0.0, 0.0])
+    feed = Feed(gradient, 0.5, parameters, 0.25, momentum, 0.5)
+    taken, above, excess = reference.take(memory, feed, 2.0, 0.5, 1)
+    # d = [3, 0, 2], u = [3.25, 2, 2], r = [4.25, 2, 4]: two above 2, room for one.
+    assert (above, excess) == (2, 4.25)
+    assert taken.offsets.tolist() == [0]
+    assert taken.values.tolist() == [4.25]
+    assert memory.tolist() == [2.125, 2.0, 4.0]
+    assert momentum.tolist() == [3.25, 2.0, 2.0]
+
+
+def test_tail_and_magnitude():
+    x = torch.tensor([3.0, -1.0, 0.0, -4.0])
+    assert reference.tail(x, 1.0) == (2, 5.0)
+    assert reference.tail(x, 4.0) == (0, 0.0)
+    assert reference.magnitude(x) == (2.0, 4.0)
+    assert reference.magnitude(torch.empty(0)) == (0.0, 0.0)
+
+
+def test_standing_in_is_said_once(caplog):
+    reference.say_that_it_stands_in.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="pscore"):
+        reference.say_that_it_stands_in("Triton")
+        reference.say_that_it_stands_in("Triton")
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["Triton is not installed"]
+
+
+@pytest.mark.parametrize("turn", [0.0, 0.999999999])
+def test_a_start_beyond_the_last_hit_is_the_last(turn):
+    assert reference.sift(torch.ones(3), 0.5, 1, turn).offsets.tolist() == [0 if turn == 0 else 2]
