@@ -108,7 +108,9 @@ def _on_device(
 ) -> dict[int, Sent]:
     """Launch every selection before the first is waited for; the entries arrive on the host."""
     pending = {
-        number: device.take(said.memory, said.added, entries_for(said.memory.numel(), density), said.keep, states[number])
+        number: device.take(
+            said.memory, said.added, entries_for(said.memory.numel(), density), said.keep, states[number]
+        )
         for number, said in sparse.items()
     }
     sent = {}

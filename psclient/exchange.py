@@ -1,7 +1,8 @@
 """What a step consists of, in the order that docs/protocol.md asks for; who calls it, and when, is decided elsewhere.
 
-A step opens a push, sends group after group, commits, settles, fetches the reply and applies it. :mod:`psclient.optimizer`
-does all of it in one go; with overlap, :mod:`psclient.overlap` does it while the model computes.
+A step opens a push, sends group after group, commits, settles, fetches the reply and applies it.
+:mod:`psclient.optimizer` does all of it in one go; with overlap, :mod:`psclient.overlap` does it while the model
+computes.
 """
 
 import time
@@ -71,10 +72,10 @@ class Exchange:
         self._compressor.give_back(self._pusher.send(report, number, sent))
 
     def send_held(self, report: StepReport, number: int) -> None:
-        """Send everything that the tensors of a group hold."""
+        """Send everything that the tensors of a group hold, in fp32: a flush must leave nothing behind."""
         with report.timed("select"):
             sent = self._compressor.empty(self.groups[number])
-        self._compressor.give_back(self._pusher.send(report, number, sent))
+        self._pusher.send(report, number, sent, exact=True)
 
     def commit(self, report: StepReport) -> None:
         """End the push; it is in doubt from now on."""

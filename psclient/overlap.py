@@ -57,9 +57,9 @@ class Overlap:
         self._settled.set()
         self._reset()
         device = next((p.device for p in parameters.values() if p.is_cuda), None)
-        self._stream = None if device is None else torch.cuda.Stream(device)
+        self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(_hook(self, position))
+            parameter.register_post_accumulate_grad_hook(_hook(self, position))  # type: ignore[no-untyped-call]
             for position, parameter in parameters.items()
         ]
 
@@ -154,7 +154,7 @@ class Overlap:
         self._handed.add(number)
         event = None
         if self._stream is not None:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._jobs.append(self._compressing.submit(lambda: self._send(number, event)))
 

@@ -1,6 +1,7 @@
 """Streaming a push: groups in backward order, each cut by shards, encoded and handed over when it is ready."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ from psclient.report import StepReport
 from pscore import frames
 from pscore.layout import ModelLayout, Span
 from pscore.segment import Segment, merge
+from pscore.v1 import parameter_server_pb2 as pb
 
 
 class Pusher:
@@ -36,25 +38,30 @@ class Pusher:
         """Begin a push at every shard."""
         self._places = self._cluster.open_push(step, samples, self._spans)
 
-    def send(self, report: StepReport, number: int, sent: Sequence[tuple[int, Sent]]) -> list[Segment]:
+    def send(
+        self, report: StepReport, number: int, sent: Sequence[tuple[int, Sent]], *, exact: bool = False
+    ) -> list[Segment]:
         """Encode what the tensors of a group send and hand it to the transport.
 
         Args:
             report: takes bytes, entries and times.
             number: which group.
             sent: (position, what it sends), ascending.
+            exact: let values travel in fp32.
 
         Returns:
             What quantisation has taken from it, and must go back where it came from.
         """
-        cluster, lost = self._cluster, []
+        cluster = self._cluster
+        lost: list[Segment] = []
         chunk_bytes = cluster.membership.run_settings.chunk_bytes
         segments = self._merge(self._spans[number], sent)
         for shard, places in zip(cluster.shards, self._places, strict=True):
             for part in (part for segment in segments if (part := segment.clip(shard.span)) is not None):
                 report.push_entries += part.entries
                 with report.timed("encode"):
-                    encoded = list(frames.encode(part, shard.push_form, chunk_bytes=chunk_bytes, group=places[number]))
+                    form = replace(shard.push_form, value=pb.VALUE_CODEC_FP32) if exact else shard.push_form
+                    encoded = list(frames.encode(part, form, chunk_bytes=chunk_bytes, group=places[number]))
                     arriving = _arriving(part, encoded)
                     lost += _lost(part, arriving)
                 shard.hold(arriving)

@@ -58,7 +58,9 @@ def select_difference(
     pieces = [(low, _collected(taken)) for low, taken in found]
     if not pieces:
         return nothing(a)
-    return Taken(torch.cat([taken.offsets + low for low, taken in pieces]), torch.cat([taken.values for _, taken in pieces]))
+    return Taken(
+        torch.cat([taken.offsets + low for low, taken in pieces]), torch.cat([taken.values for _, taken in pieces])
+    )
 
 
 def _collected(taken: Taken | PendingTaken) -> Taken:

@@ -194,7 +194,7 @@ class Joined(Source):
         """Cut what was taken by part, offsets counted from each part's start."""
         offsets = self._cut(taken.offsets)
         sizes = [piece.numel() for piece in offsets]
-        return [Taken(piece, values) for piece, values in zip(offsets, taken.values.split(sizes), strict=True)]
+        return [Taken(piece, values) for piece, values in zip(offsets, torch.split(taken.values, sizes), strict=True)]
 
     def _cut(self, offsets: torch.Tensor) -> list[torch.Tensor]:
         borders = torch.tensor(self.starts[1:-1], dtype=torch.int64, device=offsets.device)

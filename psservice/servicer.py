@@ -75,8 +75,8 @@ class ParameterServerServicer(ParameterServerServiceServicer):
             if down not in request.value_codecs:
                 raise Refusal(
                     Reason.UNKNOWN_CODEC,
-                    f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, or "
-                    "start the server with --down_value_type fp32",
+                    f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, "
+                    "or start the server with --down_value_type fp32",
                 )
             outcome = engine.join(
                 identity,
@@ -344,7 +344,7 @@ def run_settings(settings: ServerSettings) -> pb.RunSettings:
         lease_seconds=settings.lease_seconds,
         end_versions=settings.end_versions,
         end_samples=settings.end_samples,
-        down_value_codec=VALUE_CODECS[settings.down_value_type],
+        down_value_codec=VALUE_CODECS[settings.down_value_type],  # type: ignore[arg-type]
     )
 
 

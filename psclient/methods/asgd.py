@@ -43,7 +43,7 @@ class ASGD(ParameterServerOptimizer):
             u = u.add(step.parameters.float(), alpha=group["weight_decay"])
         if group["momentum"]:
             u = memory(state, "momentum", u).mul_(group["momentum"]).add_(u)
-        d = group["lr"] * u
+        d: torch.Tensor = group["lr"] * u
         if "carry" in state:
             d.add_(state.pop("carry"))
         return d

@@ -19,8 +19,8 @@ class DGS(ParameterServerOptimizer):
         send s = Q(p) of p = top ρ of |r|
         r[sent] = m·p
 
-    What does not arrive, a refused push ``p`` or a quantisation error ``p − s``, comes back as ``r += (1 − m)·p``, so that
-    at every moment ``Σ lr·g = (1 − m)·Σ applied + r``.
+    What does not arrive, a refused push ``p`` or a quantisation error ``p − s``, comes back as ``r += (1 − m)·p``, so
+    that at every moment ``Σ lr·g = (1 − m)·Σ applied + r``.
 
     Args:
         params: parameters or param groups, as for any ``torch.optim`` optimizer.

@@ -6,7 +6,7 @@ runs hold nothing, and the compiler makes vector instructions of the rest. Each 
 An argument may be ``None`` (nothing to add, no decay, no momentum); the compiler then leaves its lines out.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: ignore-errors
 
 import numpy as np
 

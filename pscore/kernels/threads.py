@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -20,7 +21,7 @@ def over_ranges(size: int, loop: Callable[[slice], Result]) -> list[Result]:
     """Run ``loop`` on ranges that make up ``[0, size)``, in parallel; return the results in order."""
     parts = max(1, min(torch.get_num_threads(), size // _SMALLEST_RANGE))
     cuts = [size * part // parts for part in range(parts + 1)]
-    ranges = [slice(low, high) for low, high in zip(cuts, cuts[1:], strict=False)]
+    ranges = [slice(low, high) for low, high in pairwise(cuts)]
     others = [_pool(os.getpid()).submit(loop, each) for each in ranges[1:]]
     first = loop(ranges[0])
     return [first, *(other.result() for other in others)]

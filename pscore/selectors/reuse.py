@@ -1,4 +1,4 @@
-"""Threshold reuse, as in RedSync (Fang et al., JPDC 2019, section 5.2): a search every fifth step, its result between."""
+"""Threshold reuse, as in RedSync (Fang et al., JPDC 2019, section 5.2): searched every fifth step, used between."""
 
 from pscore.kernels.base import Taken
 from pscore.selectors.base import Recall, keep_largest, nothing, take_all

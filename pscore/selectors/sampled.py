@@ -13,9 +13,9 @@ _MOST_ADAPTATIONS = 10
 def sampled(source: Source, k: int, recall: Recall) -> Taken:
     """Take about ``k`` entries: the threshold is that of the top-k of a 1 % sample.
 
-    Where it lets more than 1.3·k pass, the ``k`` largest of these are taken (the paper's hierarchical selection); where
-    fewer than 0.8·k, it is lowered by 0.8, at most ten times. The sample is every 100th element (never fewer than 256 in
-    all), starting elsewhere at each step.
+    Where it lets more than 1.3·k pass, the ``k`` largest of these are taken (the paper's hierarchical selection);
+    where fewer than 0.8·k, it is lowered by 0.8, at most ten times. The sample is every 100th element (never fewer than
+    256 in all), starting elsewhere at each step.
     """
     n = source.numel
     if k >= n:

@@ -14,8 +14,8 @@ class TailSearch:
     """Finds a threshold by the secant of the logarithm of the count: magnitudes thin out exponentially in the tail.
 
     With ``c`` entries above ``t`` and ``s`` the sum of their excess, the tail's scale is ``β = s/c`` at first, then
-    ``β = (t − t′)/ln(c′/c)`` between two passes, and the next threshold ``t + β·ln(c/k)``; where that leaves the bracket
-    of what is known, the bracket is halved.
+    ``β = (t − t′)/ln(c′/c)`` between two passes, and the next threshold ``t + β·ln(c/k)``; where that leaves the
+    bracket of what is known, the bracket is halved.
 
     Attributes:
         k: how many entries should lie above.
@@ -57,7 +57,7 @@ class TailSearch:
         return self.passes >= _MOST_PASSES or not self._low < self._next() < self._high
 
     def run(self, source: Source, first: float | None = None) -> float:
-        """Search from ``first`` (``None``: from what was seen last) and return a threshold; ties may leave it far off."""
+        """Search from ``first`` (``None``: from what was seen) and return a threshold; ties may leave it far off."""
         if first is not None:
             self.saw(first, *source.tail(first))
         if math.isinf(self._high) and self.count > self.k:
@@ -76,5 +76,5 @@ class TailSearch:
 
 
 def laplace_threshold(mean: float, numel: int, k: int) -> float:
-    """Return ``b·ln(n/k)``: the threshold if magnitudes were Laplace distributed with scale ``b`` = their mean (LDTE)."""
+    """Return ``b·ln(n/k)``: the threshold where magnitudes are Laplace distributed with scale ``b``, their mean."""
     return mean * math.log(numel / k)

@@ -1,9 +1,12 @@
 """The default: last step's threshold in one pass, corrected by the secant of the tail.
 
-What a step takes is decided by a threshold known before the step, so that one pass accumulates and takes. The count that
-pass finds moves the threshold for the next step, by the tail's own scale. Where the count misses ``k`` by more than the
-tolerance, it is mended within the step: a surplus is put back (no pass over the memory), a lack costs counting passes
-and a second take. The Laplace estimate (LDTE-BS, see :mod:`pscore.selectors.ldte`) is where the first step starts.
+What a step takes is decided by a threshold known before the step, so that one pass accumulates and takes. The count
+that the pass finds moves the threshold for the next step, by the tail's own scale. Where the count misses ``k`` by more
+than the tolerance, it is mended within the step: a surplus is put back (no pass over the memory), a lack costs counting
+passes and a second take. The Laplace estimate (see :mod:`pscore.selectors.ldte`) is where the first step starts.
+
+The threshold does not follow the learning rate: when that falls, the entries near the threshold are still made of steps
+at the old rate. It drifts down as they are taken, and the drift is foreseen.
 """
 
 import math

@@ -1,15 +1,17 @@
-"""The published recurrences in float64, written from the formulas and from nothing else."""
+"""The published recurrences in float64, written from the formulas and from nothing else; and a method's push."""
 
 import math
 
 import torch
 
+from psclient.compression import Choice, Tally, compress, empty
 from psclient.methods.asgd import ASGD
-from psclient.methods.base import Tools
+from psclient.methods.base import Sent, Step
 from psclient.methods.dgc import DGC
 from psclient.methods.dgs import DGS
 from psclient.methods.gradient_dropping import GradientDropping
-from pscore.selection import select
+from pscore.codecs.names import VALUE_CODECS
+from pscore.codecs.values import VALUE_FORMATS
 from pscore.selectors import SELECTORS
 
 METHODS = {"asgd": ASGD, "gradient_dropping": GradientDropping, "dgc": DGC, "dgs": DGS}
@@ -18,14 +20,28 @@ SIZES = (1, 2, 7, 100, 999)
 EPS = torch.finfo(torch.float32).eps
 
 
-def tools(density, dtype=torch.float32, dense_below=0):
-    """What the optimizer hands to a method, for values that travel in ``dtype``."""
-    limit = torch.finfo(dtype).max
+def push(name, state, gradient, group, density=1.0, value="fp32", selector=SELECTORS["exact"]):
+    """One step of a method without an optimizer around it: what arrives when values travel as ``value``."""
+    said = METHODS[name].accumulate(state, group, Step(gradient, None))
+    [sent] = compress([(said, state)], density, Choice(selector, "tensor", 0), Tally())
+    return travelled(name, state, group, sent, value, gradient)
 
-    def quantise(values):
-        return values if dtype == torch.float32 else values.clamp(-limit, limit).to(dtype).float()
 
-    return Tools(lambda x: select(x, density, dense_below, SELECTORS["exact"]), quantise)
+def flush(name, state, group):
+    """Send everything that a state holds; values travel in fp32 then."""
+    said = METHODS[name].held(state, group)
+    if said is None:
+        return Sent(torch.empty(0, dtype=torch.int64), torch.empty(0))
+    return empty(said)
+
+
+def travelled(name, state, group, sent, value, like):
+    """Quantise what is sent, and give the error back, as a push does."""
+    if not sent.values.numel():
+        return sent
+    arrived = torch.from_numpy(VALUE_FORMATS[VALUE_CODECS[value]].encode(sent.values.numpy())[1].copy())
+    METHODS[name].give_back(state, group, Sent(sent.offsets, sent.values - arrived), like)
+    return Sent(sent.offsets, arrived)
 
 
 def group(lr=0.1, momentum=0.0):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from method_makers import EPS, METHODS, REFERENCES, SIZES, SPARSE, dense, gradients, group, rates, tools
+from method_makers import EPS, METHODS, REFERENCES, SIZES, SPARSE, dense, gradients, group, push, rates
 from torch import nn
 
+from psclient.methods.base import Sent
 from psclient.methods.dgc import DGC
-from psclient.methods.dgs import DGS
 from psclient.methods.momentum_sgd import MomentumSGD
 
 STEPS = 25
@@ -17,12 +17,12 @@ STEPS = 25
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_sends_what_its_published_recurrence_sends(name, size, density, schedule):
-    method, m = METHODS[name], 0.7
+    m = 0.7
     reference = REFERENCES[name](size, density, m)
     state = {}
     for g, lr in zip(gradients(size, STEPS), rates(schedule, STEPS), strict=True):
         mask, expected = reference.step(g, lr)
-        sent = method.compress(state, g.clone(), group(lr, m), tools(density))
+        sent = push(name, state, g.clone(), group(lr, m), density)
         offsets = torch.arange(size) if sent.offsets is None else sent.offsets
         assert offsets.tolist() == mask.nonzero().view(-1).tolist()
         torch.testing.assert_close(dense(sent, size).double(), expected, rtol=1e-4, atol=1e-6)
@@ -33,7 +33,7 @@ def test_what_is_sent_is_fp32_at_rising_offsets_and_the_gradient_is_left_alone(n
     state = {}
     for g in gradients(200, 5):
         before = g.clone()
-        sent = METHODS[name].compress(state, g, group(momentum=0.5), tools(0.1))
+        sent = push(name, state, g, group(momentum=0.5), 0.1)
         assert sent.values.dtype == torch.float32
         assert sent.offsets is None or bool((sent.offsets.diff() > 0).all())
         assert torch.equal(g, before)
@@ -45,10 +45,10 @@ def test_what_is_sent_is_fp32_at_rising_offsets_and_the_gradient_is_left_alone(n
 def test_what_is_sent_does_not_change_afterwards(name):
     """A push in doubt is repeated with the same bytes: it shares no memory with the state."""
     state = {}
-    first = METHODS[name].compress(state, torch.ones(50), group(momentum=0.5), tools(0.5))
+    first = push(name, state, torch.ones(50), group(momentum=0.5), 0.5)
     kept = first.values.clone()
-    METHODS[name].compress(state, torch.ones(50), group(momentum=0.5), tools(0.5))
-    METHODS[name].give_back(state, torch.ones(50), group(momentum=0.5))
+    push(name, state, torch.ones(50), group(momentum=0.5), 0.5)
+    METHODS[name].give_back(state, group(momentum=0.5), Sent(None, torch.ones(50)), torch.ones(50))
     assert torch.equal(first.values, kept)
 
 
@@ -64,7 +64,7 @@ def per_step_against_sgd(name, momentum, sgd_momentum, ulps):
                 parameter.copy_(theta)
             parameter.grad = g
             sgd.step()
-            theta = theta - dense(METHODS[name].compress(state, g, group(0.1, momentum), tools(1.0)), size)
+            theta = theta - dense(push(name, state, g, group(0.1, momentum)), size)
             scale = sgd_momentum * scale + 0.1 * g.abs()
             assert bool(((theta - parameter.detach()).abs() <= ulps * EPS * (theta.abs() + scale)).all())
 
@@ -114,11 +114,12 @@ def test_momentum_sgd_is_torch_optim_sgd_bit_for_bit(options):
 def test_a_zero_learning_rate_moves_nothing(name):
     state = {}
     for g in gradients(100, 5):
-        sent = METHODS[name].compress(state, g, group(0.0, 0.9), tools(0.1))
+        sent = push(name, state, g, group(0.0, 0.9), 0.1)
         assert not dense(sent, 100).any()
         assert bool(sent.values.isfinite().all())
-    METHODS[name].give_back(state, torch.zeros(100), group(0.0, 0.9))
-    assert all(bool(torch.as_tensor(memory).isfinite().all()) for memory in state.values())
+    METHODS[name].give_back(state, group(0.0, 0.9), Sent(None, torch.zeros(100)), torch.zeros(100))
+    memories = [memory for memory in state.values() if isinstance(memory, torch.Tensor)]
+    assert all(bool(memory.isfinite().all()) for memory in memories)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -126,7 +127,7 @@ def test_a_zero_learning_rate_moves_nothing(name):
 def test_an_all_zero_gradient_sends_nothing(name, size):
     state = {}
     for _ in range(3):
-        sent = METHODS[name].compress(state, torch.zeros(size), group(momentum=0.9), tools(1.0))
+        sent = push(name, state, torch.zeros(size), group(momentum=0.9))
         assert sent.offsets.numel() == sent.values.numel() == 0
 
 
@@ -135,7 +136,7 @@ def test_every_element_is_updated_in_the_end(name):
     for size in SIZES:
         state, touched = {}, torch.zeros(size, dtype=torch.bool)
         for g in gradients(size, 400):
-            touched[METHODS[name].compress(state, g.abs() + 0.1, group(momentum=0.5), tools(0.01)).offsets] = True
+            touched[push(name, state, g.abs() + 0.1, group(momentum=0.5), 0.01).offsets] = True
         assert bool(touched.all())
 
 
@@ -144,7 +145,7 @@ def test_dgs_is_the_published_recurrence_without_its_division():
     state, reference = {}, REFERENCES["dgs"](300, 0.05, 0.6)
     for g in gradients(300, STEPS):
         reference.step(g, 0.1)
-        DGS.compress(state, g, group(0.1, 0.6), tools(0.05))
+        push("dgs", state, g, group(0.1, 0.6), 0.05)
         torch.testing.assert_close(state["residual"].double(), 0.6 * reference.u, rtol=1e-4, atol=1e-6)
 
 

@@ -51,8 +51,8 @@ def writing():
         writer.close()
 
 
-def topk(density=0.1, dense_below=0):
-    return TopKSettings(density, dense_below, SELECTORS["exact"])
+def topk(density=0.1, dense_below=0, value=pb.VALUE_CODEC_FP32):
+    return TopKSettings(density, dense_below, SELECTORS["exact"], value, 64)
 
 
 def sparse_push(span, density, seed):
@@ -113,8 +113,11 @@ class Link:
             base_version=self.base,
             acknowledged=self.acknowledged if acknowledged is None else acknowledged,
             replica_is_image=self.image,
+            form=frames.WireForm(),
         )
-        chunks = [chunk for segment in reply.segments for chunk, _ in frames.encode(segment, chunk_bytes=64)]
+        chunks = reply.chunks
+        if chunks is None:
+            chunks = [chunk for segment in reply.segments for chunk, _ in frames.encode(segment, chunk_bytes=64)]
         return Wire(
             reply.mode,
             reply.number,

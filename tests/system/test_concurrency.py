@@ -25,15 +25,15 @@ parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((2000,), (3, 
 settings = ClientSettings(deadline_seconds=1, patience_seconds=1.5, connect_seconds=30, dense_below=10)
 optimizer = psclient.GradientDropping(parameters, lr=1.0, density=0.02, server=server, worker=name, settings=settings)
 total = [torch.zeros_like(p) for p in parameters]
-while optimizer._step < int(steps):
-    before = optimizer._step
+while optimizer._exchange.step < int(steps):
+    before = optimizer._exchange.step
     for p in parameters:
         p.grad = torch.randn(p.shape)
     try:
         optimizer.step()
     except ServerUnreachableError:
         pass
-    if optimizer._step > before:  # else the doubt about an earlier push came first and this gradient was not taken in
+    if optimizer._exchange.step > before:  # else the doubt about an earlier push came first and this gradient was not taken in
         for p, t in zip(parameters, total):
             t += p.grad
 def settled_pull():
