@@ -1,9 +1,9 @@
 """Four bits a value: sign (the highest bit) and 8 magnitudes between the bounds of a block, two values a byte.
 
 The fourth roots of the levels are evenly spaced: the levels are nearly geometric, which suits what top-k selection
-leaves over (half the squared error of even spacing on Laplace tails, a third on Student's t3), and unlike geometric
-ones they reach down to zero and need square roots only, which every machine rounds alike. A block that holds a zero
-has 0 for its lower bound, so zeros come back as zeros; so does a small value beside a large one.
+leaves over (two thirds of the squared error of even spacing on Laplace tails, a third on Student's t3), and unlike
+geometric ones they reach down to zero and need square roots only, which every machine rounds alike. A block that holds
+a zero has 0 for its lower bound, so zeros come back as zeros, and so may the smallest values beside them.
 
 The bounds come first; then the values, the first of two in the low bits. An odd one leaves four zero bits.
 """
