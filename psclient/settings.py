@@ -72,7 +72,9 @@ def load(**overrides: object) -> ClientSettings:
     except ValidationError as error:
         problem = error.errors()[0]
         name = "_".join(str(part) for part in problem["loc"])
-        raise ConfigurationError(f"setting {name} (PSCLIENT_{name.upper()}): {problem['msg'].removeprefix('Value error, ')}") from error
+        raise ConfigurationError(
+            f"setting {name} (PSCLIENT_{name.upper()}): {problem['msg'].removeprefix('Value error, ')}"
+        ) from error
     except OSError as error:
         raise ConfigurationError(f"PSCLIENT_CONFIG: {error}") from error
     return settings

@@ -8,7 +8,13 @@ import grpc
 
 from pscore import frames
 from pscore.buffers import pack, packed_bytes
-from pscore.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS, VALUE_CODECS
+from pscore.codecs.names import (
+    PLAIN_INDEX_CODECS,
+    PLAIN_VALUE_CODECS,
+    READABLE_INDEX_CODECS,
+    READABLE_VALUE_CODECS,
+    VALUE_CODECS,
+)
 from pscore.frames import WireForm
 from pscore.layout import Span
 from pscore.messages import PROTOCOL_VERSION, layout_from_message, layout_to_message
@@ -72,7 +78,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                     f"it is shard {mine[0]} of {mine[1]}",
                 )
             down = VALUE_CODECS[self._settings.down_value_type]
-            if down not in request.value_codecs:
+            if down not in (request.value_codecs or PLAIN_VALUE_CODECS):
                 raise Refusal(
                     Reason.UNKNOWN_CODEC,
                     f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, "
@@ -85,7 +91,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 dict(request.method_settings),
                 generation_seen=request.generation_seen,
                 has_replica=request.has_replica,
-                index_codecs=frozenset(request.index_codecs),
+                index_codecs=frozenset(request.index_codecs or PLAIN_INDEX_CODECS),
             )
             incarnation, step = outcome.last_push or ("", 0)
             return pb.JoinResponse(

@@ -618,11 +618,11 @@ class JoinRequest(_message.Message):
 
     @_builtins.property
     def index_codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___IndexCodec.ValueType]:
-        """Index codecs that the worker can read; it writes none that the answer does not list."""
+        """Index codecs that the worker can read; none listed: DENSE and RAW32. It writes none that the answer does not list."""
 
     @_builtins.property
     def value_codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___ValueCodec.ValueType]:
-        """Value codecs that the worker can read."""
+        """Value codecs that the worker can read; none listed: FP32, FP16 and BF16."""
 
     def __init__(
         self,

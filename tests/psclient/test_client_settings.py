@@ -46,7 +46,9 @@ def test_a_bad_value_is_named_with_its_variable(monkeypatch, name, value):
 
 
 def test_an_unknown_selector_is_named_with_the_known_ones():
-    with pytest.raises(ConfigurationError, match="selector \\(PSCLIENT_SELECTOR\\): 'fancy' is not known; use one of exact"):
+    with pytest.raises(
+        ConfigurationError, match="selector \\(PSCLIENT_SELECTOR\\): 'fancy' is not known; use one of exact"
+    ):
         load(selector="fancy")
 
 

@@ -33,7 +33,7 @@ while optimizer._exchange.step < int(steps):
         optimizer.step()
     except ServerUnreachableError:
         pass
-    if optimizer._exchange.step > before:  # else the doubt about an earlier push came first and this gradient was not taken in
+    if optimizer._exchange.step > before:  # else an earlier push was in doubt, and this gradient was not taken in
         for p, t in zip(parameters, total):
             t += p.grad
 def settled_pull():
