@@ -317,6 +317,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self.param_groups.pop()
             raise ConfigurationError("a parameter that is not part of the model cannot be added after joining a server")
         self._group_of.update({id(parameter): group for parameter in group["params"]})
+        if self._overlap is not None:
+            self._drain()
+            self._overlap.close()
+            self._overlap = self._start_overlap()
 
     # State
 

@@ -160,23 +160,31 @@ class Overlap:
 
     @torch.no_grad()
     def _send(self, number: int, ready: "torch.cuda.Event | None") -> None:
-        if any(job.done() and job.exception() is not None for job in self._jobs):
+        if self._failed():
             return
-        if self._report is None:
-            self._settled.wait()
-            self._report = self._begin()
+        report = self._opened()
         try:
             with _after(ready, self._stream):
                 gradients = self._gradients(self._exchange.groups[number])
-                self._exchange.send_gradients(self._report, number, gradients, 1.0)
+                self._exchange.send_gradients(report, number, gradients, 1.0)
         except BaseException:
             self._report = None
             self._exchange.abandon()
             raise
 
     def _commit(self) -> None:
-        if self._report is not None:
-            self._exchange.commit(self._report)
+        if not self._failed():
+            self._exchange.commit(self._opened())
+
+    def _failed(self) -> bool:
+        return any(job.done() and job.exception() is not None for job in self._jobs)
+
+    def _opened(self) -> StepReport:
+        """Return the report of the push that is open, and open one if there is none."""
+        if self._report is None:
+            self._settled.wait()
+            self._report = self._begin()
+        return self._report
 
 
 def _hook(overlap: Overlap, position: int) -> Callable[[torch.Tensor], None]:

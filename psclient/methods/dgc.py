@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
+from psclient.errors import ConfigurationError
 from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
 from pscore.kernels.base import Feed
@@ -49,6 +50,11 @@ class DGC(ParameterServerOptimizer):
         **connection: Any,
     ) -> None:
         """Join the server; see the class."""
+        if clip_norm is not None and connection.get("overlap"):
+            raise ConfigurationError(
+                "clip_norm needs the norm of the whole gradient, and overlap=True sends its first part before the last is "
+                "known; leave one of them out"
+            )
         self.clip_norm = clip_norm
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, **connection)

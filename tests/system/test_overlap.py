@@ -1,0 +1,238 @@
+"""Overlap: the same training, one step staler, while nothing waits."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import psclient
+from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError
+from psclient.local import LocalServer
+from psclient.settings import ClientSettings
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+
+EAGER = QUICK.model_copy(update={"group_elements": 1})
+"""Every tensor is a group of its own."""
+
+
+@pytest.fixture
+def server():
+    with LocalServer(down_mode="exact") as running:
+        yield running
+
+
+def overlapping(model, server, method=psclient.DGS, **options):
+    options = {"lr": 0.1, "density": 0.1, "model": model, "settings": EAGER, "overlap": True} | options
+    if method is psclient.ASGD:
+        del options["density"]
+    return method(model.parameters(), server=server, **options)
+
+
+def linear(size=50):
+    """A layer whose gradient does not depend on its parameters."""
+    layer = nn.Linear(size, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
+@pytest.mark.parametrize("down_mode", ["exact", "topk"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_it_trains_and_a_pull_makes_the_replica_whole(shards, down_mode):
+    with LocalServer(shards=shards, down_mode=down_mode, down_density=0.2) as server:
+        model = make_model(batch_norm=False)
+        with overlapping(model, server) as optimizer:
+            losses = [train_step(model, optimizer, *make_data()) for _ in range(60)]
+            assert losses[-1] < 0.5 * losses[0]
+            assert optimizer.version >= 59
+            optimizer.pull()
+            assert optimizer.version == 60
+            if down_mode == "exact":
+                assert_same_parameters(model, server.server)
+
+
+def test_the_reply_to_a_push_is_applied_at_the_end_of_the_next_step(server):
+    layer = linear()
+    with overlapping(layer, server, psclient.ASGD, lr=1.0) as optimizer:
+        for step in range(1, 5):
+            layer(torch.ones(1, 50)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(layer.weight.detach(), torch.full((1, 50), -(step - 1.0))), step
+        optimizer.pull()
+        assert torch.equal(layer.weight.detach(), torch.full((1, 50), -4.0))
+
+
+def test_groups_are_handed_over_during_backward_last_layer_first(server):
+    model, order = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30), nn.Linear(30, 3)), []
+    with overlapping(model, server) as optimizer:
+        send = optimizer._exchange.send_gradients
+        optimizer._exchange.send_gradients = lambda report, number, *rest: (
+            order.append(number),
+            send(report, number, *rest),
+        )
+        nn.functional.cross_entropy(model(torch.randn(8, 30)), torch.zeros(8, dtype=torch.int64)).backward()
+        wait_until(lambda: len(order) == 6)  # nobody has called step()
+        assert order[0] in (0, 1)
+        assert set(order[:2]) == {0, 1}, "the last layer's weight and bias come first"
+        optimizer.step()
+        assert len(order) == 6
+        assert optimizer._exchange.step == 1
+
+
+def test_nothing_is_lost_however_values_travel(server):
+    for value_type in ("fp32", "bf16", "int4"):
+        layer, total = linear(1000), torch.zeros(1, 1000)
+        settings = EAGER.model_copy(update={"value_type": value_type})
+        with (
+            LocalServer(down_mode="exact") as own,
+            overlapping(layer, own, psclient.GradientDropping, lr=1.0, settings=settings) as optimizer,
+        ):
+            for _ in range(10):
+                x = torch.randn(1, 1000)
+                total += x
+                layer(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.pull()
+            held = optimizer.state[layer.weight]["residual"].view(1, -1)
+            torch.testing.assert_close(total, held - layer.weight.detach(), rtol=1e-4, atol=1e-4)
+            optimizer.flush()
+            optimizer.pull()
+            torch.testing.assert_close(total, -layer.weight.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_parameter_without_gradient_does_not_hold_the_others_up(server):
+    model = make_model(batch_norm=False)
+    model.unused = nn.Linear(4, 4)
+    with overlapping(model, server) as optimizer:
+        before = model.unused.weight.detach().clone()
+        for _ in range(3):
+            nn.functional.cross_entropy(nn.Sequential.forward(model[:3], make_data()[0]), make_data()[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.pull()
+        assert torch.equal(model.unused.weight, before)
+        assert optimizer.version == 3
+
+
+def test_a_second_backward_is_refused_unless_it_accumulates(server):
+    layer = linear()
+    with overlapping(layer, server, psclient.ASGD, lr=1.0) as optimizer:
+        with optimizer.accumulating():
+            layer(torch.ones(1, 50)).sum().backward()
+        layer(torch.ones(1, 50)).sum().backward()
+        with pytest.raises(ConfigurationError, match="accumulating"):
+            layer(torch.ones(1, 50)).sum().backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        optimizer.pull()
+        moved = layer.weight.detach()[0, 0].item()
+        assert moved in (-2.0, -3.0), "what was handed over, possibly with the backward that was refused"
+
+
+def test_accumulated_gradients_are_summed(server):
+    layer = linear()
+    with overlapping(layer, server, psclient.ASGD, lr=1.0) as optimizer:
+        for _ in range(2):
+            with optimizer.accumulating():
+                layer(torch.ones(1, 50)).sum().backward()
+            layer(torch.ones(1, 50)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.pull()
+        assert torch.equal(layer.weight.detach(), torch.full((1, 50), -4.0))
+
+
+def test_a_gradient_that_is_not_finite_stops_the_step_and_the_next_one_works(server):
+    model = make_model(batch_norm=False)
+    with overlapping(model, server) as optimizer:
+        train_step(model, optimizer, *make_data())
+        with pytest.raises(NonFiniteGradientError):
+            train_step(model, optimizer, torch.full((4, 20), float("nan")), torch.zeros(4, dtype=torch.int64))
+        losses = [train_step(model, optimizer, *make_data()) for _ in range(20)]
+        assert losses[-1] < losses[0]
+        optimizer.pull()
+        assert_same_parameters(model, server.server)
+        assert all(bool(s["residual"].isfinite().all()) for s in optimizer.state.values())
+
+
+def test_a_server_that_stops_for_a_while_loses_and_doubles_nothing():
+    settings = ClientSettings(
+        deadline_seconds=1, connect_seconds=30, patience_seconds=1.5, dense_below=0, group_elements=1
+    )
+    layer, total, failures = linear(1000), torch.zeros(1, 1000), 0
+    with (
+        LocalServer(down_mode="exact", lease_seconds=60) as server,
+        overlapping(layer, server, psclient.GradientDropping, lr=1.0, settings=settings) as optimizer,
+    ):
+        for step in range(12):
+            if step == 4:
+                os.kill(server.processes[0].pid, signal.SIGSTOP)
+            if step == 8:
+                os.kill(server.processes[0].pid, signal.SIGCONT)
+            x, before = torch.randn(1, 1000), optimizer._exchange.step
+            layer(x).sum().backward()
+            try:
+                optimizer.step()
+            except ServerUnreachableError:
+                failures += 1
+            if optimizer._exchange.step > before:
+                total += x
+            optimizer.zero_grad()
+        optimizer.pull()
+        assert failures
+        held = optimizer.state[layer.weight]["residual"].view(1, -1)
+        torch.testing.assert_close(total, held - layer.weight.detach(), rtol=1e-4, atol=1e-4)
+        assert_same_parameters(layer, server.server)
+
+
+def test_a_state_dict_and_a_flush_wait_for_what_is_under_way(server):
+    model = make_model(batch_norm=False)
+    with overlapping(model, server) as optimizer:
+        for _ in range(3):
+            train_step(model, optimizer, *make_data())
+        mark = optimizer.state_dict()["psclient"]
+        assert mark["acknowledged_step"] == mark["step"] == 3
+        assert optimizer.version == 3
+        train_step(model, optimizer, *make_data())
+        optimizer.flush()
+        optimizer.pull()
+        assert_same_parameters(model, server.server)
+
+
+def test_a_push_that_was_begun_is_taken_back_by_a_flush_between_backward_and_step(server):
+    layer = linear()
+    with overlapping(layer, server, psclient.GradientDropping, lr=1.0) as optimizer:
+        layer(torch.ones(1, 50)).sum().backward()
+        optimizer.flush()
+        optimizer.pull()
+        assert torch.equal(layer.weight.detach(), torch.full((1, 50), -1.0))
+        optimizer.step()
+        optimizer.pull()
+        assert torch.equal(layer.weight.detach(), torch.full((1, 50), -1.0)), "the gradient counts once"
+
+
+def test_what_does_not_go_together_is_said(server):
+    model = make_model(batch_norm=False)
+    with pytest.raises(ConfigurationError, match="clip_norm"):
+        overlapping(model, server, psclient.DGC, clip_norm=1.0)
+    with overlapping(model, server) as optimizer:
+        nn.functional.cross_entropy(model(make_data()[0]), make_data()[1]).backward()
+        with pytest.raises(ConfigurationError, match="samples"):
+            optimizer.step(samples=5)
+        optimizer.step()
+
+
+def test_several_workers_overlap_against_one_server():
+    with LocalServer(down_mode="auto") as server:
+        models = [make_model(i, batch_norm=False) for i in range(3)]
+        optimizers = [overlapping(m, server, worker=f"w{i}", momentum=0.3) for i, m in enumerate(models)]
+        for _ in range(30):
+            losses = [train_step(m, o, *make_data()) for m, o in zip(models, optimizers, strict=True)]
+        assert max(losses) < 1.0
+        for optimizer in optimizers:
+            optimizer.pull()
+            optimizer.close()
+        assert psclient.download(server.server)
