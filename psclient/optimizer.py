@@ -20,7 +20,7 @@ from psclient.cluster import Cluster
 from psclient.compression import Choice, Compressor
 from psclient.errors import ConfigurationError, RunFinishedError
 from psclient.exchange import Exchange
-from psclient.gradients import finite_gradients
+from psclient.gradients import finite, gather
 from psclient.hyperparameters import MomentumAdvice, check_hyperparameters
 from psclient.lifecycle import Lifecycle
 from psclient.local import LocalServer
@@ -382,7 +382,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
 
     def _take_step(self, samples: int | None) -> None:
-        gradients = self._gradients(range(len(self._model.parameters)))
+        gradients = finite(self._model, self._gather(range(len(self._model.parameters))))
         self._settle_doubt()
         clip = self.gradient_scale(list(gradients.values()), self.live_workers)
         report = self.report = self._begin_step(samples)
@@ -469,10 +469,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._settle_doubt()
             return self._begin_step()
 
-        return Overlap(self._exchange, trained, begin, self._gradients)
+        return Overlap(self._exchange, trained, begin, self._gather, lambda found: finite(self._model, found))
 
-    def _gradients(self, positions: range) -> dict[int, torch.Tensor]:
-        return finite_gradients(self._model, self._group_of, positions)
+    def _gather(self, positions: range) -> dict[int, torch.Tensor]:
+        return gather(self._model, self._group_of, positions)
 
     def _hyperparameters(self, parameter: torch.Tensor) -> Group | None:
         group = self._group_of.get(id(parameter))

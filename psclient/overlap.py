@@ -21,6 +21,7 @@ import torch
 
 from psclient.errors import ConfigurationError
 from psclient.exchange import Exchange, Replies
+from psclient.gradients import Gradients
 from psclient.jobs import JobThread
 from psclient.report import StepReport
 
@@ -34,7 +35,8 @@ class Overlap:
         exchange: what is driven.
         parameters: trained parameters by position in the layout.
         begin: opens the push of a new step; called on the compressing thread.
-        gradients: collects the finite gradients of a group.
+        gather: collects the gradients of a group, at once.
+        finite: checks them; called on the compressing thread.
     """
 
     def __init__(
@@ -42,11 +44,12 @@ class Overlap:
         exchange: Exchange,
         parameters: Mapping[int, torch.Tensor],
         begin: Callable[[], StepReport],
-        gradients: Callable[[range], dict[int, torch.Tensor]],
+        gather: Callable[[range], Gradients],
+        finite: Callable[[Gradients], Gradients],
     ) -> None:
         """Register the hooks and start the threads."""
         self._exchange = exchange
-        self._begin, self._gradients = begin, gradients
+        self._begin, self._gather, self._finite = begin, gather, finite
         self._compressing, self._exchanging = JobThread("psclient-compress"), JobThread("psclient-exchange")
         self._group_of = {position: n for n, group in enumerate(exchange.groups) for position in group}
         self._members = [sum(position in parameters for position in group) for group in exchange.groups]
@@ -156,17 +159,17 @@ class Overlap:
         if self._stream is not None:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._jobs.append(self._compressing.submit(lambda: self._send(number, event)))
+        gradients = self._gather(self._exchange.groups[number])
+        self._jobs.append(self._compressing.submit(lambda: self._send(number, gradients, event)))
 
     @torch.no_grad()
-    def _send(self, number: int, ready: "torch.cuda.Event | None") -> None:
+    def _send(self, number: int, gradients: Gradients, ready: "torch.cuda.Event | None") -> None:
         if self._failed():
             return
         report = self._opened()
         try:
             with _after(ready, self._stream):
-                gradients = self._gradients(self._exchange.groups[number])
-                self._exchange.send_gradients(report, number, gradients, 1.0)
+                self._exchange.send_gradients(report, number, self._finite(gradients), 1.0)
         except BaseException:
             self._report = None
             self._exchange.abandon()

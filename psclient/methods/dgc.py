@@ -52,8 +52,8 @@ class DGC(ParameterServerOptimizer):
         """Join the server; see the class."""
         if clip_norm is not None and connection.get("overlap"):
             raise ConfigurationError(
-                "clip_norm needs the norm of the whole gradient, and overlap=True sends its first part before the last is "
-                "known; leave one of them out"
+                "clip_norm needs the norm of the whole gradient, and overlap=True sends its first part before the last "
+                "is known; leave one of them out"
             )
         self.clip_norm = clip_norm
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
