@@ -12,7 +12,7 @@ from benchmarks.section import Plan, Section, Table
 from benchmarks.timing import Rounds, Stat, ratio
 from psclient.optimizer import ParameterServerOptimizer
 from pscore.layout import ModelLayout
-from pscore.selection import DEFAULT_DENSE_BELOW
+from pscore.selectors import DEFAULT_DENSE_BELOW
 
 KEY, TITLE = "client", "Where a worker's step() spends its time"
 

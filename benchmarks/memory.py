@@ -14,7 +14,7 @@ from benchmarks.section import Plan, Section, Table
 from benchmarks.timing import Stat
 from psclient.local import LocalServer
 from pscore.layout import ModelLayout
-from pscore.selection import DEFAULT_DENSE_BELOW
+from pscore.selectors import DEFAULT_DENSE_BELOW
 
 KEY, TITLE = "memory", "Memory of a server as workers join"
 

@@ -13,7 +13,7 @@ from benchmarks.section import Plan, Section, Table
 from benchmarks.shardserver import InProcessShard
 from pscore import frames
 from pscore.buffers import is_exchanged, packed_bytes
-from pscore.selection import DEFAULT_DENSE_BELOW
+from pscore.selectors import DEFAULT_DENSE_BELOW
 from pscore.v1 import parameter_server_pb2 as pb
 
 KEY, TITLE = "wire", "Bytes a step on the wire, against dense fp32"

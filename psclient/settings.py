@@ -12,8 +12,7 @@ from pydantic_settings import SettingsConfigDict
 from psclient.errors import ConfigurationError
 from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.layered_settings import LayeredSettings
-from pscore.selection import DEFAULT_DENSE_BELOW
-from pscore.selectors import DEFAULT_SELECTOR, SELECTORS
+from pscore.selectors import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
 
 LOCAL = "local"
 AUTO = "auto"

@@ -1,6 +1,6 @@
 """The one representation of an update inside the system: entries of a span of the flat layout."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,15 +65,7 @@ def merge(span: Span, segments: Iterable[Segment]) -> Segment | None:
     values = _join([part.values for part in parts])
     if all(part.offsets is None for part in parts) and values.numel() == span.length:
         return Segment(span, None, values)
-    return Segment(span, _join([_offsets_within(part, span) for part in parts]), values)
-
-
-def split(segment: Segment, spans: Iterable[Span]) -> Iterator[Segment]:
-    """Yield the part of ``segment`` in each of ``spans``, skipping empty ones."""
-    for span in spans:
-        part = segment.clip(span)
-        if part is not None:
-            yield part
+    return Segment(span, _offsets_within(parts, span), values)
 
 
 def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -85,8 +77,23 @@ def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(tensors)
 
 
-def _offsets_within(part: Segment, span: Span) -> torch.Tensor:
-    shift = part.span.start - span.start
-    if part.offsets is None:
-        return torch.arange(shift, shift + part.span.length, device=part.values.device)
-    return part.offsets + shift if shift else part.offsets
+def _offsets_within(parts: list[Segment], span: Span) -> torch.Tensor:
+    """Return the offsets of all parts, counted from the start of ``span``."""
+    device = parts[0].values.device
+    joined = torch.empty(sum(part.entries for part in parts), dtype=torch.int64, device=device)
+    first = 0
+    for part in parts:
+        place = joined[first : first + part.entries]
+        shift = part.span.start - span.start
+        if device.type == "cpu":  # in numpy, which stays on this thread
+            array = place.numpy()
+            if part.offsets is None:
+                array[:] = np.arange(shift, shift + part.entries)
+            else:
+                np.add(part.offsets.numpy(), shift, out=array)
+        elif part.offsets is None:
+            torch.arange(shift, shift + part.entries, out=place)
+        else:
+            torch.add(part.offsets, shift, out=place)
+        first += part.entries
+    return joined

@@ -30,6 +30,7 @@ from psservice.rules.reply import reply_rule
 from psservice.rules.update import subtract
 from psservice.run import Run, RunState
 from psservice.settings import ServerSettings
+from psservice.shard.difference import DownSettings
 from psservice.shard.model import ModelShard
 from psservice.shard.replies import Reply, TopKSettings, answer
 from psservice.shard.writer import Writer
@@ -109,9 +110,7 @@ class Engine:
             else None
         )
         self._topk = TopKSettings(
-            settings.down_density,
-            settings.down_dense_below,
-            SELECTORS[settings.down_selector],
+            DownSettings(settings.down_density, settings.down_dense_below, SELECTORS[settings.down_selector]),
             VALUE_CODECS[settings.down_value_type],
             settings.chunk_bytes,
         )

@@ -11,8 +11,7 @@ from pydantic_settings import CliSettingsSource, SettingsConfigDict
 from pscore.codecs.names import VALUE_CODECS
 from pscore.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from pscore.layered_settings import LayeredSettings
-from pscore.selection import DEFAULT_DENSE_BELOW
-from pscore.selectors import DEFAULT_SELECTOR, SELECTORS
+from pscore.selectors import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
 
 ENVIRONMENT_PREFIX = "PSSERVICE_"
 

@@ -7,7 +7,9 @@ on the server the difference between the model and an image.
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,19 @@ class Kernels(Protocol):
 
     def tail(self, x: torch.Tensor, threshold: float) -> tuple[int, float]:
         """Count the magnitudes above the threshold, and sum what they exceed it by."""
+
+    def subtract_at(self, x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
+        """``x[offsets] −= values``; offsets int64, each once."""
+
+    def exceeding(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offsets: torch.Tensor,
+        ends: NDArray[np.int64],
+        bounds: NDArray[np.float32],
+    ) -> torch.Tensor:
+        """Return those of ``offsets`` (ascending) where ``|a − b|`` exceeds the bound of its tensor, as int64."""
 
     def magnitude(self, x: torch.Tensor) -> tuple[float, float]:
         """Return mean and largest of ``|x|``; ``(0, 0)`` of nothing."""

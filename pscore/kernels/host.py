@@ -107,6 +107,28 @@ def magnitude(x: torch.Tensor) -> tuple[float, float]:
     return sum(total for total, _ in parts) / max(1, x.numel()), float(max(largest for _, largest in parts))
 
 
+def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
+    """``x[offsets] −= values``; on one thread, because memory is what it waits for."""
+    _loops().subtract_at(x.numpy(), offsets.numpy(), values.numpy())
+
+
+def exceeding(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, ends: NDArray[np.int64], bounds: Array
+) -> torch.Tensor:
+    """Return those of ``offsets`` (ascending) where ``|a − b|`` exceeds the bound of its tensor, as int64.
+
+    Args:
+        a: fp32 ``[n]``.
+        b: likewise.
+        offsets: int32 or int64, ascending.
+        ends: where each tensor ends, ascending; the last is ``n``.
+        bounds: one for each tensor.
+    """
+    found = np.empty(offsets.numel(), np.int64)
+    count = _loops().exceeding(a.numpy(), b.numpy(), offsets.numpy(), ends, bounds, found)
+    return torch.from_numpy(found[:count].copy())
+
+
 _Part = tuple[int, NDArray[np.int64], Array, int, float]
 
 

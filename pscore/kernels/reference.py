@@ -7,7 +7,9 @@ product and every sum is rounded by itself (no fused multiply-add), so that all 
 import functools
 import logging
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pscore.kernels.base import Feed, Sift, Taken
 
@@ -77,6 +79,20 @@ def take_difference(a: torch.Tensor, b: torch.Tensor, threshold: float, capacity
     """Sift ``a − b``; neither is changed."""
     x = a - b
     return Sift(sift(x, threshold, capacity, turn), *tail(x, threshold))
+
+
+def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
+    """``x[offsets] −= values``."""
+    x.index_add_(0, offsets, values, alpha=-1)
+
+
+def exceeding(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, ends: NDArray[np.int64], bounds: NDArray[np.float32]
+) -> torch.Tensor:
+    """Return those of ``offsets`` (ascending) where ``|a − b|`` exceeds the bound of its tensor, as int64."""
+    offsets = offsets.long()
+    tensors = torch.searchsorted(torch.from_numpy(ends), offsets, right=True)
+    return offsets[(a[offsets] - b[offsets]).abs() > torch.from_numpy(bounds)[tensors]]
 
 
 def _first(turn: float, found: int) -> int:

@@ -8,7 +8,7 @@ from pscore.selectors.sampled import sampled
 from pscore.selectors.trimmed import trimmed
 from pscore.selectors.warm import warm
 
-__all__ = ["DEFAULT_SELECTOR", "SELECTORS", "TOLERANCE", "Recall", "Selector", "entries_for"]
+__all__ = ["DEFAULT_DENSE_BELOW", "DEFAULT_SELECTOR", "SELECTORS", "TOLERANCE", "Recall", "Selector", "entries_for"]
 
 SELECTORS: dict[str, Selector] = {
     "exact": exact,
@@ -21,6 +21,9 @@ SELECTORS: dict[str, Selector] = {
 """Every selector by name."""
 
 DEFAULT_SELECTOR = "warm"
+
+DEFAULT_DENSE_BELOW = 4096
+"""Tensors with fewer elements (biases, norms) are sent whole: they cost little and matter much. 0 exempts nothing."""
 
 
 def entries_for(numel: int, density: float) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from pscore.kernels import backend_of
 from pscore.segment import Segment
 
 UpdateRule = Callable[[torch.Tensor, Segment], None]
@@ -19,4 +20,4 @@ def subtract(theta: torch.Tensor, push: Segment) -> None:
     if push.offsets is None:
         theta.sub_(push.values)
     else:
-        theta.index_add_(0, push.offsets, push.values, alpha=-1)
+        backend_of(theta).subtract_at(theta, push.offsets, push.values)

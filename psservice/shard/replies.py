@@ -4,7 +4,6 @@ import secrets
 import threading
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any
 
 import torch
 
@@ -12,10 +11,9 @@ from pscore import frames
 from pscore.frames import WireForm
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment, entries
-from pscore.selection import select_difference
-from pscore.selectors import Selector
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.rules.reply import ReplyRule
+from psservice.shard.difference import DifferenceSelection, DownSettings
 from psservice.shard.ledger import Support, union
 from psservice.shard.model import Difference, ModelShard
 from psservice.shard.writer import Writer
@@ -57,19 +55,15 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class TopKSettings:
-    """How a top-k reply selects and travels.
+    """How a top-k reply is made and travels.
 
     Attributes:
-        density: share of a tensor's entries that is sent.
-        dense_below: tensors with fewer elements are sent whole.
-        selector: takes about k entries.
+        down: how it is selected.
         value: value codec, by its number in the proto.
         chunk_bytes: largest payload of a chunk.
     """
 
-    density: float
-    dense_below: int
-    selector: Selector
+    down: DownSettings
     value: int
     chunk_bytes: int
 
@@ -97,13 +91,13 @@ class Downlink:
     Empty (no tensor) as long as the worker is answered exactly.
 
     Attributes:
-        recalls: what the selector remembers of each tensor, by position.
+        selection: what is remembered of the image from reply to reply.
     """
 
     rule: ReplyRule
     image: torch.Tensor | None = None
     owed: _Owed | None = None
-    recalls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    selection: DifferenceSelection | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     _number: int = field(default_factory=lambda: secrets.randbits(48))
 
@@ -177,7 +171,7 @@ def answer(
         if downlink.image is not None and replica_is_image and base_version is not None:
             return _answer_image(model, writer, downlink, topk, downlink.image, base_version, acknowledged, form)
         downlink.image = None
-        downlink.recalls.clear()
+        downlink.selection = None
         return _answer_exact(model, writer, downlink, None if replica_is_image else base_version, acknowledged, form)
 
 
@@ -233,18 +227,13 @@ def _answer_image(
         # Beside the writer, so that pulls of several workers select at the same time. What a push changes meanwhile is
         # sent now or owed; either way the image becomes what the worker has.
         version = model.version
-        taken = select_difference(
-            model.theta,
-            image,
-            model.layout,
-            model.span,
-            density=topk.density,
-            dense_below=topk.dense_below,
-            selector=topk.selector,
-            recalls=downlink.recalls,
-        )
+        selection = downlink.selection = downlink.selection or DifferenceSelection(topk.down)
+        since = None if selection.version is None else model.ledger.since(selection.version)
+        taken = selection.select(model.theta, image, model.layout, model.span, version, since)
         offsets = taken.offsets
         chunks, segments = _written(Segment(model.span, *taken), replace(form, value=topk.value), topk.chunk_bytes)
+        if segments:
+            selection.sent(taken, segments[0].values)
     else:
         version, rounded = writer.run(lambda: (model.version, model.rounded()))
         differs = rounded.view(torch.int32) != image.view(torch.int32)  # bits, so that −0 is not taken for +0

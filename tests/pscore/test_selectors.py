@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from pscore.kernels import reference
 from pscore.kernels.base import Feed
-from pscore.layout import ModelLayout, Span, TensorSpec
-from pscore.selection import DEFAULT_DENSE_BELOW, select_difference
-from pscore.selectors import SELECTORS, entries_for
+from pscore.selectors import DEFAULT_DENSE_BELOW, SELECTORS, entries_for
 from pscore.selectors.base import take_all
 from pscore.selectors.exact import exact
 from pscore.sources import Difference, Joined, Memory
@@ -208,32 +206,6 @@ def test_the_result_does_not_depend_on_the_number_of_threads():
         assert torch.equal(taken.offsets, found[0][0].offsets)
         assert torch.equal(r, found[0][1])
         assert count == found[0][2]
-
-
-@given(
-    st.lists(st.integers(0, 30), min_size=1, max_size=5),
-    st.tuples(st.integers(0, 150), st.integers(0, 150)),
-    st.sampled_from([0.01, 0.1, 0.5, 1.0]),
-    st.sampled_from([0, 10]),
-    st.integers(0, 2**16),
-)
-@many
-def test_a_difference_over_a_span_is_selected_from_tensor_by_tensor(sizes, cut, density, dense_below, seed):
-    layout = ModelLayout(tuple(TensorSpec(f"t{i}", (size,), torch.float32) for i, size in enumerate(sizes)))
-    start, end = sorted(min(c, layout.size) for c in cut)
-    span = Span(start, end)
-    a, b = torch.randn(2, span.length, generator=torch.Generator().manual_seed(seed))
-    x, expected = a - b, []
-    for position in range(len(sizes)):
-        common = layout.span(position).intersect(span)
-        if common.length:
-            low = common.start - start
-            part = x[low : low + common.length]
-            k = common.length if common.length < dense_below else max(1, math.floor(density * common.length))
-            expected += [low + i for i in slow_top(part.tolist(), k)]
-    taken = select_difference(a, b, layout, span, density=density, dense_below=dense_below, selector=exact, recalls={})
-    assert taken.offsets.tolist() == expected
-    assert torch.equal(taken.values, x[taken.offsets])
 
 
 def test_small_tensors_are_below_4096_elements():

@@ -12,6 +12,7 @@ from pscore.segment import Segment
 from pscore.selectors import SELECTORS
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.rules.update import subtract
+from psservice.shard.difference import DownSettings
 from psservice.shard.model import ModelShard
 from psservice.shard.replies import Downlink, ReplyMode, TopKSettings, answer
 from psservice.shard.writer import Writer
@@ -52,7 +53,7 @@ def writing():
 
 
 def topk(density=0.1, dense_below=0, value=pb.VALUE_CODEC_FP32):
-    return TopKSettings(density, dense_below, SELECTORS["exact"], value, 64)
+    return TopKSettings(DownSettings(density, dense_below, SELECTORS["exact"]), value, 64)
 
 
 def sparse_push(span, density, seed):

@@ -1,0 +1,131 @@
+"""Selecting from a difference: tensor by tensor, and the same among what changed as among everything."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.layout import ModelLayout, Span, TensorSpec
+from pscore.selectors import SELECTORS
+from psservice.shard.difference import DifferenceSelection, DownSettings
+
+many = settings(deadline=None, max_examples=100)
+
+
+def layout_of(sizes):
+    return ModelLayout(tuple(TensorSpec(f"t{i}", (size,), torch.float32) for i, size in enumerate(sizes)))
+
+
+def slow_top(x, k):
+    order = sorted(range(len(x)), key=lambda i: (-abs(x[i]), i))
+    return sorted(i for i in order[:k] if x[i] != 0)
+
+
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=5),
+    st.tuples(st.integers(0, 150), st.integers(0, 150)),
+    st.sampled_from([0.01, 0.1, 0.5, 1.0]),
+    st.sampled_from([0, 10]),
+    st.integers(0, 2**16),
+)
+@many
+def test_each_tensor_of_a_span_is_selected_from_by_itself(sizes, cut, density, dense_below, seed):
+    layout = layout_of(sizes)
+    start, end = sorted(min(c, layout.size) for c in cut)
+    span = Span(start, end)
+    a, b = torch.randn(2, span.length, generator=torch.Generator().manual_seed(seed))
+    x, expected = a - b, []
+    for position in range(len(sizes)):
+        common = layout.span(position).intersect(span)
+        if common.length:
+            low = common.start - start
+            part = x[low : low + common.length]
+            k = common.length if common.length < dense_below else max(1, math.floor(density * common.length))
+            expected += [low + i for i in slow_top(part.tolist(), k)]
+    selection = DifferenceSelection(DownSettings(density, dense_below, SELECTORS["exact"]))
+    taken = selection.select(a, b, layout, span, 1, None)
+    assert taken.offsets.tolist() == expected
+    assert torch.equal(taken.values, x[taken.offsets])
+
+
+@given(
+    st.lists(st.integers(1, 400), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0.005, 0.02])), min_size=1, max_size=12),
+    st.sampled_from(["exact", "warm"]),
+    st.booleans(),
+    st.integers(0, 2**16),
+)
+@many
+def test_among_what_changed_the_largest_are_found(sizes, history, selector, rounded, seed):
+    """Nothing that stays behind exceeds what was sent, tensor by tensor, though most tensors were never looked at."""
+    layout = layout_of(sizes)
+    span, generator = Span(0, layout.size), torch.Generator().manual_seed(seed)
+    theta = torch.zeros(layout.size)
+    image, selection = theta.clone(), DifferenceSelection(DownSettings(0.05, 20, SELECTORS[selector]))
+    version, supports = 0, None
+    for pushes, density in history:
+        for _ in range(pushes):
+            support = (torch.rand(layout.size, generator=generator) < density).nonzero().view(-1)
+            theta[support] += torch.randn(support.numel(), generator=generator)
+            version += 1
+            if supports is not None:
+                supports.append(support.int())
+        taken = selection.select(theta, image, layout, span, version, supports)
+        supports = []
+        difference = theta - image
+        assert torch.equal(taken.values, difference[taken.offsets])
+        assert bool((taken.offsets.diff() > 0).all())
+        left = difference.clone()
+        left[taken.offsets] = 0
+        for position, size in enumerate(sizes):
+            part = layout.span(position)
+            mine = (taken.offsets >= part.start) & (taken.offsets < part.end)
+            stays = left[part.start : part.end].abs().max()
+            if size < 20:
+                assert stays == 0
+            elif bool(mine.any()):
+                assert stays <= taken.values[mine].abs().min()
+        arrived = taken.values.bfloat16().float() if rounded else taken.values
+        selection.sent(taken, arrived)
+        image[taken.offsets] += arrived
+
+
+def test_few_changes_are_looked_at_alone_and_many_are_not():
+    layout = layout_of([10_000, 5_000])
+    theta, image = torch.randn(15_000), torch.zeros(15_000)
+    selection = DifferenceSelection(DownSettings(0.01, 0, SELECTORS["warm"]))
+
+    def select(version, changed):
+        before = dict(selection.looks)
+        taken = selection.select(theta, image, layout, Span(0, 15_000), version, changed)
+        image[taken.offsets] += taken.values
+        selection.sent(taken, taken.values)
+        return {kind: selection.looks[kind] - before[kind] for kind in before}
+
+    assert select(1, None) == {"whole": 2, "changed": 0}
+    support = torch.arange(0, 15_000, 20)
+    theta[support] += 10
+    assert select(2, [support.int()]) == {"whole": 0, "changed": 2}
+    assert select(3, [None]) == {"whole": 2, "changed": 0}
+    assert select(4, [torch.arange(15_000)]) == {"whole": 2, "changed": 0}
+    assert select(5, []) == {"whole": 2, "changed": 0}, "nothing exceeds the bound, so it must fall"
+    selection.forget()
+    assert select(6, []) == {"whole": 2, "changed": 0}
+
+
+@pytest.mark.parametrize("value", ["fp32", "int4"])
+def test_without_further_pushes_everything_arrives(value):
+    from pscore.codecs.names import VALUE_CODECS
+    from pscore.codecs.values import VALUE_FORMATS
+
+    layout = layout_of([3_000, 100])
+    theta, image = torch.randn(3_100), torch.zeros(3_100)
+    selection = DifferenceSelection(DownSettings(0.05, 200, SELECTORS["warm"]))
+    for version in range(400):
+        taken = selection.select(theta, image, layout, Span(0, 3_100), version, [])
+        arrived = torch.from_numpy(VALUE_FORMATS[VALUE_CODECS[value]].encode(taken.values.numpy())[1].copy())
+        selection.sent(taken, arrived)
+        image[taken.offsets] += arrived
+    torch.testing.assert_close(image, theta, rtol=1e-3, atol=1e-3)
