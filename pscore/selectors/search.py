@@ -7,6 +7,7 @@ from pscore.selectors.base import TOLERANCE
 from pscore.sources import Source
 
 _MOST_PASSES = 30
+_UNTIL_ZERO = 3
 
 
 @dataclass(slots=True)
@@ -57,14 +58,22 @@ class TailSearch:
         return self.passes >= _MOST_PASSES or not self._low < self._next() < self._high
 
     def run(self, source: Source, first: float | None = None) -> float:
-        """Search from ``first`` (``None``: from what was seen) and return a threshold; ties may leave it far off."""
+        """Search from ``first`` (``None``: from what was seen) and return a threshold.
+
+        Ties may leave it far off; where no more than ``k`` entries are not zero it is 0.
+        """
         if first is not None:
             self.saw(first, *source.tail(first))
         if math.isinf(self._high) and self.count > self.k:
             self._high = source.magnitude()[1]
+        tried = 0
         while not self.close and not self.exhausted:
-            following = self._next()
+            tried += 1
+            # Two passes on, and still too few: perhaps there are no more that are not zero.
+            following = 0.0 if tried == _UNTIL_ZERO and self._low == 0 else self._next()
             self.saw(following, *source.tail(following))
+            if following == 0 and self.count <= self.k:
+                return 0.0
         return self.threshold if self.close else self._low
 
     def _next(self) -> float:

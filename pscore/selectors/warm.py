@@ -24,16 +24,17 @@ def warm(source: Source, k: int, recall: Recall) -> Taken:
     """Take ``k`` entries within the tolerance; ``recall`` holds the threshold."""
     if k >= source.numel:
         return take_all(source)
-    threshold = recall.get("threshold", 0.0)
+    threshold = recall.get("threshold", -1.0)
     search = TailSearch(k)
-    if threshold <= 0:
+    if threshold < 0:
         mean, largest = source.magnitude()
         if largest == 0:
             return nothing(source.every(1, 0))
         threshold = search.run(source, laplace_threshold(mean, source.numel, k))
     capacity = _ROOM * k
     sift = source.take(threshold, capacity)
-    if _lacks(sift, k) or sift.above > capacity:
+    lacks = sift.above < (1 - TOLERANCE) * k and threshold > 0  # at 0 there is no more to be had
+    if lacks or sift.above > capacity:
         source.put_back(sift.taken)
         search.saw(threshold, sift.above, sift.excess)
         threshold = search.run(source)
@@ -44,18 +45,14 @@ def warm(source: Source, k: int, recall: Recall) -> Taken:
     return sift.taken
 
 
-def _lacks(sift: Sift, k: int) -> bool:
-    return sift.above < (1 - TOLERANCE) * k
-
-
 def _foresee(recall: Recall, threshold: float, sift: Sift, k: int) -> None:
     """Set the threshold of the next step: level and drift of where ``k`` lies, smoothed (Holt's linear method).
 
     ``k`` lay at ``t + β·ln(c/k)`` with ``β`` = mean excess. The drift matters for a while after the learning rate has
     dropped: each step then takes from a residual that grows more slowly than it is emptied.
     """
-    if not sift.above:
-        recall.clear()
+    if threshold == 0 and sift.above <= k:
+        recall.update(threshold=0.0, drift=0.0)
         return
     lay = max(threshold / 2, threshold + sift.excess / sift.above * math.log(sift.above / k))
     expected = recall.get("threshold", lay)

@@ -25,7 +25,7 @@ from psservice.shard.ledger import Support
 _FEW = 0.75
 """Share of ``k`` below which a tensor is looked at whole."""
 
-_WORTH_IT = 1 / 8
+_WORTH_IT = 1 / 40
 """Changed entries over elements from which one look at everything is cheaper: it reads in order (measured)."""
 
 

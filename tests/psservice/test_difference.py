@@ -105,7 +105,7 @@ def test_few_changes_are_looked_at_alone_and_many_are_not():
         return {kind: selection.looks[kind] - before[kind] for kind in before}
 
     assert select(1, None) == {"whole": 2, "changed": 0}
-    support = torch.arange(0, 15_000, 20)
+    support = torch.arange(0, 15_000, 50)
     theta[support] += 10
     assert select(2, [support.int()]) == {"whole": 0, "changed": 2}
     assert select(3, [None]) == {"whole": 2, "changed": 0}
