@@ -74,8 +74,8 @@ def run(plan: Plan) -> Section:
         "noise": {str(count): spread for count, spread in noise.items()},
     }
     section.notes += [
-        f"{plan.slow_rounds} steps each after {_WARMUP} of warm-up, the thread counts in turn within one run. "
-        "Gradients are Laplace noise. The only worker, so the reply is its own push. The server shares the machine's "
+        f"{len(sparse[every][_WHOLE])} steps each after {_WARMUP} of warm-up, the thread counts in turn within one "
+        "run. Gradients are Laplace noise. The only worker, so the reply is its own push. The server shares the machine's "
         "cores; where other programs do too, every operation of several threads waits for the slowest.",
         "Selection is the exact top-k of every tensor (quickselect in numpy).",
         *(
@@ -132,6 +132,8 @@ def _steps(plan: Plan, method: str, steps: int, threads: Sequence[int]) -> dict[
     with psclient.LocalServer() as server, _optimizer(method, model, plan, server) as optimizer:
         assert [name for name, _ in model.named_parameters()] == [spec.name for spec in plan.layout.parameters]
         for turn in range(_WARMUP + steps):
+            if turn > _WARMUP and not plan.has_time():
+                break
             for count in threads:
                 plan.say(f"{method}: step {turn + 1} of {_WARMUP + steps}, {count} threads")
                 noise.fill(model)
