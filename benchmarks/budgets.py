@@ -19,6 +19,8 @@ BUDGETS = {
     "memory": Budget(13, 300),
     "growth": Budget(5, 120),
     "load": Budget(18, 300),
+    "peers": Budget(20, 200),
+    "network": Budget(20, 420),
 }
 """By the key of the section. A section repeats, and goes on to further points, only while its time lasts."""
 

@@ -3,23 +3,26 @@
 What is modelled: every host has a card of the same rate, each way on its own; what is under way at the server's card
 shares it equally; each way takes a delay. A push goes out in groups, each encoded while the one before is on its way
 and decoded on arrival, on a core of the server; one writer applies pushes and builds replies, one after the other;
-replies go out in as many pieces. What is not: TCP's slow start and losses, headers below the message, jitter of the
-compute time.
+replies go out in as many pieces. What is not: TCP's slow start and losses, and headers below the message.
 
 Without overlap: compute, push, wait for the answer, pull, install, next. With overlap: groups leave while the
 backward pass goes on, and the pull of a step runs beside the next step, at whose end it is installed: one step staler.
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 import numpy as np
 
 from benchmarks.network.events import Cores, Event, Link, Process, Simulator
 
-_WARM_STEPS, _COUNTED_STEPS = 8, 24  # a worker
-_BACKWARD = 2 / 3  # of the compute time: the backward pass does twice the work of the forward pass
+_WARM_STEPS, _COUNTED_STEPS = 6, 18  # a worker
+_DRAWS = 3
+BACKWARD = 2 / 3
+"""Of the compute time: the backward pass does twice the work of the forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +119,48 @@ class Outcome:
     down: float
 
 
-def simulate(costs: Costs, network: Network, workers: int, compute: float, *, overlap: bool) -> Outcome:
-    """Let workers train until they run evenly, then count."""
-    fleet = _Fleet(costs, network, compute)
-    for worker in range(workers):
-        # They begin apart, as workers that have trained for a while are.
-        fleet.simulator.start(fleet.train(compute * worker / workers, overlap=overlap))
+def simulate(
+    costs: Costs, network: Network, workers: int, compute: float, *, overlap: bool, jitter: float = 0.0
+) -> Outcome:
+    """Let workers train until they run evenly, then count.
+
+    Which part of a step a worker is at when another one needs the link hardly changes by itself. So workers begin at
+    random moments of a step, and several draws of them are averaged.
+
+    Args:
+        costs: of a step.
+        network: between all hosts.
+        workers: how many, each on a host of its own.
+        compute: seconds of a step's forward and backward pass.
+        overlap: of communication and compute.
+        jitter: share by which the compute time of a step is longer or shorter at most.
+    """
+    alone = _run(costs, network, [0.0], compute, overlap, _Chance(jitter, 0))
+    if workers == 1:
+        return alone
+    draws = []
+    for seed in range(_DRAWS):
+        chance = _Chance(jitter, seed)
+        starts = [chance.draw.uniform(0, alone.step_seconds) for _ in range(workers)]
+        draws.append(_run(costs, network, starts, compute, overlap, chance))
+    return Outcome(*(fmean(getattr(outcome, name) for outcome in draws) for name in Outcome.__slots__))
+
+
+class _Chance:
+    def __init__(self, jitter: float, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self._jitter = jitter
+
+    def compute(self, seconds: float) -> float:
+        return seconds * (1 + self._jitter * self.draw.uniform(-1, 1))
+
+
+def _run(
+    costs: Costs, network: Network, starts: Sequence[float], compute: float, overlap: bool, chance: _Chance
+) -> Outcome:
+    fleet, workers = _Fleet(costs, network, compute, chance), len(starts)
+    for start in starts:
+        fleet.simulator.start(fleet.train(start, overlap=overlap))
     before = fleet.reach(workers * _WARM_STEPS)
     after = fleet.reach(workers * (_WARM_STEPS + _COUNTED_STEPS))
     seconds, steps = after.time - before.time, after.steps - before.steps
@@ -139,7 +178,7 @@ class _Mark:
 
 
 class _Fleet:
-    def __init__(self, costs: Costs, network: Network, compute: float) -> None:
+    def __init__(self, costs: Costs, network: Network, compute: float, chance: _Chance) -> None:
         self.simulator = Simulator()
         rate = network.bytes_per_second
         self._up = Link(self.simulator, rate, rate)
@@ -147,6 +186,7 @@ class _Fleet:
         self._cores = Cores(self.simulator, costs.server_cores)
         self._writer = Cores(self.simulator, 1)
         self._costs, self._delay, self._compute = costs, network.delay, compute
+        self._chance = chance
         self._version = self._steps = 0
 
     def reach(self, steps: int) -> _Mark:
@@ -160,13 +200,14 @@ class _Fleet:
         exchange: Event | None = None
         yield wait(start)
         while True:
+            compute = self._chance.compute(self._compute)
             if not overlap:
-                yield wait(self._compute)
+                yield wait(compute)
                 yield self.simulator.start(self._exchange(worker, 0.0))
                 yield wait(worker.reply.install)
             else:
-                backward = _BACKWARD * self._compute
-                yield wait(self._compute - backward)
+                backward = BACKWARD * compute
+                yield wait(compute - backward)
                 begun = self.simulator.start(self._exchange(worker, backward))
                 yield wait(backward)
                 if exchange is not None:
