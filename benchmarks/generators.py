@@ -68,7 +68,7 @@ class Generators:
         pushes = 0.0
         for process in self._processes:
             for times in json.loads(self._line(process)):
-                pushes += sum(_share(push, before[0], after[0]) for push in times)
+                pushes += sum(push_share(push, before[0], after[0]) for push in times)
         return Window(after[0] - before[0], pushes, after[1] - before[1], after[2] - before[2])
 
     def __enter__(self) -> "Generators":
@@ -106,7 +106,7 @@ class Generators:
         return [psutil.Process(process.pid) for process in self._processes]
 
 
-def _share(push: tuple[float, float], start: float, end: float) -> float:
+def push_share(push: tuple[float, float], start: float, end: float) -> float:
     """Return how much of a push falls between two moments."""
     began, done = push
     return max(0.0, min(done, end) - max(began, start)) / max(done - began, 1e-9)

@@ -1,4 +1,4 @@
-"""Section 6: how many pushes a second one server takes, by number of workers, size of the model and density."""
+"""Section *load*: how many pushes a second one server takes, by number of workers, size of the model and density."""
 
 import os
 import tempfile
@@ -98,14 +98,14 @@ def _one_server(plan: Plan, size: int, points: Sequence[Point], seconds: float) 
                 continue
             plan.say(f"{size:,} parameters, {point.density:.1%}, {point.workers} workers")
             if point.density not in files:
-                files[point.density] = _write(Path(d), layout, point.density, plan.seed)
+                files[point.density] = write_push(Path(d), layout, point.density, plan.seed)
             path, push_bytes = files[point.density]
             names = [f"worker-{number}" for number in range(point.workers)]
             with Generators(server.addresses[0], path, names, os.cpu_count() or 1) as generators:
                 yield point, Load(push_bytes, generators.measure(process, seconds))
 
 
-def _write(directory: Path, layout: ModelLayout, density: float, seed: int) -> tuple[Path, int]:
+def write_push(directory: Path, layout: ModelLayout, density: float, seed: int) -> tuple[Path, int]:
     """Encode a push once for all; return its file and its bytes on the wire."""
     push = noise_push(layout, density, 0, np.random.default_rng(seed))
     join = pb.JoinRequest(

@@ -1,4 +1,4 @@
-"""Section 7: the same training job with other parameter servers of the PyTorch world, in the same run."""
+"""Section *peers*: the same training job with other parameter servers of the PyTorch world, in the same run."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Section 8: the speedup of many workers over networks of several rates: a model fed by this run, checked by real runs."""
+"""Section *network*: the speedup of workers over networks of several rates, from a model that this run feeds."""
 
 from benchmarks.layouts import resnet18
 from benchmarks.network import costs, figures
@@ -26,9 +26,8 @@ def run(plan: Plan) -> Section:
         for count in workers
         if delay == 0 or count == workers[-1]
     ]
-    found = speedups(
-        measured, spots, lambda done: plan.say(f"model: {done} of {len(spots)}") if not done % 50 else None
-    )
+    plan.say(f"model: {len(spots)} points")
+    found = speedups(measured, spots)
     section.tables.append(figures.costs_table(measured, chosen))
     for rate in RATES:
         section.tables.append(figures.speedup_table(found, rate, chosen, workers))
@@ -51,18 +50,19 @@ def run(plan: Plan) -> Section:
     ]
     section.figures["call_seconds"], section.figures["grpc_seconds_a_byte"] = measured.call, measured.byte
     section.notes += [
-        f"ResNet-18 ({measured.layout.size:,} parameters), {COMPUTE * 1e3:.0f} ms of compute a step whatever the number "
-        f"of workers, pushes of {plan.density:.0%}; the base is one machine that communicates with nobody. Curves are the "
-        "model's unless they are said to be published or real.",
-        "The model: every host has one card of the rate, transfers under way share the server's card equally; pushes in "
-        "groups, each encoded while the one before travels; decoding on the server's cores "
-        f"({measured.costs(chosen[0]).server_cores}), applying and building replies on its one writer; an answer to the "
-        "push and a question for the pull between them, so four delays a step. With overlap groups leave during the "
-        "backward pass, and a pull runs beside the next step: one step more of staleness. TCP's slow start and losses "
-        "are not in it.",
-        f"CPU costs are those of this machine with one thread a worker ({', '.join(measured.value_types)} measured; other value "
-        "types take the times of fp16 and the bytes of their bits). Where workers and server have GPUs, the truth lies "
-        "between both kinds of curve; bytes and delays alone are the upper bound.",
+        f"ResNet-18 ({measured.layout.size:,} parameters), {COMPUTE * 1e3:.0f} ms of compute a step whatever the "
+        f"number of workers, pushes of {plan.density:.0%}; the base is one machine that communicates with nobody. "
+        "Curves are the model's unless they are said to be published or real.",
+        "The model: every host has one card of the rate, and transfers under way share the server's card equally; "
+        "pushes in groups, each encoded while the one before travels; decoding on the server's cores "
+        f"({measured.costs(chosen[0]).server_cores}), applying and building replies on its one writer; an answer to "
+        "the push and a question for the pull between them, so four delays a step. With overlap groups leave during "
+        "the backward pass, and a pull runs beside the next step: one step more of staleness. TCP's slow start and "
+        "losses are not in it.",
+        "CPU costs are those of this machine with one thread a worker; "
+        f"{', '.join(measured.value_types)} were measured, other value types take the times of fp16 and the bytes of "
+        "their bits. Where workers and server have GPUs, the truth lies between both kinds of curve; bytes alone are "
+        "the upper bound.",
         "Published curves: Yan et al., ICPP 2020. Read them as upper bounds: the code of that measurement answers with "
         "the worker's own push, and its ASGD sends float64.",
     ]

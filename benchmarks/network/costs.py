@@ -20,6 +20,7 @@ VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4}
 """Bits of a value, without the bounds that a block of 8-bit or 4-bit values carries (under a tenth of a bit each)."""
 
 _STAND_IN = "fp16"
+_COVERED = (1, 4, 16)  # pushes that exact replies cover where they are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ def measure(layout: ModelLayout, density: float, seed: int, *, quick: bool) -> M
 
 
 def _measure(layout: ModelLayout, density: float, seed: int, *, quick: bool) -> Measured:
-    server = servercosts.measure(layout, density, (1, 4) if quick else (1, 4, 16), 1 if quick else 3, seed)
+    server = servercosts.measure(layout, density, _COVERED, 1 if quick else 3, seed)
     types = workercosts.available(("fp32", _STAND_IN) if quick else tuple(VALUE_BITS))
     sparse = workercosts.sparse(layout, density, types, 3 if quick else 7, seed)
     dense = workercosts.dense(layout, 1 if quick else 3, seed)

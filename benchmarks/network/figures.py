@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks import plots
-from benchmarks.network.costs import VALUE_BITS, Curve, Measured
+from benchmarks.network.costs import Curve, Measured
 from benchmarks.network.grid import COMPUTE, Spot, hidden
 from benchmarks.network.published import PUBLISHED, PUBLISHED_WORKERS
 from benchmarks.section import Plot, Table
@@ -16,7 +16,7 @@ _COLOURS = {
     ("int4", "topk"): 3,
 }
 _PUBLISHED_COLOUR = 5
-_KIND = {True: "with this machine's CPU costs", False: "bytes and delays alone"}
+_KIND = {True: "CPU and bytes", False: "bytes alone"}
 
 
 def rate_name(rate: float) -> str:
@@ -26,19 +26,16 @@ def rate_name(rate: float) -> str:
 
 def speedup_table(found: dict[Spot, float], rate: float, curves: Sequence[Curve], workers: Sequence[int]) -> Table:
     """One rate without delay: every curve, both kinds, and what was published."""
-    rows = [
-        (
-            f"model: {curve.name}",
-            _KIND[full],
-            *(f"{found[Spot(curve, rate, 0.0, count, full)]:.2f}" for count in workers),
-        )
-        for full in (True, False)
-        for curve in curves
-    ]
+
+    def row(curve: Curve, full: bool) -> tuple[str, ...]:
+        values = (found[Spot(curve, rate, 0.0, count, full)] for count in workers)
+        return (f"model: {curve.name}", _KIND[full], *(f"{value:.2f}" for value in values))
+
+    rows = [row(curve, full) for full in (True, False) for curve in curves]
     for method, values in PUBLISHED.get(rate, {}).items():
         by_workers = dict(zip(PUBLISHED_WORKERS, values, strict=True))
         rows.append((f"published: {method}", "GPU workers", *(f"{by_workers[count]:.2f}" for count in workers)))
-    heads = ("curve", "costs", *(f"{count} workers" if count > 1 else "1 worker" for count in workers))
+    heads = ("curve", "costs", *_counts(workers))
     return Table(f"Speedup at {rate_name(rate)}, no delay, {COMPUTE * 1e3:.0f} ms of compute a step", heads, rows)
 
 
@@ -72,32 +69,30 @@ def delay_table(
         (
             f"model: {curve.name}",
             rate_name(rate),
-            *(f"{found[Spot(curve, rate, delay, workers, full)]:.2f}" for full in (True, False) for delay in delays),
+            _KIND[full],
+            *(f"{found[Spot(curve, rate, delay, workers, full)]:.2f}" for delay in delays),
         )
+        for full in (True, False)
         for rate in rates
         for curve in curves
     ]
-    heads = [f"{delay * 1e3:.0f} ms{'' if full else ', bytes alone'}" for full in (True, False) for delay in delays]
-    return Table(f"Speedup of {workers} workers by delay, one way", ("curve", "links", *heads), rows)
+    heads = ("curve", "links", "costs", *(f"{delay * 1e3:.0f} ms" for delay in delays))
+    return Table(f"Speedup of {workers} workers by delay, one way", heads, rows)
 
 
 def hiding_table(measured: Measured, curves: Sequence[Curve], workers: Sequence[int]) -> tuple[Table, dict[str, float]]:
     """How much of the communication overlap hides."""
     rows, figures = [], {}
-    for curve in curves:
-        if not curve.overlap:
-            continue
-        row = [f"model: {curve.name}"]
-        for full in (True, False):
+    for full in (True, False):
+        for curve in curves:
+            if not curve.overlap:
+                continue
             costs = (measured.costs if full else measured.bytes_alone)(curve)
-            for count in workers:
-                share = hidden(costs, count)
-                row.append(f"{share:.0%}")
-                figures[f"{curve.name}, {count} workers, {_KIND[full]}"] = share
-        rows.append(tuple(row))
-    heads = [f"{count} w.{'' if full else ', bytes alone'}" for full in (True, False) for count in workers]
+            shares = {count: hidden(costs, count) for count in workers}
+            rows.append((f"model: {curve.name}", _KIND[full], *(f"{share:.0%}" for share in shares.values())))
+            figures |= {f"{curve.name}, {count} workers, {_KIND[full]}": share for count, share in shares.items()}
     title = "Share of communication that overlap hides, 1 Gbit/s, 100 ms of compute a step"
-    return Table(title, ("curve", *heads), rows), figures
+    return Table(title, ("curve", "costs", *_counts(workers)), rows), figures
 
 
 def costs_table(measured: Measured, curves: Sequence[Curve]) -> Table:
@@ -109,15 +104,22 @@ def costs_table(measured: Measured, curves: Sequence[Curve]) -> Table:
         costs = measured.costs(curve)
         reply = costs.reply(1)
         times = (costs.select, costs.encode, costs.decode, costs.apply, reply.build, reply.encode, reply.install)
-        bits = f" ({VALUE_BITS[curve.value_type]} bits a value, times of fp16)"
         rows.append(
             (
-                curve.name + (bits if measured.stands_in(curve.value_type) and curve.down != "dense" else ""),
+                curve.name,
                 f"{costs.push_size / 1e6:.3g}",
                 f"{reply.size / 1e6:.3g}",
                 f"{costs.reply(16).size / 1e6:.3g}",
                 *(f"{seconds * 1e3:.3g}" for seconds in times),
             )
         )
-    heads = ("what the model takes", "push MB", "reply MB", "after 16", "select ms", "encode", "decode", "apply")
-    return Table("Measured in this run; milliseconds", (*heads, "build", "encode", "install"), rows)
+    heads = ("curve", "push MB", "reply MB", "after 16", "select", "encode", "decode", "apply")
+    return Table(
+        "What the model takes, measured in this run: megabytes, then milliseconds",
+        (*heads, "build", "encode", "install"),
+        rows,
+    )
+
+
+def _counts(workers: Sequence[int]) -> list[str]:
+    return [f"{count} workers" if count > 1 else "1 worker" for count in workers]

@@ -1,6 +1,6 @@
 """The speedups of all curves over all networks, from the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.network.costs import Curve, Measured
@@ -46,14 +46,11 @@ def curves(*, quick: bool) -> list[Curve]:
     ]
 
 
-def speedups(
-    measured: Measured, spots: Sequence[Spot], tick: Callable[[int], None] = lambda _: None
-) -> dict[Spot, float]:
+def speedups(measured: Measured, spots: Sequence[Spot]) -> dict[Spot, float]:
     """Return steps a second over those of one machine that communicates with nobody."""
     found = {}
     costs: dict[tuple[Curve, bool], Costs] = {}
-    for number, spot in enumerate(spots):
-        tick(number)
+    for spot in spots:
         key = spot.curve, spot.full
         if key not in costs:
             costs[key] = (measured.costs if spot.full else measured.bytes_alone)(spot.curve)

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.network.events import Cores, Event, Link, Process, Simulator
 
-_WARM_STEPS, _COUNTED_STEPS = 6, 18  # a worker
+_WARM_STEPS, _COUNTED_STEPS = 12, 31  # a worker
 _DRAWS = 3
 BACKWARD = 2 / 3
 """Of the compute time: the backward pass does twice the work of the forward pass."""
@@ -135,7 +135,7 @@ def simulate(
         overlap: of communication and compute.
         jitter: share by which the compute time of a step is longer or shorter at most.
     """
-    alone = _run(costs, network, [0.0], compute, overlap, _Chance(jitter, 0))
+    alone = _run(costs, network, [0.0], compute, overlap, _Chance(0.0, 0))
     if workers == 1:
         return alone
     draws = []
@@ -147,34 +147,38 @@ def simulate(
 
 
 class _Chance:
+    """Compute times that vary: every second one is off by as much as the one before, the other way: the mean holds."""
+
     def __init__(self, jitter: float, seed: int) -> None:
         self.draw = random.Random(seed)
-        self._jitter = jitter
+        self._jitter, self._owed = jitter, 0.0
 
     def compute(self, seconds: float) -> float:
-        return seconds * (1 + self._jitter * self.draw.uniform(-1, 1))
+        off = self._owed or self._jitter * self.draw.uniform(-1, 1)
+        self._owed = 0.0 if self._owed else -off
+        return seconds * (1 + off)
 
 
 def _run(
     costs: Costs, network: Network, starts: Sequence[float], compute: float, overlap: bool, chance: _Chance
 ) -> Outcome:
     fleet, workers = _Fleet(costs, network, compute, chance), len(starts)
-    for start in starts:
-        fleet.simulator.start(fleet.train(start, overlap=overlap))
-    before = fleet.reach(workers * _WARM_STEPS)
-    after = fleet.reach(workers * (_WARM_STEPS + _COUNTED_STEPS))
-    seconds, steps = after.time - before.time, after.steps - before.steps
+    ends: list[list[float]] = [[] for _ in starts]
+    for start, moments in zip(starts, ends, strict=True):
+        fleet.simulator.start(fleet.train(start, moments, overlap=overlap))
+    warm, up, down = fleet.reach(workers * _WARM_STEPS)
+    steps, more_up, more_down = fleet.reach(workers * (_WARM_STEPS + _COUNTED_STEPS))
     return Outcome(
-        steps / seconds, workers * seconds / steps, (after.up - before.up) / steps, (after.down - before.down) / steps
+        sum(1 / mean_step(moments[_WARM_STEPS // 2 :]) for moments in ends),
+        fmean(mean_step(moments[_WARM_STEPS // 2 :]) for moments in ends),
+        (more_up - up) / (steps - warm),
+        (more_down - down) / (steps - warm),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    time: float
-    steps: int
-    up: float
-    down: float
+def mean_step(ends: Sequence[float]) -> float:
+    """Return the mean time of a step from the moments at which steps ended."""
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
 class _Fleet:
@@ -189,13 +193,13 @@ class _Fleet:
         self._chance = chance
         self._version = self._steps = 0
 
-    def reach(self, steps: int) -> _Mark:
-        """Go on until that many steps are done."""
+    def reach(self, steps: int) -> tuple[int, float, float]:
+        """Go on until that many steps are done; return them, and the bytes that have gone up and down."""
         self.simulator.run(lambda: self._steps >= steps)
-        return _Mark(self.simulator.now, self._steps, self._up.carried, self._down.carried)
+        return self._steps, self._up.carried, self._down.carried
 
-    def train(self, start: float, *, overlap: bool) -> Process:
-        """One worker, for ever."""
+    def train(self, start: float, ends: list[float], *, overlap: bool) -> Process:
+        """One worker, for ever; notes when its steps end."""
         wait, worker = self.simulator.wait, _Worker()
         exchange: Event | None = None
         yield wait(start)
@@ -214,6 +218,7 @@ class _Fleet:
                     yield exchange
                     yield wait(worker.reply.install)
                 exchange = begun
+            ends.append(self.simulator.now)
             self._steps += 1
 
     def _exchange(self, worker: "_Worker", backward: float) -> Process:

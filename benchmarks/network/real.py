@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from statistics import fmean
 
 import torch
 
@@ -12,7 +13,7 @@ import psclient
 from benchmarks.children import Child
 from benchmarks.network.costs import Curve
 from benchmarks.network.lab import Lab, enter, inside
-from benchmarks.network.model import BACKWARD
+from benchmarks.network.model import BACKWARD, mean_step
 from benchmarks.synthetic import Noise, SyntheticModel
 from psclient.local import LocalServer
 from psclient.optimizer import ParameterServerOptimizer
@@ -77,10 +78,9 @@ def step_seconds(lab: Lab, point: Point, layout: ModelLayout, density: float, se
 
 
 def _together(ends: Sequence[Sequence[float]]) -> float:
-    """Return the mean time of a step from the moments at which steps ended, while every worker was at work."""
+    """Return the mean time of a step while every worker was at work."""
     last = min(moments[-1] for moments in ends)
-    counted = [[moment for moment in moments if moment <= last] for moments in ends]
-    return sum(moments[-1] - moments[0] for moments in counted) / sum(len(moments) - 1 for moments in counted)
+    return fmean(mean_step([moment for moment in moments if moment <= last]) for moments in ends)
 
 
 def _work(
