@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -57,12 +57,12 @@ class Generators:
             self._stack.close()
             raise
 
-    def measure(self, server: psutil.Process, seconds: float, wait: Callable[[float], None] = time.sleep) -> Window:
+    def measure(self, server: psutil.Process, seconds: float) -> Window:
         """Let them push, and watch all but the beginning."""
         self._tell()
-        wait(seconds * _WARMUP_SHARE)
+        time.sleep(seconds * _WARMUP_SHARE)
         before = time.monotonic(), _cpu([server]), _cpu(self._watched())
-        wait(seconds)
+        time.sleep(seconds)
         after = time.monotonic(), _cpu([server]), _cpu(self._watched())
         self._tell()
         pushes = 0.0

@@ -14,7 +14,7 @@ from benchmarks.generators import Generators, Window
 from benchmarks.layouts import GROUP_ELEMENTS, groups, noise_push, one_tensor
 from benchmarks.loadgenerator import write_frames
 from benchmarks.rawworker import RawWorker
-from benchmarks.section import Plan, Section, Table
+from benchmarks.section import Plan, Plot, Section, Table
 from benchmarks.streams import push_requests
 from psclient.local import LocalServer
 from pscore.frames import DEFAULT_CHUNK_BYTES, FRAMING_BYTES
@@ -169,7 +169,7 @@ def _section(found: dict[Point, Load], sizes: Sequence[int], left_out: int) -> S
     return section
 
 
-def _plots(found: dict[Point, Load], sizes: Sequence[int]) -> list[plots.Plot]:
+def _plots(found: dict[Point, Load], sizes: Sequence[int]) -> list[Plot]:
     by_workers = [
         plots.Line(
             f"{size / 1e6:g} M parameters",

@@ -56,7 +56,7 @@ class Replay:
     def __init__(self, channel: grpc.Channel, name: str, frames: Sequence[bytes]) -> None:
         """Join a run that has its model."""
         self._stub = ParameterServerServiceStub(channel)
-        self._push = channel.stream_unary(_PUSH, None, pb.PushSparseResponse.FromString)  # type: ignore[call-overload]
+        self._push: grpc.StreamUnaryMultiCallable = channel.stream_unary(_PUSH, None, pb.PushSparseResponse.FromString)
         request = pb.JoinRequest.FromString(frames[0])
         request.identity.worker_id, request.identity.incarnation = name, str(uuid.uuid4())
         joined: pb.JoinResponse = self._stub.Join(request, timeout=CALL_SECONDS)

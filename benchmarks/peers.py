@@ -175,10 +175,10 @@ def _bytes(size: float) -> str:
     return f"{size / 1e6:.3f}" if size else "–"
 
 
-def _ratios(result: Result, base: Result) -> tuple[str, str, str]:
+def _ratios(result: Result, base: Result) -> tuple[str, ...]:
     pairs = (
         (result.steps_per_second, base.steps_per_second),
         (result.up + result.down, base.up + base.down),
         (result.server_cpu, base.server_cpu),
     )
-    return tuple(f"×{ours / theirs:.3g}" if theirs else "–" for ours, theirs in pairs)  # type: ignore[return-value]
+    return tuple(f"×{ours / theirs:.3g}" if theirs else "–" for ours, theirs in pairs)

@@ -7,13 +7,14 @@ black, and no two lines of one colour share both marker and dash, so that colour
 import io
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.section import Plot
 
@@ -66,7 +67,9 @@ def lines(
             _name_ticks(plane, sorted({x for curve in curves for x, _ in curve.points}))
         if log_y:
             plane.set_yscale("log")
+            plane.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             plane.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+            plane.yaxis.set_minor_formatter(NullFormatter())
         else:
             plane.set_ylim(bottom=0)
         figure.legend(loc="outside right upper", frameon=False)
@@ -86,7 +89,7 @@ def bars(title: str, caption: str, axis: str, values: Sequence[tuple[str, float]
         return Plot(title, caption, _svg(figure, title))
 
 
-def _style(salt: str) -> "mpl.rc_context":
+def _style(salt: str) -> AbstractContextManager[None]:
     """Set everything that a user's own matplotlibrc could change; ids depend on the salt alone."""
     return mpl.rc_context(
         {

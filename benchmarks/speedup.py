@@ -27,7 +27,7 @@ def run(plan: Plan) -> Section:
         if delay == 0 or count == workers[-1]
     ]
     plan.say(f"model: {len(spots)} points")
-    found = speedups(measured, spots)
+    found = speedups(measured, spots, draws=1 if plan.quick else 3)
     section.tables.append(figures.costs_table(measured, chosen))
     for rate in RATES:
         section.tables.append(figures.speedup_table(found, rate, chosen, workers))

@@ -46,7 +46,7 @@ def curves(*, quick: bool) -> list[Curve]:
     ]
 
 
-def speedups(measured: Measured, spots: Sequence[Spot]) -> dict[Spot, float]:
+def speedups(measured: Measured, spots: Sequence[Spot], draws: int) -> dict[Spot, float]:
     """Return steps a second over those of one machine that communicates with nobody."""
     found = {}
     costs: dict[tuple[Curve, bool], Costs] = {}
@@ -55,7 +55,9 @@ def speedups(measured: Measured, spots: Sequence[Spot]) -> dict[Spot, float]:
         if key not in costs:
             costs[key] = (measured.costs if spot.full else measured.bytes_alone)(spot.curve)
         network = Network(spot.rate / 8, spot.delay)
-        outcome = simulate(costs[key], network, spot.workers, COMPUTE, overlap=spot.curve.overlap, jitter=JITTER)
+        outcome = simulate(
+            costs[key], network, spot.workers, COMPUTE, overlap=spot.curve.overlap, jitter=JITTER, draws=draws
+        )
         found[spot] = outcome.steps_per_second * COMPUTE
     return found
 

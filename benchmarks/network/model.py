@@ -20,7 +20,6 @@ import numpy as np
 from benchmarks.network.events import Cores, Event, Link, Process, Simulator
 
 _WARM_STEPS, _COUNTED_STEPS = 12, 31  # a worker
-_DRAWS = 3
 BACKWARD = 2 / 3
 """Of the compute time: the backward pass does twice the work of the forward pass."""
 
@@ -120,12 +119,19 @@ class Outcome:
 
 
 def simulate(
-    costs: Costs, network: Network, workers: int, compute: float, *, overlap: bool, jitter: float = 0.0
+    costs: Costs,
+    network: Network,
+    workers: int,
+    compute: float,
+    *,
+    overlap: bool,
+    jitter: float = 0.0,
+    draws: int = 3,
 ) -> Outcome:
     """Let workers train until they run evenly, then count.
 
     Which part of a step a worker is at when another one needs the link hardly changes by itself. So workers begin at
-    random moments of a step, and several draws of them are averaged.
+    random moments of a step, and draws of them are averaged.
 
     Args:
         costs: of a step.
@@ -134,16 +140,17 @@ def simulate(
         compute: seconds of a step's forward and backward pass.
         overlap: of communication and compute.
         jitter: share by which the compute time of a step is longer or shorter at most.
+        draws: how many.
     """
     alone = _run(costs, network, [0.0], compute, overlap, _Chance(0.0, 0))
     if workers == 1:
         return alone
-    draws = []
-    for seed in range(_DRAWS):
+    outcomes = []
+    for seed in range(draws):
         chance = _Chance(jitter, seed)
         starts = [chance.draw.uniform(0, alone.step_seconds) for _ in range(workers)]
-        draws.append(_run(costs, network, starts, compute, overlap, chance))
-    return Outcome(*(fmean(getattr(outcome, name) for outcome in draws) for name in Outcome.__slots__))
+        outcomes.append(_run(costs, network, starts, compute, overlap, chance))
+    return Outcome(*(fmean(getattr(outcome, name) for outcome in outcomes) for name in Outcome.__slots__))
 
 
 class _Chance:
