@@ -53,8 +53,8 @@ format: venv ## Rewrite the sources in the house style
 stubs: venv ## Regenerate the gRPC stubs from proto/
 	@$(VENV)/bin/python tools/generate_stubs.py
 
-bench: venv ## Run the benchmarks and write their report
-	@$(VENV)/bin/python -m benchmarks.bench $(ARGS)
+bench: venv ## Run the benchmarks and write runs/bench/report.html; QUICK=1 takes two minutes
+	@$(VENV)/bin/python -m benchmarks.bench $(if $(QUICK),--quick) $(ARGS)
 
 wheel: venv ## Build a wheel into dist/
 	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .

@@ -2,20 +2,23 @@
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import torch
 from rich.console import Console
 
-from benchmarks import client, growth, machine, memory, report, server, wire
+from benchmarks import budgets, client, growth, load, machine, memory, peers, report, server, speedup, wire
 from benchmarks.layouts import resnet18, resnet50
 from benchmarks.progress import Progress
 from benchmarks.section import Plan, Section
 
-SECTIONS = {module.KEY: module for module in (wire, server, client, memory, growth)}
+SECTIONS = {module.KEY: module for module in (wire, server, client, memory, growth, load, peers, speedup)}
 _NARROWEST = 120
 
 
@@ -23,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen sections."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
+    signal.signal(signal.SIGTERM, _end)  # as Ctrl-C does: what was started is stopped, what was set up is taken down
     torch.set_num_threads(options.threads)
     facts = machine.describe(given)
     chosen = [SECTIONS[key] for key in SECTIONS if key in options.only]
@@ -40,19 +44,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for module in chosen:
             progress.section(module.TITLE)
-            started = time.perf_counter()
-            section = module.run(plan)
-            section.seconds = time.perf_counter() - started
+            started = time.monotonic()
+            budget = budgets.seconds(module.KEY, quick=options.quick)
+            section = module.run(replace(plan, deadline=started + budget))
+            section.seconds, section.budget = time.monotonic() - started, budget
             found.append(section)
     facts["plan"] = {"layout": plan.layout_name, "parameters": plan.layout.size, "density": plan.density}
     console = Console()
     if not console.is_terminal:
         console = Console(width=_NARROWEST)
     report.show(facts, found, console)
-    data, text = report.write(options.output, facts, found)
+    written = ", ".join(str(path) for path in report.write(options.output, facts, found))
     seconds = sum(section.seconds for section in found)
-    console.print(f"\n{seconds:.0f} s; written: {data}, {text}", markup=False, highlight=False)
+    console.print(f"\n{seconds:.0f} s; written: {written}", markup=False, highlight=False)
     return 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:

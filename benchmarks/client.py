@@ -9,9 +9,9 @@ import torch
 import psclient
 from benchmarks.layouts import noise_push
 from benchmarks.section import Plan, Section, Table
+from benchmarks.synthetic import Noise, SyntheticModel
 from benchmarks.timing import Rounds, Stat, ratio
 from psclient.optimizer import ParameterServerOptimizer
-from pscore.layout import ModelLayout
 from pscore.selectors import DEFAULT_DENSE_BELOW
 
 KEY, TITLE = "client", "Where a worker's step() spends its time"
@@ -29,29 +29,6 @@ _PHASES = {
 }
 _WIRE = ("push_bytes", "pull_bytes")
 _HEADS = ("what", "ms", "share", "to a copy")
-
-
-class SyntheticModel(torch.nn.Module):
-    """A module with the parameters and buffers of a layout and no forward."""
-
-    def __init__(self, layout: ModelLayout) -> None:
-        """Create every tensor where its name says."""
-        super().__init__()
-        for spec in layout.parameters:
-            module, name = self._home(spec.name)
-            module.register_parameter(name, torch.nn.Parameter(torch.zeros(spec.shape, dtype=spec.dtype)))
-        for spec in layout.buffers:
-            module, name = self._home(spec.name)
-            module.register_buffer(name, torch.zeros(spec.shape, dtype=spec.dtype))
-
-    def _home(self, path: str) -> tuple[torch.nn.Module, str]:
-        *parents, name = path.split(".")
-        module: torch.nn.Module = self
-        for parent in parents:
-            if parent not in module._modules:
-                module.add_module(parent, torch.nn.Module())
-            module = module.get_submodule(parent)
-        return module, name
 
 
 def run(plan: Plan) -> Section:
@@ -74,9 +51,9 @@ def run(plan: Plan) -> Section:
         "noise": {str(count): spread for count, spread in noise.items()},
     }
     section.notes += [
-        f"{plan.slow_rounds} steps each after {_WARMUP} of warm-up, the thread counts in turn within one run. "
-        "Gradients are Laplace noise. The only worker, so the reply is its own push. The server shares the machine's "
-        "cores; where other programs do too, every operation of several threads waits for the slowest.",
+        f"{len(sparse[every][_WHOLE])} steps each after {_WARMUP} of warm-up, the thread counts in turn within one "
+        "run. Gradients are Laplace noise. The only worker, so the reply is its own push. The server shares the "
+        "machine's cores; where other programs do too, every operation of several threads waits for the slowest.",
         "Selection is the exact top-k of every tensor (quickselect in numpy).",
         *(
             f"On the wire, as step() reported: {name} push {each['push_bytes'] / 1e6:.2f} MB, pull "
@@ -125,13 +102,15 @@ def _median_wire(rounds: Rounds) -> dict[str, float]:
 def _steps(plan: Plan, method: str, steps: int, threads: Sequence[int]) -> dict[int, Rounds]:
     """Take steps with each thread count in turn; return seconds (and bytes) by thread count."""
     model = SyntheticModel(plan.layout)
-    noise = _Noise(plan.layout, plan.seed)
+    noise = Noise(plan.layout, plan.seed)
     yardstick = _yardstick(plan)
     rounds: dict[int, Rounds] = {count: {} for count in threads}
     plan.say(f"{method}: start the server, upload")
     with psclient.LocalServer() as server, _optimizer(method, model, plan, server) as optimizer:
         assert [name for name, _ in model.named_parameters()] == [spec.name for spec in plan.layout.parameters]
         for turn in range(_WARMUP + steps):
+            if turn > _WARMUP and not plan.has_time():
+                break
             for count in threads:
                 plan.say(f"{method}: step {turn + 1} of {_WARMUP + steps}, {count} threads")
                 noise.fill(model)
@@ -160,25 +139,6 @@ def _optimizer(
     if method == "asgd":
         return psclient.ASGD(model.parameters(), lr=0.01, model=model, server=server, worker="bench")
     return psclient.DGS(model.parameters(), lr=0.01, density=plan.density, model=model, server=server, worker="bench")
-
-
-class _Noise:
-    """Gradients of Laplace noise: pieces from random places of a pool that is drawn once."""
-
-    def __init__(self, layout: ModelLayout, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._length = 2 * max(spec.numel for spec in layout.parameters)
-        self._pool = torch.empty(self._length).exponential_(generator=self._generator)
-        self._pool *= torch.empty(self._length).uniform_(-1, 1, generator=self._generator).sign_()
-
-    def fill(self, model: torch.nn.Module) -> None:
-        """Give every parameter a new gradient."""
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            highest = self._length - parameter.numel()
-            start = int(torch.randint(highest, (), generator=self._generator))
-            parameter.grad.view(-1).copy_(self._pool[start : start + parameter.numel()])
 
 
 def _yardstick(plan: Plan) -> Iterator[dict[str, float]]:

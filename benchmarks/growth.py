@@ -34,7 +34,7 @@ def run(plan: Plan) -> Section:
     def cool() -> None:
         flush.copy_(source)
 
-    measured = interleave(cases, plan.rounds, warmup=warmup, before_each=cool)
+    measured = interleave(cases, plan.rounds, warmup=warmup, before_each=cool, has_time=plan.has_time)
     for shard in shards:
         shard.close()
     _report(section, measured, sizes)

@@ -85,6 +85,11 @@ class RawWorker:
                 self._acknowledged, self._image = response.header.reply_number, response.header.image
         return received
 
+    @property
+    def version(self) -> int | None:
+        """Of the last reply."""
+        return self._base
+
     def __enter__(self) -> "RawWorker":
         """Return the worker."""
         return self

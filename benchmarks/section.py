@@ -1,5 +1,7 @@
 """What a section of the benchmarks hands to the report, and what it is given."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +22,7 @@ class Plan:
         slow_rounds: repetitions of what takes seconds.
         seed: of every random number.
         say: shows what is going on.
+        deadline: when the section's time is over, on the clock of ``time.monotonic``.
     """
 
     quick: bool
@@ -30,11 +33,16 @@ class Plan:
     slow_rounds: int
     seed: int
     say: Callable[[str], None]
+    deadline: float = math.inf
 
     @property
     def dense_bytes(self) -> int:
         """Bytes of the whole model in fp32: what a dense method moves each way."""
         return 4 * self.layout.size
+
+    def has_time(self, seconds: float = 0.0) -> bool:
+        """Tell whether that much of the section's time is left: nothing optional begins without."""
+        return time.monotonic() + seconds < self.deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +54,29 @@ class Table:
     rows: Sequence[tuple[str, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A drawing, as one ``<svg>`` element that refers to nothing outside of itself."""
+
+    title: str
+    caption: str
+    svg: str
+
+
 @dataclass(slots=True)
 class Section:
-    """A chapter of the report: tables to read, figures to keep, notes that qualify both."""
+    """A chapter of the report: tables and plots to read, figures to keep, notes that qualify them.
+
+    Attributes:
+        seconds: what it took.
+        budget: what it was allowed.
+    """
 
     key: str
     title: str
     tables: list[Table] = field(default_factory=list)
+    plots: list[Plot] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    budget: float = math.inf

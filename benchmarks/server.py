@@ -78,7 +78,7 @@ def _pushes(plan: Plan, yardsticks: _Yardsticks) -> Rounds:
         yardsticks.theta.index_add_(0, offsets, updates[turn].values, alpha=-1)
 
     cases: dict[str, Case] = {_COPY: yardsticks.copy, _BARE: bare, _PUSH: everything}
-    measured = interleave(cases, plan.rounds, warmup=warmup, before_each=yardsticks.copy)
+    measured = interleave(cases, plan.rounds, warmup=warmup, before_each=yardsticks.copy, has_time=plan.has_time)
     same = bool(torch.equal(shard.model.theta, yardsticks.theta))
     shard.close()
     assert same, "the server's parameters differ from the bare index_add_"
@@ -130,7 +130,7 @@ def _pulls(plan: Plan, yardsticks: _Yardsticks) -> Rounds:
     cases |= {f"exact, after {others}": exact_pull(others) for others in OTHER_PUSHES}
     cases[f"top-k, after {_TOPK_AFTER}"] = topk_pull
     advance()
-    measured = interleave(cases, rounds, warmup=1, before_each=yardsticks.copy, tick=advance)
+    measured = interleave(cases, rounds, warmup=1, before_each=yardsticks.copy, tick=advance, has_time=plan.has_time)
     exact.close()
     topk.close()
     return measured

@@ -1,4 +1,4 @@
-"""Selecting from the difference between a shard and the image of a worker's replica, among what changed if that is less.
+"""Selecting from the difference between a shard and the image of a replica, among what changed where that is less.
 
 After a selection every entry that was not sent differs by no more than the smallest one that was: the tensor's *bound*.
 An entry that no push has touched since cannot have come to differ by more. So the next selection need look only at what

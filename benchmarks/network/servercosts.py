@@ -1,0 +1,144 @@
+"""What a push and a pull cost the server, measured on its own engine inside this process."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+
+from benchmarks.layouts import noise_push
+from benchmarks.shardserver import InProcessShard
+from benchmarks.timing import Stopwatch
+from benchmarks.wire import Tally
+from pscore.layout import ModelLayout
+from pscore.segment import Segment
+from pscore.selectors import DEFAULT_DENSE_BELOW
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.shard.replies import Reply
+
+
+@dataclass(frozen=True, slots=True)
+class PushWork:
+    """Seconds to parse, decode and check a push, and to apply it."""
+
+    decode: float
+    apply: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyWork:
+    """Building and writing a reply.
+
+    Attributes:
+        density: entries over the model's elements.
+        build: seconds.
+        encode: seconds.
+        entries: in it.
+        frame_bytes: of its messages, values left out.
+        value_bits: of one value, as it was written.
+    """
+
+    density: float
+    build: float
+    encode: float
+    entries: float
+    frame_bytes: float
+    value_bits: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCosts:
+    """Medians.
+
+    Attributes:
+        sparse: a push at the density.
+        dense: a push of everything.
+        exact: replies by the number of pushes that they cover.
+        topk: a reply at the density.
+        whole: the reply that holds every element.
+    """
+
+    sparse: PushWork
+    dense: PushWork
+    exact: dict[int, ReplyWork]
+    topk: ReplyWork
+    whole: ReplyWork
+
+
+def measure(layout: ModelLayout, density: float, covered: Sequence[int], repeats: int, seed: int) -> ServerCosts:
+    """Push and pull, in turn.
+
+    Args:
+        layout: the model.
+        density: of a push and of a top-k reply.
+        covered: the numbers of pushes that exact replies cover; ascending.
+        repeats: how often.
+        seed: of the entries.
+    """
+    rng = np.random.default_rng(seed)
+    exact = InProcessShard(layout, "exact", ledger_multiple=4.0)
+    topk = InProcessShard(layout, "topk", down_density=density)
+    topk.open_image()
+    everything = Segment(exact.span, None, torch.full((layout.size,), 1e-3))
+    sparse: list[PushWork] = []
+    dense: list[PushWork] = []
+    replies: dict[int | str, list[ReplyWork]] = {}
+    for _ in range(repeats):
+        for _ in range(covered[-1]):
+            push = noise_push(layout, density, DEFAULT_DENSE_BELOW, rng)
+            sparse.append(_push(exact, push))
+            topk.commit(push)
+        for count in covered:
+            replies.setdefault(count, []).append(_reply(exact, lambda n=count: exact.pull(exact.model.version - n)))
+        replies.setdefault("topk", []).append(_reply(topk, topk.pull_topk))
+        dense.append(_push(exact, everything))
+        replies.setdefault("whole", []).append(_reply(exact, lambda: exact.pull(exact.model.version - 1)))
+    exact.close()
+    topk.close()
+    found = {kind: _median_reply(many) for kind, many in replies.items()}
+    return ServerCosts(
+        _median_push(sparse),
+        _median_push(dense),
+        {count: found[count] for count in covered},
+        found["topk"],
+        found["whole"],
+    )
+
+
+def _push(shard: InProcessShard, update: Segment) -> PushWork:
+    wires = [message.SerializeToString() for message in shard.push_messages(update)]
+    watch = Stopwatch()
+    with watch.part("decode"):
+        header, segments = shard.read([pb.PushSparseRequest.FromString(data) for data in wires])
+    with watch.part("apply"):
+        shard.apply(header, segments)
+    return PushWork(watch.parts["decode"], watch.parts["apply"])
+
+
+def _reply(shard: InProcessShard, pull: Callable[[], Reply]) -> ReplyWork:
+    watch = Stopwatch()
+    with watch.part("build"):
+        reply = pull()
+    with watch.part("encode"):
+        messages = list(shard.pull_messages(reply))
+        for message in messages:
+            message.SerializeToString()
+    tally = Tally(messages)
+    return ReplyWork(
+        density=tally.entries / shard.layout.size,
+        build=watch.parts["build"],
+        encode=watch.parts["encode"],
+        entries=tally.entries,
+        frame_bytes=tally.bytes - tally.value_bytes,
+        value_bits=8 * tally.value_bytes / tally.entries,
+    )
+
+
+def _median_push(many: Sequence[PushWork]) -> PushWork:
+    return PushWork(median(work.decode for work in many), median(work.apply for work in many))
+
+
+def _median_reply(many: Sequence[ReplyWork]) -> ReplyWork:
+    fields = ReplyWork.__dataclass_fields__
+    return ReplyWork(*(median(getattr(work, name) for work in many) for name in fields))

@@ -1,0 +1,39 @@
+"""What load generators replay, and how pushes at the edge of a window count."""
+
+import psutil
+import pytest
+
+from benchmarks.generators import Generators, push_share
+from benchmarks.layouts import one_tensor
+from benchmarks.load import write_push
+from benchmarks.loadgenerator import read_frames, write_frames
+from benchmarks.rawworker import RawWorker
+from psclient import LocalServer
+
+
+def test_frames_are_read_as_written(tmp_path):
+    frames = [b"join", b"", b"x" * 70_000]
+    write_frames(tmp_path / "frames", frames)
+    assert read_frames(tmp_path / "frames") == frames
+
+
+@pytest.mark.parametrize(
+    ("push", "share"), [((11, 12), 1), ((8, 12), 0.5), ((12, 16), 0.25), ((0, 9), 0), ((5, 25), 0.15)]
+)
+def test_a_push_that_the_window_cuts_counts_in_part(push, share):
+    assert push_share(push, 10, 13) == pytest.approx(share)
+
+
+def test_replayed_pushes_are_applied_and_the_generators_end(tmp_path):
+    layout = one_tensor(5_000)
+    path, _ = write_push(tmp_path, layout, 0.01, seed=0)
+    with LocalServer(down_mode="exact", buffers="none") as server:
+        with RawWorker(server.addresses[0], layout, "uploader"):
+            pass
+        process = psutil.Process(server.processes[0].pid)
+        with Generators(server.addresses[0], path, ["a", "b", "c"], processes=2) as generators:
+            window = generators.measure(process, 0.3)
+        with RawWorker(server.addresses[0], layout, "reader") as reader:
+            reader.pull()
+            assert reader.version >= window.pushes > 0
+    assert window.server_cpu > 0
