@@ -53,7 +53,7 @@ def train(connection: Connection, job: Job, worker: int, model: nn.Module, excha
         model: whose gradients ``exchange`` sends, and whose parameters it brings.
         exchange: called after each backward pass.
     """
-    batches = _batches(job.seed + 1 + worker)
+    batches = batches(job.seed + 1 + worker)
     for _ in range(_WARM_STEPS):
         _step(model, batches, exchange)
     connection.send("ready")
@@ -83,7 +83,7 @@ def _data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(images).float()[order] / 16, torch.from_numpy(labels)[order]
 
 
-def _batches(seed: int) -> Iterator[_Batch]:
+def batches(seed: int) -> Iterator[_Batch]:
     images, labels = _data()
     generator = torch.Generator().manual_seed(seed)
     while True:
