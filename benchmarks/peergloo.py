@@ -49,6 +49,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.grad
 
 
-def _all(requests: Iterable[dist.Work]) -> None:
-    for request in list(requests):
+def _all(requests: Iterable[dist.Work | None]) -> None:
+    for request in list(requests):  # all under way before the first wait
+        assert request is not None
         request.wait()
