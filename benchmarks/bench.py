@@ -13,12 +13,30 @@ from types import FrameType
 import torch
 from rich.console import Console
 
-from benchmarks import budgets, client, growth, load, machine, memory, peers, report, server, speedup, wire
+from benchmarks import (
+    accuracy,
+    budgets,
+    client,
+    codecs,
+    growth,
+    load,
+    machine,
+    memory,
+    peers,
+    report,
+    selection,
+    server,
+    speedup,
+    wire,
+)
 from benchmarks.layouts import resnet18, resnet50
 from benchmarks.progress import Progress
 from benchmarks.section import Plan, Section
 
-SECTIONS = {module.KEY: module for module in (wire, server, client, memory, growth, load, peers, speedup)}
+SECTIONS = {
+    module.KEY: module
+    for module in (selection, codecs, wire, server, client, memory, growth, load, peers, speedup, accuracy)
+}
 _NARROWEST = 120
 
 

@@ -13,14 +13,17 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "wire": Budget(6, 40),
-    "server": Budget(8, 120),
-    "client": Budget(15, 120),
-    "memory": Budget(13, 300),
-    "growth": Budget(5, 120),
-    "load": Budget(18, 300),
-    "peers": Budget(20, 200),
-    "network": Budget(20, 420),
+    "selection": Budget(15, 200),
+    "bytes": Budget(10, 60),
+    "wire": Budget(6, 20),
+    "server": Budget(8, 90),
+    "client": Budget(12, 80),
+    "memory": Budget(11, 160),
+    "growth": Budget(5, 70),
+    "load": Budget(14, 220),
+    "peers": Budget(18, 150),
+    "network": Budget(16, 400),
+    "accuracy": Budget(1, 300),
 }
 """By the key of the section. A section repeats, and goes on to further points, only while its time lasts."""
 

@@ -1,4 +1,4 @@
-"""A real training run in this process, and what its steps select: gradients that no generator of noise can stand for."""
+"""A real training run in this process, and what its steps select: what no generator of noise can stand for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -53,23 +53,23 @@ def train(connection: Connection, job: Job, worker: int, model: nn.Module, excha
         model: whose gradients ``exchange`` sends, and whose parameters it brings.
         exchange: called after each backward pass.
     """
-    batches = batches(job.seed + 1 + worker)
+    draws = batches(job.seed + 1 + worker)
     for _ in range(_WARM_STEPS):
-        _step(model, batches, exchange)
+        _step(model, draws, exchange)
     connection.send("ready")
     connection.recv()
     losses = []
     started = time.perf_counter()
     for _ in range(job.steps):
-        losses.append(_step(model, batches, exchange))
+        losses.append(_step(model, draws, exchange))
     seconds = time.perf_counter() - started
     last = losses[-max(1, job.steps // 10) :]
     connection.send({"seconds": seconds, "loss": sum(last) / len(last), "accuracy": _accuracy(model)})
     connection.recv()
 
 
-def _step(model: nn.Module, batches: Iterator[_Batch], exchange: Callable[[], None]) -> float:
-    x, y = next(batches)
+def _step(model: nn.Module, draws: Iterator[_Batch], exchange: Callable[[], None]) -> float:
+    x, y = next(draws)
     model.zero_grad()
     loss = nn.functional.cross_entropy(model(x), y)
     loss.backward()

@@ -54,15 +54,15 @@ def run(plan: Plan) -> Section:
         f"number of workers, pushes of {plan.density:.0%}; the base is one machine that communicates with nobody. "
         "Curves are the model's unless they are said to be published or real.",
         "The model: every host has one card of the rate, and transfers under way share the server's card equally; "
-        "pushes in groups, each encoded while the one before travels; decoding on the server's cores "
-        f"({measured.costs(chosen[0]).server_cores}), applying and building replies on its one writer; an answer to "
+        "pushes in groups, each encoded while the one before travels; decoding and top-k replies on the server's cores "
+        f"({measured.costs(chosen[0]).server_cores}), applying and exact replies on its one writer; an answer to "
         "the push and a question for the pull between them, so four delays a step. With overlap groups leave during "
         "the backward pass, and a pull runs beside the next step: one step more of staleness. TCP's slow start and "
         "losses are not in it.",
         "CPU costs are those of this machine with one thread a worker; "
-        f"{', '.join(measured.value_types)} were measured, other value types take the times of fp16 and the bytes of "
-        "their bits. Where workers and server have GPUs, the truth lies between both kinds of curve; bytes alone are "
-        "the upper bound.",
+        f"every value type ({', '.join(measured.value_types)}) was measured, top-k replies travel in that of the push. "
+        "Where workers and server have GPUs, the truth lies between both kinds of curve; bytes alone are the upper "
+        "bound.",
         "Published curves: Yan et al., ICPP 2020. Read them as upper bounds: the code of that measurement answers with "
         "the worker's own push, and its ASGD sends float64.",
     ]

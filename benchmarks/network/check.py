@@ -17,12 +17,17 @@ _SIZE = 1_168_000  # a tenth of ResNet-18's
 _WORST_CALIBRATION = 0.15
 _POINT_SECONDS = 40.0
 _DENSE, _EXACT, _TOPK = Curve("fp32", "dense"), Curve("fp16", "exact"), Curve("fp16", "topk")
+_PLAIN, _OVERLAPPED = Curve("int8", "topk"), Curve("int8", "topk", overlap=True)
 
 EXPERIMENTS = {
     # A tenth of the model on a tenth of the rate: what 11.7 M parameters are on 100 Mbit/s.
     10e6: [Point(curve, workers, 0.330, 8) for curve in (_EXACT, _TOPK) for workers in (1, 2, 4)],
     # A tenth of the time too, as dense steps are long: everything ten times as fast, the same experiment.
-    100e6: [Point(_DENSE, workers, 0.033, 8) for workers in (1, 2, 4)],
+    100e6: [
+        *(Point(_DENSE, workers, 0.033, 8) for workers in (1, 2, 4)),
+        # 11.7 M parameters on 1 Gbit/s with 100 ms of compute: how much overlap hides.
+        *(Point(curve, workers, 0.100, 30) for workers in (1, 2) for curve in (_PLAIN, _OVERLAPPED)),
+    ],
 }
 """By bits a second of every link."""
 

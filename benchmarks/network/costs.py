@@ -1,7 +1,6 @@
 """From what was measured to what the model takes: the costs of one curve of a figure.
 
 Every time and every number of entries comes from a run of the library on this machine, in the same run as the figure.
-A value type that the library cannot send yet takes the times of fp16, and its bytes by the bits of a value.
 """
 
 import os
@@ -16,10 +15,9 @@ from benchmarks.network.servercosts import ReplyWork, ServerCosts
 from benchmarks.network.workercosts import WorkerCosts
 from pscore.layout import ModelLayout
 
-VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4}
-"""Bits of a value, without the bounds that a block of 8-bit or 4-bit values carries (under a tenth of a bit each)."""
+VALUE_TYPES = ("fp16", "int8", "int4")
+"""Of the sparse curves; fp32 is measured beside them, for what gRPC itself costs."""
 
-_STAND_IN = "fp16"
 _COVERED = (1, 4, 16)  # pushes that exact replies cover where they are measured
 
 
@@ -72,15 +70,16 @@ class Measured:
         """Return what the model takes."""
         if curve.down == "dense":
             worker, push, density = self.dense, self.server.dense, 1.0
-            size, replies = worker.push_size, [self._reply(self.server.whole, 32, worker)]
+            size, replies = worker.push_size, [self._reply(self.server.whole, worker)]
         else:
-            worker, push, density = self._sparse(curve.value_type), self.server.sparse, self.density
-            size = self._push_size(curve.value_type)
+            worker, push, density = self.sparse[curve.value_type], self.server.sparse, self.density
+            size = worker.push_size
             if curve.down == "topk":
-                replies = [self._reply(self.server.topk, VALUE_BITS[curve.value_type], worker)]
+                works = self.server.topk[curve.value_type]
+                unions = {count: 1 - (1 - density) ** count for count in works}
+                replies = [replace(self._reply(work, worker), density=unions[n]) for n, work in works.items()]
             else:  # exact replies hold the parameters themselves, in their own type
-                works = [*self.server.exact.values(), self.server.whole]
-                replies = [self._reply(work, 32, worker) for work in works]
+                replies = [self._reply(work, worker) for work in (*self.server.exact.values(), self.server.whole)]
         return Costs(
             push_size=size,
             select=worker.select,
@@ -91,6 +90,7 @@ class Measured:
             density=density,
             replies=replies,
             groups=len(groups(self.layout, GROUP_ELEMENTS)),
+            builds_beside=curve.down == "topk",
             server_cores=os.cpu_count() or 1,
         )
 
@@ -100,26 +100,13 @@ class Measured:
         replies = [ReplyCosts(reply.density, reply.size) for reply in costs.replies]
         return Costs(push_size=costs.push_size, density=costs.density, replies=replies, groups=costs.groups)
 
-    def stands_in(self, value_type: str) -> bool:
-        """Tell whether times are those of another value type."""
-        return value_type not in self.sparse
-
     @property
     def value_types(self) -> list[str]:
         """What was measured."""
         return list(self.sparse)
 
-    def _sparse(self, value_type: str) -> WorkerCosts:
-        return self.sparse.get(value_type) or self.sparse[_STAND_IN]
-
-    def _push_size(self, value_type: str) -> float:
-        worker = self._sparse(value_type)
-        if not self.stands_in(value_type):
-            return worker.push_size
-        return worker.push_size - worker.push_entries * (VALUE_BITS[_STAND_IN] - VALUE_BITS[value_type]) / 8
-
-    def _reply(self, work: ReplyWork, value_bits: float, worker: WorkerCosts) -> ReplyCosts:
-        size = work.frame_bytes + work.entries * value_bits / 8
+    def _reply(self, work: ReplyWork, worker: WorkerCosts) -> ReplyCosts:
+        size = work.frame_bytes + work.entries * work.value_bits / 8
         install = worker.install * work.entries / worker.reply_entries
         return ReplyCosts(work.density, size, work.build, work.encode + self.byte * size, install)
 
@@ -135,9 +122,8 @@ def measure(layout: ModelLayout, density: float, seed: int, *, quick: bool) -> M
 
 
 def _measure(layout: ModelLayout, density: float, seed: int, *, quick: bool) -> Measured:
-    server = servercosts.measure(layout, density, _COVERED, 1 if quick else 3, seed)
-    types = workercosts.available(("fp32", _STAND_IN) if quick else tuple(VALUE_BITS))
-    sparse = workercosts.sparse(layout, density, types, 3 if quick else 7, seed)
+    server = servercosts.measure(layout, density, _COVERED, VALUE_TYPES, 1 if quick else 3, seed)
+    sparse = workercosts.sparse(layout, density, ("fp32", *VALUE_TYPES), 3 if quick else 7, seed)
     dense = workercosts.dense(layout, 1 if quick else 3, seed)
     measured = Measured(layout, density, server, dense, sparse)
     measured = replace(measured, call=_unexplained(measured, Curve("fp32", "exact")) / 2)

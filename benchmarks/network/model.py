@@ -70,6 +70,7 @@ class Costs:
         density: of one push, which says how the union grows with the pushes that a reply covers.
         replies: at one or more densities of the union, ascending; between them they are interpolated.
         groups: pieces of a push and of a reply.
+        builds_beside: whether replies are built on a server's core, beside the writer.
         server_cores: that decode and encode.
     """
 
@@ -82,6 +83,7 @@ class Costs:
     density: float = 1.0
     replies: Sequence[ReplyCosts] = (ReplyCosts(1.0),)
     groups: int = 1
+    builds_beside: bool = False
     server_cores: int = 1
 
     def reply(self, pushes: int) -> ReplyCosts:
@@ -245,7 +247,7 @@ class _Fleet:
         yield simulator.wait(self._delay + costs.call)  # the question
         worker.reply = reply = costs.reply(self._version - worker.base)
         worker.base = self._version
-        yield self._writer.work(reply.build)
+        yield (self._cores if costs.builds_beside else self._writer).work(reply.build)
         arrived, received = _past(), []
         for _ in range(costs.groups):
             yield self._cores.work(reply.encode / costs.groups)

@@ -59,7 +59,14 @@ def step_seconds(lab: Lab, point: Point, layout: ModelLayout, density: float, se
 
     def serve() -> LocalServer:
         listen = f"{lab.address(_SERVER)}:0"
-        return LocalServer(listen=listen, insecure=True, buffers="none", down_mode=down, down_density=density)
+        return LocalServer(
+            listen=listen,
+            insecure=True,
+            buffers="none",
+            down_mode=down,
+            down_density=density,
+            down_value_type=point.curve.value_type,
+        )
 
     with ExitStack() as stack:
         server = stack.enter_context(inside(lab.space(_SERVER), serve))
@@ -92,13 +99,13 @@ def _work(
     with _optimizer(model, point.curve, density, server, f"worker-{seed}") as optimizer:
         for _ in range(_WARM_STEPS):
             compute.backward()
-            optimizer.step(samples=1)
+            optimizer.step()
         connection.send("ready")
         connection.recv()
         ends = [time.monotonic()]
         for _ in range(point.steps):
             compute.backward()
-            optimizer.step(samples=1)
+            optimizer.step()
             ends.append(time.monotonic())
         connection.send(ends)
 
@@ -115,7 +122,15 @@ def _optimizer(model: SyntheticModel, curve: Curve, density: float, server: str,
     )
     if curve.down == "dense":
         return psclient.ASGD(model.parameters(), lr=0.01, model=model, settings=settings)
-    return psclient.DGS(model.parameters(), lr=0.01, momentum=0.3, density=density, model=model, settings=settings)
+    return psclient.DGS(
+        model.parameters(),
+        lr=0.01,
+        momentum=0.3,
+        density=density,
+        model=model,
+        overlap=curve.overlap,
+        settings=settings,
+    )
 
 
 class _Compute:

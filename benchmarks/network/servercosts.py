@@ -55,53 +55,62 @@ class ServerCosts:
         sparse: a push at the density.
         dense: a push of everything.
         exact: replies by the number of pushes that they cover.
-        topk: a reply at the density.
+        topk: replies at the density, by value type and by the number of pushes since the last one.
         whole: the reply that holds every element.
     """
 
     sparse: PushWork
     dense: PushWork
     exact: dict[int, ReplyWork]
-    topk: ReplyWork
+    topk: dict[str, dict[int, ReplyWork]]
     whole: ReplyWork
 
 
-def measure(layout: ModelLayout, density: float, covered: Sequence[int], repeats: int, seed: int) -> ServerCosts:
+def measure(
+    layout: ModelLayout, density: float, covered: Sequence[int], value_types: Sequence[str], repeats: int, seed: int
+) -> ServerCosts:
     """Push and pull, in turn.
 
     Args:
         layout: the model.
         density: of a push and of a top-k reply.
-        covered: the numbers of pushes that exact replies cover; ascending.
+        covered: the numbers of pushes that replies cover; ascending.
+        value_types: of top-k replies.
         repeats: how often.
         seed: of the entries.
     """
     rng = np.random.default_rng(seed)
     exact = InProcessShard(layout, "exact", ledger_multiple=4.0)
-    topk = InProcessShard(layout, "topk", down_density=density)
-    topk.open_image()
+    topk = {
+        name: InProcessShard(layout, "topk", down_density=density, down_value_type=name, ledger_multiple=4.0)
+        for name in value_types
+    }
+    for shard in topk.values():
+        shard.open_image()
     everything = Segment(exact.span, None, torch.full((layout.size,), 1e-3))
     sparse: list[PushWork] = []
     dense: list[PushWork] = []
-    replies: dict[int | str, list[ReplyWork]] = {}
+    replies: dict[object, list[ReplyWork]] = {}
     for _ in range(repeats):
-        for _ in range(covered[-1]):
-            push = noise_push(layout, density, DEFAULT_DENSE_BELOW, rng)
-            sparse.append(_push(exact, push))
-            topk.commit(push)
+        pushes = [noise_push(layout, density, DEFAULT_DENSE_BELOW, rng) for _ in range(covered[-1])]
+        sparse += [_push(exact, push) for push in pushes]
         for count in covered:
             replies.setdefault(count, []).append(_reply(exact, lambda n=count: exact.pull(exact.model.version - n)))
-        replies.setdefault("topk", []).append(_reply(topk, topk.pull_topk))
+            for name, shard in topk.items():
+                for push in pushes[:count]:
+                    shard.commit(push)
+                replies.setdefault((name, count), []).append(_reply(shard, shard.pull_topk))
         dense.append(_push(exact, everything))
         replies.setdefault("whole", []).append(_reply(exact, lambda: exact.pull(exact.model.version - 1)))
     exact.close()
-    topk.close()
+    for shard in topk.values():
+        shard.close()
     found = {kind: _median_reply(many) for kind, many in replies.items()}
     return ServerCosts(
         _median_push(sparse),
         _median_push(dense),
         {count: found[count] for count in covered},
-        found["topk"],
+        {name: {count: found[name, count] for count in covered} for name in value_types},
         found["whole"],
     )
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from pydantic import ValidationError
 
 import psclient
 from benchmarks.synthetic import Noise, SyntheticModel
@@ -39,19 +38,6 @@ class WorkerCosts:
     push_size: float
     push_entries: float
     reply_entries: float
-
-
-def available(value_types: Sequence[str]) -> list[str]:
-    """Return those that this version of the library can send."""
-
-    def known(value_type: str) -> bool:
-        try:
-            ClientSettings.model_validate({"value_type": value_type})
-        except ValidationError:
-            return False
-        return True
-
-    return [value_type for value_type in value_types if known(value_type)]
 
 
 def dense(layout: ModelLayout, steps: int, seed: int) -> WorkerCosts:

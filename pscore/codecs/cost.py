@@ -40,15 +40,16 @@ def choose_for(offsets: Offsets, length: int, link_bytes_per_second: float | Non
     codec = choose(count, length, link_bytes_per_second, allowed)
     rate = link_bytes_per_second or ASSUMED_LINK
     rice, pcodec = pb.INDEX_CODEC_RICE, pb.INDEX_CODEC_PCODEC
-    if codec != rice or pcodec not in allowed or count < 2 * _SAMPLE:
+    if codec != rice or pcodec not in allowed:
         return codec
     extra = _nanoseconds(pcodec, count, length) - _nanoseconds(rice, count, length)
     if INDEX_FORMATS[rice].bits(count, length) / 2 / 8 / rate < extra * 1e-9:
         return codec
-    first = (count - _SAMPLE) // 2
-    sample = offsets[first : first + _SAMPLE] - offsets[first]
+    size = min(count, _SAMPLE)
+    first = (count - size) // 2
+    sample = offsets[first : first + size] - offsets[first]
     saved = len(INDEX_FORMATS[rice].encode(sample, length)) - len(INDEX_FORMATS[pcodec].encode(sample, length))
-    return pcodec if saved * (count / _SAMPLE) / rate > extra * 1e-9 else rice
+    return pcodec if saved * (count / size) / rate > extra * 1e-9 else rice
 
 
 def _seconds(codec: int, count: int, length: int, rate: float) -> float:

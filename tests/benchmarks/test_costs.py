@@ -16,7 +16,7 @@ SERVER = ServerCosts(
     sparse=PushWork(0.001, 0.002),
     dense=PushWork(0.1, 0.2),
     exact={1: REPLY, 4: replace(REPLY, density=0.0394, entries=3940, frame_bytes=3940)},
-    topk=REPLY,
+    topk={"fp16": {n: replace(REPLY, build=n / 10, value_bits=16) for n in (1, 4)}},
     whole=replace(REPLY, density=1.0, entries=100_000, frame_bytes=0),
 )
 MEASURED = Measured(one_tensor(100_000), 0.01, SERVER, WORKER, {"fp16": WORKER}, call=0.004, byte=1e-6)
@@ -26,11 +26,11 @@ def test_a_value_type_that_was_measured_has_its_own_bytes():
     assert MEASURED.costs(Curve("fp16", "topk")).push_size == 3000
 
 
-@pytest.mark.parametrize(("value_type", "bits"), [("int8", 8), ("int4", 4)])
-def test_one_that_was_not_has_the_bytes_of_its_bits(value_type, bits):
-    costs = MEASURED.costs(Curve(value_type, "topk"))
-    assert costs.push_size == 3000 - ENTRIES * (16 - bits) / 8
-    assert costs.reply(5).size == 1000 + ENTRIES * bits / 8
+def test_a_top_k_reply_has_its_own_bytes_however_much_it_covers():
+    costs = MEASURED.costs(Curve("fp16", "topk"))
+    assert costs.reply(1).size == costs.reply(9).size == 1000 + ENTRIES * 16 / 8
+    assert costs.builds_beside
+    assert costs.reply(4).build == pytest.approx(0.4, rel=0.01), "it takes longer after more pushes"
 
 
 def test_an_exact_reply_holds_fp32_and_grows_with_what_it_covers():

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.codecs.limits import MAX_ENTRIES
-from pscore.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, decode_values, host_values
+from pscore.codecs.names import VALUE_CODECS
+from pscore.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, bounds, decode_values, host_values
 from pscore.codecs.values.bounds import BLOCK
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
@@ -175,3 +176,22 @@ def test_an_unknown_codec_is_refused(codec):
     with pytest.raises(Refusal) as refused:
         decode_values(codec, b"", 0)
     assert refused.value.reason is Reason.UNKNOWN_CODEC
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@given(st.integers(0, 2**16), st.integers(1024, 3000), st.sampled_from(["normal", "zeros", "one", "tiny", "huge"]))
+@settings(deadline=None, max_examples=40)
+def test_compiled_and_vectorised_give_the_same_bytes_and_values(name, seed, count, kind):
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(count).astype(np.float32)
+    if kind == "zeros":
+        values[rng.random(count) < 0.5] = -0.0
+    if kind in ("one", "tiny", "huge"):
+        values = {"one": np.sign(values), "tiny": values * np.float32(1e-44), "huge": values * np.float32(5e37)}[kind]
+    form = VALUE_FORMATS[VALUE_CODECS[name]]
+    fast = form.encode(values)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(bounds, "_WORTH_COMPILING", count + 1)
+        slow = form.encode(values)
+    assert fast[0] == slow[0]
+    assert fast[1].tobytes() == slow[1].tobytes()

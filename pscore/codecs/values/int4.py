@@ -13,11 +13,11 @@ import numpy as np
 from pscore.codecs.values.bounds import (
     BLOCK,
     BOUND_BYTES,
-    Wide,
     bounds_of,
+    codes_of,
+    fourth_root,
     levels,
     look_up,
-    positions,
     read_bounds,
 )
 from pscore.codecs.values.format import ValueFormat, Values
@@ -26,17 +26,10 @@ from pscore.reasons import Reason, Refusal
 _STEPS = 7
 
 
-def _fourth_root(magnitudes: Values) -> Wide:
-    root: Wide = np.sqrt(np.sqrt(magnitudes.astype(np.float64)))
-    return root
-
-
 def _write(values: Values) -> bytes:
-    magnitudes = np.abs(values)
-    bounds = bounds_of(magnitudes)
+    bounds = bounds_of(np.abs(values))
     codes = np.zeros(values.size + values.size % 2, np.uint8)
-    codes[: values.size] = positions(_fourth_root(magnitudes), _fourth_root(bounds), _STEPS)
-    codes[: values.size] |= np.signbit(values).astype(np.uint8) << 3
+    codes[: values.size] = codes_of(values, bounds, _STEPS, sign=8, rooted=True)
     return bounds.astype("<f4").tobytes() + (codes[::2] | codes[1::2] << 4).tobytes()
 
 
@@ -45,10 +38,11 @@ def _read(data: bytes, count: int) -> Values:
     packed = np.frombuffer(data, np.uint8, -1, bounds.nbytes)
     if count % 2 and packed[-1] > 15:
         raise Refusal(Reason.BAD_CHUNK, "bits behind the last value are not zero")
-    codes = np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)[:count]
-    roots = levels(_fourth_root(bounds), _STEPS)
+    codes = np.empty(2 * packed.size, np.uint8)
+    codes[::2], codes[1::2] = packed & 15, packed >> 4
+    roots = levels(fourth_root(bounds), _STEPS)
     squares = roots * roots
-    return look_up(np.minimum(squares * squares, bounds[:, 1:]), codes, count)
+    return look_up(np.minimum(squares * squares, bounds[:, 1:]), codes[:count], count)
 
 
 INT4 = ValueFormat("int4", 4, False, _write, _read, BLOCK, BOUND_BYTES)

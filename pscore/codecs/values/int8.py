@@ -6,18 +6,15 @@ zeros.
 
 import numpy as np
 
-from pscore.codecs.values.bounds import BLOCK, BOUND_BYTES, bounds_of, levels, look_up, positions, read_bounds
+from pscore.codecs.values.bounds import BLOCK, BOUND_BYTES, bounds_of, codes_of, levels, look_up, read_bounds
 from pscore.codecs.values.format import ValueFormat, Values
 
 _STEPS = 127
 
 
 def _write(values: Values) -> bytes:
-    magnitudes = np.abs(values)
-    bounds = bounds_of(magnitudes)
-    codes = positions(magnitudes.astype(np.float64), bounds.astype(np.float64), _STEPS)
-    codes |= np.signbit(values).astype(np.uint8) << 7
-    return bounds.astype("<f4").tobytes() + codes.tobytes()
+    bounds = bounds_of(np.abs(values))
+    return bounds.astype("<f4").tobytes() + codes_of(values, bounds, _STEPS, sign=128, rooted=False).tobytes()
 
 
 def _read(data: bytes, count: int) -> Values:
