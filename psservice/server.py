@@ -21,6 +21,7 @@ from psservice.engine import Engine
 from psservice.metrics import Metrics
 from psservice.servicer import ParameterServerServicer
 from psservice.settings import ServerSettings, is_loopback, shown, split_address
+from psservice.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Server:
             self._health_server.start()
         self.metrics_address = self._start_metrics() if settings.metrics_listen else ""
         self._server.start()
+        self._upkeep = Upkeep()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def run(self) -> None:
@@ -114,6 +116,7 @@ class Server:
         self.engine.draining = True
         self._server.stop(self.settings.drain_seconds).wait()
         self.engine.close()
+        self._upkeep.close()
         if self._health_server is not None:
             self._health_server.stop(None).wait()
         log.info("stopped", extra={"version": self.engine.model.version if self.engine.model else 0})

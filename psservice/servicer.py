@@ -82,7 +82,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 raise Refusal(
                     Reason.UNKNOWN_CODEC,
                     f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, "
-                    "or start the server with --down_value_type fp32",
+                    "or start the server with --down-value-type fp32",
                 )
             outcome = engine.join(
                 identity,

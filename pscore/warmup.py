@@ -1,0 +1,29 @@
+"""Compiling the loops before they are needed."""
+
+import numpy as np
+import torch
+
+from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
+from pscore.frames import WireForm, decode, encode
+from pscore.kernels import backend_of
+from pscore.layout import Span
+from pscore.segment import Segment
+
+_SIZE, _ENTRIES = 65_536, 2048  # enough entries for the compiled codecs
+
+
+def warm_up() -> None:
+    """Run every loop that a server needs once, so that no call waits for the compiler: a second or two at most."""
+    theta, image = torch.zeros(_SIZE), torch.zeros(_SIZE)
+    offsets = torch.arange(0, _SIZE, _SIZE // _ENTRIES)
+    kernels = backend_of(theta)
+    kernels.subtract_at(theta, offsets, torch.ones(offsets.numel()))
+    kernels.take_difference(theta, image, 0.5, _ENTRIES)
+    kernels.tail(theta, 0.5)
+    kernels.magnitude(theta)
+    ends, bounds = np.array([_SIZE], np.int64), np.zeros(1, np.float32)
+    kernels.exceeding(theta, image, offsets.int(), ends, bounds)
+    segment = Segment(Span(0, _SIZE), offsets, theta[offsets])
+    for value in VALUE_CODECS.values():
+        for chunk, _ in encode(segment, WireForm(value, INDEX_CODECS["rice"]), chunk_bytes=1 << 20):
+            decode(chunk, segment.span)

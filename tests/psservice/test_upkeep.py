@@ -1,0 +1,34 @@
+"""Upkeep: the loops are compiled before a push asks for them, freed memory goes back, and the thread ends."""
+
+import threading
+
+from psservice import upkeep
+
+
+def test_it_warms_up_trims_and_ends(monkeypatch):
+    trimmed = threading.Event()
+    monkeypatch.setattr(upkeep, "TRIM_SECONDS", 0.01)
+    monkeypatch.setattr(upkeep, "_malloc_trim", lambda: trimmed.set)
+    chores = upkeep.Upkeep()
+    assert trimmed.wait(60)
+    chores.close()
+    assert "upkeep" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_failing_warm_up_is_logged_and_no_more(monkeypatch, caplog):
+    def fail():
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(upkeep, "warm_up", fail)
+    upkeep.Upkeep().close()
+    assert "could not be compiled ahead" in caplog.text
+
+
+def test_a_c_library_without_trimming_is_no_reason_to_fail(monkeypatch):
+    monkeypatch.setattr(upkeep.ctypes, "CDLL", lambda name: object())
+    assert upkeep._malloc_trim() is None
+
+
+def test_this_c_library_trims():
+    trim = upkeep._malloc_trim()
+    assert trim is None or trim() in (0, 1)
