@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import IO
 
 from psclient.errors import ConfigurationError, ServerUnreachableError
+from psclient.settings import sibling_workers
 
 log = logging.getLogger("psclient")
 
@@ -141,3 +142,18 @@ def _flag(name: str, value: object) -> str:
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
     return f"--{flag}={value}"
+
+
+def start_alone() -> LocalServer:
+    """Start a server for a worker that is alone.
+
+    Raises:
+        ConfigurationError: the environment says that this process is one of several workers: each would train alone.
+    """
+    variable = sibling_workers()
+    if variable is not None:
+        raise ConfigurationError(
+            f"{variable} says that this is one of several workers, and no server address was given: each would "
+            'train alone. Start `psservice serve` and pass server="HOST:PORT" or set PSCLIENT_SERVER'
+        )
+    return LocalServer()

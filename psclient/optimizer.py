@@ -23,7 +23,7 @@ from psclient.exchange import Exchange
 from psclient.gradients import finite, gather
 from psclient.hyperparameters import MomentumAdvice, check_hyperparameters
 from psclient.lifecycle import Lifecycle
-from psclient.local import LocalServer
+from psclient.local import LocalServer, start_alone
 from psclient.membership import Membership
 from psclient.methods.base import Group, Sent, Sparse, State, Step
 from psclient.model import SampleCounter, describe
@@ -90,7 +90,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._density_schedule = density if callable(density) else None
         defaults["density"] = density(1) if callable(density) else density
         super().__init__(params, defaults)
-        self._settings = _settings(settings, server, worker)
+        self._settings = client_settings.resolve(settings, _addresses(server), worker)
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         self._model = describe(model, [p for group in self.param_groups for p in group["params"]])
         self._layout = self._model.layout
@@ -99,7 +99,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self.report = StepReport(0)
         self.totals = Totals()
 
-        own_local = self._start_local() if self._settings.server == client_settings.LOCAL else None
+        own_local = start_alone() if self._settings.server == client_settings.LOCAL else None
         addresses = client_settings.addresses((own_local or self._settings).server)
         shards = [ShardClient(address, i, self._settings) for i, address in enumerate(addresses)]
         replica = Replica(self._layout, self._model.parameters)
@@ -389,7 +389,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._push(report, lambda number: self._exchange.send_gradients(report, number, gradients, clip))
         with report.timed("wait"):
             replies = self._exchange.fetch()
-        _move_seconds(report, max(reply.decode_seconds for reply in replies.values()), "wait", "apply")
+        report.move(max(reply.decode_seconds for reply in replies.values()), "wait", "apply")
         self._exchange.apply(report, replies)
         self._end_step(report)
 
@@ -478,29 +478,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         group = self._group_of.get(id(parameter))
         return None if group is None else {**group, "lr": float(group["lr"])}
 
-    def _start_local(self) -> LocalServer:
-        variable = client_settings.sibling_workers()
-        if variable is not None:
-            raise ConfigurationError(
-                f"{variable} says that this is one of several workers, and no server address was given: each would "
-                'train alone. Start `psservice serve` and pass server="HOST:PORT" or set PSCLIENT_SERVER'
-            )
-        return LocalServer()
 
-
-def _move_seconds(report: StepReport, seconds: float, source: str, target: str) -> None:
-    """Count time under another phase."""
-    moved = min(seconds, report.seconds[source])
-    report.seconds[source] -= moved
-    report.seconds[target] += moved
-
-
-def _settings(settings: ClientSettings | None, server: Server | None, worker: str | None) -> ClientSettings:
+def _addresses(server: Server | None) -> str | None:
     if isinstance(server, LocalServer):
-        server = server.server
-    elif server is not None and not isinstance(server, str):
-        server = ",".join(server)
-    if settings is None:
-        return client_settings.load(server=server, worker=worker)
-    given = {"server": server, "worker": worker}
-    return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
+        return server.server
+    return server if server is None or isinstance(server, str) else ",".join(server)

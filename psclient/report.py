@@ -57,6 +57,12 @@ class StepReport:
         finally:
             self.seconds[phase] += time.perf_counter() - started
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Attribute some of one phase's time to another."""
+        moved = min(seconds, self.seconds[source])
+        self.seconds[source] -= moved
+        self.seconds[target] += moved
+
 
 @dataclass
 class Totals:

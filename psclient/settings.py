@@ -79,6 +79,14 @@ def load(**overrides: object) -> ClientSettings:
     return settings
 
 
+def resolve(settings: ClientSettings | None, server: str | None, worker: str | None) -> ClientSettings:
+    """Return the settings that hold for an optimizer: those given, else loaded; ``server`` and ``worker`` win."""
+    if settings is None:
+        return load(server=server, worker=worker)
+    given = {"server": server, "worker": worker}
+    return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
 def addresses(server: str) -> tuple[str, ...]:
     """Split a comma-separated list of ``HOST:PORT``; raises :class:`ConfigurationError` where one has no port."""
     found = tuple(part.strip() for part in server.split(",") if part.strip())
