@@ -4,8 +4,8 @@ The rules are those of docs/protocol.md; this file is where a worker follows the
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from psclient.buffers import BufferExchange
 from psclient.connection import Patience
 from psclient.errors import LeaseLostError, ServerFaultError, from_refusal
+from psclient.jobs import JobThread
 from psclient.membership import SLOWEST_BYTES_A_SECOND, Membership
 from psclient.replica import Replica
 from psclient.shard import REJOIN_REASONS, PulledReply, PushPart, ShardClient
@@ -22,6 +23,7 @@ from pscore.v1 import parameter_server_pb2 as pb
 
 Result = TypeVar("Result")
 
+_CLOSING_SECONDS = 1.0
 _MOST_REJOINS = 20  # in one step; each may wait, so this is a guard against a loop, not a time limit
 
 
@@ -62,9 +64,8 @@ class Cluster:
         for shard, span in zip(self.shards, replica.layout.shard_spans(len(self.shards)), strict=True):
             shard.span = span
         self._outcome: PushOutcome | None = None
-        self._pool = (
-            ThreadPoolExecutor(len(self.shards), thread_name_prefix="psclient") if len(self.shards) > 1 else None
-        )
+        # One thread a shard, where there are several; daemons, so that they still work when the interpreter ends.
+        self._threads = [JobThread(f"psclient-{shard.index}") for shard in self.shards] if len(self.shards) > 1 else []
 
     @property
     def in_doubt(self) -> bool:
@@ -230,8 +231,8 @@ class Cluster:
         self.membership.leave()
         for shard in self.shards:
             shard.connection.close()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
+        for thread in self._threads:
+            thread.close(_CLOSING_SECONDS)
 
     # Inner parts
 
@@ -241,9 +242,9 @@ class Cluster:
 
     def _each(self, shards: Sequence[ShardClient], call: Callable[[ShardClient], Result]) -> list[Result]:
         """Call for every shard in parallel and return the results in order; the first error is raised after all."""
-        if self._pool is None or len(shards) == 1:
-            return [call(shard) for shard in shards]
-        futures = [self._pool.submit(call, shard) for shard in shards]
+        if len(shards) == 1:
+            return [call(shards[0])]
+        futures = [self._threads[shard.index].submit(partial(call, shard)) for shard in shards]
         for future in futures:
             future.exception()
         return [future.result() for future in futures]

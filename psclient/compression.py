@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from psclient.errors import NonFiniteGradientError
 from psclient.methods.base import Group, Method, Sent, Sparse, State, Step
 from psclient.model import TrainedModel
 from pscore.kernels import device_selection
@@ -176,6 +177,10 @@ class Compressor:
 
         Returns:
             (position, what is sent), ascending.
+
+        Raises:
+            NonFiniteGradientError: gradient times learning rate has left the range of fp32; what had been selected is
+                given back, without the entries concerned.
         """
         alike: dict[tuple[float, torch.device], list[int]] = {}
         said: dict[int, tuple[Sparse | torch.Tensor, State]] = {}
@@ -193,7 +198,27 @@ class Compressor:
         for (density, _), members in alike.items():
             found = compress([said[position] for position in members], density, self._choice, tally)
             sent.update(zip(members, found, strict=True))
+        if not all(bool(entry.values.isfinite().all()) for entry in sent.values()):
+            raise NonFiniteGradientError(self._without_overflow(sent))
         return sorted(sent.items())
+
+    def _without_overflow(self, sent: Mapping[int, Sent]) -> str:
+        """Give the finite entries back and clear the others; return the name of a tensor that has some."""
+        name = ""
+        for position, entry in sent.items():
+            parameter = self._model.parameters[position]
+            group = self._group_of(parameter)
+            assert group is not None
+            good = entry.values.isfinite()
+            if not bool(good.all()):
+                name = self._model.layout.parameters[position].name
+                for memory in self._state[parameter].values():
+                    if isinstance(memory, torch.Tensor) and memory.numel() == parameter.numel():
+                        memory.nan_to_num_(0.0, 0.0, 0.0)
+            offsets = torch.arange(entry.values.numel()) if entry.offsets is None else entry.offsets
+            returned = Sent(offsets[good.to(offsets.device)], entry.values[good])
+            self._method.give_back(self._state[parameter], group, returned, parameter)
+        return name
 
     def empty(self, positions: Iterable[int]) -> list[tuple[int, Sent]]:
         """Take everything out that these tensors hold; as :meth:`compress` returns it."""

@@ -44,3 +44,29 @@ def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]
             if not bool(gradient.isfinite().all()):
                 raise NonFiniteGradientError(model.layout.parameters[position].name)
     return dense
+
+
+class Interrupted:
+    """The gradients of a step that was pushed and not ended: if it is called again, they must not be pushed again."""
+
+    def __init__(self) -> None:
+        """There are none."""
+        self._found: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def note(self, gradients: Gradients) -> None:
+        """Remember them."""
+        self._found = {position: (gradient, gradient._version) for position, gradient in gradients.items()}
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._found = {}
+
+    def holds(self, gradients: Gradients) -> bool:
+        """Tell whether these are the very same, unchanged: no backward pass has run since."""
+        if not self._found or self._found.keys() != gradients.keys():
+            return False
+        noted = (self._found[position] for position in gradients)
+        return all(
+            gradient is before and gradient._version == version
+            for gradient, (before, version) in zip(gradients.values(), noted, strict=True)
+        )

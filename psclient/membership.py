@@ -115,6 +115,11 @@ class Membership:
         for shard in self.shards:
             shard.settings = self.settings
 
+    @property
+    def seconds_left(self) -> float | None:
+        """How much longer a server may be waited for; ``None`` without :meth:`hurry`."""
+        return None if math.isinf(self._hurry_until) else max(0.0, self._hurry_until - time.monotonic())
+
     def patience(self, shard: ShardClient, seconds: float | None = None, extra_seconds: float = 0.0) -> Patience:
         """Return the patience for an undertaking at one shard; ``extra_seconds`` for what is large."""
         if seconds is None:

@@ -18,9 +18,15 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from psclient import settings as client_settings
 from psclient.cluster import Cluster
 from psclient.compression import Choice, Compressor
-from psclient.errors import ConfigurationError, RunFinishedError
+from psclient.errors import (
+    STEP_AGAIN,
+    ConfigurationError,
+    NonFiniteGradientError,
+    RunFinishedError,
+    ServerUnreachableError,
+)
 from psclient.exchange import Exchange
-from psclient.gradients import finite, gather
+from psclient.gradients import Interrupted, finite, gather
 from psclient.hyperparameters import MomentumAdvice, check_hyperparameters
 from psclient.lifecycle import Lifecycle
 from psclient.local import LocalServer, start_alone
@@ -125,6 +131,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             ),
         )
         self._overlap: Overlap | None = None
+        self._interrupted = Interrupted()
         self._lifecycle = Lifecycle(self, own_local, flush_on_sigterm=self._settings.flush_on_sigterm)
         try:
             self._membership.join()
@@ -282,16 +289,18 @@ class ParameterServerOptimizer(Optimizer, ABC):
             return
         self._lifecycle.ended = True
         self.hurry(_CLOSING_SECONDS)
-        if self._overlap is not None:
+        try:
             self._membership.quietly(self._drain)
-            self._overlap.close()
-        if self._joined:
-            if self._samples is not None:
-                self._samples.close()
-            if self._samples_since_exchange and not self._cluster.in_doubt:
-                self._membership.quietly(lambda: self._exchange_at_end(self._samples_since_exchange))
-        self._cluster.close()
-        self._lifecycle.release()
+            if self._joined:
+                if self._samples is not None:
+                    self._samples.close()
+                if self._samples_since_exchange and not self._cluster.in_doubt:
+                    self._membership.quietly(lambda: self._exchange_at_end(self._samples_since_exchange))
+        finally:
+            self._cluster.close()
+            if self._overlap is not None:
+                self._overlap.close()
+            self._lifecycle.release()
 
     def __enter__(self) -> "ParameterServerOptimizer":
         """Return the optimizer."""
@@ -316,11 +325,20 @@ class ParameterServerOptimizer(Optimizer, ABC):
         if any(id(parameter) not in known for parameter in group["params"]):
             self.param_groups.pop()
             raise ConfigurationError("a parameter that is not part of the model cannot be added after joining a server")
+        if self._overlap is not None and self._overlap.begun:
+            self.param_groups.pop()
+            raise ConfigurationError("a group cannot be added between backward() and step() with overlap=True")
         self._group_of.update({id(parameter): group for parameter in group["params"]})
-        if self._overlap is not None:
-            self._drain()
-            self._overlap.close()
-            self._overlap = self._start_overlap()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as for any torch optimizer.
+
+        With overlap, between ``backward()`` and ``step()``: a batch is skipped. What had been handed over by then stays
+        in the residuals.
+        """
+        if self._overlap is not None and self._overlap.begun and not self._lifecycle.in_child:
+            self._overlap.forget()
+        super().zero_grad(set_to_none)
 
     # State
 
@@ -330,8 +348,14 @@ class ParameterServerOptimizer(Optimizer, ABC):
         A push that is still in doubt is part of the residuals returned: if it turns out to have been applied, they are
         recognised as out of date when they are loaded.
         """
-        with torch.no_grad():
-            self._drain()
+        with torch.no_grad(), self._lifecycle.busy():
+            try:
+                self._drain()
+            except ServerUnreachableError as error:
+                log.warning("saving the state with a push in doubt: %s", error)
+            return self._state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if self._exchange.in_doubt:
             kept = {parameter: copy.deepcopy(memories) for parameter, memories in self.state.items()}
@@ -354,6 +378,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
             if lacking := sorted(self.defaults.keys() - group.keys()):
                 raise ConfigurationError(f"this state is another optimizer's: it has no {', '.join(lacking)}")
             check_hyperparameters(group)
+        with torch.no_grad(), self._lifecycle.busy():
+            self._drain()
+            self._settle_doubt()  # a push that is applied later would count beside what is loaded
         super().load_state_dict(plain)
         self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         restore_memories(self, plain)
@@ -382,15 +409,30 @@ class ParameterServerOptimizer(Optimizer, ABC):
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
 
     def _take_step(self, samples: int | None) -> None:
-        gradients = finite(self._model, self._gather(range(len(self._model.parameters))))
+        found = self._gather(range(len(self._model.parameters)))
+        if self._interrupted.holds(found):
+            self._settle_doubt()
+            self._receive(self.report)
+            return
+        gradients = finite(self._model, found)
         self._settle_doubt()
         clip = self.gradient_scale(list(gradients.values()), self.live_workers)
         report = self.report = self._begin_step(samples)
-        self._push(report, lambda number: self._exchange.send_gradients(report, number, gradients, clip))
+        self._interrupted.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
+        try:
+            self._push(report, lambda number: self._exchange.send_gradients(report, number, gradients, clip))
+        except NonFiniteGradientError:
+            self._interrupted.clear()
+            raise
+        self._receive(report)
+
+    def _receive(self, report: StepReport) -> None:
+        """Fetch the reply to a settled push, apply it, and end the step."""
         with report.timed("wait"):
             replies = self._exchange.fetch()
         report.move(max(reply.decode_seconds for reply in replies.values()), "wait", "apply")
         self._exchange.apply(report, replies)
+        self._interrupted.clear()
         self._end_step(report)
 
     def _take_overlapped_step(self, overlap: Overlap, samples: int | None) -> None:
@@ -398,12 +440,19 @@ class ParameterServerOptimizer(Optimizer, ABC):
             raise ConfigurationError(
                 "with overlap=True samples are counted at the forward of model=; leave samples out"
             )
+        found = self._gather(range(len(self._model.parameters)))
+        if not overlap.begun and self._interrupted.holds(found):
+            self._settle_doubt()
+            self._receive(self.report)
+            return
         report = self.report = overlap.finish()
+        self._interrupted.note(found)
         with report.timed("wait"):
             replies = overlap.collect()
         if replies is not None:
             self._exchange.apply(report, replies)
         overlap.launch(report)
+        self._interrupted.clear()
         self._end_step(report)
 
     def _begin_step(self, samples: int | None = None) -> StepReport:
@@ -449,21 +498,27 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     def _drain(self) -> None:
         """With overlap: end what goes on in the background, and apply the reply that is awaited."""
-        if self._overlap is None:
+        if self._overlap is None or self._lifecycle.in_child:
             return
         self._overlap.break_off()
-        replies = self._overlap.collect()
+        seconds = self._membership.seconds_left
+        try:
+            replies = self._overlap.collect(seconds)
+        except TimeoutError:
+            address = self._membership.coordinator.address
+            raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
         if replies is not None:
             report = StepReport(self._exchange.step)
             self._exchange.apply(report, replies)
             self.totals.add(report)
 
     def _start_overlap(self) -> Overlap:
-        trained = {
-            position: parameter
-            for position, parameter in enumerate(self._model.parameters)
-            if parameter.requires_grad and id(parameter) in self._group_of
-        }
+        def trained() -> dict[int, torch.Tensor]:
+            return {
+                position: parameter
+                for position, parameter in enumerate(self._model.parameters)
+                if parameter.requires_grad and id(parameter) in self._group_of
+            }
 
         def begin() -> StepReport:
             self._settle_doubt()

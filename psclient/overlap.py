@@ -11,13 +11,16 @@ end of a step a second thread waits for the acknowledgement and fetches the repl
     exchange   … reply t−1                     │ settle t, reply t ─────────────────────────▶ applied
 """
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from psclient.errors import ConfigurationError
 from psclient.exchange import Exchange, Replies
@@ -33,7 +36,7 @@ class Overlap:
 
     Args:
         exchange: what is driven.
-        parameters: trained parameters by position in the layout.
+        trained: returns the trained parameters by position in the layout, as they are now.
         begin: opens the push of a new step; called on the compressing thread.
         gather: collects the gradients of a group, at once.
         finite: checks them; called on the compressing thread.
@@ -42,29 +45,32 @@ class Overlap:
     def __init__(
         self,
         exchange: Exchange,
-        parameters: Mapping[int, torch.Tensor],
+        trained: Callable[[], Mapping[int, torch.Tensor]],
         begin: Callable[[], StepReport],
         gather: Callable[[range], Gradients],
         finite: Callable[[Gradients], Gradients],
     ) -> None:
         """Register the hooks and start the threads."""
-        self._exchange = exchange
+        self.owner = os.getpid()
+        self._exchange, self._trained = exchange, trained
         self._begin, self._gather, self._finite = begin, gather, finite
         self._compressing, self._exchanging = JobThread("psclient-compress"), JobThread("psclient-exchange")
         self._group_of = {position: n for n, group in enumerate(exchange.groups) for position in group}
-        self._members = [sum(position in parameters for position in group) for group in exchange.groups]
         self._paused = False
         self._report: StepReport | None = None
         self._round: Future[Replies] | None = None
         self._settled = threading.Event()
         self._settled.set()
-        self._reset()
-        device = next((p.device for p in parameters.values() if p.is_cuda), None)
+        device = next((p.device for p in trained().values() if p.is_cuda), None)
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(_hook(self, position))  # type: ignore[no-untyped-call]
-            for position, parameter in parameters.items()
-        ]
+        self._handles: dict[int, RemovableHandle] = {}
+        self._reset()
+        self._count_members()
+
+    @property
+    def begun(self) -> bool:
+        """True from the first gradient of a backward pass until the step's end."""
+        return bool(self._seen)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -80,13 +86,20 @@ class Overlap:
 
         Raises:
             NonFiniteGradientError: the push is broken off; groups before it have kept their gradients as residual.
+            ConfigurationError: a gradient was changed after it had been handed over; likewise.
             SparsepsError: the push before this one is in doubt still.
         """
+        if any(gradient._version != version for gradient, version in self._versions):
+            self.forget()
+            raise ConfigurationError(
+                "a gradient was changed between backward() and step() (clipping, GradScaler); with overlap=True it was "
+                "handed over during backward, as it was then. Leave overlap out, or change it in a hook of the loss"
+            )
         for number in range(len(self._exchange.groups)):
-            if number not in self._handed:
+            if number not in self._jobs:
                 self._hand_over(number)
-        self._jobs.append(self._compressing.submit(self._commit))
-        errors = [error for job in self._jobs if (error := job.exception()) is not None]
+        jobs: list[Future[Any]] = [*self._jobs.values(), self._compressing.submit(self._commit)]
+        errors = [error for job in jobs if (error := job.exception()) is not None]
         report, self._report = self._report, None
         self._reset()
         if errors:
@@ -107,36 +120,40 @@ class Overlap:
 
         self._round = self._exchanging.submit(job)
 
-    def collect(self) -> Replies | None:
+    def collect(self, seconds: float | None = None) -> Replies | None:
         """Wait for the reply to the last step's push and return it; ``None`` if none is awaited.
 
         Raises:
             SparsepsError: what settling or fetching has met.
+            TimeoutError: it has not come within ``seconds``.
         """
         awaited, self._round = self._round, None
-        return None if awaited is None else awaited.result()
+        return None if awaited is None else awaited.result(seconds)
 
     def break_off(self) -> None:
-        """Take a push back that has begun and has no commit; its gradients stay accumulated."""
-        for job in self._jobs:
-            job.exception()
-        self._jobs.clear()
+        """Take a push back that has begun and has no commit.
+
+        Groups that were handed over have their gradients in their residuals then, and the step leaves them out; those
+        that could not be sent (no server, a gradient that is not finite) are handed over again by the step.
+        """
+        for number, job in list(self._jobs.items()):
+            if job.exception() is not None or not job.result():
+                del self._jobs[number]
         if self._report is not None:
             self._compressing.submit(self._exchange.abandon).result()
             self._report = None
 
+    def forget(self) -> None:
+        """Break off, and begin the next step as if this one had not been."""
+        self.break_off()
+        self._reset()
+
     def close(self) -> None:
         """Remove the hooks and stop the threads."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self._compressing.close(_CLOSING_SECONDS)
         self._exchanging.close(_CLOSING_SECONDS)
-
-    def _reset(self) -> None:
-        self._jobs: list[Future[None]] = []
-        self._handed: set[int] = set()
-        self._seen: set[int] = set()
-        self._missing = list(self._members)
 
     def ready(self, position: int) -> None:
         """Note that a gradient is whole; called by its hook, during backward."""
@@ -145,27 +162,45 @@ class Overlap:
         if position in self._seen:
             raise ConfigurationError(
                 "with overlap=True gradients are handed over during backward, and this is a second backward before "
-                "step(); wrap all but the last in `with optimizer.accumulating():`"
+                "step(); wrap all but the last in `with optimizer.accumulating():`, or skip a batch with "
+                "optimizer.zero_grad()"
             )
+        if not self._seen:
+            self._count_members()
         self._seen.add(position)
         number = self._group_of[position]
         self._missing[number] -= 1
-        if not self._missing[number]:
+        if not self._missing[number] and number not in self._jobs:
             self._hand_over(number)
 
+    def _reset(self) -> None:
+        self._jobs: dict[int, Future[bool]] = {}
+        self._seen: set[int] = set()
+        self._versions: list[tuple[torch.Tensor, int]] = []
+
+    def _count_members(self) -> None:
+        """Look which parameters are trained now, and hook those that were frozen before."""
+        trained = self._trained()
+        for position, parameter in trained.items():
+            if position not in self._handles:
+                hook = _hook(self, position)
+                self._handles[position] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._missing = [sum(position in trained for position in group) for group in self._exchange.groups]
+
     def _hand_over(self, number: int) -> None:
-        self._handed.add(number)
         event = None
         if self._stream is not None:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         gradients = self._gather(self._exchange.groups[number])
-        self._jobs.append(self._compressing.submit(lambda: self._send(number, gradients, event)))
+        self._versions += [(gradient, gradient._version) for gradient in gradients.values()]
+        self._jobs[number] = self._compressing.submit(lambda: self._send(number, gradients, event))
 
     @torch.no_grad()
-    def _send(self, number: int, gradients: Gradients, ready: "torch.cuda.Event | None") -> None:
+    def _send(self, number: int, gradients: Gradients, ready: "torch.cuda.Event | None") -> bool:
+        """Send a group; tell whether that was done, or left because another one has failed."""
         if self._failed():
-            return
+            return False
         report = self._opened()
         try:
             with _after(ready, self._stream):
@@ -174,13 +209,14 @@ class Overlap:
             self._report = None
             self._exchange.abandon()
             raise
+        return True
 
     def _commit(self) -> None:
         if not self._failed():
             self._exchange.commit(self._opened())
 
     def _failed(self) -> bool:
-        return any(job.done() and job.exception() is not None for job in self._jobs)
+        return any(job.done() and job.exception() is not None for job in list(self._jobs.values()))
 
     def _opened(self) -> StepReport:
         """Return the report of the push that is open, and open one if there is none."""
@@ -196,7 +232,7 @@ def _hook(overlap: Overlap, position: int) -> Callable[[torch.Tensor], None]:
 
     def hook(_: torch.Tensor) -> None:
         alive = reference()
-        if alive is not None:
+        if alive is not None and alive.owner == os.getpid():  # a forked child's gradients are its own
             alive.ready(position)
 
     return hook

@@ -50,24 +50,36 @@ class Pusher:
             exact: let values travel in fp32.
 
         Returns:
-            What quantisation has taken from it, and must go back where it came from.
+            What quantisation has taken from it, and must go back where it came from. Where this fails, everything is
+            held by then for :meth:`Cluster.abandon_push` to return.
         """
-        cluster = self._cluster
         lost: list[Segment] = []
-        chunk_bytes = cluster.membership.run_settings.chunk_bytes
+        chunk_bytes = self._cluster.membership.run_settings.chunk_bytes
         segments = self._merge(self._spans[number], sent)
-        for shard, places in zip(cluster.shards, self._places, strict=True):
-            for part in (part for segment in segments if (part := segment.clip(shard.span)) is not None):
-                report.push_entries += part.entries
+        waiting = [
+            (shard, places[number], part)
+            for shard, places in zip(self._cluster.shards, self._places, strict=True)
+            for segment in segments
+            if (part := segment.clip(shard.span)) is not None
+        ]
+        while waiting:
+            shard, place, part = waiting[0]
+            try:
                 with report.timed("encode"):
                     form = replace(shard.push_form, value=pb.VALUE_CODEC_FP32) if exact else shard.push_form
-                    encoded = list(frames.encode(part, form, chunk_bytes=chunk_bytes, group=places[number]))
+                    encoded = list(frames.encode(part, form, chunk_bytes=chunk_bytes, group=place))
                     arriving = _arriving(part, encoded)
                     lost += _lost(part, arriving)
-                shard.hold(arriving)
-                with report.timed("send"):
-                    for chunk, _ in encoded:
-                        shard.send_chunk(chunk)
+            except BaseException:
+                for shard, _, part in waiting:
+                    shard.hold(part)
+                raise
+            waiting.pop(0)
+            shard.hold(arriving)
+            report.push_entries += part.entries
+            with report.timed("send"):
+                for chunk, _ in encoded:
+                    shard.send_chunk(chunk)
         return lost
 
     def commit(self, report: StepReport) -> None:

@@ -127,7 +127,8 @@ class ShardClient:
 
     def open_push(self, identity: pb.WorkerIdentity, step: int, samples: int, plan: list[Span]) -> None:
         """Begin to stream a push: the header goes out now, chunks as they are handed in."""
-        self.in_doubt = PushPart(step, self.generation, group_bytes=[0] * len(plan))
+        generation = self.generation  # read once: a fetch on another thread may join again
+        self.in_doubt = PushPart(step, generation, group_bytes=[0] * len(plan))
         self._live = queue.SimpleQueue()
         stream = iter(self._live.get, None)
         self._call = self.connection.stub.PushSparse.future(
@@ -136,7 +137,7 @@ class ShardClient:
         header = pb.PushHeader(
             identity=identity,
             step=step,
-            generation=self.generation,
+            generation=generation,
             base_version=self.version,
             samples=samples,
             plan=[pb.Group(start=group.start, length=group.length) for group in plan],

@@ -22,7 +22,10 @@ def over_ranges(size: int, loop: Callable[[slice], Result]) -> list[Result]:
     parts = max(1, min(torch.get_num_threads(), size // _SMALLEST_RANGE))
     cuts = [size * part // parts for part in range(parts + 1)]
     ranges = [slice(low, high) for low, high in pairwise(cuts)]
-    others = [_pool(os.getpid()).submit(loop, each) for each in ranges[1:]]
+    try:
+        others = [_pool(os.getpid()).submit(loop, each) for each in ranges[1:]]
+    except RuntimeError:  # the interpreter is ending, and starts no thread any more
+        return [loop(each) for each in ranges]
     first = loop(ranges[0])
     return [first, *(other.result() for other in others)]
 

@@ -2,6 +2,7 @@
 
 from pscore.kernels.base import Taken
 from pscore.selectors.base import Recall, keep_largest, nothing, take_all
+from pscore.selectors.exact import exact
 from pscore.selectors.search import TailSearch, laplace_threshold
 from pscore.sources import Source
 
@@ -13,13 +14,16 @@ def reuse(source: Source, k: int, recall: Recall) -> Taken:
     """Take by a threshold that is searched every fifth step; between, the count is what it is, up to 2·k."""
     if k >= source.numel:
         return take_all(source)
-    threshold = recall.get("threshold", 0.0)
+    threshold = recall.get("threshold")
     age = recall.get("age", 0.0)
-    if threshold <= 0 or age >= PERIOD_STEPS:
-        mean, largest = source.magnitude()
-        if largest == 0:
+    if threshold is None or age >= PERIOD_STEPS:
+        mean, peak = source.magnitude()
+        if peak == 0:
             return nothing(source.every(1, 0))
-        first = threshold if threshold > 0 else laplace_threshold(mean, source.numel, k)
+        first = threshold if threshold else min(peak, laplace_threshold(mean, source.numel, k))
         threshold, age = TailSearch(k).run(source, first), 0.0
+        if threshold is None:
+            recall.clear()
+            return exact(source, k, recall)
     recall["threshold"], recall["age"] = threshold, age + 1
     return keep_largest(source, source.take(threshold, source.numel).taken, _ROOM * k)

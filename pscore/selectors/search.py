@@ -3,11 +3,14 @@
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pscore.selectors.base import TOLERANCE
 from pscore.sources import Source
 
-_MOST_PASSES = 30
+_MOST_PASSES = 8
 _UNTIL_ZERO = 3
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(slots=True)
@@ -16,7 +19,7 @@ class TailSearch:
 
     With ``c`` entries above ``t`` and ``s`` the sum of their excess, the tail's scale is ``β = s/c`` at first, then
     ``β = (t − t′)/ln(c′/c)`` between two passes, and the next threshold ``t + β·ln(c/k)``; where that leaves the
-    bracket of what is known, the bracket is halved.
+    bracket of what is known, the bracket is halved, geometrically: magnitudes may span sixty orders.
 
     Attributes:
         k: how many entries should lie above.
@@ -31,8 +34,8 @@ class TailSearch:
     passes: int = 0
     _low: float = 0.0
     _high: float = math.inf
-    _previous: tuple[float, int] | None = field(default=None)
     _scale: float = 0.0
+    _plunge: int = field(default=1)
 
     def saw(self, threshold: float, count: int, excess: float) -> None:
         """Take a pass into account."""
@@ -52,36 +55,46 @@ class TailSearch:
         """True where the last count is within the tolerance."""
         return abs(self.count - self.k) <= TOLERANCE * self.k
 
-    @property
-    def exhausted(self) -> bool:
-        """True where no further pass can help: equal magnitudes lie on both sides of ``k``."""
-        return self.passes >= _MOST_PASSES or not self._low < self._next() < self._high
-
-    def run(self, source: Source, first: float | None = None) -> float:
+    def run(self, source: Source, first: float | None = None) -> float | None:
         """Search from ``first`` (``None``: from what was seen) and return a threshold.
 
-        Ties may leave it far off; where no more than ``k`` entries are not zero it is 0.
+        Returns:
+            Where no more than ``k`` entries are not zero, 0. ``None`` where the search has found nothing within its
+            passes: equal magnitudes lie on both sides of ``k``, or a few are out of all proportion to the rest.
         """
         if first is not None:
             self.saw(first, *source.tail(first))
         if math.isinf(self._high) and self.count > self.k:
             self._high = source.magnitude()[1]
-        tried = 0
-        while not self.close and not self.exhausted:
-            tried += 1
-            # Two passes on, and still too few: perhaps there are no more that are not zero.
-            following = 0.0 if tried == _UNTIL_ZERO and self._low == 0 else self._next()
+        started = self.passes
+        while not self.close:
+            tried = self.passes - started + 1
+            following = self._next()
+            if tried == _UNTIL_ZERO and self._low == 0:
+                following = 0.0  # still too few: perhaps there are no more that are not zero
+            elif tried > _MOST_PASSES or not self._low < following < self._high:
+                return None
             self.saw(following, *source.tail(following))
             if following == 0 and self.count <= self.k:
                 return 0.0
-        return self.threshold if self.close else self._low
+        return self.threshold
 
     def _next(self) -> float:
+        """Return where to look next, as the kernels compare: in fp32."""
         if self.count > 0 and self._scale > 0:
-            following = self.threshold + self._scale * math.log(self.count / self.k)
+            following = _single(self.threshold + self._scale * math.log(self.count / self.k))
             if self._low < following < self._high:
                 return following
-        return (self._low + self._high) / 2 if math.isfinite(self._high) else 2 * self.threshold
+        if math.isinf(self._high):
+            return _single(2 * self.threshold)
+        if self._low > 0:
+            return _single(math.sqrt(self._low) * math.sqrt(self._high))
+        self._plunge *= 2  # nothing is known below: fall faster and faster
+        return _single(self._high * 2.0 ** (-self._plunge / 2))
+
+
+def _single(x: float) -> float:
+    return float(np.float32(min(x, _LARGEST)))
 
 
 def laplace_threshold(mean: float, numel: int, k: int) -> float:

@@ -13,10 +13,12 @@ import math
 
 from pscore.kernels.base import Sift, Taken
 from pscore.selectors.base import TOLERANCE, Recall, keep_largest, nothing, take_all
+from pscore.selectors.exact import exact
 from pscore.selectors.search import TailSearch, laplace_threshold
 from pscore.sources import Source
 
 _LEVEL_GAIN, _DRIFT_GAIN = 0.5, 0.2
+_RANKED_STEPS = 16
 _ROOM = 3  # capacity of the pass, as a multiple of k: what a surplus may be without another pass
 
 
@@ -24,25 +26,44 @@ def warm(source: Source, k: int, recall: Recall) -> Taken:
     """Take ``k`` entries within the tolerance; ``recall`` holds the threshold."""
     if k >= source.numel:
         return take_all(source)
-    threshold = recall.get("threshold", -1.0)
+    if recall.get("ranked", 0) > 0:
+        return _rank(source, k, recall, recall["ranked"] - 1)
+    expected = recall.get("threshold")
     search = TailSearch(k)
-    if threshold < 0:
+    if expected is None:
         mean, largest = source.magnitude()
         if largest == 0:
             return nothing(source.every(1, 0))
-        threshold = search.run(source, laplace_threshold(mean, source.numel, k))
+        expected = search.run(source, min(largest, laplace_threshold(mean, source.numel, k)))
+        if expected is None:
+            return _rank(source, k, recall, _RANKED_STEPS)
     capacity = _ROOM * k
-    sift = source.take(threshold, capacity)
-    lacks = sift.above < (1 - TOLERANCE) * k and threshold > 0  # at 0 there is no more to be had
+    sift = source.take(expected, capacity)
+    threshold: float | None = expected
+    lacks = sift.above < (1 - TOLERANCE) * k and threshold != 0  # at 0 there is no more to be had
     if lacks or sift.above > capacity:
         source.put_back(sift.taken)
-        search.saw(threshold, sift.above, sift.excess)
+        search.saw(expected, sift.above, sift.excess)
         threshold = search.run(source)
+        if threshold is None:
+            return _rank(source, k, recall, _RANKED_STEPS)
         sift = source.take(threshold, capacity)
+    assert threshold is not None
     _foresee(recall, threshold, sift, k)
     if sift.above > (1 + TOLERANCE) * k:
         return keep_largest(source, sift.taken, k)
     return sift.taken
+
+
+def _rank(source: Source, k: int, recall: Recall, steps: float) -> Taken:
+    """Take the exact top-k, in this step and in some to come: where counting finds no threshold, ranking costs less."""
+    taken = exact(source, k, recall)
+    recall.clear()
+    if steps:
+        recall["ranked"] = steps
+    elif taken.values.numel():
+        recall["threshold"] = float(taken.values.abs().min())
+    return taken
 
 
 def _foresee(recall: Recall, threshold: float, sift: Sift, k: int) -> None:

@@ -70,8 +70,9 @@ class ModelShard:
         if push is not None:
             self._update(self.theta, push)
             support = None if push.offsets is None else push.offsets.to(self._offset_dtype)
+        # The ledger first: who reads beside the writer must not see a version of which the ledger does not know.
+        self.ledger.append(self.version + 1, support)
         self.version += 1
-        self.ledger.append(self.version, support)
         return self.version
 
     def difference(self, early_version: int, early: Support) -> Difference:
