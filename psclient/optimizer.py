@@ -432,8 +432,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
             replies = self._exchange.fetch()
         report.move(max(reply.decode_seconds for reply in replies.values()), "wait", "apply")
         self._exchange.apply(report, replies)
-        self._interrupted.clear()
         self._end_step(report)
+        self._interrupted.clear()
 
     def _take_overlapped_step(self, overlap: Overlap, samples: int | None) -> None:
         if samples is not None:
@@ -442,6 +442,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             )
         found = self._gather(range(len(self._model.parameters)))
         if not overlap.begun and self._interrupted.holds(found):
+            self._drain()
             self._settle_doubt()
             self._receive(self.report)
             return
@@ -452,8 +453,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         if replies is not None:
             self._exchange.apply(report, replies)
         overlap.launch(report)
-        self._interrupted.clear()
         self._end_step(report)
+        self._interrupted.clear()
 
     def _begin_step(self, samples: int | None = None) -> StepReport:
         """Open the push of a new step, at the density that the schedule gives it."""
@@ -500,9 +501,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """With overlap: end what goes on in the background, and apply the reply that is awaited."""
         if self._overlap is None or self._lifecycle.in_child:
             return
-        self._overlap.break_off()
         seconds = self._membership.seconds_left
         try:
+            self._overlap.break_off(seconds)
             replies = self._overlap.collect(seconds)
         except TimeoutError:
             address = self._membership.coordinator.address

@@ -130,14 +130,17 @@ class Overlap:
         awaited, self._round = self._round, None
         return None if awaited is None else awaited.result(seconds)
 
-    def break_off(self) -> None:
+    def break_off(self, seconds: float | None = None) -> None:
         """Take a push back that has begun and has no commit.
 
         Groups that were handed over have their gradients in their residuals then, and the step leaves them out; those
         that could not be sent (no server, a gradient that is not finite) are handed over again by the step.
+
+        Raises:
+            TimeoutError: what goes on has not ended within ``seconds``.
         """
         for number, job in list(self._jobs.items()):
-            if job.exception() is not None or not job.result():
+            if job.exception(seconds) is not None or not job.result():
                 del self._jobs[number]
         if self._report is not None:
             self._compressing.submit(self._exchange.abandon).result()

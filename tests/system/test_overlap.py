@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -317,3 +318,19 @@ def test_a_step_that_is_called_again_pushes_its_gradient_once(overlap):
             optimizer.zero_grad()
         optimizer.pull()
         assert torch.equal(layer.weight.detach(), torch.full((1, 50), -4.0))
+
+
+def test_closing_does_not_wait_for_a_server_that_hangs():
+    layer = linear()
+    with LocalServer(down_mode="exact", lease_seconds=60) as server:
+        optimizer = overlapping(layer, server, psclient.ASGD, lr=1.0, settings=ClientSettings())
+        for stopped in (False, True):
+            if stopped:
+                os.kill(server.processes[0].pid, signal.SIGSTOP)
+            layer(torch.ones(1, 50)).sum().backward()
+            if not stopped:
+                optimizer.step()
+        started = time.monotonic()
+        optimizer.close()
+        assert time.monotonic() - started < 25
+        os.kill(server.processes[0].pid, signal.SIGCONT)
