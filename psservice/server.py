@@ -76,7 +76,7 @@ class Server:
             self._health_server.start()
         self.metrics_address = self._start_metrics() if settings.metrics_listen else ""
         self._server.start()
-        self._upkeep = Upkeep()
+        self._upkeep = Upkeep(lambda: self.engine.layout.size if self.engine.layout else 0)
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def run(self) -> None:

@@ -10,13 +10,20 @@ from pscore.warmup import warm_up
 log = logging.getLogger("psservice")
 
 TRIM_SECONDS = 3.0
+_POLL_SECONDS = 0.1
+_WORTH_COMPILING = 65_536
 
 
 class Upkeep:
-    """A thread of small chores."""
+    """A thread of small chores.
 
-    def __init__(self) -> None:
+    Args:
+        size: returns the number of elements of the model, 0 before it is known: small ones need no compiled loop.
+    """
+
+    def __init__(self, size: Callable[[], int]) -> None:
         """Start it."""
+        self._size = size
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="upkeep", daemon=True)
         self._thread.start()
@@ -27,10 +34,14 @@ class Upkeep:
         self._thread.join()
 
     def _work(self) -> None:
-        try:
-            warm_up()
-        except Exception:  # the first push will meet the same, and answer it
-            log.exception("the loops could not be compiled ahead")
+        while not self._size():
+            if self._stop.wait(_POLL_SECONDS):
+                return
+        if self._size() >= _WORTH_COMPILING:
+            try:
+                warm_up()
+            except Exception:  # the first push will meet the same, and answer it
+                log.exception("the loops could not be compiled ahead")
         trim = _malloc_trim()
         while trim is not None and not self._stop.wait(TRIM_SECONDS):
             trim()

@@ -10,9 +10,13 @@ if TYPE_CHECKING:
     from pscore.kernels.device import DeviceSelection
 
 
+_WORTH_COMPILING = 16_384
+"""Elements below which torch operations are used: no slower there, and a small model never waits for the compiler."""
+
+
 def backend_of(tensor: "torch.Tensor") -> "Kernels":
-    """Return the kernels for tensors where this one lies: compiled loops on the host, torch operations elsewhere."""
-    return _backend(tensor.device.type == "cpu")
+    """Return the kernels for such tensors: compiled loops for large ones on the host, torch operations elsewhere."""
+    return _backend(tensor.device.type == "cpu" and tensor.numel() >= _WORTH_COMPILING)
 
 
 @cache

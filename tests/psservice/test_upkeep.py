@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from psservice import upkeep
 
 
@@ -9,7 +11,7 @@ def test_it_warms_up_trims_and_ends(monkeypatch):
     trimmed = threading.Event()
     monkeypatch.setattr(upkeep, "TRIM_SECONDS", 0.01)
     monkeypatch.setattr(upkeep, "_malloc_trim", lambda: trimmed.set)
-    chores = upkeep.Upkeep()
+    chores = upkeep.Upkeep(lambda: 10**6)
     assert trimmed.wait(60)
     chores.close()
     assert "upkeep" not in [thread.name for thread in threading.enumerate()]
@@ -20,8 +22,21 @@ def test_a_failing_warm_up_is_logged_and_no_more(monkeypatch, caplog):
         raise OSError("no compiler")
 
     monkeypatch.setattr(upkeep, "warm_up", fail)
-    upkeep.Upkeep().close()
+    trimmed = threading.Event()
+    monkeypatch.setattr(upkeep, "TRIM_SECONDS", 0.01)
+    monkeypatch.setattr(upkeep, "_malloc_trim", lambda: trimmed.set)
+    chores = upkeep.Upkeep(lambda: 10**6)
+    assert trimmed.wait(60)
+    chores.close()
     assert "could not be compiled ahead" in caplog.text
+
+
+def test_a_small_model_compiles_nothing_and_an_unknown_one_is_waited_for(monkeypatch):
+    monkeypatch.setattr(upkeep, "warm_up", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(upkeep, "_malloc_trim", lambda: None)
+    for size in (0, 100):
+        chores = upkeep.Upkeep(lambda size=size: size)
+        chores.close()
 
 
 def test_a_c_library_without_trimming_is_no_reason_to_fail(monkeypatch):
