@@ -16,11 +16,11 @@ from pscore.selectors import DEFAULT_DENSE_BELOW
 
 KEY, TITLE = "client", "Where a worker's step() spends its time"
 
-_WARMUP = 1
+_WARMUP = 6  # steps until the thresholds have found their level
 _COPY, _BARE, _WHOLE = "copy of the model", "bare index_add_", "step(), everything"
 _PHASE = "phase."
 _PHASES = {
-    "phase.select": "accumulate, exact top-k, cut out",
+    "phase.select": "accumulate, select, cut out",
     "phase.encode": "write chunks",
     "phase.send": "hand chunks to the transport",
     "phase.wait": "acknowledgement and reply",
@@ -54,7 +54,7 @@ def run(plan: Plan) -> Section:
         f"{len(sparse[every][_WHOLE])} steps each after {_WARMUP} of warm-up, the thread counts in turn within one "
         "run. Gradients are Laplace noise. The only worker, so the reply is its own push. The server shares the "
         "machine's cores; where other programs do too, every operation of several threads waits for the slowest.",
-        "Selection is the exact top-k of every tensor (quickselect in numpy).",
+        "Selection is the default: the warm threshold, tensor by tensor.",
         *(
             f"On the wire, as step() reported: {name} push {each['push_bytes'] / 1e6:.2f} MB, pull "
             f"{each['pull_bytes'] / 1e6:.2f} MB."

@@ -125,11 +125,18 @@ class InProcessShard:
         )
         yield pb.PullDiffResponse(header=header)
         checksum = frames.Checksum()
+        for chunk in self._chunks(reply):
+            checksum.add(chunk)
+            yield pb.PullDiffResponse(chunk=chunk)
+        yield pb.PullDiffResponse(commit=checksum.commit())
+
+    def _chunks(self, reply: Reply) -> Iterator[pb.Chunk]:
+        if reply.chunks is not None:
+            yield from reply.chunks
+            return
         for segment in reply.segments:
             for chunk, _ in frames.encode(segment, chunk_bytes=self.settings.chunk_bytes):
-                checksum.add(chunk)
-                yield pb.PullDiffResponse(chunk=chunk)
-        yield pb.PullDiffResponse(commit=checksum.commit())
+                yield chunk
 
     def close(self) -> None:
         """Stop the engine's threads."""

@@ -12,7 +12,7 @@ from psclient.optimizer import ParameterServerOptimizer
 from psclient.settings import ClientSettings
 from pscore.layout import ModelLayout
 
-_WARMUP = 1
+_WARMUP = 4  # steps until the thresholds have found their level
 
 
 @dataclass(frozen=True, slots=True)
