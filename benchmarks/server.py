@@ -35,8 +35,7 @@ def run(plan: Plan) -> Section:
         f"Noise: the same copy took up to ×{noise['push']:.1f} (pushes) and ×{noise['pull']:.1f} (pulls) its shortest "
         "time within this section.",
         "On a real server parsing and decoding overlap with the arrival of the next chunk; here they are added up.",
-        f"The top-k reply is selected with the default selector from a difference that {_TOPK_AFTER} pushes have touched "
-        "since the last one.",
+        f"The top-k reply is selected with the default selector, {_TOPK_AFTER} pushes after the last one.",
     ]
     return section
 

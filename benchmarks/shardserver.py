@@ -8,6 +8,7 @@ import torch
 from benchmarks.layouts import GROUP_ELEMENTS, groups
 from benchmarks.streams import push_requests
 from pscore import frames
+from pscore.codecs.names import READABLE_INDEX_CODECS
 from pscore.layout import ModelLayout, Span
 from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
@@ -38,7 +39,15 @@ class InProcessShard:
         self.settings = ServerSettings.model_validate(values)
         self.engine = Engine(self.settings, torch.device("cpu"), Metrics())
         self.identity = Identity("bench", str(uuid.uuid4()))
-        joined = self.engine.join(self.identity, layout, "bench", {}, generation_seen=0, has_replica=False)
+        joined = self.engine.join(
+            self.identity,
+            layout,
+            "bench",
+            {},
+            generation_seen=0,
+            has_replica=False,
+            index_codecs=frozenset(READABLE_INDEX_CODECS),
+        )
         self.generation = joined.generation
         self.span = Span(0, layout.size)
         zeros = Segment(self.span, None, torch.zeros(layout.size))
