@@ -17,6 +17,9 @@ from pscore.selectors import DEFAULT_DENSE_BELOW
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.shard.replies import Reply
 
+_SETTLING = 2
+"""Replies before any is measured: in life the number of pushes that each covers hardly changes, and thresholds fit."""
+
 
 @dataclass(frozen=True, slots=True)
 class PushWork:
@@ -91,15 +94,20 @@ def measure(
     sparse: list[PushWork] = []
     dense: list[PushWork] = []
     replies: dict[object, list[ReplyWork]] = {}
-    for _ in range(repeats):
-        pushes = [noise_push(layout, density, DEFAULT_DENSE_BELOW, rng) for _ in range(covered[-1])]
-        sparse += [_push(exact, push) for push in pushes]
-        for count in covered:
-            replies.setdefault(count, []).append(_reply(exact, lambda n=count: exact.pull(exact.model.version - n)))
+    for count in covered:
+        for repeat in range(-_SETTLING, repeats):
+            pushes = [noise_push(layout, density, DEFAULT_DENSE_BELOW, rng) for _ in range(count)]
+            sparse += [_push(exact, push) for push in pushes]
+            exactly = _reply(exact, lambda n=count: exact.pull(exact.model.version - n))
+            if repeat >= 0:
+                replies.setdefault(count, []).append(exactly)
             for name, shard in topk.items():
-                for push in pushes[:count]:
+                for push in pushes:
                     shard.commit(push)
-                replies.setdefault((name, count), []).append(_reply(shard, shard.pull_topk))
+                selected = _reply(shard, shard.pull_topk)
+                if repeat >= 0:
+                    replies.setdefault((name, count), []).append(selected)
+    for _ in range(repeats):
         dense.append(_push(exact, everything))
         replies.setdefault("whole", []).append(_reply(exact, lambda: exact.pull(exact.model.version - 1)))
     exact.close()

@@ -178,14 +178,23 @@ def test_an_unknown_codec_is_refused(codec):
     assert refused.value.reason is Reason.UNKNOWN_CODEC
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-@given(st.integers(0, 2**16), st.integers(1024, 3000), st.sampled_from(["normal", "zeros", "one", "tiny", "huge"]))
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4"])
+@given(
+    st.integers(0, 2**16),
+    st.integers(1024, 3000),
+    st.sampled_from(["normal", "zeros", "one", "alike", "tiny", "huge", "bits"]),
+)
 @settings(deadline=None, max_examples=40)
 def test_compiled_and_vectorised_give_the_same_bytes_and_values(name, seed, count, kind):
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(count).astype(np.float32)
     if kind == "zeros":
         values[rng.random(count) < 0.5] = -0.0
+    if kind == "alike":
+        values = np.nextafter(np.sign(values), rng.choice(np.float32([0, 2]), count))
+    if kind == "bits":
+        values = rng.integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
+        values[~np.isfinite(values)] = 65519
     if kind in ("one", "tiny", "huge"):
         values = {"one": np.sign(values), "tiny": values * np.float32(1e-44), "huge": values * np.float32(5e37)}[kind]
     form = VALUE_FORMATS[VALUE_CODECS[name]]

@@ -14,23 +14,36 @@ from pscore.codecs.values.bounds import (
     BLOCK,
     BOUND_BYTES,
     bounds_of,
-    codes_of,
+    by_value,
     fourth_root,
-    levels,
-    look_up,
+    loops_for,
+    nearest,
     read_bounds,
+    spacing,
 )
 from pscore.codecs.values.format import ValueFormat, Values
 from pscore.reasons import Reason, Refusal
 
 _STEPS = 7
+_RATIOS = np.arange(_STEPS + 1) / _STEPS
 
 
 def _write(values: Values) -> bytes:
-    bounds = bounds_of(np.abs(values))
-    codes = np.zeros(values.size + values.size % 2, np.uint8)
-    codes[: values.size] = codes_of(values, bounds, _STEPS, sign=8, rooted=True)
-    return bounds.astype("<f4").tobytes() + (codes[::2] | codes[1::2] << 4).tobytes()
+    bounds = bounds_of(values)
+    # In fp32, which is faster: the reader needs the exact levels, the writer only the one that is near.
+    low, scale = spacing(fourth_root(bounds), _STEPS)
+    codes = np.empty(values.size, np.uint8)
+    packed = np.empty(-(-values.size // 2), np.uint8)
+    loops = loops_for(values.size)
+    if loops is not None:
+        loops.write_rooted(values, bounds, low, scale, np.float32(_STEPS), BLOCK, codes)
+        loops.pack(codes, packed)
+    else:
+        places = (fourth_root(np.abs(values)) - by_value(low, values.size)) * by_value(scale, values.size)
+        codes = nearest(places, values, bounds, _STEPS) | np.signbit(values).astype(np.uint8) << np.uint8(3)
+        packed[:] = codes[::2]
+        packed[: values.size // 2] |= codes[1::2] << 4
+    return bounds.astype("<f4").tobytes() + packed.tobytes()
 
 
 def _read(data: bytes, count: int) -> Values:
@@ -38,11 +51,25 @@ def _read(data: bytes, count: int) -> Values:
     packed = np.frombuffer(data, np.uint8, -1, bounds.nbytes)
     if count % 2 and packed[-1] > 15:
         raise Refusal(Reason.BAD_CHUNK, "bits behind the last value are not zero")
-    codes = np.empty(2 * packed.size, np.uint8)
-    codes[::2], codes[1::2] = packed & 15, packed >> 4
-    roots = levels(fourth_root(bounds), _STEPS)
+    table = _levels(bounds)
+    values = np.empty(count, np.float32)
+    loops = loops_for(count)
+    if loops is not None:
+        loops.read_packed(table, packed, BLOCK, values)
+        return values
+    blocks = np.arange(len(table)).repeat(BLOCK)[:count]
+    values[::2] = table[blocks[::2], packed & 15]
+    values[1::2] = table[blocks[1::2], packed[: count // 2] >> 4]
+    return values
+
+
+def _levels(bounds: Values) -> Values:
+    """Return fp32 ``[blocks, 16]``: what each code of a block stands for."""
+    roots = fourth_root(bounds.astype(np.float64))
+    roots = roots[:, :1] + (roots[:, 1:] - roots[:, :1]) * _RATIOS
     squares = roots * roots
-    return look_up(np.minimum(squares * squares, bounds[:, 1:]), codes[:count], count)
+    magnitudes = np.minimum(squares * squares, bounds[:, 1:]).astype(np.float32)
+    return np.concatenate([magnitudes, -magnitudes], axis=1)
 
 
 INT4 = ValueFormat("int4", 4, False, _write, _read, BLOCK, BOUND_BYTES)
