@@ -130,7 +130,7 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
     """Return what a failed call means: a :class:`Refusal`, a :class:`Transient`, or a :class:`ServerFaultError`."""
     code, detail = error.code(), error.details() or ""
     reason, metadata, retry_seconds = _details(error)
-    if reason is Reason.BUSY or reason is Reason.DRAINING:
+    if reason in (Reason.BUSY, Reason.DRAINING, Reason.NOT_DURABLE):
         return Transient(detail, retry_seconds)
     if reason is not None:
         detail = detail.removesuffix(f" ({reason.name}: {reason.advice})")  # it is put back where it is shown

@@ -32,6 +32,7 @@ class Reason(Enum):
     LEASE_EXPIRED = ("NOT_FOUND", "join again with the same incarnation and repeat the call")
     VERSION_IN_FUTURE = ("OUT_OF_RANGE", "the replica belongs to another history; join again and pull everything")
     BUSY = ("RESOURCE_EXHAUSTED", "come back after the delay")
+    NOT_DURABLE = ("UNAVAILABLE", "come back after the delay; see to the server's disk (--data-dir) if it stays so")
     DRAINING = ("UNAVAILABLE", "the server is stopping; wait until it is back")
 
     def __init__(self, status_name: str, advice: str) -> None:

@@ -28,9 +28,17 @@ class BufferAverage:
             value.float() if spec.dtype in (torch.float16, torch.bfloat16) else value
             for spec, value in zip(specs, values, strict=True)
         ]
-        self._weight = 0.0
+        self.weight = 0.0
         self._lock = threading.Lock()
         self.exchanged = tuple(spec for spec in specs if is_exchanged(spec))
+
+    def check(self, data: bytes) -> list[torch.Tensor]:
+        """Take packed buffers apart; raises :class:`Refusal` (``NON_FINITE``) as :meth:`contribute` does."""
+        tensors = unpack(data, self.exchanged)
+        for spec, tensor in zip(self.exchanged, tensors, strict=True):
+            if spec.dtype.is_floating_point and bool(tensor.isnan().any()):
+                raise Refusal(Reason.NON_FINITE, f"buffer {spec.name!r} is not a number somewhere", tensor=spec.name)
+        return tensors
 
     def contribute(self, data: bytes, samples: int, live_workers: int) -> None:
         """Take one worker's exchanged buffers in; see docs/protocol.md for the formula.
@@ -43,14 +51,11 @@ class BufferAverage:
         Raises:
             Refusal: ``NON_FINITE``, where a value is not a number.
         """
-        tensors = unpack(data, self.exchanged)
-        for spec, tensor in zip(self.exchanged, tensors, strict=True):
-            if spec.dtype.is_floating_point and bool(tensor.isnan().any()):
-                raise Refusal(Reason.NON_FINITE, f"buffer {spec.name!r} is not a number somewhere", tensor=spec.name)
+        tensors = self.check(data)
         incoming = dict(zip((spec.name for spec in self.exchanged), tensors, strict=True))
         with self._lock:
-            self._weight = (1 - 1 / max(1, live_workers)) * self._weight + samples
-            share = samples / self._weight if self._weight else 0.0
+            self.weight = (1 - 1 / max(1, live_workers)) * self.weight + samples
+            share = samples / self.weight if self.weight else 0.0
             for i, spec in enumerate(self._specs):
                 value = incoming.get(spec.name)
                 if value is None:
@@ -63,6 +68,13 @@ class BufferAverage:
                     self._values[i] = torch.where(mean.isfinite(), mean, value)
                 else:
                     self._values[i] = torch.maximum(mine, value)
+
+    def export(self) -> tuple[float, StateDict]:
+        """Return the weight, and the values by name as they are kept: more exact than in their own dtypes."""
+        with self._lock:
+            return self.weight, {
+                spec.name: value.clone() for spec, value in zip(self._specs, self._values, strict=True)
+            }
 
     def packed(self) -> bytes:
         """Return the exchanged buffers, packed in their own dtypes."""

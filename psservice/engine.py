@@ -7,11 +7,12 @@ computes. Everything here may raise :class:`pscore.reasons.Refusal`; the service
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from google.protobuf.message import Message
 
 from pscore import modelfile
 from pscore.buffers import packed_bytes, unpack
@@ -24,8 +25,10 @@ from pscore.segment import Segment, merge
 from pscore.selectors import SELECTORS
 from psservice import modelstart
 from psservice.buffers import BufferAverage
+from psservice.history import History, on_device
 from psservice.membership import Identity, Member, Membership, PushAnswer
 from psservice.metrics import Metrics, Traffic
+from psservice.persistence import Persistence
 from psservice.rules.reply import reply_rule
 from psservice.rules.update import subtract
 from psservice.run import Run, RunState
@@ -58,6 +61,8 @@ class Push:
     base_version: int
     samples: int
     segments: list[Segment]
+    messages: Sequence[Message] = ()
+    """The stream as it came, for the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,24 @@ class _UploadHold:
 class Engine:
     """One shard of one run."""
 
-    def __init__(self, settings: ServerSettings, device: torch.device, metrics: Metrics) -> None:
-        """Start empty (or ready for ``--init``), with a writer and a thread that ends leases."""
+    def __init__(
+        self,
+        settings: ServerSettings,
+        device: torch.device,
+        metrics: Metrics,
+        on_health: Callable[[bool], None] = lambda healthy: None,
+    ) -> None:
+        """Start with what the data directory holds, else empty (or ready for ``--init``).
+
+        Args:
+            settings: the server's.
+            device: where the parameters live.
+            metrics: told what happens.
+            on_health: told ``False`` while pushes cannot be made durable.
+
+        Raises:
+            StorageError: the data directory is in use, damaged, or of another run.
+        """
         self.settings = settings
         self.device = device
         self.metrics = metrics
@@ -119,6 +140,14 @@ class Engine:
         self._join_lock = threading.Lock()
         self._final_writer: threading.Thread | None = None
         self._stop = threading.Event()
+        self.persistence = Persistence(settings, on_health)
+        try:
+            self.persistence.recover(self)
+        except BaseException:
+            self.writer.close()
+            self.persistence.abandon()
+            raise
+        self.persistence.start(self)
         threading.Thread(target=self._end_leases, name="lease-reaper", daemon=True).start()
 
     # Membership
@@ -151,6 +180,9 @@ class Engine:
             elif self.layout is None or alone:
                 self.layout = layout
             self.run.agree(method, method_settings, replace=alone)
+            if not self.membership.is_live(identity):
+                self.membership.join(identity)
+                self.persistence.joined(identity, index_codecs)
             self.membership.join(identity).index_codecs = index_codecs
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
@@ -163,6 +195,7 @@ class Engine:
     def leave(self, identity: Identity) -> None:
         """End a lease; unknown ones are ignored, so that leaving twice is harmless."""
         if self.membership.leave(identity):
+            self.persistence.left(identity)
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker left", extra={"worker": identity.worker_id})
 
@@ -220,10 +253,8 @@ class Engine:
         """Apply a push once; return the answer and whether this identity had been answered before."""
         span = self.span
         ordered = sorted(push.segments, key=lambda segment: segment.span.start)
-        update = merge(span, ordered)
-        if update is not None and self.device.type != "cpu":
-            offsets = None if update.offsets is None else update.offsets.to(self.device)
-            update = Segment(update.span, offsets, update.values.to(self.device))
+        update = on_device(merge(span, ordered), self.device)
+        body = self.persistence.written(push.messages)
 
         def apply() -> tuple[PushAnswer, bool]:
             member = self.membership.require(push.identity)
@@ -239,8 +270,13 @@ class Engine:
                     Reason.VERSION_IN_FUTURE, f"base version {push.base_version}, the server has {model.version}"
                 )
             staleness = model.version - push.base_version
+            number = self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0))
             started = time.perf_counter_ns()
-            version = model.apply(update)
+            try:
+                version = model.apply(update)
+            except BaseException:
+                self.persistence.take_back(number)
+                raise
             answer = PushAnswer(version, staleness, time.perf_counter_ns() - started)
             self.membership.remember_push(push.identity, push.step, answer)
             member.last_step, member.staleness = push.step, staleness
@@ -251,7 +287,9 @@ class Engine:
                 self._end_run()
             return answer, False
 
-        return self.writer.run(apply)
+        answer, repeated = self.writer.run(apply)
+        self.persistence.wait()
+        return answer, repeated
 
     def pull(
         self,
@@ -276,6 +314,7 @@ class Engine:
             replica_is_image=replica_is_image,
             form=form,
         )
+        self.persistence.wait()
         member.reply_mode, member.reply_density = reply.mode, reply.density
         self.metrics.observe_pull(reply)
         return reply
@@ -292,9 +331,13 @@ class Engine:
         """Average a worker's buffers in, once a step and not after the run's end, and return the average."""
         buffers = self.require_buffers(identity, generation)
         record = self.membership.record(identity)
-        if samples and step > record.buffer_step and self.run.state is RunState.TRAINING:
-            buffers.contribute(data, samples, len(self.membership))
-            record.buffer_step = step
+        live = len(self.membership)
+        with self.persistence.averaging:
+            if samples and step > record.buffer_step and self.run.state is RunState.TRAINING:
+                buffers.check(data)
+                self.persistence.averaged(identity, step, samples, data, live)
+                buffers.contribute(data, samples, live)
+                record.buffer_step = step
         return buffers.packed()
 
     def copy_model(self) -> ModelCopy:
@@ -316,7 +359,9 @@ class Engine:
     def close(self) -> None:
         """Finish what is committed and stop the threads."""
         self._stop.set()
+        self.persistence.stop()
         self.writer.close()
+        self.persistence.close(self)
         if self._final_writer is not None:
             self._final_writer.join()
 
@@ -357,6 +402,19 @@ class Engine:
             log.info("upload granted", extra={"worker": identity.worker_id, "generation": hold.generation})
         return hold.generation
 
+    def adopt(self, history: History) -> None:
+        """Become what a history has been replayed to; before anything is served, or on the writer thread."""
+        manifest = history.manifest
+        self.layout, self.model, self.buffers = history.layout, history.model, history.buffers
+        self.run.restore(manifest.run_id, history.run_state, manifest.method, manifest.method_settings, history.samples)
+        live = [live.identity for live in history.workers.values()]
+        for member in self.membership.restore(history.pushes, history.last_pushes, live):
+            member.index_codecs = history.workers[member.identity.worker_id].index_codecs
+            member.last_step = self.membership.record(member.identity).step
+        self._start_values = None
+        self.metrics.version.set(history.model.version)
+        self.metrics.live_workers.set(len(self.membership))
+
     def _install_start(self, layout: ModelLayout, start: modelfile.StateDict) -> None:
         flat, buffers = modelstart.fit(layout, start, with_buffers=self.settings.buffers != "none")
         span = layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
@@ -368,6 +426,7 @@ class Engine:
     def _install(
         self, layout: ModelLayout, flat: torch.Tensor, buffers: list[torch.Tensor], generation: int, version: int
     ) -> None:
+        before = self.model, self.buffers, self.run.state
         self.model = ModelShard(
             layout,
             self.span,
@@ -378,8 +437,13 @@ class Engine:
             update=subtract,
         )
         self.buffers = BufferAverage(layout.buffers, buffers) if buffers else None
-        self.membership.reset_downlinks()
         self.run.started()
+        try:
+            self.persistence.take_inside(self)
+        except BaseException:
+            self.model, self.buffers, self.run.state = before
+            raise
+        self.membership.reset_downlinks()
         self._hold = None
         self.metrics.version.set(version)
         log.info("model installed", extra={"generation": generation, "version": version, "elements": self.span.length})
@@ -388,8 +452,9 @@ class Engine:
         """End the run; on the writer thread, so that the final model is the one at the last version."""
         if self.run.state is RunState.FINISHED:
             return
-        self.run.state = RunState.FINISHED
         model = self.require_model(None)
+        self.persistence.finished(self.run.run_id)
+        self.run.state = RunState.FINISHED
         log.info("run finished", extra={"version": model.version, "samples": self.run.samples})
         path = self.final_model_path
         if path is None:
@@ -412,6 +477,7 @@ class Engine:
             log.error("final model could not be written", extra={"path": str(path), "error": str(error)})
 
     def _expired(self, member: Member) -> None:
+        self.persistence.left(member.identity)
         self.metrics.leases_expired.inc()
         log.warning(
             "lease ended: worker is taken for dead",

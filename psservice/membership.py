@@ -8,8 +8,8 @@ lease.
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from pscore.reasons import Reason, Refusal
@@ -40,7 +40,7 @@ class PushAnswer:
 
 
 @dataclass(slots=True)
-class Record:
+class PushRecord:
     """What is remembered of an incarnation beyond its lease, so that repeats are recognised.
 
     Attributes:
@@ -90,7 +90,7 @@ class Membership:
     on_expire: Callable[[Member], None] = lambda member: None
     clock: Callable[[], float] = time.monotonic
     _members: dict[str, Member] = field(default_factory=dict)
-    _records: OrderedDict[Identity, Record] = field(default_factory=OrderedDict)
+    _records: OrderedDict[Identity, PushRecord] = field(default_factory=OrderedDict)
     _last_pushes: OrderedDict[str, tuple[str, int]] = field(default_factory=OrderedDict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -177,13 +177,13 @@ class Membership:
             for member in self._members.values():
                 member.downlink = Downlink(self.make_rule())
 
-    def record(self, identity: Identity) -> Record:
+    def record(self, identity: Identity) -> PushRecord:
         """Return what is remembered of an incarnation, to be read and written on the writer thread.
 
         The least recently used records are forgotten beyond a bound.
         """
         with self._lock:
-            record = self._records.setdefault(identity, Record())
+            record = self._records.setdefault(identity, PushRecord())
             _keep_recent(self._records, identity)
             return record
 
@@ -194,6 +194,21 @@ class Membership:
             record.step, record.answer = step, answer
             self._last_pushes[identity.worker_id] = (identity.incarnation, step)
             _keep_recent(self._last_pushes, identity.worker_id)
+
+    def remembered(self) -> tuple[list[tuple[Identity, PushRecord]], list[tuple[str, tuple[str, int]]]]:
+        """Return copies of all records, and of the last push by worker name; least recent first."""
+        with self._lock:
+            return [(identity, replace(record)) for identity, record in self._records.items()], list(
+                self._last_pushes.items()
+            )
+
+    def restore(
+        self, records: Mapping[Identity, PushRecord], last_pushes: Mapping[str, tuple[str, int]], live: list[Identity]
+    ) -> list[Member]:
+        """Take over what was remembered before a restart, and grant the leases that were held; return the members."""
+        with self._lock:
+            self._records, self._last_pushes = OrderedDict(records), OrderedDict(last_pushes)
+            return [self.join(identity) for identity in live]
 
     def last_push(self, worker_id: str) -> tuple[str, int] | None:
         """Return (incarnation, step) of the last push that was applied under a worker's name."""

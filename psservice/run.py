@@ -35,7 +35,7 @@ class Run:
         self.state = RunState.EMPTY
         self.samples = 0
         self.method = ""
-        self._method_settings: dict[str, str] = {}
+        self.method_settings: dict[str, str] = {}
 
     def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
         """Check the run that a caller names; raises :class:`Refusal` (``RUN_MISMATCH``).
@@ -64,7 +64,7 @@ class Run:
             Refusal: ``SETTINGS_MISMATCH``, naming the first setting that differs.
         """
         if not self.method or replace:
-            self.method, self._method_settings = method, dict(settings)
+            self.method, self.method_settings = method, dict(settings)
             return
         if method != self.method:
             raise Refusal(
@@ -72,12 +72,17 @@ class Run:
                 f"the worker trains with {method!r}, the run with {self.method!r}",
                 setting="method",
             )
-        for name in sorted({*settings, *self._method_settings}):
-            mine, theirs = self._method_settings.get(name, "unset"), settings.get(name, "unset")
+        for name in sorted({*settings, *self.method_settings}):
+            mine, theirs = self.method_settings.get(name, "unset"), settings.get(name, "unset")
             if mine != theirs:
                 raise Refusal(
                     Reason.SETTINGS_MISMATCH, f"the worker has {name} = {theirs}, the run {name} = {mine}", setting=name
                 )
+
+    def restore(self, run_id: str, state: RunState, method: str, settings: Mapping[str, str], samples: int) -> None:
+        """Continue a run after a restart."""
+        self.run_id, self.state, self.samples = run_id, state, samples
+        self.method, self.method_settings = method, dict(settings)
 
     def require_open(self) -> None:
         """Check that pushes are taken; raises :class:`Refusal` (``RUN_FINISHED``)."""

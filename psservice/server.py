@@ -17,6 +17,7 @@ from prometheus_client import start_http_server
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import add_ParameterServerServiceServicer_to_server
 from pscore.version import __version__
+from psservice.durability.files import StorageError
 from psservice.engine import Engine
 from psservice.metrics import Metrics
 from psservice.servicer import ParameterServerServicer
@@ -55,9 +56,13 @@ class Server:
         if settings.compute_threads:
             torch.set_num_threads(settings.compute_threads)
         self._metrics = Metrics()
-        self.engine = Engine(settings, resolve_device(settings.device), self._metrics)
-        self._metrics.queued.set_function(lambda: self.engine.writer.queued)
         self._health = health.HealthServicer()
+        self._stopping = False
+        try:
+            self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable)
+        except StorageError as error:
+            raise StartError(str(error)) from error
+        self._metrics.queued.set_function(lambda: self.engine.writer.queued)
         self._stop = threading.Event()
 
         self._server = _grpc_server(settings.rpc_threads, settings.rpc_threads * _MOST_QUEUED_CALLS)
@@ -112,6 +117,7 @@ class Server:
     def stop(self) -> None:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
         log.info("draining")
+        self._stopping = True
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self.engine.draining = True
         self._server.stop(self.settings.drain_seconds).wait()
@@ -123,6 +129,11 @@ class Server:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop.set()
+
+    def _durable(self, healthy: bool) -> None:
+        if not self._stopping:
+            states = health_pb2.HealthCheckResponse
+            self._set_health(states.SERVING if healthy else states.NOT_SERVING)
 
     def _set_health(self, status: int) -> None:
         for name in ("", SERVICE_NAME):

@@ -190,7 +190,15 @@ class ParameterServerServicer(ParameterServerServiceServicer):
             header, reader, segments = read_push(request_iterator, open_push)
             identity = self._identity(header.identity)
             answer, repeated = engine.commit(
-                Push(identity, header.step, header.generation, header.base_version, header.samples, segments)
+                Push(
+                    identity,
+                    header.step,
+                    header.generation,
+                    header.base_version,
+                    header.samples,
+                    segments,
+                    reader.messages,
+                )
             )
             if repeated:
                 self._metrics.repeated_pushes.inc()

@@ -65,6 +65,25 @@ class ServerSettings(LayeredSettings):
     end_samples: int = Field(0, ge=0, description="end the run after this many samples; 0 for no such end")
     final_model: Path | None = Field(None, description="safetensors file to write when the run ends")
 
+    data_dir: Path | None = Field(
+        None, description="directory that survives the server: a shard keeps its snapshots and its journal there"
+    )
+    durability: Literal["journal", "snapshot", "none"] = Field(
+        "journal",
+        description="what the data directory keeps: every push before it is acknowledged, snapshots alone, nothing",
+    )
+    fsync: Literal["always", "interval", "never"] = Field(
+        "interval",
+        description="when the journal is forced to the disk: before each answer, every so often, or when the system "
+        "likes; the death of the process loses nothing in any of them, a power cut nothing with always",
+    )
+    fsync_interval_seconds: float = Field(1.0, gt=0, description="between two of these, with --fsync interval")
+    snapshot_seconds: float = Field(300.0, gt=0, description="between two snapshots")
+    keep_snapshots: int = Field(3, ge=1, description="snapshots kept, and with them the journal behind the oldest")
+    recover: Literal["strict", "last-good"] = Field(
+        "strict", description="at damage inside the journal: refuse to start, or go back to the version before it"
+    )
+
     lease_seconds: float = Field(15.0, ge=0.5, description="life of a worker's lease without renewal")
     chunk_bytes: int = Field(
         DEFAULT_CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES, description="largest payload of a message"

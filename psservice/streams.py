@@ -39,6 +39,8 @@ class PushReader:
         self._started = time.perf_counter_ns()
         self.arrivals = [0] * len(plan)
         self.bytes = 0
+        self.messages: list[pb.PushSparseRequest] = []
+        """The stream as it came, for the journal."""
 
     def read(self, chunk: pb.Chunk) -> None:
         """Take one chunk in; raises :class:`Refusal`."""
@@ -46,6 +48,11 @@ class PushReader:
             raise Refusal(Reason.BAD_CHUNK, f"group {chunk.group} of a plan of {len(self._readers)}")
         self._readers[chunk.group].read(chunk)
         self.arrivals[chunk.group] = time.perf_counter_ns() - self._started
+
+    def took(self, request: pb.PushSparseRequest) -> None:
+        """Count and keep a message of the stream."""
+        self.bytes += wire_bytes(request)
+        self.messages.append(request)
 
     def finish(self, commit: pb.Commit) -> list[Segment]:
         """Check the commit and return every segment."""
@@ -69,9 +76,9 @@ def read_push(
     if first is None or first.WhichOneof("message") != "header":
         raise Refusal(Reason.BAD_REQUEST, "a push begins with its header")
     reader = open_push(first.header)
-    reader.bytes += wire_bytes(first)
+    reader.took(first)
     for request in requests:
-        reader.bytes += wire_bytes(request)
+        reader.took(request)
         kind = request.WhichOneof("message")
         if kind == "chunk":
             reader.read(request.chunk)

@@ -347,6 +347,8 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """The queue is full; RetryInfo says when to come back."""
     REFUSAL_REASON_DRAINING: _RefusalReason.ValueType  # 20
     """The server is stopping."""
+    REFUSAL_REASON_NOT_DURABLE: _RefusalReason.ValueType  # 21
+    """The server cannot write to its data directory; RetryInfo says when to come back."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a call was refused; travels as the reason of google.rpc.ErrorInfo."""
@@ -393,6 +395,8 @@ REFUSAL_REASON_BUSY: RefusalReason.ValueType  # 19
 """The queue is full; RetryInfo says when to come back."""
 REFUSAL_REASON_DRAINING: RefusalReason.ValueType  # 20
 """The server is stopping."""
+REFUSAL_REASON_NOT_DURABLE: RefusalReason.ValueType  # 21
+"""The server cannot write to its data directory; RetryInfo says when to come back."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 @_typing.final

@@ -42,6 +42,18 @@ class UpdateLedger:
                 self._entries -= 0 if old is None else old.numel()
                 self._covered_from = dropped
 
+    def reach_back(self, supports: list[tuple[int, Support]]) -> None:
+        """Add what older versions changed, in order, up to the one from which this ledger counts; within the limit."""
+        with self._lock:
+            for version, support in reversed(supports):
+                size = 0 if support is None else support.numel()
+                room = self._entries + size <= self._entry_limit and len(self._supports) < _MOST_VERSIONS
+                if version != self._covered_from or not room:
+                    return
+                self._supports.appendleft((version, support))
+                self._entries += size
+                self._covered_from = version - 1
+
     def since(self, version: int) -> list[Support] | None:
         """Return the supports of every version after ``version``; ``None`` if some of them are forgotten."""
         with self._lock:

@@ -66,14 +66,19 @@ class ModelShard:
 
     def apply(self, push: Segment | None) -> int:
         """Apply one push over the shard's span (``None``: it had no entries) and return the new version."""
-        support: Support = torch.empty(0, dtype=self._offset_dtype)
+        support = self.support_of(push)
         if push is not None:
             self._update(self.theta, push)
-            support = None if push.offsets is None else push.offsets.to(self._offset_dtype)
         # The ledger first: who reads beside the writer must not see a version of which the ledger does not know.
         self.ledger.append(self.version + 1, support)
         self.version += 1
         return self.version
+
+    def support_of(self, push: Segment | None) -> Support:
+        """Return what a push touches, as the ledger keeps it."""
+        if push is None:
+            return torch.empty(0, dtype=self._offset_dtype)
+        return None if push.offsets is None else push.offsets.to(self._offset_dtype)
 
     def difference(self, early_version: int, early: Support) -> Difference:
         """Read the values at the current version wherever they changed since a base version.

@@ -1,0 +1,172 @@
+"""Journal records: how they lie in a file, and how a file is read back when its end or its middle is damaged.
+
+A segment is a file of records behind a 16-byte head: ``SPSJRNL1`` and a random mark of this segment. A record is
+
+    mark    8 bytes   the segment's: what an old file left on the disk does not have
+    length  uint64    of the body
+    kind    uint32
+    crc     uint32    CRC-32 of length and kind, continued over the body
+    body    length bytes
+
+Integers are little-endian. A file ends anywhere inside its last record where a process or a machine died. So a record
+that is cut or does not check, with no record behind it, is a *torn tail* and was never acknowledged; with one behind
+it, the file is *damaged* there.
+"""
+
+import os
+import secrets
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from psservice.durability.files import StorageError
+
+MAGIC = b"SPSJRNL1"
+MARK_BYTES = 8
+HEAD_BYTES = len(MAGIC) + MARK_BYTES
+_FRAME = struct.Struct("<8sQII")
+_CHECKED = struct.Struct("<QI")
+_SEARCH_BYTES = 1 << 20
+
+
+class DamagedError(StorageError):
+    """A journal is damaged before its end.
+
+    Attributes:
+        path: the file.
+        offset: where the record begins that does not check.
+    """
+
+    def __init__(self, path: Path, offset: int, why: str) -> None:
+        """Say where, and what can be done."""
+        super().__init__(
+            f"{path} is damaged at byte {offset}: {why}; records behind it cannot be trusted. Restore the file from a "
+            "copy, or start with --recover last-good to go back to the version before it"
+        )
+        self.path, self.offset = path, offset
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of a segment.
+
+    Attributes:
+        kind: what the body is.
+        body: its bytes.
+        offset: where it begins in the file.
+        end: where the next one begins.
+    """
+
+    kind: int
+    body: bytes
+    offset: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The parts of a record's body and their CRC so far, made beside the thread that appends."""
+
+    parts: tuple[bytes, ...]
+    length: int
+    crc: int
+
+    @classmethod
+    def of(cls, parts: Sequence[bytes]) -> "Body":
+        """Join parts, without copying them."""
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        return cls(tuple(parts), sum(map(len, parts)), crc)
+
+    def with_part(self, part: bytes) -> "Body":
+        """Add a part behind."""
+        return Body((*self.parts, part), self.length + len(part), zlib.crc32(part, self.crc))
+
+
+def new_head() -> bytes:
+    """Return the head of a new segment, with a mark of its own."""
+    return MAGIC + secrets.token_bytes(MARK_BYTES)
+
+
+def frame(mark: bytes, kind: int, body: Body) -> bytes:
+    """Return the bytes that stand before a body."""
+    crc = zlib.crc32(_CHECKED.pack(body.length, kind), body.crc)
+    return _FRAME.pack(mark, body.length, kind, crc)
+
+
+@dataclass(slots=True)
+class Segment:
+    """A segment that is read.
+
+    Attributes:
+        path: the file.
+        good: bytes up to the end of the last record that was read.
+        torn: why reading ended before the end of the file; ``None`` where it did not.
+    """
+
+    path: Path
+    good: int = 0
+    torn: str | None = None
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records up to the end or a torn tail.
+
+        Raises:
+            DamagedError: a record does not check and there are others behind it.
+        """
+        with self.path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(HEAD_BYTES)
+            if not head.startswith(MAGIC) or len(head) < HEAD_BYTES:
+                if len(head) == HEAD_BYTES and size > HEAD_BYTES:
+                    raise DamagedError(self.path, 0, "this is not the beginning of a journal")
+                self.torn = "the file ends inside its head"
+                return
+            self.good, mark = HEAD_BYTES, head[len(MAGIC) :]
+            while self.good < size:
+                record = self._read(file, mark, size)
+                if isinstance(record, str):
+                    following = self._next_record(file, mark, size)
+                    if following is not None:
+                        raise DamagedError(self.path, self.good, f"{record}, and there is a record at {following}")
+                    self.torn = record
+                    return
+                yield record
+                self.good = record.end
+
+    def _read(self, file: BinaryIO, mark: bytes, size: int, at: int | None = None) -> Record | str:
+        """Return the record at a position, or what is wrong with it."""
+        offset = self.good if at is None else at
+        file.seek(offset)
+        data = file.read(_FRAME.size)
+        if len(data) < _FRAME.size:
+            return "the file ends inside the head of a record"
+        found, length, kind, crc = _FRAME.unpack(data)
+        if found != mark:
+            return "there is no record where one should begin"
+        end = offset + _FRAME.size + length
+        if end > size:  # before anything is allocated
+            return f"a record of {length} bytes is cut by the end of the file"
+        body = file.read(length)
+        if zlib.crc32(_CHECKED.pack(length, kind), zlib.crc32(body)) != crc:
+            return f"the checksum of a record of {length} bytes does not hold"
+        return Record(kind, body, offset, end)
+
+    def _next_record(self, file: BinaryIO, mark: bytes, size: int) -> int | None:
+        """Look for a record that checks behind the one that does not."""
+        position = self.good + 1
+        while position < size:
+            file.seek(position)
+            window = file.read(_SEARCH_BYTES + MARK_BYTES - 1)
+            found = window.find(mark)
+            if found < 0:
+                position += _SEARCH_BYTES
+                continue
+            if not isinstance(self._read(file, mark, size, position + found), str):
+                return position + found
+            position += found + 1
+        return None

@@ -1,0 +1,177 @@
+"""Snapshots: a directory each, with the tensors as safetensors and everything else in a manifest.
+
+A snapshot is written under a temporary name, forced to the disk, and renamed: what has a snapshot's name is whole, but
+for a disk that forgets. That is what the manifest's sizes and checksums are for.
+"""
+
+import logging
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from psservice.durability.files import StorageError, publish, remove_directory
+
+log = logging.getLogger(__name__)
+
+MANIFEST_NAME, TENSORS_NAME = "manifest.json", "state.safetensors"
+_READ_BYTES = 1 << 22
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class KnownPush(_Strict):
+    """The last push of one incarnation, for repeats; step 0 where it only exchanged buffers."""
+
+    worker_id: str
+    incarnation: str
+    step: int
+    version: int
+    staleness: int
+    buffer_step: int
+
+
+class LiveWorker(_Strict):
+    """A worker that held a lease."""
+
+    worker_id: str
+    incarnation: str
+    index_codecs: list[int]
+
+
+class FileSeal(_Strict):
+    """What a file must be."""
+
+    bytes: int
+    crc32: int
+
+
+class Manifest(_Strict):
+    """Everything about a shard but its tensors.
+
+    Attributes:
+        format: of this manifest.
+        checkpoint: an id that the shards of one checkpoint share; "" where it was taken for this shard alone.
+        segment: number of the first journal segment behind it.
+        version: of the shard.
+        generation: of the model.
+        start, length: what the shard owns of the flat layout.
+        shard_index, num_shards: which shard it was.
+        layout: the model's, as the protocol's JSON.
+        run_id, run_state, method, method_settings, samples: of the run.
+        pushes: what is remembered of each incarnation, least recent first.
+        last_pushes: by worker name: incarnation and step of the last push, least recent first.
+        workers: who held a lease.
+        buffer_weight: weight of the average of buffers.
+        clean: taken when the server was told to stop, with nothing applied afterwards.
+        created_unix_seconds: when.
+        tensors: size and checksum of the file of tensors.
+    """
+
+    format: Literal[1] = 1
+    checkpoint: str
+    segment: int
+    version: int
+    generation: int
+    start: int
+    length: int
+    shard_index: int
+    num_shards: int
+    layout: dict[str, Any]
+    run_id: str
+    run_state: str
+    method: str
+    method_settings: dict[str, str]
+    samples: int
+    pushes: list[KnownPush]
+    last_pushes: dict[str, tuple[str, int]]
+    workers: list[LiveWorker]
+    buffer_weight: float
+    clean: bool
+    created_unix_seconds: float
+    tensors: FileSeal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One snapshot on the disk."""
+
+    path: Path
+    manifest: Manifest
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Read the tensors.
+
+        Raises:
+            StorageError: the file is not what the manifest says.
+        """
+        path = self.path / TENSORS_NAME
+        try:
+            if self.manifest.tensors is None or _seal(path) != self.manifest.tensors:
+                raise StorageError(f"{path} is not the file that its manifest describes")
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"cannot read {path}: {error}") from error
+
+
+def write(directory: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+    """Write a snapshot; tensors are contiguous and on the host.
+
+    Raises:
+        OSError: it could not be written; nothing of it is left.
+    """
+    path = directory / f"{manifest.segment:012d}-v{manifest.version}"
+    sealed = manifest
+
+    def fill(temporary: Path) -> None:
+        nonlocal sealed
+        file = temporary / TENSORS_NAME
+        save_file(dict(tensors), file)
+        file.chmod(0o644)
+        sealed = manifest.model_copy(update={"tensors": _seal(file)})
+        (temporary / MANIFEST_NAME).write_text(sealed.model_dump_json(indent=1))
+
+    publish(path, fill)
+    return Snapshot(path, sealed)
+
+
+def found(directory: Path) -> list[Snapshot]:
+    """Return the snapshots of a directory, oldest first; one whose manifest cannot be read is left out, and said."""
+    snapshots = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name.startswith("."):
+            continue  # of a process that died while it wrote
+        try:
+            manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
+        except (OSError, ValidationError) as error:
+            log.warning("snapshot cannot be read", extra={"path": str(path), "error": str(error)})
+            continue
+        snapshots.append(Snapshot(path, manifest))
+    return sorted(snapshots, key=lambda snapshot: snapshot.manifest.segment)
+
+
+def prune(directory: Path, keep: int) -> list[Snapshot]:
+    """Remove all but the newest ``keep`` snapshots, and what dead writers left; return those that stay."""
+    snapshots = found(directory)
+    for snapshot in snapshots[:-keep]:
+        remove_directory(snapshot.path)
+    for path in directory.glob(".*.tmp"):
+        remove_directory(path)
+    return snapshots[-keep:]
+
+
+def _seal(path: Path) -> FileSeal:
+    crc = size = 0
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            crc, size = zlib.crc32(data, crc), size + len(data)
+    return FileSeal(bytes=size, crc32=crc)

@@ -1,0 +1,281 @@
+"""A shard's past, brought back: a snapshot, and every record behind it done again in its order.
+
+The journal holds the very messages of each push, and they are read, merged and applied by the code that served them;
+so the parameters come out bit for bit as they were.
+"""
+
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from google.protobuf.message import DecodeError, Message
+
+from pscore.layout import ModelLayout, Span
+from pscore.messages import layout_from_message, layout_to_message
+from pscore.reasons import Refusal
+from pscore.segment import Segment, merge
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.buffers import BufferAverage
+from psservice.durability.files import StorageError
+from psservice.durability.records import Body, DamagedError, Record
+from psservice.durability.snapshots import Manifest, Snapshot
+from psservice.durability.store import Past
+from psservice.membership import Identity, PushAnswer, PushRecord
+from psservice.rules.update import UpdateRule
+from psservice.run import RunState
+from psservice.shard.ledger import Support
+from psservice.shard.model import ModelShard
+from psservice.streams import PushReader, read_push
+
+PUSHED, AVERAGED, JOINED, LEFT, FINISHED = range(1, 6)
+"""What a record says: a push was applied, buffers were averaged in, a lease began or ended, the run is over."""
+
+THETA, BUFFER_PREFIX = "theta", "buffer."
+"""Names of a snapshot's tensors: the shard's parameters, fp32 ``[length]``, and each buffer of the average."""
+
+_LENGTH = struct.Struct("<I")
+
+
+def body_of(messages: Sequence[Message]) -> Body:
+    """Return messages as the body of a record, each behind its length (uint32)."""
+    parts: list[bytes] = []
+    for message in messages:
+        data = message.SerializeToString()
+        parts += [_LENGTH.pack(len(data)), data]
+    return Body.of(parts)
+
+
+def add_message(body: Body, message: Message) -> Body:
+    """Add one message behind a body."""
+    data = message.SerializeToString()
+    return body.with_part(_LENGTH.pack(len(data)) + data)
+
+
+def messages_in(body: bytes) -> list[bytes]:
+    """Take a body apart; raises ``ValueError`` where the lengths do not fit."""
+    found, position = [], 0
+    while position < len(body):
+        if position + _LENGTH.size > len(body):
+            raise ValueError("a length is cut")
+        (length,) = _LENGTH.unpack_from(body, position)
+        position += _LENGTH.size
+        if position + length > len(body):
+            raise ValueError("a message is cut")
+        found.append(body[position : position + length])
+        position += length
+    return found
+
+
+def layout_to_plain(layout: ModelLayout) -> dict[str, object]:
+    """Return a layout as plain values, for a manifest."""
+    return dict(MessageToDict(layout_to_message(layout)))
+
+
+@dataclass(slots=True)
+class Live:
+    """A worker that held a lease at some moment of the past."""
+
+    identity: Identity
+    index_codecs: frozenset[int]
+
+
+class History:
+    """A shard at one moment of its past.
+
+    Args:
+        past: the directory; its snapshot is there.
+        device: where the parameters are to live.
+        ledger_multiple: see :class:`~psservice.shard.model.ModelShard`.
+        update: the run's update rule.
+
+    Raises:
+        StorageError: the snapshot does not make sense.
+
+    Attributes:
+        layout: of the model.
+        model: at the version reached so far.
+        buffers: likewise; ``None`` where the shard keeps none.
+        run_state, samples: of the run.
+        pushes: what is remembered of each incarnation.
+        last_pushes: by worker name.
+        workers: who holds a lease, by name.
+        replayed: records done again.
+    """
+
+    def __init__(self, past: Past, device: torch.device, ledger_multiple: float, update: UpdateRule) -> None:
+        """Begin at the snapshot."""
+        assert past.snapshot is not None
+        self._past = past
+        self.snapshot: Snapshot = past.snapshot
+        manifest = self.manifest
+        self.layout = _layout_of(self.snapshot)
+        self.span = Span(manifest.start, manifest.start + manifest.length)
+        tensors = past.tensors
+        theta = tensors.get(THETA)
+        if theta is None or theta.dtype != torch.float32 or tuple(theta.shape) != (self.span.length,):
+            raise StorageError(f"{self.snapshot.path}: the parameters are not fp32 [{self.span.length}]")
+        self.model = ModelShard(
+            self.layout,
+            self.span,
+            theta.to(device),
+            generation=manifest.generation,
+            version=manifest.version,
+            ledger_multiple=ledger_multiple,
+            update=update,
+        )
+        values = {name.removeprefix(BUFFER_PREFIX): t for name, t in tensors.items() if name.startswith(BUFFER_PREFIX)}
+        self.buffers = (
+            BufferAverage(self.layout.buffers, [values[spec.name] for spec in self.layout.buffers])
+            if values and {*values} == {spec.name for spec in self.layout.buffers}
+            else None
+        )
+        if self.buffers is not None:
+            self.buffers.weight = manifest.buffer_weight
+        self.run_state = RunState(manifest.run_state)
+        self.samples = manifest.samples
+        self.pushes: OrderedDict[Identity, PushRecord] = OrderedDict(
+            (
+                Identity(push.worker_id, push.incarnation),
+                PushRecord(
+                    push.step, PushAnswer(push.version, push.staleness, 0) if push.step else None, push.buffer_step
+                ),
+            )
+            for push in manifest.pushes
+        )
+        self.last_pushes = OrderedDict(manifest.last_pushes)
+        self.workers = {
+            worker.worker_id: Live(Identity(worker.worker_id, worker.incarnation), frozenset(worker.index_codecs))
+            for worker in manifest.workers
+        }
+        self.replayed = 0
+
+    @property
+    def manifest(self) -> Manifest:
+        """The snapshot's."""
+        return self.snapshot.manifest
+
+    def replay(self, to_version: int | None = None) -> Iterator[int]:
+        """Do the records again, one by one, and yield the version after each.
+
+        Args:
+            to_version: the last one; ``None`` for all that there is.
+
+        Raises:
+            DamagedError: a record makes no sense behind the ones before it.
+            StorageError: the version is not covered.
+        """
+        if to_version is None or to_version > self.model.version:
+            for record in self._past.records():
+                try:
+                    self._do(record)
+                except (Refusal, ValueError, DecodeError, KeyError, IndexError) as error:
+                    raise DamagedError(
+                        self.snapshot.path, record.offset, f"a record cannot be done: {error}"
+                    ) from error
+                self.replayed += 1
+                yield self.model.version
+                if self.model.version == to_version:
+                    return
+        if to_version is not None and self.model.version != to_version:
+            raise StorageError(
+                f"version {to_version} is not covered: there are {self.manifest.version} to {self.model.version}"
+            )
+
+    def remember_supports(self) -> None:
+        """Let the ledger reach back before the snapshot, as far as the journal is kept: diffs stay sparse."""
+        supports: list[tuple[int, Support]] = []
+        expected: int | None = None
+        for record in self._past.earlier():
+            if record.kind != PUSHED:
+                continue
+            try:
+                header, segments, answer = self._push_in(record)
+            except (Refusal, ValueError, DecodeError, IndexError):
+                supports, expected = [], None
+                continue
+            if header.generation != self.manifest.generation or answer.version != (expected or answer.version):
+                supports = []
+            if header.generation == self.manifest.generation:
+                update = merge(self.span, segments)
+                supports.append((answer.version, self.model.support_of(update)))
+                expected = answer.version + 1
+        if supports and supports[-1][0] == self.manifest.version:
+            self.model.ledger.reach_back(supports)
+
+    def _push_in(self, record: Record) -> tuple[pb.PushHeader, list[Segment], pb.PushSparseResponse]:
+        *requests, answer = messages_in(record.body)
+        header, _, segments = read_push(
+            iter([pb.PushSparseRequest.FromString(data) for data in requests]),
+            lambda opened: PushReader(
+                [Span(group.start, group.start + group.length) for group in opened.plan], self.span
+            ),
+        )
+        segments.sort(key=lambda segment: segment.span.start)
+        return header, segments, pb.PushSparseResponse.FromString(answer)
+
+    def _do(self, record: Record) -> None:
+        if record.kind == PUSHED:
+            self._do_push(record)
+        elif record.kind == AVERAGED:
+            self._do_buffers(record)
+        elif record.kind == JOINED:
+            request = pb.JoinRequest.FromString(messages_in(record.body)[0])
+            identity = _identity(request.identity)
+            self.workers[identity.worker_id] = Live(identity, frozenset(request.index_codecs))
+        elif record.kind == LEFT:
+            identity = _identity(pb.LeaveRequest.FromString(messages_in(record.body)[0]).identity)
+            known = self.workers.get(identity.worker_id)
+            if known is not None and known.identity == identity:
+                del self.workers[identity.worker_id]
+        elif record.kind == FINISHED:
+            self.run_state = RunState.FINISHED
+        else:
+            raise ValueError(f"records of kind {record.kind} are not known to this version of the server")
+
+    def _do_push(self, record: Record) -> None:
+        header, segments, answer = self._push_in(record)
+        if (header.generation, answer.version) != (self.model.generation, self.model.version + 1):
+            raise ValueError(
+                f"it is version {answer.version} of generation {header.generation}, and follows version "
+                f"{self.model.version} of {self.model.generation}"
+            )
+        self.model.apply(on_device(merge(self.span, segments), self.model.theta.device))
+        identity = _identity(header.identity)
+        known = self.pushes.setdefault(identity, PushRecord())
+        known.step, known.answer = header.step, PushAnswer(answer.version, answer.staleness, 0)
+        self.pushes.move_to_end(identity)
+        self.last_pushes[identity.worker_id] = (identity.incarnation, header.step)
+        self.last_pushes.move_to_end(identity.worker_id)
+        self.samples += header.samples
+
+    def _do_buffers(self, record: Record) -> None:
+        if self.buffers is None:
+            raise ValueError("the shard keeps no buffers")
+        opening, chunk, answer = messages_in(record.body)
+        header, data = pb.BuffersHeader.FromString(opening), pb.BytesChunk.FromString(chunk).data
+        self.buffers.contribute(data, header.samples, pb.RenewLeaseResponse.FromString(answer).live_workers)
+        self.pushes.setdefault(_identity(header.identity), PushRecord()).buffer_step = header.step
+
+
+def on_device(update: Segment | None, device: torch.device) -> Segment | None:
+    """Move an update to where the parameters are."""
+    if update is None or device.type == "cpu":
+        return update
+    offsets = None if update.offsets is None else update.offsets.to(device)
+    return Segment(update.span, offsets, update.values.to(device))
+
+
+def _identity(message: pb.WorkerIdentity) -> Identity:
+    return Identity(message.worker_id, message.incarnation)
+
+
+def _layout_of(snapshot: Snapshot) -> ModelLayout:
+    path: Path = snapshot.path
+    try:
+        return layout_from_message(ParseDict(snapshot.manifest.layout, pb.ModelLayout()))
+    except (ParseError, Refusal) as error:
+        raise StorageError(f"{path}: the layout in the manifest is malformed: {error}") from error

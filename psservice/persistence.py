@@ -1,0 +1,377 @@
+"""Between the engine and its data directory: what is written when, and how a shard begins from it again.
+
+The order of things is the promise: a record is appended *before* the push is applied, and an answer leaves when the
+record is as durable as the mode promises. A pull waits likewise, so that no worker ever holds a version that a power
+cut could take back (with ``--fsync always``).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from google.protobuf.message import Message
+
+from pscore.generation import sibling_generation
+from pscore.reasons import Reason, Refusal
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.durability.files import StorageError
+from psservice.durability.journal import JournalError
+from psservice.durability.records import Body
+from psservice.durability.snapshots import KnownPush, LiveWorker, Manifest, Snapshot
+from psservice.durability.store import Past, Store, StoreSettings, nothing_was_lost, shard_directory
+from psservice.history import (
+    AVERAGED,
+    BUFFER_PREFIX,
+    FINISHED,
+    JOINED,
+    LEFT,
+    PUSHED,
+    THETA,
+    History,
+    add_message,
+    body_of,
+    layout_to_plain,
+)
+from psservice.membership import Identity, PushAnswer
+from psservice.rules.update import subtract
+from psservice.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from psservice.engine import Engine
+
+log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
+_PROGRESS_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A shard at one version, copied, and ready to be written."""
+
+    manifest: Manifest
+    tensors: dict[str, torch.Tensor]
+
+
+class Persistence:
+    """What an engine tells, and is told by, its data directory. Without one, every call does nothing.
+
+    Args:
+        settings: the server's.
+        on_health: told ``False`` while pushes cannot be made durable, ``True`` when they can again.
+
+    Raises:
+        StorageError: the directory is in use, or cannot be written.
+    """
+
+    def __init__(self, settings: ServerSettings, on_health: Callable[[bool], None]) -> None:
+        """Take the directory."""
+        self._settings = settings
+        self._store: Store | None = None
+        if settings.data_dir is not None and settings.durability != "none":
+            directory = shard_directory(settings.data_dir, settings.shard_index, settings.num_shards)
+            self._store = Store(
+                StoreSettings(
+                    directory,
+                    settings.durability == "journal",
+                    settings.fsync,
+                    settings.fsync_interval_seconds,
+                    settings.keep_snapshots,
+                ),
+                on_health,
+            )
+        self.averaging = threading.Lock()
+        """Held while buffers are averaged in and noted, so that a snapshot falls between two of these."""
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._taking = threading.Lock()
+        self.last_snapshot: Snapshot | None = None
+
+    @property
+    def keeps_journal(self) -> bool:
+        """Whether pushes are written down one by one."""
+        return self._store is not None and self._store.keeps_journal
+
+    @property
+    def journal_bytes(self) -> int:
+        """Bytes written down since the start."""
+        return 0 if self._store is None else self._store.journal_bytes
+
+    # The way back
+
+    def recover(self, engine: "Engine") -> None:
+        """Bring an engine that has just been made to where the directory's past ends.
+
+        Raises:
+            StorageError: the past is damaged, or of another run.
+        """
+        if self._store is None:
+            return
+        past = self._store.past(self._settings.recover)
+        if past.snapshot is None:
+            self._store.begin(past.last_segment + 1)
+            return
+        manifest = past.snapshot.manifest
+        self._require_ours(manifest)
+        history = History(past, engine.device, self._settings.ledger_multiple, subtract)
+        started = said = time.monotonic()
+        for version in history.replay():
+            if time.monotonic() - said > _PROGRESS_SECONDS:
+                said = time.monotonic()
+                log.info("replaying the journal", extra={"version": version, "records": history.replayed})
+        history.remember_supports()
+        untouched = manifest.clean and past.last_segment <= manifest.segment
+        new_history = past.lost or not (untouched or nothing_was_lost(past.last_promise))
+        if new_history:  # versions that workers have seen may be gone: the same numbers will mean other values
+            history.model.generation = sibling_generation(manifest.generation)
+        engine.adopt(history)
+        self._store.begin(max(past.last_segment + 1, manifest.segment))
+        self.last_snapshot = past.snapshot
+        log.info(
+            "recovered",
+            extra={
+                "version": history.model.version,
+                "snapshot": manifest.version,
+                "replayed": history.replayed,
+                "seconds": round(time.monotonic() - started, 3),
+                "workers": len(history.workers),
+                "history": "new" if new_history else "the same",
+            },
+        )
+        if new_history or not self.keeps_journal:  # what the disk says must be true when this life ends without a word
+            self.take(engine)
+
+    def open_past(self, at_most: int | None) -> Past:
+        """Open the directory's past for a rollback; raises :class:`Refusal` where there is none."""
+        if self._store is None:
+            raise Refusal(Reason.BAD_REQUEST, "this server keeps nothing; start it with --data-dir")
+        return self._store.past(self._settings.recover, at_most)
+
+    def _require_ours(self, manifest: Manifest) -> None:
+        mine = (self._settings.shard_index, self._settings.num_shards)
+        if (manifest.shard_index, manifest.num_shards) != mine:
+            raise StorageError(
+                f"the data directory is that of shard {manifest.shard_index} of {manifest.num_shards}, "
+                f"this is shard {mine[0]} of {mine[1]}"
+            )
+        if self._settings.run_id and manifest.run_id != self._settings.run_id:
+            raise StorageError(
+                f"the data directory holds run {manifest.run_id!r}, --run-id asks for {self._settings.run_id!r}; "
+                "leave --run-id out to continue, or use another --data-dir"
+            )
+
+    # What happens meanwhile
+
+    def start(self, engine: "Engine") -> None:
+        """Begin to take snapshots every period."""
+        if self._store is not None:
+            self._thread = threading.Thread(target=self._work, args=(engine,), name="snapshots", daemon=True)
+            self._thread.start()
+
+    def written(self, messages: Sequence[Message]) -> Body | None:
+        """Prepare the messages of a push for :meth:`pushed`, beside the writer."""
+        return body_of(messages) if self.keeps_journal else None
+
+    def pushed(self, body: Body | None, answer: PushAnswer) -> int:
+        """Write a push down, before it is applied; return what :meth:`take_back` takes.
+
+        Raises:
+            Refusal: ``NOT_DURABLE``.
+        """
+        if body is None:
+            return 0
+        said = pb.PushSparseResponse(version=answer.version, staleness=answer.staleness)
+        return self._append(PUSHED, add_message(body, said))
+
+    def take_back(self, number: int) -> None:
+        """Undo :meth:`pushed`: the push was refused after all."""
+        if number and self._store is not None:
+            self._store.take_back(number)
+
+    def averaged(self, identity: Identity, step: int, samples: int, data: bytes, live_workers: int) -> None:
+        """Write an exchange of buffers down; raises :class:`Refusal` (``NOT_DURABLE``)."""
+        if self.keeps_journal:
+            header = pb.BuffersHeader(identity=_named(identity), step=step, samples=samples, buffer_bytes=len(data))
+            said = pb.RenewLeaseResponse(live_workers=live_workers)
+            self._append(AVERAGED, body_of([header, pb.BytesChunk(data=data), said]))
+
+    def joined(self, identity: Identity, index_codecs: frozenset[int]) -> None:
+        """Write a lease down; raises :class:`Refusal` (``NOT_DURABLE``)."""
+        if self.keeps_journal:
+            codecs = [cast("pb.IndexCodec.ValueType", codec) for codec in sorted(index_codecs)]
+            self._append(JOINED, body_of([pb.JoinRequest(identity=_named(identity), index_codecs=codecs)]))
+
+    def left(self, identity: Identity) -> None:
+        """Write the end of a lease down; where that fails, the lease ends once more after a restart."""
+        if self.keeps_journal:
+            try:
+                self._append(LEFT, body_of([pb.LeaveRequest(identity=_named(identity))]))
+            except Refusal as error:
+                log.warning("the end of a lease is not written down", extra={"error": str(error)})
+
+    def finished(self, run_id: str) -> None:
+        """Write the run's end down; raises :class:`Refusal` (``NOT_DURABLE``)."""
+        if self.keeps_journal:
+            self._append(FINISHED, body_of([pb.FinishRunRequest(run_id=run_id)]))
+
+    def wait(self) -> None:
+        """Wait until everything that was written before this call is as durable as was promised.
+
+        Raises:
+            Refusal: ``NOT_DURABLE``.
+        """
+        if self._store is None:
+            return
+        try:
+            self._store.wait()
+        except JournalError as error:
+            raise _not_durable(error) from error
+
+    def _append(self, kind: int, body: Body) -> int:
+        assert self._store is not None
+        try:
+            return self._store.append(kind, body)
+        except JournalError as error:
+            raise _not_durable(error) from error
+
+    # Snapshots
+
+    def take(self, engine: "Engine", checkpoint: str = "", *, clean: bool = False) -> Snapshot | None:
+        """Take a snapshot; ``None`` without a directory or a model. The writer is held for a copy only.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        if self._store is None or engine.model is None:
+            return None
+        with self._taking:
+            return self._write(engine.writer.run(lambda: self.copy(engine, checkpoint, clean=clean)))
+
+    def take_inside(self, engine: "Engine") -> None:
+        """Take a snapshot of a model that was just installed, on the writer thread, before anybody is told of it.
+
+        Raises:
+            Refusal: ``NOT_DURABLE``.
+        """
+        if self._store is None:
+            return
+        try:
+            self._write(self.copy(engine, "", clean=False))
+        except StorageError as error:
+            raise _not_durable(error) from error
+
+    def copy(self, engine: "Engine", checkpoint: str, *, clean: bool) -> Moment:
+        """Copy the shard as it is now, and begin another segment behind it; on the writer thread."""
+        assert self._store is not None
+        assert engine.model is not None
+        with self.averaging:
+            segment = self._store.rotate()
+            weight, buffers = engine.buffers.export() if engine.buffers else (0.0, {})
+        model, layout = engine.model, engine.model.layout
+        known, last_pushes = engine.membership.remembered()
+        manifest = Manifest(
+            checkpoint=checkpoint,
+            segment=segment,
+            version=model.version,
+            generation=model.generation,
+            start=model.span.start,
+            length=model.span.length,
+            shard_index=self._settings.shard_index,
+            num_shards=self._settings.num_shards,
+            layout=layout_to_plain(layout),
+            run_id=engine.run.run_id,
+            run_state=engine.run.state.value,
+            method=engine.run.method,
+            method_settings=engine.run.method_settings,
+            samples=engine.run.samples,
+            pushes=[
+                KnownPush(
+                    worker_id=identity.worker_id,
+                    incarnation=identity.incarnation,
+                    step=record.step,
+                    version=record.answer.version if record.answer else 0,
+                    staleness=record.answer.staleness if record.answer else 0,
+                    buffer_step=record.buffer_step,
+                )
+                for identity, record in known
+            ],
+            last_pushes=dict(last_pushes),
+            workers=[
+                LiveWorker(
+                    worker_id=member.identity.worker_id,
+                    incarnation=member.identity.incarnation,
+                    index_codecs=sorted(member.index_codecs),
+                )
+                for member in engine.membership.members()
+            ],
+            buffer_weight=weight,
+            clean=clean,
+            created_unix_seconds=time.time(),
+        )
+        tensors = {THETA: model.theta.clone()}
+        return Moment(manifest, tensors | {f"{BUFFER_PREFIX}{name}": value for name, value in buffers.items()})
+
+    def _write(self, moment: Moment) -> Snapshot:
+        assert self._store is not None
+        started = time.monotonic()
+        on_host = {name: tensor.cpu().contiguous() for name, tensor in moment.tensors.items()}
+        snapshot = self.last_snapshot = self._store.write(moment.manifest, on_host)
+        log.info(
+            "snapshot taken",
+            extra={
+                "version": moment.manifest.version,
+                "checkpoint": moment.manifest.checkpoint,
+                "path": str(snapshot.path),
+                "seconds": round(time.monotonic() - started, 3),
+            },
+        )
+        return snapshot
+
+    def _work(self, engine: "Engine") -> None:
+        while not self._stop.wait(self._settings.snapshot_seconds):
+            model, last = engine.model, self.last_snapshot
+            if model is None or (last is not None and _same(last.manifest, model.generation, model.version)):
+                continue
+            try:
+                self.take(engine)
+            except (StorageError, Refusal) as error:
+                log.error("no snapshot could be taken", extra={"error": str(error)})
+
+    def stop(self) -> None:
+        """Stop the periodic snapshots."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """Let the directory go as it is."""
+        if self._store is not None:
+            self._store.close()
+
+    def close(self, engine: "Engine") -> None:
+        """Take the last snapshot, after the writer has stopped, and let the directory go."""
+        self.stop()
+        if self._store is None:
+            return
+        try:
+            if engine.model is not None:
+                self._write(self.copy(engine, "", clean=True))
+        except (StorageError, Refusal) as error:
+            log.error("no snapshot at the end; the journal has everything", extra={"error": str(error)})
+        self._store.close()
+
+
+def _same(manifest: Manifest, generation: int, version: int) -> bool:
+    return (manifest.generation, manifest.version) == (generation, version)
+
+
+def _named(identity: Identity) -> pb.WorkerIdentity:
+    return pb.WorkerIdentity(worker_id=identity.worker_id, incarnation=identity.incarnation)
+
+
+def _not_durable(error: StorageError) -> Refusal:
+    return Refusal(Reason.NOT_DURABLE, str(error), retry_seconds=_RETRY_SECONDS)

@@ -1,0 +1,214 @@
+"""The journal: what was appended is read back, and what was not is not."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psservice.durability import journal as journal_module
+from psservice.durability.files import StorageError, lock, publish
+from psservice.durability.journal import Journal, JournalError, segment_numbers, segment_path
+from psservice.durability.records import HEAD_BYTES, Body, DamagedError, Segment
+
+many = settings(deadline=None, max_examples=60)
+bodies = st.lists(st.tuples(st.integers(0, 9), st.lists(st.binary(max_size=200), max_size=3)), max_size=12)
+
+
+def write(directory: Path, records, fsync="never"):
+    journal = Journal(directory, 1, fsync, 0.01)
+    for kind, parts in records:
+        journal.append(kind, Body.of(parts))
+        journal.wait()
+    journal.close()
+    return segment_path(directory, 1)
+
+
+def read(path: Path):
+    segment = Segment(path)
+    return [(record.kind, record.body) for record in segment.records()], segment.torn
+
+
+@pytest.mark.parametrize("fsync", ["always", "interval", "never"])
+@given(records=bodies)
+@settings(deadline=None, max_examples=15)
+def test_what_was_appended_is_read_back_in_order(fsync, records, tmp_path_factory):
+    path = write(tmp_path_factory.mktemp("journal"), records, fsync)
+    assert read(path) == ([(kind, b"".join(parts)) for kind, parts in records], None)
+
+
+@given(records=bodies, data=st.data())
+@many
+def test_a_file_cut_anywhere_gives_the_whole_records_before_the_cut(records, data, tmp_path_factory):
+    path = write(tmp_path_factory.mktemp("journal"), records)
+    whole = path.read_bytes()
+    ends = [record.end for record in Segment(path).records()]
+    cut = data.draw(st.integers(0, len(whole)))
+    path.write_bytes(whole[:cut])
+    found, torn = read(path)
+    assert len(found) == sum(end <= cut for end in ends)
+    assert (torn is None) == (cut in [HEAD_BYTES, *ends])
+
+
+@given(
+    records=st.lists(st.tuples(st.integers(0, 9), st.lists(st.binary(max_size=50), max_size=2)), min_size=2),
+    data=st.data(),
+)
+@many
+def test_a_changed_byte_is_a_torn_tail_in_the_last_record_and_damage_before_it(records, data, tmp_path_factory):
+    path = write(tmp_path_factory.mktemp("journal"), records)
+    whole = bytearray(path.read_bytes())
+    last = list(Segment(path).records())[-1].offset
+    place = data.draw(st.integers(HEAD_BYTES, len(whole) - 1))
+    whole[place] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(whole)
+    segment = Segment(path)
+    if place >= last:
+        assert len(list(segment.records())) == len(records) - 1
+        assert segment.torn
+    else:
+        with pytest.raises(DamagedError, match="is damaged at byte") as raised:
+            list(segment.records())
+        assert raised.value.path == path
+        assert raised.value.offset <= place
+
+
+def test_zeros_behind_the_end_are_a_torn_tail(tmp_path):
+    path = write(tmp_path, [(1, [b"one"]), (2, [b"two"])])
+    with path.open("ab") as file:
+        file.write(bytes(10_000))
+    found, torn = read(path)
+    assert [kind for kind, _ in found] == [1, 2]
+    assert torn
+
+
+def test_a_length_beyond_the_file_allocates_nothing(tmp_path):
+    path = write(tmp_path, [(1, [b"one"])])
+    data = bytearray(path.read_bytes())
+    data[HEAD_BYTES + 8 : HEAD_BYTES + 16] = (1 << 60).to_bytes(8, "little")
+    path.write_bytes(data)
+    found, torn = read(path)
+    assert not found
+    assert "cut by the end" in torn
+
+
+def test_a_record_that_was_taken_back_is_not_there(tmp_path):
+    journal = Journal(tmp_path, 1, "always", 1.0)
+    journal.append(1, Body.of([b"stays"]))
+    journal.take_back(journal.append(2, Body.of([b"goes"])))
+    journal.append(3, Body.of([b"follows"]))
+    journal.wait()
+    journal.close()
+    assert read(segment_path(tmp_path, 1)) == ([(1, b"stays"), (3, b"follows")], None)
+
+
+def test_segments_follow_one_another_and_are_cut_behind_a_snapshot(tmp_path):
+    journal = Journal(tmp_path, 7, "interval", 60.0)
+    journal.append(1, Body.of([b"a"]))
+    assert journal.rotate() == 8
+    journal.append(1, Body.of([b"b"]))
+    assert journal.rotate() == 9
+    assert segment_numbers(tmp_path) == [7, 8, 9]
+    assert read(segment_path(tmp_path, 8)) == ([(1, b"b")], None)
+    journal.cut_before(9)
+    journal.close()
+    assert segment_numbers(tmp_path) == [9]
+
+
+class FullDisk:
+    """Stands for ``os.writev`` on a disk that takes so many bytes more."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.writev = room, os.writev
+
+    def __call__(self, descriptor, views):
+        data = b"".join(views)[: self.room]
+        if not data:
+            raise OSError(28, "No space left on device")
+        self.room -= len(data)
+        return self.writev(descriptor, [data])
+
+
+@given(room=st.integers(0, 100))
+@many
+def test_a_full_disk_refuses_the_record_and_takes_the_next_when_there_is_room(room, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("journal")
+    said = []
+    journal = Journal(directory, 1, "never", 1.0, said.append)
+    journal.append(1, Body.of([b"before"]))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(journal_module.os, "writev", FullDisk(room))
+        with pytest.raises(JournalError, match="free space") as raised:
+            journal.append(2, Body.of([bytes(200)]))
+    assert not raised.value.final
+    assert said == [False]
+    journal.append(3, Body.of([b"after"]))
+    assert said == [False, True]
+    journal.close()
+    assert read(segment_path(directory, 1)) == ([(1, b"before"), (3, b"after")], None)
+
+
+def test_after_a_failed_fsync_nothing_is_acknowledged_any_more(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, 1, "always", 1.0)
+
+    def failing(descriptor):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(journal_module.os, "fdatasync", failing)
+    journal.append(1, Body.of([b"x"]))
+    with pytest.raises(JournalError, match="restart") as raised:
+        journal.wait()
+    assert raised.value.final
+    with pytest.raises(JournalError, match="restart"):
+        journal.append(2, Body.of([b"y"]))
+    journal.close()
+
+
+def test_one_fsync_serves_all_that_wait(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, 1, "always", 1.0)
+    calls, entered, go = [], threading.Event(), threading.Event()
+
+    def slow(descriptor):
+        calls.append(descriptor)
+        entered.set()
+        assert go.wait(30)
+
+    monkeypatch.setattr(journal_module.os, "fdatasync", slow)
+    journal.append(1, Body.of([b"first"]))
+    waiting = [threading.Thread(target=journal.wait)]
+    waiting[0].start()
+    assert entered.wait(30)
+    for _ in range(20):
+        journal.append(1, Body.of([b"more"]))
+    waiting += [threading.Thread(target=journal.wait) for _ in range(20)]
+    for thread in waiting[1:]:
+        thread.start()
+    go.set()
+    for thread in waiting:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert len(calls) == 2
+    journal.close()
+
+
+def test_a_directory_is_locked_against_a_second_server(tmp_path):
+    held = lock(tmp_path / "data")
+    with pytest.raises(StorageError, match="in use by another server"):
+        lock(tmp_path / "data")
+    os.close(held)
+    os.close(lock(tmp_path / "data"))
+
+
+def test_a_directory_is_published_whole_or_not_at_all(tmp_path):
+    publish(tmp_path / "good", lambda path: (path / "file").write_text("x"))
+    assert (tmp_path / "good" / "file").read_text() == "x"
+
+    def fail(path):
+        (path / "file").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        publish(tmp_path / "bad", fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
