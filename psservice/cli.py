@@ -1,10 +1,11 @@
-"""``psservice``: serve, status, finish."""
+"""``psservice``: serve, status, finish, snapshot, restore, replay."""
 
 import argparse
 import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pscore.version import __version__
 
@@ -22,21 +23,65 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("serve", help="run a server (see psservice serve --help)")
     status = commands.add_parser("status", help="show versions, workers and bytes of running servers")
     finish = commands.add_parser("finish", help="end the run: pushes are refused, the final model is written")
-    for command in (status, finish):
+    snapshot = commands.add_parser("snapshot", help="take a checkpoint over all shards now (shard 0 first)")
+    restore = commands.add_parser("restore", help="take running servers back to a version or a checkpoint")
+    for command in (status, finish, snapshot, restore):
         command.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard")
         command.add_argument("--json", action="store_true", help="print JSON")
-        command.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="deadline of each call")
+        seconds = 10.0 if command in (status, finish) else 300.0
+        command.add_argument(
+            "--timeout",
+            type=float,
+            default=seconds,
+            metavar="SECONDS",
+            help=f"deadline of each call (default {seconds:g})",
+        )
+    target = restore.add_mutually_exclusive_group(required=True)
+    target.add_argument("--version", type=int, metavar="V", help="version of each shard to go back to")
+    target.add_argument("--checkpoint", default="", metavar="ID", help="checkpoint to go back to")
+    replay = commands.add_parser("replay", help="write the model at any version that a data directory covers")
+    replay.add_argument(
+        "directory", type=Path, metavar="DIR", help="the servers' --data-dir, with every shard's folder"
+    )
+    target = replay.add_mutually_exclusive_group()
+    target.add_argument("--to", type=int, metavar="VERSION", help="version of each shard (default: the last)")
+    target.add_argument("--checkpoint", default="", metavar="ID", help="checkpoint instead of a version")
+    replay.add_argument("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
     options = parser.parse_args(words)
+    return _replay(options) if options.command == "replay" else _operate(options)
 
+
+def _operate(options: argparse.Namespace) -> int:
     from psservice import operate  # late: the parser answers --help without loading gRPC
 
     try:
-        report = operate.status if options.command == "status" else operate.finish
-        report(options.addresses, options.timeout, as_json=options.json)
+        if options.command == "restore":
+            operate.restore(
+                options.addresses,
+                options.timeout,
+                as_json=options.json,
+                version=options.version,
+                checkpoint=options.checkpoint,
+            )
+        else:
+            commands = {"status": operate.status, "finish": operate.finish, "snapshot": operate.snapshot}
+            commands[options.command](options.addresses, options.timeout, as_json=options.json)
     except operate.OperateError as error:
         if options.json:
             print(json.dumps({"error": str(error)}))
         print(f"psservice: {error}", file=sys.stderr)
+        return EXIT_UNREACHABLE
+    return EXIT_OK
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from psservice import replay
+    from psservice.durability.files import StorageError
+
+    try:
+        replay.replay(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
+    except StorageError as error:
+        print(f"psservice replay: {error}", file=sys.stderr)
         return EXIT_UNREACHABLE
     return EXIT_OK
 

@@ -346,6 +346,36 @@ class Engine:
         version, values = self.writer.run(lambda: (model.version, model.theta.clone()))
         return ModelCopy(model, version, values, self.buffers.state() if self.buffers else {})
 
+    def roll_back(self, version: int | None, checkpoint: str) -> ModelShard:
+        """Go back to a version or a checkpoint, as a new generation, which workers pull by themselves.
+
+        What is remembered of pushes stays, so that the repeat of one that was rolled back is not applied anew.
+
+        Raises:
+            Refusal: ``BAD_REQUEST``, where it is not kept; ``NOT_DURABLE``.
+        """
+        self.require_model(None)
+        history = self.persistence.look_back(self, version, checkpoint)
+
+        def install() -> ModelShard:
+            with self._join_lock:
+                old = self.require_model(None)
+                before = self.model, self.buffers, self.run.state, self.run.samples
+                history.model.generation = next_generation(old.generation)
+                self.model, self.buffers = history.model, history.buffers
+                self.run.state, self.run.samples = history.run_state, history.samples
+                try:
+                    self.persistence.take_inside(self)
+                except BaseException:
+                    self.model, self.buffers, self.run.state, self.run.samples = before
+                    raise
+                self.membership.reset_downlinks()
+                self.metrics.version.set(history.model.version)
+                log.warning("rolled back", extra={"from": old.version, "to": history.model.version})
+                return history.model
+
+        return self.writer.run(install)
+
     # The end
 
     def finish(self) -> str:

@@ -4,6 +4,7 @@ The journal holds the very messages of each push, and they are read, merged and 
 so the parameters come out bit for bit as they were.
 """
 
+import logging
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -22,14 +23,16 @@ from pscore.v1 import parameter_server_pb2 as pb
 from psservice.buffers import BufferAverage
 from psservice.durability.files import StorageError
 from psservice.durability.records import Body, DamagedError, Record
-from psservice.durability.snapshots import Manifest, Snapshot
-from psservice.durability.store import Past
+from psservice.durability.snapshots import Manifest, Snapshot, found
+from psservice.durability.store import Past, pasts
 from psservice.membership import Identity, PushAnswer, PushRecord
 from psservice.rules.update import UpdateRule
 from psservice.run import RunState
 from psservice.shard.ledger import Support
 from psservice.shard.model import ModelShard
 from psservice.streams import PushReader, read_push
+
+log = logging.getLogger(__name__)
 
 PUSHED, AVERAGED, JOINED, LEFT, FINISHED = range(1, 6)
 """What a record says: a push was applied, buffers were averaged in, a lease began or ended, the run is over."""
@@ -259,6 +262,54 @@ class History:
         header, data = pb.BuffersHeader.FromString(opening), pb.BytesChunk.FromString(chunk).data
         self.buffers.contribute(data, header.samples, pb.RenewLeaseResponse.FromString(answer).live_workers)
         self.pushes.setdefault(_identity(header.identity), PushRecord()).buffer_step = header.step
+
+
+def at_version(
+    directory: Path, version: int, device: torch.device, ledger_multiple: float, update: UpdateRule
+) -> History:
+    """Bring a shard back as it was at a version, in its newest history that had it.
+
+    Raises:
+        StorageError: no snapshot and journal that are kept cover it.
+    """
+    for past in pasts(directory, lambda manifest: manifest.version <= version):
+        history = History(past, device, ledger_multiple, update)
+        try:
+            for _ in history.replay(version):
+                pass
+        except StorageError as error:
+            log.info("not from here", extra={"snapshot": str(history.snapshot.path), "error": str(error)})
+            continue
+        return history
+    raise StorageError(f"version {version} is not covered by what {directory} keeps: {_covered(directory)}")
+
+
+def newest(directory: Path, device: torch.device, ledger_multiple: float, update: UpdateRule) -> History:
+    """Bring a shard back to its last version; raises :class:`StorageError` where nothing is kept or it is damaged."""
+    past = Past(directory)
+    if past.snapshot is None:
+        raise StorageError(f"{directory} holds no model yet")
+    history = History(past, device, ledger_multiple, update)
+    for _ in history.replay():
+        pass
+    return history
+
+
+def at_checkpoint(
+    directory: Path, checkpoint: str, device: torch.device, ledger_multiple: float, update: UpdateRule
+) -> History:
+    """Bring a shard back as it was in a checkpoint; raises :class:`StorageError` where it is not kept."""
+    for past in pasts(directory, lambda manifest: manifest.checkpoint == checkpoint):
+        return History(past, device, ledger_multiple, update)
+    raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {_covered(directory)}")
+
+
+def _covered(directory: Path) -> str:
+    kept = [
+        f"{snapshot.manifest.version}" + (f" ({snapshot.manifest.checkpoint})" if snapshot.manifest.checkpoint else "")
+        for snapshot in found(directory / "snapshots")
+    ]
+    return "there are snapshots of version " + ", ".join(kept) if kept else "there are no snapshots"
 
 
 def on_device(update: Segment | None, device: torch.device) -> Segment | None:

@@ -41,6 +41,34 @@ def finish(addresses: Sequence[str], timeout_seconds: float, *, as_json: bool) -
         print(f"{address}: finished at version {answer.version}; final model: {model}")
 
 
+def snapshot(addresses: Sequence[str], timeout_seconds: float, *, as_json: bool) -> None:
+    """Take one checkpoint over all shards and print its id; give shard 0 first."""
+    answers: list[pb.TakeSnapshotResponse] = []
+    for address in addresses:
+        request = pb.TakeSnapshotRequest(checkpoint=answers[0].checkpoint if answers else "")
+        answers.append(_call(address, "TakeSnapshot", request, timeout_seconds))
+    if as_json:
+        print(json.dumps([_plain(a, answer) for a, answer in zip(addresses, answers, strict=True)], indent=2))
+        return
+    for address, answer in zip(addresses, answers, strict=True):
+        print(f"{address}: checkpoint {answer.checkpoint}, version {answer.version}: {answer.path}")
+
+
+def restore(
+    addresses: Sequence[str], timeout_seconds: float, *, as_json: bool, version: int | None, checkpoint: str
+) -> None:
+    """Take every shard back to a version or a checkpoint; workers follow by themselves."""
+    request = pb.RestoreModelRequest(checkpoint=checkpoint)
+    if version is not None:
+        request = pb.RestoreModelRequest(version=version)
+    answers = [_call(address, "RestoreModel", request, timeout_seconds) for address in addresses]
+    if as_json:
+        print(json.dumps([_plain(a, answer) for a, answer in zip(addresses, answers, strict=True)], indent=2))
+        return
+    for address, answer in zip(addresses, answers, strict=True):
+        print(f"{address}: back at version {answer.version}; workers pull it with their next step")
+
+
 def _call(address: str, rpc: str, request: Any, timeout_seconds: float) -> Any:
     with grpc.insecure_channel(address) as channel:
         try:
@@ -83,11 +111,21 @@ def _shard_summary(address: str, answer: pb.GetStatusResponse) -> Table:
         ("shard", f"{answer.shard_index} of {answer.num_shards}, on {answer.device}, up {answer.uptime_seconds:.0f} s"),
         ("parameters", f"{answer.length:,} of {answer.parameters:,}"),
         ("version", f"{answer.version:,} after {answer.samples:,} samples, {answer.queued} waiting"),
+        ("kept", _kept(answer)),
         ("bytes", f"{human_bytes(answer.push_bytes)} pushed, {human_bytes(answer.pull_bytes)} pulled ({down_mode}), "
                   f"{human_bytes(answer.buffer_bytes)} of buffers"),
     ):  # fmt: skip
         table.add_row(f"[bold]{name}[/bold]", value)
     return table
+
+
+def _kept(answer: pb.GetStatusResponse) -> str:
+    if answer.durability in ("", "none"):
+        return "nothing (no --data-dir)"
+    age = f"{answer.snapshot_age_seconds:.0f} s ago" if answer.snapshot_age_seconds else "none yet"
+    journal = f", {human_bytes(answer.journal_bytes)} in the journal" if answer.durability == "journal" else ""
+    name = f", checkpoint {answer.snapshot_checkpoint}" if answer.snapshot_checkpoint else ""
+    return f"snapshot of version {answer.snapshot_version:,} {age}{name}{journal}"
 
 
 def _worker_table(answer: pb.GetStatusResponse) -> Table:

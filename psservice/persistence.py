@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, cast
 import torch
 from google.protobuf.message import Message
 
-from pscore.generation import sibling_generation
+from pscore.generation import epoch, sibling_generation
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.durability.files import StorageError
 from psservice.durability.journal import JournalError
 from psservice.durability.records import Body
 from psservice.durability.snapshots import KnownPush, LiveWorker, Manifest, Snapshot
-from psservice.durability.store import Past, Store, StoreSettings, nothing_was_lost, shard_directory
+from psservice.durability.store import Store, StoreSettings, nothing_was_lost, shard_directory
 from psservice.history import (
     AVERAGED,
     BUFFER_PREFIX,
@@ -33,6 +33,8 @@ from psservice.history import (
     THETA,
     History,
     add_message,
+    at_checkpoint,
+    at_version,
     body_of,
     layout_to_plain,
 )
@@ -47,6 +49,8 @@ log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
+_PATIENCE = 3
+"""Periods after which a shard that hears of no checkpoint takes a snapshot for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,8 @@ class Persistence:
             )
         self.averaging = threading.Lock()
         """Held while buffers are averaged in and noted, so that a snapshot falls between two of these."""
-        self._stop = threading.Event()
+        self._stop, self._told = threading.Event(), threading.Event()
+        self._followed = ""
         self._thread: threading.Thread | None = None
         self._taking = threading.Lock()
         self.last_snapshot: Snapshot | None = None
@@ -145,11 +150,25 @@ class Persistence:
         if new_history or not self.keeps_journal:  # what the disk says must be true when this life ends without a word
             self.take(engine)
 
-    def open_past(self, at_most: int | None) -> Past:
-        """Open the directory's past for a rollback; raises :class:`Refusal` where there is none."""
+    def look_back(self, engine: "Engine", version: int | None, checkpoint: str) -> History:
+        """Bring back what the shard was at a version, or in a checkpoint, beside the running one.
+
+        Raises:
+            Refusal: ``BAD_REQUEST``, where it is not kept.
+        """
+        directory = self._require_store().directory
+        with self._taking:  # nothing is removed meanwhile
+            try:
+                if version is not None:
+                    return at_version(directory, version, engine.device, self._settings.ledger_multiple, subtract)
+                return at_checkpoint(directory, checkpoint, engine.device, self._settings.ledger_multiple, subtract)
+            except StorageError as error:
+                raise Refusal(Reason.BAD_REQUEST, str(error)) from error
+
+    def _require_store(self) -> Store:
         if self._store is None:
             raise Refusal(Reason.BAD_REQUEST, "this server keeps nothing; start it with --data-dir")
-        return self._store.past(self._settings.recover, at_most)
+        return self._store
 
     def _require_ours(self, manifest: Manifest) -> None:
         mine = (self._settings.shard_index, self._settings.num_shards)
@@ -239,6 +258,33 @@ class Persistence:
             raise _not_durable(error) from error
 
     # Snapshots
+
+    @property
+    def checkpoint(self) -> str:
+        """Id of the newest snapshot's checkpoint."""
+        return self.last_snapshot.manifest.checkpoint if self.last_snapshot else ""
+
+    def take_asked(self, engine: "Engine", checkpoint: str) -> Snapshot:
+        """Take a snapshot that somebody asked for; raises :class:`Refusal` (``BAD_REQUEST``, ``NOT_DURABLE``)."""
+        self._require_store()
+        engine.require_model(None)
+        try:
+            snapshot = self.take(engine, checkpoint or self._next_checkpoint(engine))
+        except StorageError as error:
+            raise _not_durable(error) from error
+        assert snapshot is not None
+        return snapshot
+
+    def follow(self, engine: "Engine", checkpoint: str) -> None:
+        """Take part in a checkpoint of shard 0's that a worker has told of, beside the call that told it."""
+        if self._store is None or not checkpoint or engine.is_coordinator or checkpoint == self._followed:
+            return
+        self._followed = checkpoint
+        self._told.set()
+
+    def _next_checkpoint(self, engine: "Engine") -> str:
+        model = engine.require_model(None)
+        return f"e{epoch(model.generation)}-v{model.version}" if engine.is_coordinator else ""
 
     def take(self, engine: "Engine", checkpoint: str = "", *, clean: bool = False) -> Snapshot | None:
         """Take a snapshot; ``None`` without a directory or a model. The writer is held for a copy only.
@@ -332,18 +378,26 @@ class Persistence:
         return snapshot
 
     def _work(self, engine: "Engine") -> None:
-        while not self._stop.wait(self._settings.snapshot_seconds):
+        """Shard 0 takes a checkpoint every period; the others when they are told of one, or long after nobody did."""
+        period = self._settings.snapshot_seconds * (1 if engine.is_coordinator else _PATIENCE)
+        while not self._stop.is_set():
+            told = self._told.wait(period)
+            self._told.clear()
             model, last = engine.model, self.last_snapshot
-            if model is None or (last is not None and _same(last.manifest, model.generation, model.version)):
+            if self._stop.is_set() or model is None:
+                continue
+            unchanged = last is not None and _same(last.manifest, model.generation, model.version)
+            if unchanged and not told:
                 continue
             try:
-                self.take(engine)
+                self.take(engine, self._followed if told else self._next_checkpoint(engine))
             except (StorageError, Refusal) as error:
                 log.error("no snapshot could be taken", extra={"error": str(error)})
 
     def stop(self) -> None:
         """Stop the periodic snapshots."""
         self._stop.set()
+        self._told.set()
         if self._thread is not None:
             self._thread.join()
 

@@ -115,7 +115,10 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         with self._refusals(context, "RenewLease"):
             engine = self._engine
             engine.membership.require(self._identity(request.identity))
+            self._require_name("checkpoint", request.checkpoint or "-")
+            engine.persistence.follow(engine, request.checkpoint)
             return pb.RenewLeaseResponse(
+                checkpoint=engine.persistence.checkpoint if engine.is_coordinator else "",
                 live_workers=len(engine.membership),
                 run_state=_RUN_STATES[engine.run.state],
                 version=engine.model.version if engine.model else 0,
@@ -277,6 +280,8 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         with self._refusals(context, "GetStatus"):
             model, layout = engine.model, engine.layout
             span = engine.span if layout else Span(0, 0)
+            last = engine.persistence.last_snapshot
+            snapshot = last.manifest if last else None
             return pb.GetStatusResponse(
                 run_id=engine.run.run_id,
                 run_state=_RUN_STATES[engine.run.state],
@@ -298,6 +303,11 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 queued=engine.writer.queued,
                 uptime_seconds=time.monotonic() - self._started,
                 server_version=__version__,
+                durability=self._settings.durability if self._settings.data_dir else "none",
+                snapshot_version=snapshot.version if snapshot else 0,
+                snapshot_checkpoint=snapshot.checkpoint if snapshot else "",
+                snapshot_age_seconds=max(0.0, time.time() - snapshot.created_unix_seconds) if snapshot else 0.0,
+                journal_bytes=engine.persistence.journal_bytes,
             )
 
     def FinishRun(self, request: pb.FinishRunRequest, context: grpc.ServicerContext) -> pb.FinishRunResponse:  # noqa: N802
@@ -308,16 +318,43 @@ class ParameterServerServicer(ParameterServerServiceServicer):
             path = engine.finish()
             return pb.FinishRunResponse(version=engine.require_model(None).version, final_model=path)
 
+    def TakeSnapshot(  # noqa: N802
+        self, request: pb.TakeSnapshotRequest, context: grpc.ServicerContext
+    ) -> pb.TakeSnapshotResponse:
+        """Take a snapshot."""
+        with self._refusals(context, "TakeSnapshot"):
+            self._require_name("checkpoint", request.checkpoint or "-")
+            snapshot = self._engine.persistence.take_asked(self._engine, request.checkpoint)
+            manifest = snapshot.manifest
+            return pb.TakeSnapshotResponse(
+                checkpoint=manifest.checkpoint, version=manifest.version, path=str(snapshot.path)
+            )
+
+    def RestoreModel(  # noqa: N802
+        self, request: pb.RestoreModelRequest, context: grpc.ServicerContext
+    ) -> pb.RestoreModelResponse:
+        """Go back."""
+        with self._refusals(context, "RestoreModel"):
+            target = request.WhichOneof("target")
+            if target is None:
+                raise Refusal(Reason.BAD_REQUEST, "name a version or a checkpoint to go back to")
+            model = self._engine.roll_back(request.version if target == "version" else None, request.checkpoint)
+            return pb.RestoreModelResponse(version=model.version, generation=model.generation)
+
     def _refusals(self, context: grpc.ServicerContext, rpc: str) -> AbstractContextManager[None, bool | None]:
         return refusals_as_status(context, self._metrics, rpc)
 
     def _identity(self, message: pb.WorkerIdentity, *, any_run: bool = False) -> Identity:
         for what, text in (("worker_id", message.worker_id), ("incarnation", message.incarnation)):
-            if not text or len(text) > _LONGEST_NAME or not text.isprintable():
-                raise Refusal(Reason.BAD_REQUEST, f"{what} must be 1 to {_LONGEST_NAME} printable characters")
+            self._require_name(what, text)
         if not any_run:
             self._engine.run.require_id(message.run_id)
         return Identity(message.worker_id, message.incarnation)
+
+    @staticmethod
+    def _require_name(what: str, text: str) -> None:
+        if not text or len(text) > _LONGEST_NAME or not text.isprintable():
+            raise Refusal(Reason.BAD_REQUEST, f"{what} must be 1 to {_LONGEST_NAME} printable characters")
 
     def _chunks(self, segments: Sequence[Segment], form: WireForm, checksum: frames.Checksum) -> Iterator[pb.Chunk]:
         for segment in segments:

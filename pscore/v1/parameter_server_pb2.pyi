@@ -736,6 +736,9 @@ class RenewLeaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     IDENTITY_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    checkpoint: _builtins.str
+    """The newest checkpoint that shard 0 has told of; other shards take it too, if they have not."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who renews."""
@@ -744,10 +747,11 @@ class RenewLeaseRequest(_message.Message):
         self,
         *,
         identity: Global___WorkerIdentity | None = ...,
+        checkpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "identity", b"identity"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -762,22 +766,26 @@ class RenewLeaseResponse(_message.Message):
     LIVE_WORKERS_FIELD_NUMBER: _builtins.int
     RUN_STATE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     live_workers: _builtins.int
     """Workers alive."""
     run_state: Global___RunState.ValueType
     """Where the run is."""
     version: _builtins.int
     """Version of the shard."""
+    checkpoint: _builtins.str
+    """From shard 0: id of its newest checkpoint; empty where there is none."""
     def __init__(
         self,
         *,
         live_workers: _builtins.int = ...,
         run_state: Global___RunState.ValueType = ...,
         version: _builtins.int = ...,
+        checkpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["live_workers", b"live_workers", "run_state", b"run_state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "live_workers", b"live_workers", "run_state", b"run_state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1644,6 +1652,11 @@ class GetStatusResponse(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    DURABILITY_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_VERSION_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    JOURNAL_BYTES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     run_state: Global___RunState.ValueType
@@ -1680,6 +1693,16 @@ class GetStatusResponse(_message.Message):
     """Seconds since the start of the server."""
     server_version: _builtins.str
     """Version of the server program."""
+    durability: _builtins.str
+    """What is kept: journal, snapshot or none."""
+    snapshot_version: _builtins.int
+    """Version of the newest snapshot; 0 where there is none."""
+    snapshot_checkpoint: _builtins.str
+    """Checkpoint of the newest snapshot."""
+    snapshot_age_seconds: _builtins.float
+    """Seconds since it was taken."""
+    journal_bytes: _builtins.int
+    """Bytes appended to the journal since the start."""
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Its settings."""
@@ -1711,10 +1734,15 @@ class GetStatusResponse(_message.Message):
         queued: _builtins.int = ...,
         uptime_seconds: _builtins.float = ...,
         server_version: _builtins.str = ...,
+        durability: _builtins.str = ...,
+        snapshot_version: _builtins.int = ...,
+        snapshot_checkpoint: _builtins.str = ...,
+        snapshot_age_seconds: _builtins.float = ...,
+        journal_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "device", b"device", "generation", b"generation", "length", b"length", "method", b"method", "num_shards", b"num_shards", "parameters", b"parameters", "pull_bytes", b"pull_bytes", "push_bytes", b"push_bytes", "queued", b"queued", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "device", b"device", "durability", b"durability", "generation", b"generation", "journal_bytes", b"journal_bytes", "length", b"length", "method", b"method", "num_shards", b"num_shards", "parameters", b"parameters", "pull_bytes", b"pull_bytes", "push_bytes", b"push_bytes", "queued", b"queued", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1767,3 +1795,109 @@ class FinishRunResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FinishRunResponse: _TypeAlias = FinishRunResponse  # noqa: Y015
+
+@_typing.final
+class TakeSnapshotRequest(_message.Message):
+    """Asks for a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    checkpoint: _builtins.str
+    """Id of the checkpoint that it belongs to; empty to have one made (shard 0)."""
+    def __init__(
+        self,
+        *,
+        checkpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeSnapshotRequest: _TypeAlias = TakeSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class TakeSnapshotResponse(_message.Message):
+    """A snapshot was taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    checkpoint: _builtins.str
+    """Id of its checkpoint."""
+    version: _builtins.int
+    """Version of the shard in it."""
+    path: _builtins.str
+    """Where it lies on the server."""
+    def __init__(
+        self,
+        *,
+        checkpoint: _builtins.str = ...,
+        version: _builtins.int = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "path", b"path", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeSnapshotResponse: _TypeAlias = TakeSnapshotResponse  # noqa: Y015
+
+@_typing.final
+class RestoreModelRequest(_message.Message):
+    """Asks for a rollback: to a version, or to a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """A version of this shard."""
+    checkpoint: _builtins.str
+    """A checkpoint."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        checkpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "target", b"target", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "target", b"target", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["version", "checkpoint"]  # noqa: Y015
+    _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_target) -> _WhichOneofReturnType_target | None: ...
+
+Global___RestoreModelRequest: _TypeAlias = RestoreModelRequest  # noqa: Y015
+
+@_typing.final
+class RestoreModelResponse(_message.Message):
+    """The shard has gone back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Its version now."""
+    generation: _builtins.int
+    """Its generation now."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreModelResponse: _TypeAlias = RestoreModelResponse  # noqa: Y015

@@ -85,6 +85,16 @@ class ParameterServerServiceStub(object):
                 request_serializer=pscore_dot_v1_dot_parameter__server__pb2.FinishRunRequest.SerializeToString,
                 response_deserializer=pscore_dot_v1_dot_parameter__server__pb2.FinishRunResponse.FromString,
                 _registered_method=True)
+        self.TakeSnapshot = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/TakeSnapshot',
+                request_serializer=pscore_dot_v1_dot_parameter__server__pb2.TakeSnapshotRequest.SerializeToString,
+                response_deserializer=pscore_dot_v1_dot_parameter__server__pb2.TakeSnapshotResponse.FromString,
+                _registered_method=True)
+        self.RestoreModel = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/RestoreModel',
+                request_serializer=pscore_dot_v1_dot_parameter__server__pb2.RestoreModelRequest.SerializeToString,
+                response_deserializer=pscore_dot_v1_dot_parameter__server__pb2.RestoreModelResponse.FromString,
+                _registered_method=True)
 
 
 class ParameterServerServiceServicer(object):
@@ -161,6 +171,20 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeSnapshot(self, request, context):
+        """Takes a snapshot now. Needs a data directory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreModel(self, request, context):
+        """Goes back to a version that the data directory still covers, as a new generation that workers pull by themselves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ParameterServerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -213,6 +237,16 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.FinishRun,
                     request_deserializer=pscore_dot_v1_dot_parameter__server__pb2.FinishRunRequest.FromString,
                     response_serializer=pscore_dot_v1_dot_parameter__server__pb2.FinishRunResponse.SerializeToString,
+            ),
+            'TakeSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeSnapshot,
+                    request_deserializer=pscore_dot_v1_dot_parameter__server__pb2.TakeSnapshotRequest.FromString,
+                    response_serializer=pscore_dot_v1_dot_parameter__server__pb2.TakeSnapshotResponse.SerializeToString,
+            ),
+            'RestoreModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreModel,
+                    request_deserializer=pscore_dot_v1_dot_parameter__server__pb2.RestoreModelRequest.FromString,
+                    response_serializer=pscore_dot_v1_dot_parameter__server__pb2.RestoreModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -486,6 +520,60 @@ class ParameterServerService(object):
             '/sparseps.v1.ParameterServerService/FinishRun',
             pscore_dot_v1_dot_parameter__server__pb2.FinishRunRequest.SerializeToString,
             pscore_dot_v1_dot_parameter__server__pb2.FinishRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/TakeSnapshot',
+            pscore_dot_v1_dot_parameter__server__pb2.TakeSnapshotRequest.SerializeToString,
+            pscore_dot_v1_dot_parameter__server__pb2.TakeSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/RestoreModel',
+            pscore_dot_v1_dot_parameter__server__pb2.RestoreModelRequest.SerializeToString,
+            pscore_dot_v1_dot_parameter__server__pb2.RestoreModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

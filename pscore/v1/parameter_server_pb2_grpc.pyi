@@ -59,6 +59,10 @@ class ParameterServerServiceStub:
     """Reports versions, workers, bytes."""
     FinishRun: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.FinishRunRequest, _parameter_server_pb2.FinishRunResponse]
     """Ends the run: pushes are refused from then on, the final model is written. Idempotent."""
+    TakeSnapshot: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.TakeSnapshotRequest, _parameter_server_pb2.TakeSnapshotResponse]
+    """Takes a snapshot now. Needs a data directory."""
+    RestoreModel: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.RestoreModelRequest, _parameter_server_pb2.RestoreModelResponse]
+    """Goes back to a version that the data directory still covers, as a new generation that workers pull by themselves."""
 
 @_typing.type_check_only
 class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
@@ -85,6 +89,10 @@ class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
     """Reports versions, workers, bytes."""
     FinishRun: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.FinishRunRequest, _parameter_server_pb2.FinishRunResponse]  # type: ignore[assignment]
     """Ends the run: pushes are refused from then on, the final model is written. Idempotent."""
+    TakeSnapshot: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.TakeSnapshotRequest, _parameter_server_pb2.TakeSnapshotResponse]  # type: ignore[assignment]
+    """Takes a snapshot now. Needs a data directory."""
+    RestoreModel: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.RestoreModelRequest, _parameter_server_pb2.RestoreModelResponse]  # type: ignore[assignment]
+    """Goes back to a version that the data directory still covers, as a new generation that workers pull by themselves."""
 
 class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keeps one shard of a model and answers workers that train it."""
@@ -168,5 +176,21 @@ class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_parameter_server_pb2.FinishRunResponse, _abc.Awaitable[_parameter_server_pb2.FinishRunResponse]]:
         """Ends the run: pushes are refused from then on, the final model is written. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def TakeSnapshot(
+        self,
+        request: _parameter_server_pb2.TakeSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.TakeSnapshotResponse, _abc.Awaitable[_parameter_server_pb2.TakeSnapshotResponse]]:
+        """Takes a snapshot now. Needs a data directory."""
+
+    @_abc_1.abstractmethod
+    def RestoreModel(
+        self,
+        request: _parameter_server_pb2.RestoreModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.RestoreModelResponse, _abc.Awaitable[_parameter_server_pb2.RestoreModelResponse]]:
+        """Goes back to a version that the data directory still covers, as a new generation that workers pull by themselves."""
 
 def add_ParameterServerServiceServicer_to_server(servicer: ParameterServerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -67,10 +67,10 @@ class Past:
         directory: the shard's own.
         mode: with ``last-good``, reading ends at damage instead of refusing it.
         mend: whether a torn tail is cut off its file; a reader beside a running server must not.
-        at_most: newest snapshot to begin from, as a version; ``None`` for the newest of all.
+        begin_at: the snapshot to begin from; ``None`` for the newest that is whole.
 
     Raises:
-        StorageError: there are snapshots, and none is whole.
+        StorageError: there are snapshots, and none is whole, or what came behind a damaged one is not known.
 
     Attributes:
         snapshot: where to begin; ``None`` where nothing was ever kept.
@@ -80,7 +80,12 @@ class Past:
     """
 
     def __init__(
-        self, directory: Path, *, mode: RecoverMode = "strict", mend: bool = False, at_most: int | None = None
+        self,
+        directory: Path,
+        *,
+        mode: RecoverMode = "strict",
+        mend: bool = False,
+        begin_at: Snapshot | None = None,
     ) -> None:
         """Find and read the snapshot."""
         self._mode, self._mend = mode, mend
@@ -89,22 +94,32 @@ class Past:
         self.tensors: dict[str, torch.Tensor] = {}
         self.lost = False
         self.last_promise: dict[str, str] = {}
+        self._until: int | None = None  # the segment where another generation begins
         found = snapshots.found(directory / "snapshots")
-        usable = [each for each in found if at_most is None or each.manifest.version <= at_most]
-        for snapshot in reversed(usable):
+        if begin_at is not None:
+            self.tensors, self.snapshot = begin_at.read(), begin_at
+            others = [each.manifest for each in found if each.manifest.generation != begin_at.manifest.generation]
+            self._until = min(
+                (each.segment for each in others if each.segment > begin_at.manifest.segment), default=None
+            )
+            return
+        for snapshot in reversed(found):
             try:
                 self.tensors = snapshot.read()
             except StorageError as error:
                 log.error("snapshot is damaged, the one before it is tried", extra={"error": str(error)})
                 continue
             self.snapshot = snapshot
-            return
-        if found:
+            break
+        if found and self.snapshot is None:
             raise StorageError(
-                f"no snapshot in {directory / 'snapshots'} "
-                + ("can be read; restore one from a copy, or begin anew in an empty --data-dir" if usable
-                   else f"is as old as version {at_most}; the oldest has {found[0].manifest.version}")
-            )  # fmt: skip
+                f"no snapshot in {directory / 'snapshots'} can be read; restore one from a copy, or begin anew in an "
+                "empty --data-dir"
+            )
+        if self.snapshot is not None and found[-1].manifest.generation != self.snapshot.manifest.generation:
+            newest = found[-1]
+            self._until = newest.manifest.segment
+            self._forgive(DamagedError(newest.path / snapshots.TENSORS_NAME, 0, "the model began anew with it"))
 
     @property
     def last_segment(self) -> int:
@@ -120,7 +135,11 @@ class Past:
         if self.snapshot is None:
             return
         first = self.snapshot.manifest.segment
-        numbers = [number for number in segment_numbers(self._journal) if number >= first]
+        numbers = [
+            number
+            for number in segment_numbers(self._journal)
+            if number >= first and (self._until is None or number < self._until)
+        ]
         if numbers and numbers[0] != first:
             yield from self._refuse(segment_path(self._journal, first), 0, "this segment is missing")
             return
@@ -171,6 +190,16 @@ class Past:
         self.lost = True
 
 
+def pasts(directory: Path, wanted: Callable[[Manifest], bool]) -> Iterator[Past]:
+    """Yield what a directory holds behind each snapshot that is wanted and whole, newest first; nothing is changed."""
+    for snapshot in reversed(snapshots.found(directory / "snapshots")):
+        if wanted(snapshot.manifest):
+            try:
+                yield Past(directory, begin_at=snapshot)
+            except StorageError as error:
+                log.warning("snapshot is damaged", extra={"error": str(error)})
+
+
 class Store:
     """The directory of a running shard.
 
@@ -208,9 +237,9 @@ class Store:
         """Bytes appended since the start."""
         return 0 if self._journal is None else self._journal.bytes_written
 
-    def past(self, mode: RecoverMode, at_most: int | None = None) -> Past:
+    def past(self, mode: RecoverMode) -> Past:
         """Open what the directory holds; :meth:`begin` comes after it is read."""
-        return Past(self.directory, mode=mode, mend=True, at_most=at_most)
+        return Past(self.directory, mode=mode, mend=True)
 
     def begin(self, number: int) -> None:
         """Begin to append, in a segment of this number.
