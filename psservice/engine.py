@@ -135,7 +135,9 @@ class Engine:
             VALUE_CODECS[settings.down_value_type],
             settings.chunk_bytes,
         )
-        self._start_values = modelfile.read(settings.init) if settings.init else None
+        self._start: modelstart.Start | None = None
+        if settings.init:
+            self._start = modelstart.read(settings.init, settings.init_checkpoint)
         self._hold: _UploadHold | None = None
         self._join_lock = threading.Lock()
         self._final_writer: threading.Thread | None = None
@@ -171,12 +173,12 @@ class Engine:
         with self._join_lock:
             self._require_serving()
             others = any(member.identity != identity for member in self.membership.members())
-            alone = self.model is None and not others and self._start_values is None
+            alone = self.model is None and not others and self._start is None
             if self.layout is not None and not alone:
                 self._require_same_model(self.layout, layout)
-            if self._start_values is not None:
-                self._install_start(layout, self._start_values)
-                self._start_values = None
+            if self._start is not None:
+                self._install_start(layout, self._start)
+                self._start = None
             elif self.layout is None or alone:
                 self.layout = layout
             self.run.agree(method, method_settings, replace=alone)
@@ -441,16 +443,20 @@ class Engine:
         for member in self.membership.restore(history.pushes, history.last_pushes, live):
             member.index_codecs = history.workers[member.identity.worker_id].index_codecs
             member.last_step = self.membership.record(member.identity).step
-        self._start_values = None
+        self._start = None
         self.metrics.version.set(history.model.version)
         self.metrics.live_workers.set(len(self.membership))
 
-    def _install_start(self, layout: ModelLayout, start: modelfile.StateDict) -> None:
-        flat, buffers = modelstart.fit(layout, start, with_buffers=self.settings.buffers != "none")
+    def _install_start(self, layout: ModelLayout, start: modelstart.Start) -> None:
+        flat, buffers = modelstart.fit(layout, start.tensors, with_buffers=self.settings.buffers != "none")
         span = layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
         self.layout = layout
         self._install(
-            layout, flat[span.start : span.end], buffers if self.is_coordinator else [], next_generation(0), 0
+            layout,
+            flat[span.start : span.end],
+            buffers if self.is_coordinator else [],
+            next_generation(0),
+            start.version,
         )
 
     def _install(

@@ -1,10 +1,35 @@
-"""Starting from a model file: the file's tensors by name, put into the order of the first worker's layout."""
+"""Starting from a model file or another run's directory: tensors by name, put into the first worker's order."""
+
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from pscore import modelfile
 from pscore.layout import ModelLayout
 from pscore.reasons import Reason, Refusal
+from psservice import replay
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a run begins with, and from which version it counts."""
+
+    tensors: modelfile.StateDict
+    version: int
+
+
+def read(path: Path, checkpoint: str) -> Start:
+    """Read a model file, or a checkpoint of a data directory.
+
+    Raises:
+        ModelFileError: the file cannot be read.
+        StorageError: the directory does not have it.
+    """
+    if not path.is_dir():
+        return Start(modelfile.read(path), 0)
+    brought = replay.histories(path, checkpoint=checkpoint)
+    return Start(replay.state_of(brought, exact=True), max(history.model.version for history in brought))
 
 
 def fit(

@@ -40,7 +40,12 @@ class ServerSettings(LayeredSettings):
     device: str = Field("auto", description="where the parameters live: auto, cpu, cuda or cuda:N")
     shard_index: int = Field(0, ge=0, description="which shard this is; 0 coordinates")
     num_shards: int = Field(1, ge=1, description="how many shards the model is cut into")
-    init: Path | None = Field(None, description="safetensors file to start from instead of the first worker's upload")
+    init: Path | None = Field(
+        None,
+        description="what to start from instead of the first worker's upload: a safetensors file, or the data directory "
+        "of a run with any number of shards",
+    )
+    init_checkpoint: str = Field("", description="which checkpoint of that directory; empty for its last version")
 
     run_id: str = Field("", description="name of the run; empty draws a random one")
     down_mode: Literal["auto", "exact", "topk"] = Field(

@@ -100,14 +100,16 @@ def test_every_version_can_be_had_again_and_a_rollback_is_followed(tmp_path, cap
                 assert_equal(load_file(out), expected)
             assert main(["restore", server.addresses[0], "--version", "5"]) == 0
             assert_equal(psclient.download(server.server), seen[5])
-            train_step(model, optimizer, *make_data())
+            for _ in range(2):  # the first is refused, goes back into the residual, and fetches the model
+                train_step(model, optimizer, *make_data())
             assert optimizer.version == 6
             assert_same_parameters(model, server.server)
             assert main(["restore", server.addresses[0], "--checkpoint", checkpoint]) == 0
             assert_equal(psclient.download(server.server), seen[4])
             kill(server)
             assert_equal(psclient.download(server.server), seen[4])
-            train_step(model, optimizer, *make_data())
+            for _ in range(2):
+                train_step(model, optimizer, *make_data())
             assert optimizer.version == 5
             assert_same_parameters(model, server.server)
             capsys.readouterr()
@@ -136,9 +138,35 @@ def test_without_a_journal_the_last_snapshot_is_where_training_goes_on(tmp_path)
             assert main(["snapshot", server.addresses[0]]) == 0
             train_step(model, optimizer, *make_data())
             kill(server)
-            train_step(model, optimizer, *make_data())
+            for _ in range(2):  # the first is refused, and fetches the model
+                train_step(model, optimizer, *make_data())
             assert optimizer.version == 4
             assert_same_parameters(model, server.server)
+
+
+def test_a_checkpoint_of_two_shards_starts_four(tmp_path):
+    with LocalServer(shards=2, data_dir=tmp_path / "two", down_mode="exact") as server:
+        model = make_model().to(torch.bfloat16)
+        with optimize(model, server) as optimizer:
+            for _ in range(3):
+                train_step(model, optimizer, *make_data(dtype=torch.bfloat16))
+        assert main(["snapshot", *server.addresses]) == 0
+        expected = psclient.download(server.server)
+    with LocalServer(shards=4, init=tmp_path / "two", init_checkpoint="e1-v3", data_dir=tmp_path / "four") as server:
+        model = make_model(1).to(torch.bfloat16)
+        with optimize(model, server) as optimizer:
+            assert optimizer.version == 3
+            assert_equal(psclient.download(server.server), expected)
+            train_step(model, optimizer, *make_data(dtype=torch.bfloat16))
+            assert optimizer.version == 4
+    out = tmp_path / "out.safetensors"
+    assert main(["replay", str(tmp_path / "four"), "--to", "3", "--out", str(out)]) == 0
+    assert_equal(load_file(out), expected)
+
+
+def test_an_init_directory_without_the_checkpoint_is_refused_at_the_start(tmp_path):
+    with pytest.raises(psclient.errors.ConfigurationError):
+        LocalServer(init=tmp_path, init_checkpoint="e1-v3")
 
 
 def test_a_second_server_on_the_directory_ends_with_the_reason(tmp_path):

@@ -19,12 +19,12 @@ def make_model(seed: int = 0, *, batch_norm: bool = True) -> nn.Sequential:
     return nn.Sequential(nn.Linear(20, 32), *norm, nn.ReLU(), nn.Linear(32, 4))
 
 
-def make_data(seed: int = 0, count: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+def make_data(seed: int = 0, count: int = 256, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """A task that a linear model nearly solves."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 20, generator=generator)
     weights = torch.randn(20, 4, generator=torch.Generator().manual_seed(99))
-    return x, (x @ weights).argmax(1)
+    return x.to(dtype), (x @ weights).argmax(1)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> float:
