@@ -102,7 +102,7 @@ class History:
         layout: of the model.
         model: at the version reached so far.
         buffers: likewise; ``None`` where the shard keeps none.
-        run_state, samples: of the run.
+        run_id, run_state, samples: of the run.
         pushes: what is remembered of each incarnation.
         last_pushes: by worker name.
         workers: who holds a lease, by name.
@@ -138,6 +138,7 @@ class History:
         )
         if self.buffers is not None:
             self.buffers.weight = manifest.buffer_weight
+        self.run_id = manifest.run_id
         self.run_state = RunState(manifest.run_state)
         self.samples = manifest.samples
         self.pushes: OrderedDict[Identity, PushRecord] = OrderedDict(
@@ -247,6 +248,7 @@ class History:
                 f"{self.model.version} of {self.model.generation}"
             )
         self.model.apply(on_device(merge(self.span, segments), self.model.theta.device))
+        self.run_id = self.run_id or header.identity.run_id  # a shard that follows learns it from its workers
         identity = _identity(header.identity)
         known = self.pushes.setdefault(identity, PushRecord())
         known.step, known.answer = header.step, PushAnswer(answer.version, answer.staleness, 0)
