@@ -438,7 +438,7 @@ class Engine:
         """Become what a history has been replayed to; before anything is served, or on the writer thread."""
         manifest = history.manifest
         self.layout, self.model, self.buffers = history.layout, history.model, history.buffers
-        self.run.restore(manifest.run_id, history.run_state, manifest.method, manifest.method_settings, history.samples)
+        self.run.restore(history.run_id, history.run_state, manifest.method, manifest.method_settings, history.samples)
         live = [live.identity for live in history.workers.values()]
         for member in self.membership.restore(history.pushes, history.last_pushes, live):
             member.index_codecs = history.workers[member.identity.worker_id].index_codecs

@@ -41,10 +41,8 @@ def histories(data_dir: Path, version: int | None = None, checkpoint: str = "") 
             history = at_checkpoint(directory, checkpoint, torch.device("cpu"), 1.0, subtract)
         else:
             history = newest(directory, torch.device("cpu"), 1.0, subtract)
-        if brought and (history.layout.fingerprint, history.manifest.run_id) != (
-            brought[0].layout.fingerprint,
-            brought[0].manifest.run_id,
-        ):
+        runs = {each.run_id for each in (*brought, history)} - {""}  # a shard that was just begun may not know it yet
+        if brought and (len(runs) > 1 or history.layout.fingerprint != brought[0].layout.fingerprint):
             raise StorageError(f"{directory} belongs to another run than {brought[0].snapshot.path.parents[1]}")
         brought.append(history)
     return brought
@@ -65,7 +63,7 @@ def replay(data_dir: Path, out: Path, *, version: int | None, checkpoint: str) -
     """Write the model at a version or a checkpoint as a safetensors file; raises :class:`StorageError`."""
     brought = histories(data_dir, version, checkpoint)
     versions = [history.model.version for history in brought]
-    metadata = {"run_id": brought[0].manifest.run_id, "version": str(versions[0]), "format": "pt"}
+    metadata = {"run_id": brought[0].run_id, "version": str(versions[0]), "format": "pt"}
     try:
         modelfile.write(out, state_of(brought, exact=False), metadata)
     except OSError as error:

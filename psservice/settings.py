@@ -42,8 +42,8 @@ class ServerSettings(LayeredSettings):
     num_shards: int = Field(1, ge=1, description="how many shards the model is cut into")
     init: Path | None = Field(
         None,
-        description="what to start from instead of the first worker's upload: a safetensors file, or the data directory "
-        "of a run with any number of shards",
+        description="what to start from instead of the first worker's upload: a safetensors file, or the data "
+        "directory of a run with any number of shards",
     )
     init_checkpoint: str = Field("", description="which checkpoint of that directory; empty for its last version")
 
