@@ -115,16 +115,17 @@ def report_findings() -> int:
 
 def keep(most: int) -> None:
     """Add the smallest inputs with refusals that no file of the corpus has to the corpus."""
-    from pscore.reasons import Reason
+    from pscore.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
     from pscore.v1 import parameter_server_pb2 as pb
     from tests.hostile.corpus_files import corpus, found
     from tests.hostile.oracle import decode
 
     def kind(chunk: pb.Chunk) -> str | None:
         refusal = decode(chunk)
-        if refusal is None or refusal.reason is Reason.UNKNOWN_CODEC:
+        readable = chunk.index_codec in READABLE_INDEX_CODECS and chunk.value_codec in READABLE_VALUE_CODECS
+        if refusal is None or not readable:
             return None
-        return found(chunk, refusal).name.partition("/")[0] + re.sub(r"\d+", "#", refusal.detail)
+        return re.sub(r"\d+", "#", refusal.detail)
 
     known = {kind(each.chunk) for each in corpus()} | {None}
     for path in sorted((RUNS / "reached").glob("*/*"), key=lambda path: path.stat().st_size):

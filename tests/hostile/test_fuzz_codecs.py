@@ -15,7 +15,7 @@ from tests.hostile.mutation import campaign, changed, good_chunks, outcome
 from tests.hostile.oracle import decode_alike
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = 2000
+ROUNDS = 1500
 
 LITTLE_MEMORY = """
 import resource
