@@ -81,6 +81,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._groups = ParamGroups(self.param_groups)
         session = open_session(type(self), self.agreed_settings(), self._model, self._groups, self.state, resolved)
         self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
+        self._compressor = session.compressor
         self._stepper = Stepper(self._model, self._groups, session, density if callable(density) else None)
         self._lifecycle = Lifecycle(self, session.own_server, flush_on_sigterm=resolved.flush_on_sigterm)
         try:
@@ -301,6 +302,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._stepper.rest()  # a push that is applied later would count beside what is loaded
         super().load_state_dict(plain)
         self._groups.assign(self.param_groups)
+        self._compressor.memories = self.state  # torch has put a new dict in the place of the old one
         restore_memories(self, plain)
         if mark is None:
             return
