@@ -34,8 +34,6 @@ Density = float | Callable[[int], float]
 
 Server = str | Sequence[str] | LocalServer
 
-_CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
-
 
 class ParameterServerOptimizer(Optimizer, ABC):
     """Base of the methods; use one of its subclasses.
@@ -83,7 +81,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
         self._compressor = session.compressor
         self._stepper = Stepper(self._model, self._groups, session, density if callable(density) else None)
-        self._lifecycle = Lifecycle(self, session.own_server, flush_on_sigterm=resolved.flush_on_sigterm)
+        self._lifecycle = Lifecycle(
+            self,
+            session.own_server,
+            self._membership.leases,
+            self._stepper.abandon,
+            flush_on_sigterm=resolved.flush_on_sigterm,
+        )
         try:
             self._membership.join()
             self._joined = True
@@ -220,16 +224,16 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._membership.hurry(seconds)
 
     def close(self) -> None:
-        """Leave the run and free everything; stops an embedded server. Called at exit by itself; harmless twice."""
+        """Leave the run and free everything; stops an embedded server. Harmless twice.
+
+        Called at exit by itself; and the worker of an optimizer that is collected before leaves too.
+        """
         if self._lifecycle.ended or self._lifecycle.in_child:
             return
         self._lifecycle.ended = True
-        self.hurry(_CLOSING_SECONDS)
         try:
-            self._stepper.finish()
+            self._stepper.leave()
         finally:
-            self._cluster.close()
-            self._stepper.close()
             self._lifecycle.release()
 
     def __enter__(self) -> "ParameterServerOptimizer":

@@ -4,10 +4,11 @@ With overlap the same goes on beside the computation (:mod:`psclient.overlap`), 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
+from psclient.connection import quietly
 from psclient.errors import (
     STEP_AGAIN,
     ConfigurationError,
@@ -22,6 +23,8 @@ from psclient.model import SampleCounter, TrainedModel
 from psclient.overlap import Overlap
 from psclient.report import StepReport, Totals
 from psclient.session import Session
+
+_CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
 
 Schedule = Callable[[int], float]
 """The density of a worker's step, counted from 1."""
@@ -132,19 +135,33 @@ class Stepper:
         if self._overlap is not None and self._overlap.begun and not self._overlap.in_child:
             self._overlap.forget()
 
-    def finish(self) -> None:
-        """Bring to an end what a worker that leaves has begun, as far as it can be done in the time that is left."""
-        self._membership.quietly(self.drain)
-        if self._samples is not None:
-            self._samples.close()
-        samples = self._samples_since_exchange
-        if samples and not self._cluster.in_doubt:
-            self._membership.quietly(lambda: self._exchange_at_end(samples))
+    def leave(self) -> None:
+        """Bring to an end what has begun, as far as that can be done soon, and leave the run."""
+        self._membership.hurry(_CLOSING_SECONDS)
+        try:
+            quietly(self.drain)
+            if self._samples is not None:
+                self._samples.close()
+            samples = self._samples_since_exchange
+            if samples and not self._cluster.in_doubt:
+                quietly(lambda: self._exchange_at_end(samples))
+        finally:
+            self._cluster.close()
+            if self._overlap is not None:
+                self._overlap.close()
 
-    def close(self) -> None:
-        """Stop the threads."""
-        if self._overlap is not None:
-            self._overlap.close()
+    def abandon(self) -> None:
+        """Leave the run where nobody has the optimizer any more; the model, which may be in use, stays as it is."""
+        self._membership.hurry(_CLOSING_SECONDS)
+        try:
+            if self._samples is not None:
+                self._samples.close()
+            if self._overlap is not None:
+                with suppress(TimeoutError):
+                    self._overlap.break_off(self._membership.seconds_left)
+                self._overlap.close()
+        finally:
+            self._cluster.close()
 
     # Inner parts
 
