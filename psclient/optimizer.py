@@ -8,13 +8,13 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
-from psclient.errors import ConfigurationError, ServerUnreachableError
+from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import check_hyperparameters
 from psclient.lifecycle import Lifecycle
@@ -319,6 +319,14 @@ class ParameterServerOptimizer(Optimizer, ABC):
             )
             self.state.clear()
         self._exchange.step = max(self._exchange.step, mark.step)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would have no place in the run.
+
+        Raises:
+            CopyRefusedError: always.
+        """
+        raise CopyRefusedError(type(self).__name__)
 
     # Inner parts
 
