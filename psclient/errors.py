@@ -44,6 +44,19 @@ class CopyRefusedError(SparsepsError):
         )
 
 
+class ModelChangedError(SparsepsError):
+    """The model is no longer the one that the optimizer was made for; nothing was sent.
+
+    Attributes:
+        tensor: name of the first tensor concerned.
+    """
+
+    def __init__(self, tensor: str, what: str, advice: str) -> None:
+        """Name the tensor."""
+        super().__init__(f"{tensor!r} {what}; {advice}")
+        self.tensor = tensor
+
+
 class ServerUnreachableError(SparsepsError):
     """A server did not answer within the patience. The optimizer stays usable: the next ``step()`` goes on.
 

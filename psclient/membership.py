@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
 import grpc
-import torch
 
 from psclient.connection import Patience, quietly
 from psclient.errors import (
@@ -21,6 +20,7 @@ from psclient.errors import (
     from_rpc_error,
 )
 from psclient.leases import LeaseThread
+from psclient.model import NamedBuffers
 from psclient.replica import Replica
 from psclient.settings import ClientSettings
 from psclient.shard import REJOIN_REASONS, ShardClient
@@ -67,7 +67,7 @@ class Membership:
         shards: Sequence[ShardClient],
         worker_id: str,
         replica: Replica,
-        buffers: Sequence[torch.Tensor],
+        buffers: NamedBuffers,
         method: str,
         method_settings: Mapping[str, str],
         settings: ClientSettings,
@@ -82,7 +82,7 @@ class Membership:
         self.last_push_record: tuple[str, int] | None = None
         self._run_id = settings.run_id
         self._replica = replica
-        self._buffers = tuple(buffers)
+        self._buffers = buffers
         self._method = method
         self._method_settings = dict(method_settings)
         self._joined = False
@@ -245,7 +245,7 @@ class Membership:
         """Send a shard its range; False if another worker was faster, so that the join must be tried again."""
         version = shard.version if shard.has_base else 0
         with_buffers = shard.index == 0 and self.run_settings.buffer_policy != pb.BUFFER_POLICY_NONE
-        buffers = pack(self._buffers) if with_buffers else b""
+        buffers = pack(self._buffers.now()) if with_buffers else b""
 
         def messages() -> Iterator[pb.UploadModelRequest]:
             yield pb.UploadModelRequest(

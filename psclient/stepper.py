@@ -79,6 +79,8 @@ class Stepper:
         if self._membership.run_finished:
             run_id = self._membership.identity.run_id
             raise RunFinishedError(f"run {run_id!r} is over; leave the loop when optimizer.finished is true")
+        self._model.check()
+        self._cluster.check_model()
         if self._overlap is None:
             self._step(samples, scale)
         else:
@@ -94,8 +96,11 @@ class Stepper:
         self.totals.add(report)
 
     def pull(self) -> None:
-        """Bring the parameters up to the server's without pushing."""
-        self.rest()
+        """Bring the parameters up to the server's without pushing, wherever they lie now."""
+        self.drain()
+        self._model.check()
+        self._cluster.accept_model()
+        self._settle_doubt()
         report = StepReport(self._exchange.step)
         self._exchange.count(report, self._cluster.pull())
         self.totals.add(report)
@@ -106,7 +111,10 @@ class Stepper:
         self._settle_doubt()
 
     def drain(self) -> None:
-        """With overlap: end what goes on in the background, and apply the reply that is awaited."""
+        """With overlap: end what goes on in the background, and apply the reply that is awaited.
+
+        A reply to a replica that was changed meanwhile is dropped, as if it had not come: the next step tells.
+        """
         if self._overlap is None or self._overlap.in_child:
             return
         seconds = self._membership.seconds_left
@@ -116,7 +124,7 @@ class Stepper:
         except TimeoutError:
             address = self._membership.coordinator.address
             raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
-        if replies is not None:
+        if replies is not None and self._cluster.replica_is_intact:
             report = StepReport(self._exchange.step)
             self._exchange.apply(report, replies)
             self.totals.add(report)
