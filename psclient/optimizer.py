@@ -18,11 +18,10 @@ from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreacha
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import check_hyperparameters
 from psclient.lifecycle import Lifecycle
-from psclient.local import LocalServer
 from psclient.methods.base import Group, Sent, Sparse, State, Step
 from psclient.model import SampleCounter, describe
 from psclient.report import StepReport, Totals
-from psclient.session import open_session
+from psclient.session import Server, open_session, server_string
 from psclient.settings import ClientSettings
 from psclient.state import PushMark, last_applied, restore_memories, split, stale_residuals, taken_back
 from psclient.stepper import Stepper
@@ -31,8 +30,6 @@ log = logging.getLogger("psclient")
 
 Density = float | Callable[[int], float]
 """Share of a tensor's entries that is sent: a number, or a function of the worker's step (from 1)."""
-
-Server = str | Sequence[str] | LocalServer
 
 
 class ParameterServerOptimizer(Optimizer, ABC):
@@ -74,7 +71,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._joined = False
         defaults["density"] = density(1) if callable(density) else density
         super().__init__(params, defaults)
-        resolved = client_settings.resolve(settings, _addresses(server), worker)
+        resolved = client_settings.resolve(settings, server_string(server), worker)
         self._model = describe(model, [p for group in self.param_groups for p in group["params"]])
         self._groups = ParamGroups(self.param_groups)
         session = open_session(type(self), self.agreed_settings(), self._model, self._groups, self.state, resolved)
@@ -342,9 +339,3 @@ class ParameterServerOptimizer(Optimizer, ABC):
             raise ConfigurationError("this process was forked from the optimizer's; make an optimizer of its own here")
         if self._lifecycle.ended:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
-
-
-def _addresses(server: Server | None) -> str | None:
-    if isinstance(server, LocalServer):
-        return server.server
-    return server if server is None or isinstance(server, str) else ",".join(server)

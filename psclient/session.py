@@ -1,6 +1,6 @@
 """What an optimizer is connected with: built here, before the first contact, which is :meth:`Membership.join`."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,9 @@ from psclient.replica import Replica
 from psclient.settings import ClientSettings
 from psclient.shard import ShardClient
 from pscore.selectors import SELECTORS
+
+Server = str | Sequence[str] | LocalServer
+"""What names the servers: addresses in one string or in several, or servers of one's own."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,10 @@ def open_session(
     compressor = Compressor(method, model, memories, groups.of, choice)
     exchange = Exchange(cluster, Pusher(model.layout, cluster, settings.group_elements), compressor)
     return Session(membership, cluster, compressor, exchange, own_server)
+
+
+def server_string(server: Server | None) -> str | None:
+    """Return the addresses separated by commas, as the settings have them; ``None`` leaves them to the settings."""
+    if isinstance(server, LocalServer):
+        return server.server
+    return server if server is None or isinstance(server, str) else ",".join(server)
