@@ -9,7 +9,7 @@ from types import TracebackType
 
 import grpc
 
-from psclient.errors import STEP_AGAIN, ServerUnreachableError, Transient
+from psclient.errors import STEP_AGAIN, ServerUnreachableError, SparsepsError, Transient
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 log = logging.getLogger("psclient")
@@ -112,3 +112,11 @@ class Patience:
             self._deadline_seconds *= 2
         self._delay = min(_LONGEST_DELAY_SECONDS, 2 * self._delay)
         return True
+
+
+def quietly(call: Callable[[], object]) -> None:
+    """Make a call whose failure is of no consequence."""
+    try:
+        call()
+    except (grpc.RpcError, SparsepsError, ValueError) as error:  # ValueError: the channel was closed meanwhile
+        log.debug("ignored: %s", error)

@@ -51,7 +51,7 @@ class Overlap:
         finite: Callable[[Gradients], Gradients],
     ) -> None:
         """Register the hooks and start the threads."""
-        self.owner = os.getpid()
+        self._owner = os.getpid()
         self._exchange, self._trained = exchange, trained
         self._begin, self._gather, self._finite = begin, gather, finite
         self._compressing, self._exchanging = JobThread("psclient-compress"), JobThread("psclient-exchange")
@@ -66,6 +66,11 @@ class Overlap:
         self._handles: dict[int, RemovableHandle] = {}
         self._reset()
         self._count_members()
+
+    @property
+    def in_child(self) -> bool:
+        """True in a process forked from the one that made it: the threads are not there."""
+        return os.getpid() != self._owner
 
     @property
     def begun(self) -> bool:
@@ -235,7 +240,7 @@ def _hook(overlap: Overlap, position: int) -> Callable[[torch.Tensor], None]:
 
     def hook(_: torch.Tensor) -> None:
         alive = reference()
-        if alive is not None and alive.owner == os.getpid():  # a forked child's gradients are its own
+        if alive is not None and not alive.in_child:  # a forked child's gradients are its own
             alive.ready(position)
 
     return hook
