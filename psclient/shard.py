@@ -110,7 +110,11 @@ class ShardClient:
         if version is not None:
             self.version, self.has_base = version, True
         if not self.has_base:
-            self.acknowledged_reply, self.replica_is_image = 0, False
+            self.forget_base()
+
+    def forget_base(self) -> None:
+        """Note that the replica is the model at no version: the next pull asks for everything."""
+        self.has_base, self.acknowledged_reply, self.replica_is_image = False, 0, False
 
     # Push
 

@@ -1,0 +1,62 @@
+"""Ctrl-C at the worst moments, and an optimizer that is dropped: nothing counts twice, and nothing lives on."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+import psclient
+from psclient.local import LocalServer
+from psclient.settings import ClientSettings
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.operate import _call
+from tests.system.test_overlap import overlapping
+from tests.system.tools import make_data, make_model, train_step
+
+HURRIED = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_seconds=1.5, dense_below=0, group_elements=1)
+
+
+def status(server):
+    return _call(server.addresses[0], "GetStatus", pb.GetStatusRequest(), 10.0)
+
+
+def backward(layer):
+    layer(torch.ones(1, 50)).sum().backward()
+
+
+def moved(layer):
+    return -layer.weight.detach()[0, 0].item()
+
+
+def interrupt_and_wait_until(caught):
+    """Send this process a SIGINT from another thread, and hold that thread until it has been seen."""
+    os.kill(os.getpid(), signal.SIGINT)
+    assert caught.wait(30)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_differences_whose_adding_was_interrupted_are_not_added_twice(overlap):
+    model = make_model(batch_norm=False)
+    with (
+        LocalServer(down_mode="topk", down_density=0.2, down_dense_below=0) as server,
+        overlapping(model, server, overlap=overlap) as optimizer,
+    ):
+        for _ in range(4):
+            train_step(model, optimizer, *make_data())
+        replica = optimizer._cluster._replica
+        add = replica.add
+
+        def add_and_interrupt(segments):
+            add(segments)
+            raise KeyboardInterrupt
+
+        replica.add = add_and_interrupt
+        with pytest.raises(KeyboardInterrupt):
+            train_step(model, optimizer, *make_data())
+        replica.add = add
+        for _ in range(40):  # what a reply is too small for is owed
+            optimizer.pull()
+        state = psclient.download(server.server)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), state[name], rtol=0, atol=1e-6)
