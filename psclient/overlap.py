@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from psclient.errors import ConfigurationError
+from psclient.errors import ConfigurationError, ServerUnreachableError
 from psclient.exchange import Exchange, Replies
 from psclient.gradients import Gradients
 from psclient.jobs import JobThread
@@ -59,6 +59,7 @@ class Overlap:
         self._paused = False
         self._report: StepReport | None = None
         self._round: Future[Replies] | None = None
+        self._unsettled: ServerUnreachableError | None = None
         self._settled = threading.Event()
         self._settled.set()
         device = next((p.device for p in trained().values() if p.is_cuda), None)
@@ -115,6 +116,9 @@ class Overlap:
             try:
                 self._exchange.settle(report)
             finally:
+            except ServerUnreachableError as error:
+                self._unsettled = error
+                raise
                 self._settled.set()
             return self._exchange.fetch()
 
@@ -127,8 +131,11 @@ class Overlap:
             SparsepsError: what settling or fetching has met.
             TimeoutError: it has not come within ``seconds``.
         """
-        awaited, self._round = self._round, None
-        return None if awaited is None else awaited.result(seconds)
+        if self._round is None:
+            return None
+        self._round.exception(seconds)  # an interrupted wait leaves it awaited
+        awaited, self._round, self._unsettled = self._round, None, None
+        return awaited.result()
 
     def break_off(self, seconds: float | None = None) -> None:
         """Take a push back that has begun and has no commit.
@@ -222,7 +229,12 @@ class Overlap:
         return any(job.done() and job.exception() is not None for job in list(self._jobs.values()))
 
     def _opened(self) -> StepReport:
-        """Return the report of the push that is open, and open one if there is none."""
+        """Return the report of the push that is open, and open one if there is none.
+
+        Raises:
+            ServerUnreachableError: the push before is in doubt still, and has had its patience. It is said once, here;
+                whoever tries again settles with new patience.
+        """
         if self._report is None:
             self._settled.wait()
             self._report = self._begin()
@@ -233,6 +245,10 @@ def _hook(overlap: Overlap, position: int) -> Callable[[torch.Tensor], None]:
     """Make a hook that does not keep the optimizer alive."""
     reference = weakref.ref(overlap)
 
+            error, self._unsettled = self._unsettled, None
+            if error is not None:
+                self._round = None  # it has met the same
+                raise error
     def hook(_: torch.Tensor) -> None:
         alive = reference()
         if alive is not None and alive.owner == os.getpid():  # a forked child's gradients are its own

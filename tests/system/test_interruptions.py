@@ -11,7 +11,7 @@ from psclient.local import LocalServer
 from psclient.settings import ClientSettings
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate import _call
-from tests.system.test_overlap import overlapping
+from tests.system.test_overlap import linear, overlapping
 from tests.system.tools import make_data, make_model, train_step
 
 HURRIED = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_seconds=1.5, dense_below=0, group_elements=1)
@@ -60,3 +60,25 @@ def test_differences_whose_adding_was_interrupted_are_not_added_twice(overlap):
         state = psclient.download(server.server)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.detach(), state[name], rtol=0, atol=1e-6)
+
+
+def test_a_push_in_doubt_has_one_patience_and_is_reported_once():
+    layer = linear()
+    with (
+        LocalServer(down_mode="exact", lease_seconds=60) as server,
+        overlapping(layer, server, psclient.ASGD, lr=1.0, settings=HURRIED) as optimizer,
+    ):
+        backward(layer)
+        os.kill(server.processes[0].pid, signal.SIGSTOP)
+        optimizer.step()  # its acknowledgement is awaited in the background
+        optimizer.zero_grad()
+        backward(layer)
+        settle, settled = optimizer._exchange.settle, []
+        optimizer._exchange.settle = lambda report: (settled.append(report), settle(report))[1]
+        with pytest.raises(psclient.errors.ServerUnreachableError):
+            optimizer.step()
+        assert not settled, "it was waited for already"
+        os.kill(server.processes[0].pid, signal.SIGCONT)
+        optimizer.step()
+        optimizer.pull()
+        assert moved(layer) == 2
