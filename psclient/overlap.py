@@ -99,12 +99,13 @@ class Overlap:
         for number in range(len(self._exchange.groups)):
             if number not in self._jobs:
                 self._hand_over(number)
-        jobs: list[Future[Any]] = [*self._jobs.values(), self._compressing.submit(self._commit)]
+        committed = self._compressing.submit(self._commit)
+        jobs: list[Future[Any]] = [*self._jobs.values(), committed]
         errors = [error for job in jobs if (error := job.exception()) is not None]
-        report, self._report = self._report, None
         self._reset()
         if errors:
             raise errors[0]
+        report = committed.result()
         assert report is not None
         return report
 
@@ -115,10 +116,10 @@ class Overlap:
         def job() -> Replies:
             try:
                 self._exchange.settle(report)
-            finally:
             except ServerUnreachableError as error:
                 self._unsettled = error
                 raise
+            finally:
                 self._settled.set()
             return self._exchange.fetch()
 
@@ -149,9 +150,7 @@ class Overlap:
         for number, job in list(self._jobs.items()):
             if job.exception(seconds) is not None or not job.result():
                 del self._jobs[number]
-        if self._report is not None:
-            self._compressing.submit(self._exchange.abandon).result()
-            self._report = None
+        self._compressing.submit(self._abandon).result(seconds)
 
     def forget(self) -> None:
         """Break off, and begin the next step as if this one had not been."""
@@ -216,14 +215,23 @@ class Overlap:
             with _after(ready, self._stream):
                 self._exchange.send_gradients(report, number, self._finite(gradients), 1.0)
         except BaseException:
-            self._report = None
-            self._exchange.abandon()
+            self._abandon()
             raise
         return True
 
-    def _commit(self) -> None:
-        if not self._failed():
-            self._exchange.commit(self._opened())
+    def _commit(self) -> StepReport | None:
+        if self._failed():
+            return None
+        report = self._opened()
+        self._exchange.commit(report)
+        self._report = None  # only an answer ends the doubt now: who interrupts the step must not take the push back
+        return report
+
+    def _abandon(self) -> None:
+        """Break off the push that is open, if there is one; on the compressing thread, so after what was submitted."""
+        if self._report is not None:
+            self._report = None
+            self._exchange.abandon()
 
     def _failed(self) -> bool:
         return any(job.done() and job.exception() is not None for job in list(self._jobs.values()))
@@ -237,6 +245,10 @@ class Overlap:
         """
         if self._report is None:
             self._settled.wait()
+            error, self._unsettled = self._unsettled, None
+            if error is not None:
+                self._round = None  # it has met the same
+                raise error
             self._report = self._begin()
         return self._report
 
@@ -245,10 +257,6 @@ def _hook(overlap: Overlap, position: int) -> Callable[[torch.Tensor], None]:
     """Make a hook that does not keep the optimizer alive."""
     reference = weakref.ref(overlap)
 
-            error, self._unsettled = self._unsettled, None
-            if error is not None:
-                self._round = None  # it has met the same
-                raise error
     def hook(_: torch.Tensor) -> None:
         alive = reference()
         if alive is not None and alive.owner == os.getpid():  # a forked child's gradients are its own

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from psclient.settings import ClientSettings
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate import _call
 from tests.system.test_overlap import linear, overlapping
-from tests.system.tools import make_data, make_model, train_step
+from tests.system.tools import make_data, make_model, train_step, wait_until
 
 HURRIED = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_seconds=1.5, dense_below=0, group_elements=1)
 
@@ -33,6 +34,55 @@ def interrupt_and_wait_until(caught):
     """Send this process a SIGINT from another thread, and hold that thread until it has been seen."""
     os.kill(os.getpid(), signal.SIGINT)
     assert caught.wait(30)
+
+
+@pytest.mark.parametrize("after", ["pull", "zero_grad", "step"])
+def test_a_step_that_is_interrupted_behind_its_commit_counts_once(after):
+    layer, caught = linear(), threading.Event()
+    with LocalServer(down_mode="exact") as server, overlapping(layer, server, psclient.ASGD, lr=1.0) as optimizer:
+        commit = optimizer._exchange.commit
+
+        def commit_and_interrupt(report):
+            commit(report)
+            wait_until(lambda: status(server).version == 1)
+            interrupt_and_wait_until(caught)
+
+        optimizer._exchange.commit = commit_and_interrupt
+        backward(layer)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        optimizer._exchange.commit = commit
+        caught.set()
+        getattr(optimizer, after)()
+        optimizer.zero_grad()
+        backward(layer)
+        optimizer.step()
+        optimizer.pull()
+        assert moved(layer) == 2
+
+
+def test_a_step_that_is_interrupted_while_it_waits_for_a_reply_is_completed_by_calling_it_again():
+    layer, waiting, caught = linear(), threading.Event(), threading.Event()
+    with LocalServer(down_mode="exact") as server, overlapping(layer, server, psclient.ASGD, lr=1.0) as optimizer:
+        fetch, collect = optimizer._exchange.fetch, optimizer._overlap.collect
+
+        def fetch_late():
+            assert waiting.wait(30)
+            interrupt_and_wait_until(caught)
+            return fetch()
+
+        optimizer._exchange.fetch = fetch_late
+        backward(layer)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer._overlap.collect = lambda seconds=None: (waiting.set(), collect(seconds))[1]
+        backward(layer)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        optimizer._exchange.fetch = fetch
+        caught.set()
+        optimizer.step()
+        assert moved(layer) == optimizer.version == 2
 
 
 @pytest.mark.parametrize("overlap", [False, True])
