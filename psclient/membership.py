@@ -8,6 +8,7 @@ import math
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import grpc
@@ -159,7 +160,10 @@ class Membership:
                 )
         if not self._joined:
             self._joined = True
-            self._lease_thread = threading.Thread(target=self._keep_leases, name="psclient-lease", daemon=True)
+            arguments = (weakref.ref(self), self._stop, self._renewal_seconds)
+            self._lease_thread = threading.Thread(
+                target=_keep_leases, args=arguments, name="psclient-lease", daemon=True
+            )
             self._lease_thread.start()
 
     def _try_join(self, seconds: float) -> bool:
@@ -322,15 +326,15 @@ class Membership:
             # A thread that outlives the interpreter's end would free tensors when torch can no longer do so.
             self._lease_thread.join(self._renewal_seconds * len(self.shards) + 1.0)
 
-    def _keep_leases(self) -> None:
-        while not self._stop.wait(self._renewal_seconds):
-            for shard in self.shards:
-                self.quietly(
-                    lambda shard=shard: shard.connection.stub.RenewLease(  # type: ignore[misc]
-                        pb.RenewLeaseRequest(identity=self.identity),
-                        timeout=max(0.5, self._renewal_seconds),
-                    )
+    def renew_leases(self) -> float:
+        """Renew the lease at every shard; return after how many seconds that is due again."""
+        for shard in self.shards:
+            self.quietly(
+                lambda shard=shard: shard.connection.stub.RenewLease(  # type: ignore[misc]
+                    pb.RenewLeaseRequest(identity=self.identity), timeout=max(0.5, self._renewal_seconds)
                 )
+            )
+        return self._renewal_seconds
 
     @staticmethod
     def quietly(call: Callable[[], object]) -> None:
@@ -339,3 +343,13 @@ class Membership:
             call()
         except (grpc.RpcError, SparsepsError, ValueError) as error:  # ValueError: the channel was closed meanwhile
             log.debug("ignored: %s", error)
+
+
+def _keep_leases(reference: "weakref.ref[Membership]", stop: threading.Event, seconds: float) -> None:
+    """Renew until told to stop, or until nobody has the optimizer any more: one that was dropped does not live on."""
+    while not stop.wait(seconds):
+        membership = reference()
+        if membership is None:
+            return
+        seconds = membership.renew_leases()
+        del membership

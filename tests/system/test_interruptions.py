@@ -1,5 +1,6 @@
 """Ctrl-C at the worst moments, and an optimizer that is dropped: nothing counts twice, and nothing lives on."""
 
+import gc
 import os
 import signal
 import threading
@@ -13,7 +14,7 @@ from psclient.settings import ClientSettings
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate import _call
 from tests.system.test_overlap import linear, overlapping
-from tests.system.tools import make_data, make_model, train_step, wait_until
+from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
 
 HURRIED = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_seconds=1.5, dense_below=0, group_elements=1)
 
@@ -132,3 +133,15 @@ def test_a_push_in_doubt_has_one_patience_and_is_reported_once():
         optimizer.step()
         optimizer.pull()
         assert moved(layer) == 2
+
+
+def test_an_optimizer_that_is_dropped_does_not_live_on():
+    with LocalServer(lease_seconds=1.5) as server:
+        model = make_model()
+        optimizer = overlapping(model, server, worker="w", settings=QUICK)
+        train_step(model, optimizer, *make_data())
+        optimizer.pull()
+        del optimizer
+        gc.collect()
+        wait_until(lambda: not status(server).workers)
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("psclient")])
