@@ -229,6 +229,7 @@ class Cluster:
             if reply.header.mode == pb.REPLY_MODE_TOPK:
                 if not shard.replica_is_image:
                     raise ServerFaultError(f"{shard.address} sent differences to a replica of which it has no image")
+                shard.forget_base()  # until all is added: after an interruption nothing may be added a second time
                 self._replica.add(reply.segments)
             else:
                 self._replica.write(reply.segments)

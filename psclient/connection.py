@@ -37,9 +37,10 @@ class Connection:
 
     def renew(self) -> None:
         """Dial anew: a restarted pod keeps its name and changes its address."""
-        self._channel.close()
+        before = self._channel
         self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
         self.stub = ParameterServerServiceStub(self._channel)
+        before.close()  # last: another thread may be about to call
 
     def close(self) -> None:
         """Close the channel."""

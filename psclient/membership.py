@@ -26,7 +26,14 @@ from psclient.settings import ClientSettings
 from psclient.shard import REJOIN_REASONS, ShardClient
 from pscore import frames
 from pscore.buffers import pack
-from pscore.codecs.names import INDEX_CODECS, READABLE_INDEX_CODECS, READABLE_VALUE_CODECS, VALUE_CODECS
+from pscore.codecs.names import (
+    INDEX_CODECS,
+    PLAIN_INDEX_CODECS,
+    PLAIN_VALUE_CODECS,
+    READABLE_INDEX_CODECS,
+    READABLE_VALUE_CODECS,
+    VALUE_CODECS,
+)
 from pscore.generation import epoch, sibling_generation
 from pscore.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.reasons import Reason, Refusal
@@ -225,14 +232,14 @@ class Membership:
                         raise from_refusal(failure) from None
                     raise Transient(failure.detail, failure.retry_seconds or 0.5) from error
                 self._require_codecs(shard, answer)
-                shard.readable = frozenset(answer.index_codecs)
+                shard.readable = frozenset(answer.index_codecs or PLAIN_INDEX_CODECS)
                 return answer
         raise AssertionError("patience does not end by itself")
 
     def _require_codecs(self, shard: ShardClient, answer: pb.JoinResponse) -> None:
         for setting, codecs, readable in (
-            ("value_type", VALUE_CODECS, answer.value_codecs),
-            ("index_codec", INDEX_CODECS, answer.index_codecs),
+            ("value_type", VALUE_CODECS, answer.value_codecs or PLAIN_VALUE_CODECS),
+            ("index_codec", INDEX_CODECS, answer.index_codecs or PLAIN_INDEX_CODECS),
         ):
             name = getattr(self.settings, setting)
             if name in codecs and codecs[name] not in readable:

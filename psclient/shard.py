@@ -109,6 +109,8 @@ class ShardClient:
             self.forget_base()
         if version is not None:
             self.version, self.has_base = version, True
+        if not self.has_base:
+            self.forget_base()
 
     def forget_base(self) -> None:
         """Note that the replica is not the model at any version: the next pull asks for everything."""
