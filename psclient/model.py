@@ -110,7 +110,7 @@ def describe(model: torch.nn.Module | None, trained: Sequence[torch.Tensor]) -> 
     if model is None:
         named = [(f"parameter_{i}", parameter) for i, parameter in enumerate(trained)]
     else:
-        named = list(model.named_parameters())
+        named = [(_plain(name), parameter) for name, parameter in model.named_parameters()]
         buffers = _persistent_buffers(model)
         aliases = _aliases(model)
         for module in model.modules():
@@ -161,6 +161,11 @@ class SampleCounter:
                 return
 
 
+def _plain(name: str) -> str:
+    """Return a tensor's name without what ``torch.compile`` puts before it: compiled or not, it is the same model."""
+    return name.replace("_orig_mod.", "")
+
+
 def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Place]]:
     found: list[tuple[str, Place]] = []
     seen: set[int] = set()
@@ -169,12 +174,12 @@ def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Place]]:
             if tensor is None or name in module._non_persistent_buffers_set or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            found.append((f"{prefix}.{name}" if prefix else name, Place(module, name)))
+            found.append((_plain(f"{prefix}.{name}" if prefix else name), Place(module, name)))
     return found
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names.setdefault(id(parameter), []).append(_plain(name))
     return {first: tuple(others) for first, *others in names.values() if others}

@@ -57,6 +57,7 @@ class Stepper:
         self._samples_since_exchange = 0
         self._overlap: Overlap | None = None
         self._interrupted = Interrupted()
+        self._end_told = False
         self._momentum_advice = MomentumAdvice()
 
     @property
@@ -77,6 +78,12 @@ class Stepper:
     def step(self, samples: int | None, scale: GradientScale) -> None:
         """Push the gradients that are there and bring the parameters up to the server's."""
         if self._membership.run_finished:
+            if self._overlap is not None and not self._end_told:
+                # The loop may have looked at `finished` before the reply in the background has turned it.
+                self._end_told = True
+                self.drain()
+                self.forget()
+                return
             run_id = self._membership.identity.run_id
             raise RunFinishedError(f"run {run_id!r} is over; leave the loop when optimizer.finished is true")
         self._model.check()
