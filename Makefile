@@ -12,11 +12,11 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 SOURCES := pscore psservice psclient tests examples benchmarks tools
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test lint format stubs bench wheel clean
+.PHONY: help venv quickstart test fuzz lint format stubs bench wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'ARGS="..." goes to the program behind quickstart, test and bench; PYTHON=python3.12 picks the interpreter.'
+	@echo 'ARGS="..." goes to the program behind quickstart, test, fuzz and bench; PYTHON=python3.12 picks the interpreter.'
 
 venv: $(STAMP) ## Set up .venv with the tested versions of everything
 
@@ -38,6 +38,10 @@ quickstart: venv ## Train a small model with a server and workers on this machin
 
 test: venv ## Run the tests
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m pytest $(ARGS)
+
+fuzz: venv ## Look for hostile chunks that no test has; ARGS="--seconds 600 --codec rice"
+	@$(PIP) install --quiet -c constraints.txt -e '.[fuzz]'
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m tools.fuzz_codecs $(ARGS)
 
 lint: venv ## Check style, types and the protocol file
 	$(VENV)/bin/ruff check $(wildcard $(SOURCES))

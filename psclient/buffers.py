@@ -1,16 +1,13 @@
 """A worker's side of the buffers: contribute to the server's average, take it over (docs/protocol.md, *Buffers*)."""
 
-from collections.abc import Sequence
-
 import grpc
-import torch
 
 from psclient.connection import Patience
 from psclient.errors import ServerFaultError, from_refusal, from_rpc_error
+from psclient.model import NamedBuffers
 from psclient.shard import REJOIN_REASONS, ShardClient
 from pscore import frames
 from pscore.buffers import is_exchanged, pack, packed_bytes, unpack
-from pscore.layout import TensorSpec
 from pscore.reasons import Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 
@@ -19,14 +16,12 @@ class BufferExchange:
     """The buffers that travel: floating-point ones and integer scalars.
 
     Args:
-        specs: every persistent buffer, in layout order.
-        tensors: the buffers themselves; written in place.
+        buffers: every persistent buffer, in layout order; written in place.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, buffers: NamedBuffers) -> None:
         """Keep those that are exchanged."""
-        self.specs = tuple(spec for spec in specs if is_exchanged(spec))
-        self._tensors = [tensor for spec, tensor in zip(specs, tensors, strict=True) if is_exchanged(spec)]
+        self.buffers = buffers.only(is_exchanged)
 
     def run(
         self, coordinator: ShardClient, header: pb.BuffersHeader, patience: Patience, *, chunk_bytes: int, adopt: bool
@@ -34,15 +29,20 @@ class BufferExchange:
         """Send the buffers, receive the average, and write it over them if ``adopt``; return the message bytes moved.
 
         Where the lease or the model is lost, nothing is exchanged: the next pull joins again, the next period sends.
+
+        Raises:
+            ModelChangedError: a buffer is another one than it was.
+            ServerUnreachableError: no answer within the patience.
         """
-        data = pack(self._tensors)
+        tensors, specs = self.buffers.now(), self.buffers.specs
+        data = pack(tensors)
         header.buffer_bytes = len(data)
         messages = [pb.ExchangeBuffersRequest(header=header)]
         messages += [pb.ExchangeBuffersRequest(buffers=piece) for piece in frames.encode_bytes(data, chunk_bytes)]
         moved = sum(frames.wire_bytes(message) for message in messages)
         for attempt in patience:
             with attempt:
-                reader = frames.BytesReader(packed_bytes(self.specs), packed_bytes(self.specs))
+                reader = frames.BytesReader(packed_bytes(specs), packed_bytes(specs))
                 try:
                     responses = coordinator.connection.stub.ExchangeBuffers(iter(messages), timeout=attempt.timeout)
                     for response in responses:
@@ -57,7 +57,7 @@ class BufferExchange:
                 except Refusal as damage:
                     raise ServerFaultError(f"{coordinator.address} sent damaged buffers: {damage.detail}") from damage
                 if adopt:
-                    for tensor, value in zip(self._tensors, unpack(average, self.specs), strict=True):
+                    for tensor, value in zip(tensors, unpack(average, specs), strict=True):
                         tensor.copy_(value)
                 return moved
         raise AssertionError("patience does not end by itself")

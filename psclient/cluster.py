@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-import torch
-
 from psclient.buffers import BufferExchange
 from psclient.connection import Patience
 from psclient.errors import LeaseLostError, ServerFaultError, from_refusal
 from psclient.jobs import JobThread
 from psclient.membership import SLOWEST_BYTES_A_SECOND, Membership
+from psclient.model import NamedBuffers
 from psclient.replica import Replica
 from psclient.shard import REJOIN_REASONS, PulledReply, PushPart, ShardClient
 from pscore.layout import Span
@@ -54,12 +53,12 @@ class Cluster:
         shards: Sequence[ShardClient],
         membership: Membership,
         replica: Replica,
-        buffers: Sequence[torch.Tensor],
+        buffers: NamedBuffers,
     ) -> None:
         """Give each shard its span."""
         self.shards = tuple(shards)
         self.membership = membership
-        self.exchange = BufferExchange(replica.layout.buffers, buffers)
+        self.exchange = BufferExchange(buffers)
         self._replica = replica
         for shard, span in zip(self.shards, replica.layout.shard_spans(len(self.shards)), strict=True):
             shard.span = span
@@ -76,6 +75,39 @@ class Cluster:
         """Return the parts of an unsettled push that are in doubt, or refused and not handed back."""
         refused = self._outcome.refused if self._outcome is not None else []
         return refused + [shard.in_doubt for shard in self.shards if shard.in_doubt is not None]
+
+    # The model
+
+    def check_model(self) -> None:
+        """Make sure that the replica, and buffers that travel, are what they were; costs next to nothing.
+
+        Raises:
+            ModelChangedError: a tensor is not.
+        """
+        self._replica.check()
+        if self._buffers_travel:
+            self.exchange.buffers.now()
+
+    @property
+    def replica_is_intact(self) -> bool:
+        """Whether a reply can be applied to the replica."""
+        return self._replica.intact
+
+    def accept_model(self) -> None:
+        """Take the model as it is now: where its values may be others, the next pull asks for everything.
+
+        Raises:
+            ModelChangedError: a parameter has another dtype, shape or device.
+        """
+        if not self._replica.accept():
+            for shard in self.shards:
+                shard.forget_base()
+
+    @property
+    def _buffers_travel(self) -> bool:
+        return bool(self.exchange.buffers.specs) and (
+            self.membership.run_settings.buffer_policy != pb.BUFFER_POLICY_NONE
+        )
 
     # Pushing and pulling
 
@@ -136,7 +168,7 @@ class Cluster:
             outcome.refused.append(shard.in_doubt)
             shard.in_doubt = None
             if answer.reason is Reason.VERSION_IN_FUTURE:
-                shard.has_base = False
+                shard.forget_base()
             if answer.reason is Reason.RUN_FINISHED:
                 self.membership.run_finished = True
             elif answer.reason not in REJOIN_REASONS:
@@ -178,7 +210,7 @@ class Cluster:
                 elif answer.reason in REJOIN_REASONS:
                     rejoin = True
                     if answer.reason is Reason.VERSION_IN_FUTURE:
-                        shard.has_base = False
+                        shard.forget_base()
                 else:
                     raise from_refusal(answer)
             if rejoin:
@@ -197,6 +229,7 @@ class Cluster:
             if reply.header.mode == pb.REPLY_MODE_TOPK:
                 if not shard.replica_is_image:
                     raise ServerFaultError(f"{shard.address} sent differences to a replica of which it has no image")
+                shard.forget_base()  # until all is added: after an interruption nothing may be added a second time
                 self._replica.add(reply.segments)
             else:
                 self._replica.write(reply.segments)
@@ -216,7 +249,7 @@ class Cluster:
             adopt: take the average over even where the policy leaves each worker its own (after joining).
         """
         membership = self.membership
-        if not self.exchange.specs or membership.run_settings.buffer_policy == pb.BUFFER_POLICY_NONE:
+        if not self._buffers_travel:
             return 0
         adopt = adopt or membership.run_settings.buffer_policy == pb.BUFFER_POLICY_SYNC
         header = pb.BuffersHeader(

@@ -144,23 +144,26 @@ class Compressor:
     Args:
         method: the training method.
         model: whose tensors.
-        state: each parameter's state.
+        memories: each parameter's state.
         group_of: the hyper-parameters of a trained parameter now; ``None`` for a frozen one.
         choice: how entries are chosen.
+
+    Attributes:
+        memories: may be replaced between two steps.
     """
 
     def __init__(
         self,
         method: type[Method],
         model: TrainedModel,
-        state: MutableMapping[torch.Tensor, State],
+        memories: MutableMapping[torch.Tensor, State],
         group_of: Callable[[torch.Tensor], Group | None],
         choice: Choice,
     ) -> None:
         """Keep references."""
         self._method = method
         self._model = model
-        self._state = state
+        self.memories = memories
         self._group_of = group_of
         self._choice = choice
 
@@ -191,7 +194,7 @@ class Compressor:
                 continue
             decayed = parameter.detach().reshape(-1) if group["weight_decay"] else None
             step = Step(gradients[position].detach().reshape(-1), decayed, clip)
-            state = self._state[parameter]
+            state = self.memories[parameter]
             said[position] = (self._method.accumulate(state, group, step), state)
             alike.setdefault((group["density"], parameter.device), []).append(position)
         sent: dict[int, Sent] = {}
@@ -212,12 +215,12 @@ class Compressor:
             good = entry.values.isfinite()
             if not bool(good.all()):
                 name = self._model.layout.parameters[position].name
-                for memory in self._state[parameter].values():
+                for memory in self.memories[parameter].values():
                     if isinstance(memory, torch.Tensor) and memory.numel() == parameter.numel():
                         memory.nan_to_num_(0.0, 0.0, 0.0)
             offsets = torch.arange(entry.values.numel()) if entry.offsets is None else entry.offsets
             returned = Sent(offsets[good.to(offsets.device)], entry.values[good])
-            self._method.give_back(self._state[parameter], group, returned, parameter)
+            self._method.give_back(self.memories[parameter], group, returned, parameter)
         return name
 
     def empty(self, positions: Iterable[int]) -> list[tuple[int, Sent]]:
@@ -226,9 +229,9 @@ class Compressor:
         for position in positions:
             parameter = self._model.parameters[position]
             group = self._group_of(parameter)
-            if group is None or not self._state.get(parameter):
+            if group is None or not self.memories.get(parameter):
                 continue
-            said = self._method.held(self._state[parameter], group)
+            said = self._method.held(self.memories[parameter], group)
             if said is not None:
                 sent.append((position, empty(said)))
         return sent
@@ -244,7 +247,7 @@ class Compressor:
                 group = self._group_of(parameter)
                 assert group is not None, "what came back was sent, so it is trained"
                 returned = _within(piece, self._model.layout.span(position))
-                self._method.give_back(self._state[parameter], group, returned, parameter)
+                self._method.give_back(self.memories[parameter], group, returned, parameter)
 
 
 def _within(piece: Segment, span: Span) -> Sent:

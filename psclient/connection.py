@@ -9,7 +9,7 @@ from types import TracebackType
 
 import grpc
 
-from psclient.errors import STEP_AGAIN, ServerUnreachableError, Transient
+from psclient.errors import STEP_AGAIN, ServerUnreachableError, SparsepsError, Transient
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 log = logging.getLogger("psclient")
@@ -37,9 +37,10 @@ class Connection:
 
     def renew(self) -> None:
         """Dial anew: a restarted pod keeps its name and changes its address."""
-        self._channel.close()
+        before = self._channel
         self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
         self.stub = ParameterServerServiceStub(self._channel)
+        before.close()  # last: another thread may be about to call
 
     def close(self) -> None:
         """Close the channel."""
@@ -112,3 +113,11 @@ class Patience:
             self._deadline_seconds *= 2
         self._delay = min(_LONGEST_DELAY_SECONDS, 2 * self._delay)
         return True
+
+
+def quietly(call: Callable[[], object]) -> None:
+    """Make a call whose failure is of no consequence."""
+    try:
+        call()
+    except (grpc.RpcError, SparsepsError, ValueError) as error:  # ValueError: the channel was closed meanwhile
+        log.debug("ignored: %s", error)

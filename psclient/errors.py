@@ -33,6 +33,30 @@ class ConfigurationError(SparsepsError):
     """The optimizer was given something that cannot work; the message says what."""
 
 
+class CopyRefusedError(SparsepsError):
+    """An optimizer was copied or pickled: it is one worker's place in a run, and there is one of it."""
+
+    def __init__(self, kind: str) -> None:
+        """Name the optimizer's class."""
+        super().__init__(
+            f"this {kind} is one worker's place in a run and cannot be copied or pickled; to keep its residuals, copy "
+            "or save optimizer.state_dict(); to train another model or in another process, make a new optimizer there"
+        )
+
+
+class ModelChangedError(SparsepsError):
+    """The model is no longer the one that the optimizer was made for; nothing was sent.
+
+    Attributes:
+        tensor: name of the first tensor concerned.
+    """
+
+    def __init__(self, tensor: str, what: str, advice: str) -> None:
+        """Name the tensor."""
+        super().__init__(f"{tensor!r} {what}; {advice}")
+        self.tensor = tensor
+
+
 class ServerUnreachableError(SparsepsError):
     """A server did not answer within the patience. The optimizer stays usable: the next ``step()`` goes on.
 

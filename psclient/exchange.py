@@ -1,7 +1,7 @@
 """What a step consists of, in the order that docs/protocol.md asks for; who calls it, and when, is decided elsewhere.
 
 A step opens a push, sends group after group, commits, settles, fetches the reply and applies it.
-:mod:`psclient.optimizer` does all of it in one go; with overlap, :mod:`psclient.overlap` does it while the model
+:mod:`psclient.stepper` does all of it in one go; with overlap, :mod:`psclient.overlap` does it while the model
 computes.
 """
 
@@ -126,6 +126,10 @@ class Exchange:
         report.pull_bytes = sum(reply.bytes for reply in replies.values())
         report.pull_entries = sum(entries(reply.segments) for reply in replies.values())
         report.round_trip_seconds = max(reply.arrived for reply in replies.values()) - self._settling
+
+    def held_parts(self) -> list[PushPart]:
+        """Return the parts of an unsettled push that are in doubt, or refused and not handed back."""
+        return self._cluster.held_parts()
 
     def give_back(self, parts: Iterable[PushPart]) -> None:
         """Give the payload of parts that were not applied back to the memories that they came from."""

@@ -11,18 +11,18 @@ Gradients = Mapping[int, torch.Tensor]
 """By position in the layout, in their parameters' shapes and dtypes."""
 
 
-def gather(model: TrainedModel, trained: Container[int], positions: Iterable[int]) -> dict[int, torch.Tensor]:
+def gather(model: TrainedModel, trained: Container[torch.Tensor], positions: Iterable[int]) -> dict[int, torch.Tensor]:
     """Return the gradients that are there, as they are; costs nothing.
 
     Args:
         model: whose parameters.
-        trained: ``id()`` of each parameter that the optimizer has; the others are left out.
+        trained: the parameters that the optimizer has; the others are left out.
         positions: which tensors of the layout.
     """
     found = {}
     for position in positions:
         parameter = model.parameters[position]
-        if id(parameter) in trained and parameter.grad is not None and parameter.numel():
+        if parameter in trained and parameter.grad is not None and parameter.numel():
             found[position] = parameter.grad
     return found
 

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ class JobThread:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
+        # Who drops this without closing it leaves no thread behind; at exit it must still work, so not then.
+        weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], Result]) -> "Future[Result]":
         """Run a job after those before it."""

@@ -1,4 +1,4 @@
-"""An optimizer's end: at exit, on SIGTERM, and never in a forked child."""
+"""An optimizer's end: at exit, on SIGTERM, when nobody refers to it any more, and never in a forked child."""
 
 import atexit
 import logging
@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
 
 from psclient.errors import SparsepsError
+from psclient.leases import LeaseThread
 from psclient.local import LocalServer
 
 log = logging.getLogger("psclient")
@@ -43,17 +44,31 @@ class Lifecycle:
     On SIGTERM the worker flushes what it holds, leaves, and then ends as it would have without this library: by the
     handler that was there before, or with status 143. In the middle of a step the signal waits for the step's end.
 
+    An optimizer that is collected without having been closed leaves too: in the thread that kept its leases, because
+    a finalizer must not wait.
+
     Args:
         optimizer: held weakly.
         own_server: an embedded server to stop.
+        leases: the thread that keeps its leases.
+        leave: ends the worker of an optimizer that is no longer there; must not refer to it.
         flush_on_sigterm: whether to handle the signal at all.
     """
 
-    def __init__(self, optimizer: Stoppable, own_server: LocalServer | None, *, flush_on_sigterm: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Stoppable,
+        own_server: LocalServer | None,
+        leases: LeaseThread,
+        leave: Callable[[], None],
+        *,
+        flush_on_sigterm: bool,
+    ) -> None:
         """Register with atexit and, in the main thread, for SIGTERM."""
         self.ended = False
         self._optimizer = weakref.ref(optimizer)
         self._own_server = own_server
+        self._leases = leases
         self._owner = os.getpid()
         self._busy = False
         self._sigterm_pending = False
@@ -62,6 +77,8 @@ class Lifecycle:
         if self._handles_sigterm:
             self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
         atexit.register(self._at_exit)
+        self._finalizer = weakref.finalize(optimizer, self._on_forgotten, leave)
+        self._finalizer.atexit = False  # _at_exit closes what is still there
 
     @property
     def in_child(self) -> bool:
@@ -84,11 +101,34 @@ class Lifecycle:
         """Let go of the signal, of atexit and of the embedded server."""
         if self.in_child:
             return
+        self._finalizer.detach()
+        self._restore_handler()
+        self._release()
+
+    def _release(self) -> None:
         atexit.unregister(self._at_exit)
-        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._previous)  # type: ignore[arg-type]
         if self._own_server is not None:
             self._own_server.stop()
+
+    def _restore_handler(self) -> None:
+        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._previous)  # type: ignore[arg-type]
+
+    def _on_forgotten(self, leave: Callable[[], None]) -> None:
+        """Hand over what has to be done; called by the finalizer, in any thread and at any point of the program."""
+        if self.in_child:
+            return
+        self.ended = True
+        if threading.get_ident() == threading.main_thread().ident:  # elsewhere the handler stays, and passes signals on
+            self._restore_handler()
+
+        def end() -> None:
+            try:
+                leave()
+            finally:
+                self._release()
+
+        self._leases.hand_over(end)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         if self.in_child:
@@ -123,5 +163,5 @@ class Lifecycle:
             return
         if optimizer is not None:
             optimizer.close()
-        elif self._own_server is not None:
-            self._own_server.stop()
+        else:
+            self._leases.join(GRACE_SECONDS)

@@ -72,19 +72,22 @@ class LocalServer:
         self.metrics_addresses[index], self.health_addresses[index] = found["metrics"], found["health"]
 
     def stop(self) -> None:
-        """Stop the processes: SIGTERM, and SIGKILL where that is not heeded. Does nothing in a forked child."""
+        """Stop the processes: SIGTERM, and SIGKILL where that is not heeded in time; one time for all of them.
+
+        Does nothing in a forked child.
+        """
         if os.getpid() != self._owner:
             return
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-        for process in self.processes:
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                log.warning("server process %d did not stop; killing it", process.pid)
-                process.kill()
-                process.wait()
+        deadline = time.monotonic() + _STOP_SECONDS
+        late = [process for process in self.processes if not _ends(process, deadline)]
+        for process in late:
+            log.warning("server process %d did not stop; killing it", process.pid)
+            process.kill()
+        for process in late:
+            process.wait()
 
     def __enter__(self) -> "LocalServer":
         """Return the running servers."""
@@ -135,6 +138,15 @@ class LocalServer:
         raise ServerUnreachableError(
             "the embedded server", time.monotonic() - started, "it did not come up", "Its log is above"
         )
+
+
+def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Wait for a process's end until a deadline (monotonic seconds)."""
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _flag(name: str, value: object) -> str:

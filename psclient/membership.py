@@ -5,29 +5,35 @@ The rules are those of docs/protocol.md, *Joining*; this file is where a worker 
 
 import logging
 import math
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import grpc
-import torch
 
-from psclient.connection import Patience
+from psclient.connection import Patience, quietly
 from psclient.errors import (
     ConfigurationError,
     ServerNotReadyError,
-    SparsepsError,
     Transient,
     from_refusal,
     from_rpc_error,
 )
+from psclient.leases import LeaseThread
+from psclient.model import NamedBuffers
 from psclient.replica import Replica
 from psclient.settings import ClientSettings
 from psclient.shard import REJOIN_REASONS, ShardClient
 from pscore import frames
 from pscore.buffers import pack
-from pscore.codecs.names import INDEX_CODECS, READABLE_INDEX_CODECS, READABLE_VALUE_CODECS, VALUE_CODECS
+from pscore.codecs.names import (
+    INDEX_CODECS,
+    PLAIN_INDEX_CODECS,
+    PLAIN_VALUE_CODECS,
+    READABLE_INDEX_CODECS,
+    READABLE_VALUE_CODECS,
+    VALUE_CODECS,
+)
 from pscore.generation import epoch, sibling_generation
 from pscore.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.reasons import Reason, Refusal
@@ -55,6 +61,7 @@ class Membership:
 
     Attributes:
         identity: what every call carries.
+        leases: renews them from the first join on.
         run_settings: what the coordinator handed out.
         live_workers: workers alive, as last heard.
         run_finished: whether the run is over, as last heard.
@@ -67,7 +74,7 @@ class Membership:
         shards: Sequence[ShardClient],
         worker_id: str,
         replica: Replica,
-        buffers: Sequence[torch.Tensor],
+        buffers: NamedBuffers,
         method: str,
         method_settings: Mapping[str, str],
         settings: ClientSettings,
@@ -82,13 +89,12 @@ class Membership:
         self.last_push_record: tuple[str, int] | None = None
         self._run_id = settings.run_id
         self._replica = replica
-        self._buffers = tuple(buffers)
+        self._buffers = buffers
         self._method = method
         self._method_settings = dict(method_settings)
         self._joined = False
-        self._stop = threading.Event()
+        self.leases = LeaseThread(self.shards, self.identity)
         self._hurry_until = math.inf
-        self._lease_thread: threading.Thread | None = None
         self.upload_bytes = 0
         """Message bytes of models sent."""
 
@@ -100,10 +106,6 @@ class Membership:
     @property
     def _has_replica(self) -> bool:
         return all(shard.has_base for shard in self.shards)
-
-    @property
-    def _renewal_seconds(self) -> float:
-        return max(0.1, self.run_settings.lease_seconds / 3)
 
     def hurry(self, seconds: float) -> None:
         """Wait no longer than this from now on; a worker that is told to stop has little time."""
@@ -152,8 +154,7 @@ class Membership:
                 )
         if not self._joined:
             self._joined = True
-            self._lease_thread = threading.Thread(target=self._keep_leases, name="psclient-lease", daemon=True)
-            self._lease_thread.start()
+            self.leases.start()
 
     def _try_join(self, seconds: float) -> bool:
         answers = [self._join_shard(shard, seconds) for shard in reversed(self.shards[1:])]
@@ -164,6 +165,7 @@ class Membership:
             log.warning("the server now serves run %s; going on there", first.run_id)
         self.identity.run_id = first.run_id
         self.run_settings = first.settings
+        self.leases.renewal_seconds = max(0.1, first.settings.lease_seconds / 3)
         self.live_workers = first.live_workers
         self.run_finished = first.run_state == pb.RUN_STATE_FINISHED
         if not self._joined:
@@ -230,14 +232,14 @@ class Membership:
                         raise from_refusal(failure) from None
                     raise Transient(failure.detail, failure.retry_seconds or 0.5) from error
                 self._require_codecs(shard, answer)
-                shard.readable = frozenset(answer.index_codecs)
+                shard.readable = frozenset(answer.index_codecs or PLAIN_INDEX_CODECS)
                 return answer
         raise AssertionError("patience does not end by itself")
 
     def _require_codecs(self, shard: ShardClient, answer: pb.JoinResponse) -> None:
         for setting, codecs, readable in (
-            ("value_type", VALUE_CODECS, answer.value_codecs),
-            ("index_codec", INDEX_CODECS, answer.index_codecs),
+            ("value_type", VALUE_CODECS, answer.value_codecs or PLAIN_VALUE_CODECS),
+            ("index_codec", INDEX_CODECS, answer.index_codecs or PLAIN_INDEX_CODECS),
         ):
             name = getattr(self.settings, setting)
             if name in codecs and codecs[name] not in readable:
@@ -250,7 +252,7 @@ class Membership:
         """Send a shard its range; False if another worker was faster, so that the join must be tried again."""
         version = shard.version if shard.has_base else 0
         with_buffers = shard.index == 0 and self.run_settings.buffer_policy != pb.BUFFER_POLICY_NONE
-        buffers = pack(self._buffers) if with_buffers else b""
+        buffers = pack(self._buffers.now()) if with_buffers else b""
 
         def messages() -> Iterator[pb.UploadModelRequest]:
             yield pb.UploadModelRequest(
@@ -292,7 +294,7 @@ class Membership:
     def finish_run(self) -> None:
         """Tell every shard that the run is over (idempotent)."""
         for shard in self.shards:
-            self.quietly(
+            quietly(
                 lambda shard=shard: shard.connection.stub.FinishRun(  # type: ignore[misc]
                     pb.FinishRunRequest(run_id=self.identity.run_id), timeout=self.settings.deadline_seconds
                 ),
@@ -301,34 +303,15 @@ class Membership:
 
     def leave(self) -> None:
         """End the lease everywhere; failures are of no consequence, the lease ends anyway."""
-        self._stop.set()
+        self.leases.stop()
         if self._joined:
             if self.run_finished and len(self.shards) > 1:
                 self.finish_run()
             for shard in self.shards:
-                self.quietly(
+                quietly(
                     lambda shard=shard: shard.connection.stub.Leave(  # type: ignore[misc]
                         pb.LeaveRequest(identity=self.identity), timeout=2.0
                     )
                 )
-        if self._lease_thread is not None:
-            # A thread that outlives the interpreter's end would free tensors when torch can no longer do so.
-            self._lease_thread.join(self._renewal_seconds * len(self.shards) + 1.0)
-
-    def _keep_leases(self) -> None:
-        while not self._stop.wait(self._renewal_seconds):
-            for shard in self.shards:
-                self.quietly(
-                    lambda shard=shard: shard.connection.stub.RenewLease(  # type: ignore[misc]
-                        pb.RenewLeaseRequest(identity=self.identity),
-                        timeout=max(0.5, self._renewal_seconds),
-                    )
-                )
-
-    @staticmethod
-    def quietly(call: Callable[[], object]) -> None:
-        """Make a call whose failure is of no consequence."""
-        try:
-            call()
-        except (grpc.RpcError, SparsepsError, ValueError) as error:  # ValueError: the channel was closed meanwhile
-            log.debug("ignored: %s", error)
+        # A thread that outlives the interpreter's end would free tensors when torch can no longer do so.
+        self.leases.join()

@@ -1,13 +1,57 @@
 """What of a user's model is trained: names, layout, buffers, samples; found from ``model`` or from bare parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from psclient.errors import ConfigurationError
-from pscore.layout import ModelLayout, layout_of
+from psclient.errors import ConfigurationError, ModelChangedError
+from pscore.layout import ModelLayout, TensorSpec, layout_of
+
+
+class Place(NamedTuple):
+    """Where a tensor stands: a module, and its name there."""
+
+    module: torch.nn.Module
+    name: str
+
+
+class NamedBuffers:
+    """Buffers that are looked up when they are needed: a module may put a new tensor in the place of one.
+
+    Args:
+        specs: what they are.
+        places: where each stands.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], places: Sequence[Place]) -> None:
+        """Keep the places."""
+        self.specs, self._places = tuple(specs), tuple(places)
+
+    def only(self, wanted: Callable[[TensorSpec], bool]) -> "NamedBuffers":
+        """Return some of them."""
+        found = [(spec, place) for spec, place in zip(self.specs, self._places, strict=True) if wanted(spec)]
+        return NamedBuffers([spec for spec, _ in found], [place for _, place in found])
+
+    def now(self) -> list[torch.Tensor]:
+        """Return the tensors that stand there now.
+
+        Raises:
+            ModelChangedError: one is gone, or has another shape or dtype than it had.
+        """
+        found = []
+        for spec, (module, name) in zip(self.specs, self._places, strict=True):
+            tensor = module._buffers.get(name)
+            if tensor is None or tensor.dtype != spec.dtype or tensor.shape != spec.shape:
+                is_now = "is gone" if tensor is None else f"is {list(tensor.shape)} {tensor.dtype} now"
+                raise ModelChangedError(
+                    spec.name,
+                    f"{is_now}, and the run has {spec.describe()}",
+                    "put a tensor like that in its place, or close() this optimizer and make a new one",
+                )
+            found.append(tensor)
+        return found
 
 
 @dataclass(frozen=True)
@@ -17,12 +61,41 @@ class TrainedModel:
     Attributes:
         layout: names, shapes, dtypes.
         parameters: every parameter, frozen ones included, each once even if tied.
+        places: where each parameter stands; empty without a model.
         buffers: persistent buffers, in the layout's order.
+        module: the model.
     """
 
     layout: ModelLayout
     parameters: tuple[torch.Tensor, ...]
-    buffers: tuple[torch.Tensor, ...]
+    places: tuple[Place, ...]
+    buffers: NamedBuffers
+    module: torch.nn.Module | None
+
+    def check(self) -> None:
+        """Make sure that the parameters are still the model's; costs a look-up for each.
+
+        Raises:
+            ModelChangedError: a parameter is gone, and another one stands in its place.
+        """
+        if self.module is None:
+            return
+        missing = [
+            position
+            for position, (module, name) in enumerate(self.places)
+            if module._parameters.get(name) is not self.parameters[position]
+        ]
+        if not missing:
+            return
+        present = {id(parameter) for parameter in self.module.parameters()}
+        for position in missing:
+            if id(self.parameters[position]) not in present:
+                raise ModelChangedError(
+                    self.layout.parameters[position].name,
+                    "is no longer in its module: another Parameter stands there (load_state_dict(assign=True), say), "
+                    "which this optimizer does not train",
+                    "copy values into the old one, or make a new optimizer",
+                )
 
 
 def describe(model: torch.nn.Module | None, trained: Sequence[torch.Tensor]) -> TrainedModel:
@@ -31,24 +104,35 @@ def describe(model: torch.nn.Module | None, trained: Sequence[torch.Tensor]) -> 
     Raises:
         ConfigurationError: a trained parameter is not the model's, or a dtype cannot be trained.
     """
+    places: dict[int, Place] = {}
+    buffers: list[tuple[str, Place]] = []
+    aliases: dict[str, tuple[str, ...]] = {}
     if model is None:
         named = [(f"parameter_{i}", parameter) for i, parameter in enumerate(trained)]
-        buffers: list[tuple[str, torch.Tensor]] = []
-        aliases: dict[str, tuple[str, ...]] = {}
     else:
-        named = list(model.named_parameters())
+        named = [(_plain(name), parameter) for name, parameter in model.named_parameters()]
         buffers = _persistent_buffers(model)
         aliases = _aliases(model)
-        known = {id(parameter) for _, parameter in named}
-        if any(id(parameter) not in known for parameter in trained):
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                places.setdefault(id(parameter), Place(module, name))
+        if any(id(parameter) not in places for parameter in trained):
             raise ConfigurationError("params holds a parameter that model does not have; pass the model they come from")
+    tensors = [(name, place.module.get_buffer(place.name)) for name, place in buffers]
     try:
-        layout = layout_of(named, buffers, aliases)
+        layout = layout_of(named, tensors, aliases)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     if layout.size == 0:
         raise ConfigurationError("there is nothing to train: the parameters have no elements")
-    return TrainedModel(layout, tuple(parameter for _, parameter in named), tuple(tensor for _, tensor in buffers))
+    parameters = tuple(parameter for _, parameter in named)
+    return TrainedModel(
+        layout,
+        parameters,
+        tuple(places[id(parameter)] for parameter in parameters) if model is not None else (),
+        NamedBuffers(layout.buffers, [place for _, place in buffers]),
+        model,
+    )
 
 
 class SampleCounter:
@@ -77,19 +161,25 @@ class SampleCounter:
                 return
 
 
-def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    found, seen = [], set()
+def _plain(name: str) -> str:
+    """Return a tensor's name without what ``torch.compile`` puts before it: compiled or not, it is the same model."""
+    return name.replace("_orig_mod.", "")
+
+
+def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Place]]:
+    found: list[tuple[str, Place]] = []
+    seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, tensor in module._buffers.items():
             if tensor is None or name in module._non_persistent_buffers_set or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            found.append((f"{prefix}.{name}" if prefix else name, tensor))
+            found.append((_plain(f"{prefix}.{name}" if prefix else name), Place(module, name)))
     return found
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names.setdefault(id(parameter), []).append(_plain(name))
     return {first: tuple(others) for first, *others in names.values() if others}

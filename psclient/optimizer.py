@@ -1,55 +1,35 @@
 """The optimizer that every method shares: an ordinary ``torch.optim.Optimizer`` whose step goes through a server.
 
-One step: check the gradients, compress group by group and stream each as it is ready, settle the push, fetch the reply,
-apply it (:mod:`psclient.exchange`); or, with overlap, the same beside the computation (:mod:`psclient.overlap`). The
-parameters change only by what the server answers.
+It is what a training loop sees; the steps are in :mod:`psclient.stepper`. The parameters change only by what the server
+answers.
 """
 
-import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
-from psclient.cluster import Cluster
-from psclient.compression import Choice, Compressor
-from psclient.errors import (
-    STEP_AGAIN,
-    ConfigurationError,
-    NonFiniteGradientError,
-    RunFinishedError,
-    ServerUnreachableError,
-)
-from psclient.exchange import Exchange
-from psclient.gradients import Interrupted, finite, gather
-from psclient.hyperparameters import MomentumAdvice, check_hyperparameters
+from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
+from psclient.groups import ParamGroups
+from psclient.hyperparameters import check_hyperparameters
 from psclient.lifecycle import Lifecycle
-from psclient.local import LocalServer, start_alone
-from psclient.membership import Membership
 from psclient.methods.base import Group, Sent, Sparse, State, Step
 from psclient.model import SampleCounter, describe
-from psclient.overlap import Overlap
-from psclient.push import Pusher
-from psclient.replica import Replica
 from psclient.report import StepReport, Totals
+from psclient.session import Server, open_session, server_string
 from psclient.settings import ClientSettings
-from psclient.shard import ShardClient
-from psclient.state import PushMark, restore_memories, stale_residuals
-from pscore.selectors import SELECTORS
+from psclient.state import PushMark, last_applied, restore_memories, split, stale_residuals, taken_back
+from psclient.stepper import Stepper
 
 log = logging.getLogger("psclient")
 
 Density = float | Callable[[int], float]
 """Share of a tensor's entries that is sent: a number, or a function of the worker's step (from 1)."""
-
-Server = str | Sequence[str] | LocalServer
-
-_CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
 
 
 class ParameterServerOptimizer(Optimizer, ABC):
@@ -71,10 +51,6 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     Raises:
         SparsepsError: the server cannot be reached, trains another model, or in another way.
-
-    Attributes:
-        report: what the last step did.
-        totals: sums over all steps.
     """
 
     name: ClassVar[str]
@@ -93,59 +69,29 @@ class ParameterServerOptimizer(Optimizer, ABC):
     ) -> None:
         """Join the server, and upload the model or take over the server's."""
         self._joined = False
-        self._density_schedule = density if callable(density) else None
         defaults["density"] = density(1) if callable(density) else density
         super().__init__(params, defaults)
-        self._settings = client_settings.resolve(settings, _addresses(server), worker)
-        self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        resolved = client_settings.resolve(settings, server_string(server), worker)
         self._model = describe(model, [p for group in self.param_groups for p in group["params"]])
-        self._layout = self._model.layout
-        self._samples_since_exchange = 0
-        self._momentum_advice = MomentumAdvice()
-        self.report = StepReport(0)
-        self.totals = Totals()
-
-        own_local = start_alone() if self._settings.server == client_settings.LOCAL else None
-        addresses = client_settings.addresses((own_local or self._settings).server)
-        shards = [ShardClient(address, i, self._settings) for i, address in enumerate(addresses)]
-        replica = Replica(self._layout, self._model.parameters)
-        self._membership = Membership(
-            shards,
-            client_settings.worker_name(self._settings),
-            replica,
-            self._model.buffers,
-            self.name,
-            self.agreed_settings(),
-            self._settings,
+        self._groups = ParamGroups(self.param_groups)
+        session = open_session(type(self), self.agreed_settings(), self._model, self._groups, self.state, resolved)
+        self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
+        self._compressor = session.compressor
+        self._stepper = Stepper(self._model, self._groups, session, density if callable(density) else None)
+        self._lifecycle = Lifecycle(
+            self,
+            session.own_server,
+            self._membership.leases,
+            self._stepper.abandon,
+            flush_on_sigterm=resolved.flush_on_sigterm,
         )
-        self._cluster = Cluster(shards, self._membership, replica, self._model.buffers)
-        self._exchange = Exchange(
-            self._cluster,
-            Pusher(self._layout, self._cluster, self._settings.group_elements),
-            Compressor(
-                type(self),
-                self._model,
-                self.state,
-                self._hyperparameters,
-                Choice(SELECTORS[self._settings.selector], self._settings.select_over, self._settings.dense_below),
-            ),
-        )
-        self._overlap: Overlap | None = None
-        self._interrupted = Interrupted()
-        self._lifecycle = Lifecycle(self, own_local, flush_on_sigterm=self._settings.flush_on_sigterm)
         try:
             self._membership.join()
             self._joined = True
-            self._samples = SampleCounter(model) if model is not None else None
-            self._exchange.count(self.report, self._cluster.pull())
-            self.report.buffer_bytes = self._cluster.exchange_buffers(0, 0, adopt=True)
-            if overlap:
-                self._overlap = self._start_overlap()
+            self._stepper.start(SampleCounter(model) if model is not None else None, overlap=overlap)
         except BaseException:
             self.close()
             raise
-        self.totals.add(self.report)
-        self.totals.upload_bytes = self._membership.upload_bytes
 
     # What a method defines
 
@@ -174,6 +120,16 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return 1.0
 
     # What a training loop uses
+
+    @property
+    def report(self) -> StepReport:
+        """What the last step did."""
+        return self._stepper.report
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all steps."""
+        return self._stepper.totals
 
     @property
     def version(self) -> int:
@@ -228,24 +184,17 @@ class ParameterServerOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._lifecycle.busy():
-            if self.finished:
-                raise RunFinishedError(f"run {self.run_id!r} is over; leave the loop when optimizer.finished is true")
-            self._take_step(samples) if self._overlap is None else self._take_overlapped_step(self._overlap, samples)
+        with self._working():
+            self._stepper.step(samples, self.gradient_scale)
         return loss
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """With overlap: run the backward passes in the body without handing their gradients over.
 
         For gradient accumulation: wrap all but the last backward pass before a ``step()``. Without overlap this does
         nothing.
         """
-        if self._overlap is None:
-            yield
-            return
-        with self._overlap.accumulating():
-            yield
+        return self._stepper.accumulating()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -254,15 +203,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         Raises:
             ServerUnreachableError: no server within the patience.
         """
-        self._require_open()
-        with self._lifecycle.busy():
-            self._drain()
-            self._settle_doubt()
-            if self.finished:
-                return
-            report = self.report = self._exchange.open(samples=0)
-            self._push(report, lambda number: self._exchange.send_held(report, number))
-            self.totals.add(report)
+        with self._working():
+            self._stepper.flush()
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -271,35 +213,24 @@ class ParameterServerOptimizer(Optimizer, ABC):
         Raises:
             ServerUnreachableError: no server within the patience.
         """
-        self._require_open()
-        with self._lifecycle.busy():
-            self._drain()
-            self._settle_doubt()
-            report = StepReport(self._exchange.step)
-            self._exchange.count(report, self._cluster.pull())
-            self.totals.add(report)
+        with self._working():
+            self._stepper.pull()
 
     def hurry(self, seconds: float) -> None:
         """Wait no longer than this for a server from now on."""
         self._membership.hurry(seconds)
 
     def close(self) -> None:
-        """Leave the run and free everything; stops an embedded server. Called at exit by itself; harmless twice."""
+        """Leave the run and free everything; stops an embedded server. Harmless twice.
+
+        Called at exit by itself; and the worker of an optimizer that is collected before leaves too.
+        """
         if self._lifecycle.ended or self._lifecycle.in_child:
             return
         self._lifecycle.ended = True
-        self.hurry(_CLOSING_SECONDS)
         try:
-            self._membership.quietly(self._drain)
-            if self._joined:
-                if self._samples is not None:
-                    self._samples.close()
-                if self._samples_since_exchange and not self._cluster.in_doubt:
-                    self._membership.quietly(lambda: self._exchange_at_end(self._samples_since_exchange))
+            self._stepper.leave()
         finally:
-            self._cluster.close()
-            if self._overlap is not None:
-                self._overlap.close()
             self._lifecycle.release()
 
     def __enter__(self) -> "ParameterServerOptimizer":
@@ -317,18 +248,23 @@ class ParameterServerOptimizer(Optimizer, ABC):
             ConfigurationError: a parameter is not part of what was joined with, or a value is out of its range.
         """
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        try:
+            self._check_added(self.param_groups[-1])
+        except ConfigurationError:
+            self.param_groups.pop()
+            raise
+        if self._joined:
+            self._groups.assign(self.param_groups)
+
+    def _check_added(self, group: Group) -> None:
         check_hyperparameters(group)
         if not self._joined:
             return
         known = {id(parameter) for parameter in self._model.parameters}
         if any(id(parameter) not in known for parameter in group["params"]):
-            self.param_groups.pop()
             raise ConfigurationError("a parameter that is not part of the model cannot be added after joining a server")
-        if self._overlap is not None and self._overlap.begun:
-            self.param_groups.pop()
+        if self._stepper.begun:
             raise ConfigurationError("a group cannot be added between backward() and step() with overlap=True")
-        self._group_of.update({id(parameter): group for parameter in group["params"]})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as for any torch optimizer.
@@ -336,8 +272,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         With overlap, between ``backward()`` and ``step()``: a batch is skipped. What had been handed over by then stays
         in the residuals.
         """
-        if self._overlap is not None and self._overlap.begun and not self._lifecycle.in_child:
-            self._overlap.forget()
+        self._stepper.forget()
         super().zero_grad(set_to_none)
 
     # State
@@ -350,22 +285,12 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         with torch.no_grad(), self._lifecycle.busy():
             try:
-                self._drain()
+                self._stepper.drain()
             except ServerUnreachableError as error:
                 log.warning("saving the state with a push in doubt: %s", error)
-            return self._state_dict()
-
-    def _state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self._exchange.in_doubt:
-            kept = {parameter: copy.deepcopy(memories) for parameter, memories in self.state.items()}
-            self._exchange.give_back(self._cluster.held_parts())
-            state = copy.deepcopy(super().state_dict())
-            self.state.update(kept)
-        incarnation, exchange = self._membership.identity.incarnation, self._exchange
-        mark = PushMark(self.worker, incarnation, exchange.acknowledged_step, exchange.step)
-        state["psclient"] = mark.plain()
-        return state
+            state = taken_back(self.state, self._exchange, super().state_dict)
+            state["psclient"] = PushMark.now(self._membership, self._exchange).plain()
+            return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take residuals and hyper-parameters over.
@@ -373,24 +298,16 @@ class ParameterServerOptimizer(Optimizer, ABC):
         Residuals that are older than the last push that the server has applied from this worker hold gradients that
         were sent since; they are dropped, with a warning.
         """
-        plain = {name: value for name, value in state_dict.items() if name != "psclient"}
-        for group in plain["param_groups"]:
-            if lacking := sorted(self.defaults.keys() - group.keys()):
-                raise ConfigurationError(f"this state is another optimizer's: it has no {', '.join(lacking)}")
-            check_hyperparameters(group)
+        mark, plain = split(state_dict, self.defaults)
         with torch.no_grad(), self._lifecycle.busy():
-            self._drain()
-            self._settle_doubt()  # a push that is applied later would count beside what is loaded
+            self._stepper.rest()  # a push that is applied later would count beside what is loaded
         super().load_state_dict(plain)
-        self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        self._groups.assign(self.param_groups)
+        self._compressor.memories = self.state  # torch has put a new dict in the place of the old one
         restore_memories(self, plain)
-        mark = PushMark.from_plain(state_dict.get("psclient"))
         if mark is None:
             return
-        known = self._membership.last_push_record
-        if self._exchange.acknowledged_step:
-            known = (self._membership.identity.incarnation, self._exchange.acknowledged_step)
-        if stale_residuals(mark, known):
+        if stale_residuals(mark, last_applied(self._membership, self._exchange)):
             log.warning(
                 "this state was saved at step %d of worker %s, and the server has applied a later push: its residuals "
                 "were sent since and are dropped; training goes on from the server's parameters",
@@ -400,142 +317,25 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self.state.clear()
         self._exchange.step = max(self._exchange.step, mark.step)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would have no place in the run.
+
+        Raises:
+            CopyRefusedError: always.
+        """
+        raise CopyRefusedError(type(self).__name__)
+
     # Inner parts
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Refuse where there is nothing to work with; else run the body, and put a SIGTERM off until it is done."""
+        self._require_open()
+        with self._lifecycle.busy():
+            yield
 
     def _require_open(self) -> None:
         if self._lifecycle.in_child:
             raise ConfigurationError("this process was forked from the optimizer's; make an optimizer of its own here")
         if self._lifecycle.ended:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
-
-    def _take_step(self, samples: int | None) -> None:
-        found = self._gather(range(len(self._model.parameters)))
-        if self._interrupted.holds(found):
-            self._settle_doubt()
-            self._receive(self.report)
-            return
-        gradients = finite(self._model, found)
-        self._settle_doubt()
-        clip = self.gradient_scale(list(gradients.values()), self.live_workers)
-        report = self.report = self._begin_step(samples)
-        self._interrupted.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
-        try:
-            self._push(report, lambda number: self._exchange.send_gradients(report, number, gradients, clip))
-        except NonFiniteGradientError:
-            self._interrupted.clear()
-            raise
-        self._receive(report)
-
-    def _receive(self, report: StepReport) -> None:
-        """Fetch the reply to a settled push, apply it, and end the step."""
-        with report.timed("wait"):
-            replies = self._exchange.fetch()
-        report.move(max(reply.decode_seconds for reply in replies.values()), "wait", "apply")
-        self._exchange.apply(report, replies)
-        self._end_step(report)
-        self._interrupted.clear()
-
-    def _take_overlapped_step(self, overlap: Overlap, samples: int | None) -> None:
-        if samples is not None:
-            raise ConfigurationError(
-                "with overlap=True samples are counted at the forward of model=; leave samples out"
-            )
-        found = self._gather(range(len(self._model.parameters)))
-        if not overlap.begun and self._interrupted.holds(found):
-            self._drain()
-            self._settle_doubt()
-            self._receive(self.report)
-            return
-        report = self.report = overlap.finish()
-        self._interrupted.note(found)
-        with report.timed("wait"):
-            replies = overlap.collect()
-        if replies is not None:
-            self._exchange.apply(report, replies)
-        overlap.launch(report)
-        self._end_step(report)
-        self._interrupted.clear()
-
-    def _begin_step(self, samples: int | None = None) -> StepReport:
-        """Open the push of a new step, at the density that the schedule gives it."""
-        if self._density_schedule is not None:
-            density = self._density_schedule(self._exchange.step + 1)
-            check_hyperparameters({"density": density})
-            for group in self.param_groups:
-                group["density"] = density
-        counted = self._samples.take() if self._samples is not None else 1
-        samples = counted if samples is None else samples
-        self._samples_since_exchange += samples
-        self.totals.samples += samples
-        return self._exchange.open(samples)
-
-    def _end_step(self, report: StepReport) -> None:
-        if report.step % self._membership.run_settings.buffer_period_steps == 0:
-            with report.timed("buffers"):
-                report.buffer_bytes = self._cluster.exchange_buffers(report.step, self._samples_since_exchange)
-            self._samples_since_exchange = 0
-        self.totals.add(report)
-        self.totals.upload_bytes = self._membership.upload_bytes
-        self._momentum_advice.check(self.live_workers, self.param_groups)
-
-    def _push(self, report: StepReport, send: Callable[[int], None]) -> None:
-        """Send every group of the open push, commit, and settle."""
-        try:
-            for number in range(len(self._exchange.groups)):
-                send(number)
-            self._exchange.commit(report)
-        except BaseException:
-            self._exchange.abandon()
-            raise
-        with report.timed("wait"):
-            self._exchange.settle(report)
-
-    def _exchange_at_end(self, samples: int) -> None:
-        self.totals.buffer_bytes += self._cluster.exchange_buffers(self._exchange.step, samples)
-
-    def _settle_doubt(self) -> None:
-        if self._exchange.in_doubt:
-            self._exchange.settle(self.report)
-
-    def _drain(self) -> None:
-        """With overlap: end what goes on in the background, and apply the reply that is awaited."""
-        if self._overlap is None or self._lifecycle.in_child:
-            return
-        seconds = self._membership.seconds_left
-        try:
-            self._overlap.break_off(seconds)
-            replies = self._overlap.collect(seconds)
-        except TimeoutError:
-            address = self._membership.coordinator.address
-            raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
-        if replies is not None:
-            report = StepReport(self._exchange.step)
-            self._exchange.apply(report, replies)
-            self.totals.add(report)
-
-    def _start_overlap(self) -> Overlap:
-        def trained() -> dict[int, torch.Tensor]:
-            return {
-                position: parameter
-                for position, parameter in enumerate(self._model.parameters)
-                if parameter.requires_grad and id(parameter) in self._group_of
-            }
-
-        def begin() -> StepReport:
-            self._settle_doubt()
-            return self._begin_step()
-
-        return Overlap(self._exchange, trained, begin, self._gather, lambda found: finite(self._model, found))
-
-    def _gather(self, positions: range) -> dict[int, torch.Tensor]:
-        return gather(self._model, self._group_of, positions)
-
-    def _hyperparameters(self, parameter: torch.Tensor) -> Group | None:
-        group = self._group_of.get(id(parameter))
-        return None if group is None else {**group, "lr": float(group["lr"])}
-
-
-def _addresses(server: Server | None) -> str | None:
-    if isinstance(server, LocalServer):
-        return server.server
-    return server if server is None or isinstance(server, str) else ",".join(server)

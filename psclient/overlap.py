@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from psclient.errors import ConfigurationError
+from psclient.errors import ConfigurationError, ServerUnreachableError
 from psclient.exchange import Exchange, Replies
 from psclient.gradients import Gradients
 from psclient.jobs import JobThread
@@ -51,7 +51,7 @@ class Overlap:
         finite: Callable[[Gradients], Gradients],
     ) -> None:
         """Register the hooks and start the threads."""
-        self.owner = os.getpid()
+        self._owner = os.getpid()
         self._exchange, self._trained = exchange, trained
         self._begin, self._gather, self._finite = begin, gather, finite
         self._compressing, self._exchanging = JobThread("psclient-compress"), JobThread("psclient-exchange")
@@ -59,6 +59,7 @@ class Overlap:
         self._paused = False
         self._report: StepReport | None = None
         self._round: Future[Replies] | None = None
+        self._unsettled: ServerUnreachableError | None = None
         self._settled = threading.Event()
         self._settled.set()
         device = next((p.device for p in trained().values() if p.is_cuda), None)
@@ -66,6 +67,11 @@ class Overlap:
         self._handles: dict[int, RemovableHandle] = {}
         self._reset()
         self._count_members()
+
+    @property
+    def in_child(self) -> bool:
+        """True in a process forked from the one that made it: the threads are not there."""
+        return os.getpid() != self._owner
 
     @property
     def begun(self) -> bool:
@@ -98,12 +104,13 @@ class Overlap:
         for number in range(len(self._exchange.groups)):
             if number not in self._jobs:
                 self._hand_over(number)
-        jobs: list[Future[Any]] = [*self._jobs.values(), self._compressing.submit(self._commit)]
+        committed = self._compressing.submit(self._commit)
+        jobs: list[Future[Any]] = [*self._jobs.values(), committed]
         errors = [error for job in jobs if (error := job.exception()) is not None]
-        report, self._report = self._report, None
         self._reset()
         if errors:
             raise errors[0]
+        report = committed.result()
         assert report is not None
         return report
 
@@ -114,6 +121,9 @@ class Overlap:
         def job() -> Replies:
             try:
                 self._exchange.settle(report)
+            except ServerUnreachableError as error:
+                self._unsettled = error
+                raise
             finally:
                 self._settled.set()
             return self._exchange.fetch()
@@ -127,8 +137,11 @@ class Overlap:
             SparsepsError: what settling or fetching has met.
             TimeoutError: it has not come within ``seconds``.
         """
-        awaited, self._round = self._round, None
-        return None if awaited is None else awaited.result(seconds)
+        if self._round is None:
+            return None
+        self._round.exception(seconds)  # an interrupted wait leaves it awaited
+        awaited, self._round, self._unsettled = self._round, None, None
+        return awaited.result()
 
     def break_off(self, seconds: float | None = None) -> None:
         """Take a push back that has begun and has no commit.
@@ -142,9 +155,7 @@ class Overlap:
         for number, job in list(self._jobs.items()):
             if job.exception(seconds) is not None or not job.result():
                 del self._jobs[number]
-        if self._report is not None:
-            self._compressing.submit(self._exchange.abandon).result()
-            self._report = None
+        self._compressing.submit(self._abandon).result(seconds)
 
     def forget(self) -> None:
         """Break off, and begin the next step as if this one had not been."""
@@ -209,22 +220,40 @@ class Overlap:
             with _after(ready, self._stream):
                 self._exchange.send_gradients(report, number, self._finite(gradients), 1.0)
         except BaseException:
-            self._report = None
-            self._exchange.abandon()
+            self._abandon()
             raise
         return True
 
-    def _commit(self) -> None:
-        if not self._failed():
-            self._exchange.commit(self._opened())
+    def _commit(self) -> StepReport | None:
+        if self._failed():
+            return None
+        report = self._opened()
+        self._exchange.commit(report)
+        self._report = None  # only an answer ends the doubt now: who interrupts the step must not take the push back
+        return report
+
+    def _abandon(self) -> None:
+        """Break off the push that is open, if there is one; on the compressing thread, so after what was submitted."""
+        if self._report is not None:
+            self._report = None
+            self._exchange.abandon()
 
     def _failed(self) -> bool:
         return any(job.done() and job.exception() is not None for job in list(self._jobs.values()))
 
     def _opened(self) -> StepReport:
-        """Return the report of the push that is open, and open one if there is none."""
+        """Return the report of the push that is open, and open one if there is none.
+
+        Raises:
+            ServerUnreachableError: the push before is in doubt still, and has had its patience. It is said once, here;
+                whoever tries again settles with new patience.
+        """
         if self._report is None:
             self._settled.wait()
+            error, self._unsettled = self._unsettled, None
+            if error is not None:
+                self._round = None  # it has met the same
+                raise error
             self._report = self._begin()
         return self._report
 
@@ -235,7 +264,7 @@ def _hook(overlap: Overlap, position: int) -> Callable[[torch.Tensor], None]:
 
     def hook(_: torch.Tensor) -> None:
         alive = reference()
-        if alive is not None and alive.owner == os.getpid():  # a forked child's gradients are its own
+        if alive is not None and not alive.in_child:  # a forked child's gradients are its own
             alive.ready(position)
 
     return hook

@@ -1,16 +1,27 @@
 """The replica: the model's parameters as places in the flat layout.
 
 Between replies the replica never changes: a worker does not apply its own update, which comes back from the server.
-Writing uses the parameters in place, so the user's references to them stay valid.
+Writing uses the parameters in place, so the user's references to them stay valid. Where the user gives a parameter
+other memory, it must hold the same values: a reply says what has changed since, and nothing about the rest.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
+from psclient.errors import ModelChangedError
 from pscore.layout import ModelLayout, Span
 from pscore.segment import Segment
+
+
+class _Known(NamedTuple):
+    """Where a parameter lay when it was last looked at; kept alive, because it tells a copy from a change."""
+
+    values: torch.Tensor
+    pointer: int
+    strides: tuple[int, ...]
 
 
 class Replica:
@@ -27,6 +38,58 @@ class Replica:
         self.parameters = tuple(parameters)
         self._fp32: dict[int, torch.Tensor] = {}
         """fp32 copies of half-precision parameters, by position; only in top-k mode."""
+        self._known = [_look(parameter) for parameter in self.parameters]
+
+    def check(self) -> None:
+        """Make sure that the parameters hold what was last written, wherever they lie now; costs next to nothing.
+
+        Raises:
+            ModelChangedError: one has another dtype, shape or device, or other memory with other values in it.
+        """
+        for position in self._moved():
+            if not torch.equal(self.parameters[position], self._known[position].values):
+                raise ModelChangedError(
+                    self.layout.parameters[position].name,
+                    "was given other memory, with other values in it than this optimizer has written there",
+                    "call optimizer.pull() to take the server's values over into it, and go on",
+                )
+            self._known[position] = _look(self.parameters[position])
+
+    @property
+    def intact(self) -> bool:
+        """Whether :meth:`check` raises nothing."""
+        try:
+            self.check()
+        except ModelChangedError:
+            return False
+        return True
+
+    def accept(self) -> bool:
+        """Take the parameters as they are; tell whether they hold what was last written.
+
+        Raises:
+            ModelChangedError: one has another dtype, shape or device.
+        """
+        same = True
+        for position in self._moved():
+            same = same and torch.equal(self.parameters[position], self._known[position].values)
+            self._known[position] = _look(self.parameters[position])
+        return same
+
+    def _moved(self) -> Iterator[int]:
+        """Yield the positions of parameters with other memory than they had."""
+        for position, (parameter, known) in enumerate(zip(self.parameters, self._known, strict=True)):
+            values, pointer, strides = known
+            alike = parameter.dtype is values.dtype
+            if alike and parameter.data_ptr() == pointer and parameter.stride() == strides:
+                continue
+            if not alike or parameter.shape != values.shape or parameter.device != values.device:
+                raise ModelChangedError(
+                    self.layout.parameters[position].name,
+                    f"is {_kind(parameter)} now, and was {_kind(values)} when the optimizer was made",
+                    "convert and move models before: change it back, or close() this optimizer and make a new one",
+                )
+            yield position
 
     def read(self, span: Span) -> Iterator[Segment]:
         """Yield the values inside a span, tensor by tensor, dense, fp32 on the host."""
@@ -88,6 +151,14 @@ class Replica:
         assert part.offsets is not None
         shifted = part.offsets + (part.span.start - self.layout.offsets[position])
         return shifted.to(self.parameters[position].device)
+
+
+def _look(parameter: torch.Tensor) -> _Known:
+    return _Known(parameter.detach(), parameter.data_ptr(), parameter.stride())
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
 @contextmanager

@@ -106,11 +106,16 @@ class ShardClient:
         """Note the shard's generation; with ``version``, that the replica is the model at that version there."""
         if generation != self.generation:
             self.generation = generation
-            self.has_base = False
+            self.forget_base()
         if version is not None:
             self.version, self.has_base = version, True
         if not self.has_base:
-            self.acknowledged_reply, self.replica_is_image = 0, False
+            self.forget_base()
+
+    def forget_base(self) -> None:
+        """Note that the replica is not the model at any version: the next pull asks for everything."""
+        self.has_base = False
+        self.acknowledged_reply, self.replica_is_image = 0, False
 
     # Push
 

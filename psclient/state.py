@@ -1,11 +1,18 @@
 """Saving and restoring an optimizer's memories (residuals, momentum), and telling when they are out of date."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
+
+from psclient.errors import ConfigurationError
+from psclient.exchange import Exchange
+from psclient.hyperparameters import check_hyperparameters
+from psclient.membership import Membership
+from psclient.methods.base import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +31,12 @@ class PushMark:
     acknowledged_step: int
     step: int
 
+    @classmethod
+    def now(cls, membership: Membership, exchange: Exchange) -> "PushMark":
+        """Return where a worker stands."""
+        identity = membership.identity
+        return cls(identity.worker_id, identity.incarnation, exchange.acknowledged_step, exchange.step)
+
     def plain(self) -> dict[str, Any]:
         """Return plain values for a state dict."""
         return asdict(self)
@@ -32,6 +45,31 @@ class PushMark:
     def from_plain(cls, plain: Mapping[str, Any] | None) -> "PushMark | None":
         """Read what :meth:`plain` wrote; ``None`` from a state of another optimizer."""
         return None if plain is None else cls(**plain)
+
+
+def split(state_dict: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[PushMark | None, dict[str, Any]]:
+    """Return the mark of a state dict, and the rest of it, which is torch's.
+
+    Args:
+        state_dict: what is to be loaded.
+        defaults: the optimizer's hyper-parameters, of which each group must have its own.
+
+    Raises:
+        ConfigurationError: another optimizer wrote it, or a hyper-parameter is out of its range.
+    """
+    plain = {name: value for name, value in state_dict.items() if name != "psclient"}
+    for group in plain["param_groups"]:
+        if lacking := sorted(defaults.keys() - group.keys()):
+            raise ConfigurationError(f"this state is another optimizer's: it has no {', '.join(lacking)}")
+        check_hyperparameters(group)
+    return PushMark.from_plain(state_dict.get("psclient")), plain
+
+
+def last_applied(membership: Membership, exchange: Exchange) -> tuple[str, int] | None:
+    """Return (incarnation, step) of the last push under this worker's name that the server is known to have applied."""
+    if exchange.acknowledged_step:
+        return membership.identity.incarnation, exchange.acknowledged_step
+    return membership.last_push_record
 
 
 def stale_residuals(mark: PushMark, known: tuple[str, int] | None) -> bool:
@@ -43,6 +81,19 @@ def stale_residuals(mark: PushMark, known: tuple[str, int] | None) -> bool:
             none.
     """
     return known is not None and known != (mark.incarnation, mark.acknowledged_step)
+
+
+def taken_back(
+    memories: MutableMapping[torch.Tensor, State], exchange: Exchange, state_dict: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a state dict as if a push in doubt had been refused; the memories stay as they are."""
+    if not exchange.in_doubt:
+        return state_dict()
+    kept = {parameter: copy.deepcopy(memory) for parameter, memory in memories.items()}
+    exchange.give_back(exchange.held_parts())
+    state = copy.deepcopy(state_dict())
+    memories.update(kept)
+    return state
 
 
 def restore_memories(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

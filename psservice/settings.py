@@ -1,5 +1,6 @@
 """The server's settings: one frozen class, filled from flags, then ``PSSERVICE_*``, then a YAML file, then defaults."""
 
+import argparse
 import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,13 @@ from pscore.layered_settings import LayeredSettings
 from pscore.selectors import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
 
 ENVIRONMENT_PREFIX = "PSSERVICE_"
+
+
+_UNITS = {"listen": "HOST:PORT", "-seconds": "SECONDS", "-bytes": "BYTES", "--device": "DEVICE"}
+"""What a flag takes, by the end of its name."""
+
+_KINDS = {"str": "NAME", "int": "N", "float": "NUMBER", "Path": "FILE"}
+"""What any other flag takes, by the type of its setting."""
 
 
 class SettingsError(Exception):
@@ -161,7 +169,11 @@ def load(arguments: Sequence[str]) -> ServerSettings:
     """
     try:
         flags = CliSettingsSource[Any](
-            ServerSettings, cli_prog_name="psservice serve", cli_parse_args=list(arguments), cli_hide_none_type=True
+            ServerSettings,
+            cli_prog_name="psservice serve",
+            cli_parse_args=list(arguments),
+            cli_hide_none_type=True,
+            add_argument_method=_add_argument,
         )()
         return ServerSettings(**flags)
     except ValidationError as error:
@@ -173,6 +185,16 @@ def load(arguments: Sequence[str]) -> ServerSettings:
         raise SettingsError("\n".join(lines)) from error
     except OSError as error:
         raise SettingsError(f"config: {error}") from error
+
+
+def _add_argument(parser: argparse.ArgumentParser, *flags: str, **options: Any) -> argparse.Action:
+    """Add a flag that ``--help`` shows with what it takes, not with the name of a Python type."""
+    kind = options.get("metavar")
+    if kind in _KINDS:
+        options["metavar"] = next((unit for end, unit in _UNITS.items() if flags[0].endswith(end)), _KINDS[kind])
+    for nothing in (" (default: null)", " (default: )"):
+        options["help"] = options["help"].removesuffix(nothing)
+    return parser.add_argument(*flags, **options)
 
 
 def shown(settings: ServerSettings) -> dict[str, Any]:

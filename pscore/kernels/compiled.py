@@ -19,7 +19,8 @@ def compile_once(function: Callable[P, R], **options: bool) -> Callable[P, R] | 
 
     The caller keeps a numpy implementation for ``None``; ``function`` itself would be far too slow uncompiled.
     Compiling happens at the first call for each combination of argument types. The result holds no GIL while it runs,
-    and is cached on disk beside the source, or in numba's cache directory, where one of them can be written.
+    and is cached on disk beside the source, or in numba's cache directory, where one of them can be written. Where
+    writing or reading fails later, it is compiled all the same, and a warning says so once.
 
     Args:
         function: module-level function in the subset of Python that numba takes. Constants that it uses must stand in
@@ -48,6 +49,44 @@ def _compile(function: Callable[..., Any], options: dict[str, bool]) -> Callable
     if numba.config.DISABLE_JIT:
         return None
     try:
-        return cast("Callable[..., Any]", numba.njit(nogil=True, cache=True, **options)(function))
+        loop = numba.njit(nogil=True, cache=True, **options)(function)
     except RuntimeError:  # no directory for the cache can be written
         return cast("Callable[..., Any]", numba.njit(nogil=True, **options)(function))
+    loop._cache = _ForgivingCache(loop._cache)
+    return cast("Callable[..., Any]", loop)
+
+
+class _ForgivingCache:
+    """A function's cache on disk, whose failures stay here: numba lets them pass through the call that compiles."""
+
+    _told = False
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        try:
+            return self._cache.load_overload(signature, context)
+        except Exception as error:  # half a file may raise anything
+            self._tell(error)
+            return None
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        try:
+            self._cache.save_overload(signature, result)
+        except Exception as error:  # it reads the index first: see above
+            self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        if _ForgivingCache._told:
+            return
+        _ForgivingCache._told = True
+        _log.warning(
+            "compiled loops cannot be cached in %s (%s): they are used, and compiled again by the next process; make "
+            "room there, empty it, or name another directory in NUMBA_CACHE_DIR",
+            self._cache.cache_path,
+            error,
+        )

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from psclient.errors import ModelChangedError
 from psclient.replica import Replica
 from pscore.layout import Span, layout_of
 from pscore.segment import Segment
@@ -146,3 +147,49 @@ def test_parameters_with_gradients_may_be_written():
     replica.add([Segment(whole(replica), None, torch.ones(3))])
     assert replica.parameters[0].requires_grad
     assert replica.parameters[0].tolist() == [2, 2, 2]
+
+
+def moved_to(parameter, tensor):
+    parameter.data = tensor
+
+
+def test_memory_that_was_replaced_by_the_same_values_is_taken_as_it_is():
+    replica = replica_of(torch.zeros(3, 4), torch.ones(2).half())
+    for parameter in replica.parameters:
+        moved_to(parameter, parameter.detach().clone())
+    replica.check()
+    replica.write([Segment(whole(replica), None, torch.arange(14).float())])
+    replica.check()
+    assert torch.equal(contents(replica), torch.arange(14).float())
+
+
+@pytest.mark.parametrize(
+    "replacement",
+    [torch.ones(3, 4), torch.zeros(4, 3), torch.zeros(3, 4).double(), torch.zeros(3, 4, device="meta")],
+    ids=["values", "shape", "dtype", "device"],
+)
+def test_memory_that_was_replaced_by_anything_else_is_named(replacement):
+    replica = replica_of(torch.zeros(2), torch.zeros(3, 4))
+    before = replica.parameters
+    replica.parameters = (before[0], nn.Parameter(replacement))  # a meta tensor cannot be put into another one's place
+    with pytest.raises(ModelChangedError, match="p1") as caught:
+        replica.check()
+    assert caught.value.tensor == "p1"
+    replica.parameters = before
+    replica.check()
+
+
+def test_other_values_are_accepted_where_the_caller_means_it():
+    replica = replica_of(torch.zeros(3))
+    assert replica.accept()
+    moved_to(replica.parameters[0], torch.ones(3))
+    assert not replica.accept()
+    replica.check()
+    assert replica.accept()
+
+
+def test_another_dtype_is_never_accepted():
+    replica = replica_of(torch.zeros(3))
+    moved_to(replica.parameters[0], torch.zeros(3).double())
+    with pytest.raises(ModelChangedError, match="float64"):
+        replica.accept()

@@ -124,3 +124,29 @@ def test_what_is_shown_are_plain_values(yaml):
     config = yaml("run_id: r\n")
     plain = shown(load(["--config", str(config)]))
     assert (plain["run_id"], plain["config"], plain["down_mode"]) == ("r", str(config), "auto")
+
+
+def test_help_says_what_is_expected_in_the_users_words(capsys):
+    with pytest.raises(SystemExit) as end:
+        load(["--help"])
+    assert end.value.code == 0
+    told = capsys.readouterr().out
+    for flag in (
+        "--listen HOST:PORT",
+        "--metrics-listen HOST:PORT",
+        "--init FILE",
+        "--final-model FILE",
+        "--device DEVICE",
+        "--run-id NAME",
+        "--lease-seconds SECONDS",
+        "--chunk-bytes BYTES",
+        "--num-shards N",
+        "--down-density NUMBER",
+        "--down-mode {auto,exact,topk}",
+        "--insecure, --no-insecure",
+    ):
+        assert f"  {flag}" in told
+    assert not [word for line in told.splitlines() for word in line.split() if word in ("str", "int", "float", "Path")]
+    assert "(default: 127.0.0.1:50051)" in told
+    assert "(default: null)" not in told
+    assert "(default: )" not in told

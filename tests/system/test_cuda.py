@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import psclient
+from psclient.errors import ModelChangedError
 from psclient.local import LocalServer
 from pscore.kernels import reference
 from pscore.kernels.base import Feed
@@ -34,6 +35,25 @@ def test_training_on_devices(server_device, worker_device, down_mode):
             state = psclient.download(server.server)
             for name, parameter in models[1].named_parameters():
                 assert torch.equal(parameter.detach().cpu(), state[name]), name
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_model_that_is_moved_is_said_and_may_come_back(overlap):
+    with LocalServer(down_mode="exact") as server:
+        model = make_model()
+        options = {"density": 0.1, "model": model, "server": server, "settings": QUICK, "overlap": overlap}
+        with psclient.DGS(model.parameters(), lr=0.05, momentum=0.5, **options) as optimizer:
+            train_step(model, optimizer, *make_data())
+            model.cuda()
+            with pytest.raises(ModelChangedError, match=r"0\.weight.*cuda"):
+                train_step(model, optimizer, *(tensor.cuda() for tensor in make_data()))
+            model.cpu()
+            optimizer.zero_grad()
+            train_step(model, optimizer, *make_data())
+            optimizer.pull()
+        state = psclient.download(server.server)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.detach(), state[name]), name
 
 
 @pytest.fixture

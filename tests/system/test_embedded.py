@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 import psclient
+from psclient import local
 from psclient.errors import ConfigurationError
 from psclient.local import LocalServer
 from tests.system.tools import make_data, make_model, train_step, wait_until
@@ -92,3 +94,22 @@ def test_momentum_sgd_needs_no_server():
     optimizer = psclient.MomentumSGD(model.parameters(), lr=0.1)
     losses = [train_step(model, optimizer, *make_data()) for _ in range(20)]
     assert losses[-1] < losses[0]
+
+
+def test_shards_that_hang_are_stopped_together(monkeypatch):
+    monkeypatch.setattr(local, "_STOP_SECONDS", 4.0)
+    server = LocalServer(shards=3)
+    for process in server.processes:
+        process.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    server.stop()
+    assert time.monotonic() - started < 8, "one deadline for all, not one after the other"
+    assert [process.poll() for process in server.processes] == [-signal.SIGKILL] * 3
+
+
+def test_a_shard_that_hangs_does_not_keep_the_others_from_ending_in_order(monkeypatch):
+    monkeypatch.setattr(local, "_STOP_SECONDS", 10.0)
+    server = LocalServer(shards=2)
+    server.processes[0].send_signal(signal.SIGSTOP)
+    server.stop()
+    assert [process.poll() for process in server.processes] == [-signal.SIGKILL, 0]

@@ -179,7 +179,7 @@ def test_a_lost_lease_is_had_again_without_a_word():
         model = make_model(batch_norm=False)
         optimizer = drop(model, server)
         train_step(model, optimizer, *make_data())
-        optimizer._membership._stop.set()  # no renewal any more
+        optimizer._membership.leases.stop()  # no renewal any more
         wait_until(lambda: not status(server).workers)
         train_step(model, optimizer, *make_data())
         assert optimizer.version == 2
@@ -193,7 +193,7 @@ def test_a_lost_lease_in_topk_mode_costs_one_full_reply():
         for _ in range(3):
             train_step(model, optimizer, *make_data())
         assert optimizer.report.reply_mode == "topk"
-        optimizer._membership._stop.set()
+        optimizer._membership.leases.stop()
         wait_until(lambda: not status(server).workers)
         train_step(model, optimizer, *make_data())
         assert optimizer.report.reply_mode == "exact"

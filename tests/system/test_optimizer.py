@@ -183,6 +183,23 @@ def test_state_dict_carries_the_residuals(server):
     assert_same_parameters(resumed_model, server.server)
 
 
+def test_residuals_that_were_loaded_are_trained_with(server):
+    """What was held when the state was saved reaches the server through the optimizer that has loaded it."""
+    gradient = torch.randn(100)
+    for life in range(2):
+        w = nn.Parameter(torch.zeros(100))
+        optimizer = psclient.GradientDropping([w], lr=1.0, density=0.1, server=server, worker="w", settings=QUICK)
+        if life == 0:
+            w.grad = gradient.clone()
+            optimizer.step()
+            saved = copy.deepcopy(optimizer.state_dict())
+        else:
+            optimizer.load_state_dict(saved)
+            optimizer.flush()
+        optimizer.close()
+    torch.testing.assert_close(psclient.download(server.server)["parameter_0"], -gradient)
+
+
 def test_a_state_dict_older_than_the_last_push_drops_its_residuals(server, caplog):
     model = make_model(batch_norm=False)
     optimizer = dgs(model, server, worker="w")

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import psclient
-from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError
+from psclient.errors import ConfigurationError, NonFiniteGradientError, RunFinishedError, ServerUnreachableError
 from psclient.local import LocalServer
 from psclient.settings import ClientSettings
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
@@ -334,3 +335,28 @@ def test_closing_does_not_wait_for_a_server_that_hangs():
         optimizer.close()
         assert time.monotonic() - started < 25
         os.kill(server.processes[0].pid, signal.SIGCONT)
+
+
+def test_a_run_that_ends_during_a_step_ends_the_loop_and_raises_nothing():
+    layer, seen = linear(), threading.Event()
+    with (
+        LocalServer(down_mode="exact", end_versions=1) as server,
+        overlapping(layer, server, psclient.GradientDropping, lr=1.0) as optimizer,
+    ):
+        settle = optimizer._exchange.settle
+        optimizer._exchange.settle = lambda report: (seen.wait(30), settle(report))[1]
+        layer(torch.ones(1, 50)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not optimizer.finished  # so the loop goes on
+        layer(torch.ones(1, 50)).sum().backward()
+        seen.set()
+        wait_until(lambda: optimizer.finished)
+        optimizer.step()
+        assert optimizer.finished
+        with pytest.raises(RunFinishedError):
+            optimizer.step()
+        optimizer.pull()
+        assert_same_parameters(layer, server.server)
+        held = optimizer.state[layer.weight]["residual"].sum() - layer.weight.detach().sum()
+        assert held == 100, "what the run did not take is in the residual"

@@ -17,17 +17,19 @@ N, LR, TIMEOUT = 400, 0.2, 20.0
 
 
 class RawWorker:
-    def __init__(self, address: str, name: str):
+    def __init__(self, address: str, name: str, size: int = N):
+        self.size = size
         self.channel = grpc.insecure_channel(address)
         self.stub = ParameterServerServiceStub(self.channel)
         self.identity = pb.WorkerIdentity(worker_id=name, incarnation=str(uuid.uuid4()))
-        self.theta = np.zeros(N, np.float32)
+        self.theta = np.zeros(size, np.float32)
         self.version, self.has_base, self.acknowledged, self.step = 0, False, 0, 0
 
     def join(self):
-        fingerprint = hashlib.sha256(f"parameter\0w [{N}] float32\n".encode()).digest()
+        fingerprint = hashlib.sha256(f"parameter\0w [{self.size}] float32\n".encode()).digest()
         layout = pb.ModelLayout(
-            parameters=[pb.TensorSpec(name="w", shape=[N], data_type=pb.DATA_TYPE_FLOAT32)], fingerprint=fingerprint
+            parameters=[pb.TensorSpec(name="w", shape=[self.size], data_type=pb.DATA_TYPE_FLOAT32)],
+            fingerprint=fingerprint,
         )
         answer = self.stub.Join(
             pb.JoinRequest(
@@ -42,10 +44,15 @@ class RawWorker:
     def upload(self):
         values = self.theta.tobytes()
         chunk = pb.Chunk(
-            start=0, length=N, count=N, index_codec=pb.INDEX_CODEC_DENSE, value_codec=pb.VALUE_CODEC_FP32, values=values
+            start=0,
+            length=self.size,
+            count=self.size,
+            index_codec=pb.INDEX_CODEC_DENSE,
+            value_codec=pb.VALUE_CODEC_FP32,
+            values=values,
         )
         header = pb.UploadHeader(identity=self.identity, generation=self.generation)
-        commit = pb.Commit(chunks=1, entries=N, crc32=zlib.crc32(values))
+        commit = pb.Commit(chunks=1, entries=self.size, crc32=zlib.crc32(values))
         self.stub.UploadModel(
             iter(
                 [
@@ -67,11 +74,11 @@ class RawWorker:
             generation=self.generation,
             base_version=self.version,
             samples=1,
-            plan=[pb.Group(start=0, length=N)],
+            plan=[pb.Group(start=0, length=self.size)],
         )
         chunk = pb.Chunk(
             start=0,
-            length=N,
+            length=self.size,
             count=len(index),
             index_codec=pb.INDEX_CODEC_RAW32,
             value_codec=pb.VALUE_CODEC_FP32,

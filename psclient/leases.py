@@ -1,0 +1,71 @@
+"""The thread that keeps a worker's leases while there is a worker, and ends them where nobody else does."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from psclient.connection import quietly
+from psclient.shard import ShardClient
+from pscore.v1 import parameter_server_pb2 as pb
+
+
+class LeaseThread:
+    """Renews the leases at all shards.
+
+    It refers to neither the optimizer nor the model, so that it does not keep alive what nobody else wants any more.
+
+    Args:
+        shards: every shard's client.
+        identity: what every call carries; read at each renewal.
+
+    Attributes:
+        renewal_seconds: time between two renewals.
+    """
+
+    def __init__(self, shards: Sequence[ShardClient], identity: pb.WorkerIdentity) -> None:
+        """Prepare; :meth:`start` follows the joining."""
+        self.renewal_seconds = 5.0
+        self._shards, self._identity = tuple(shards), identity
+        self._last_job: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="psclient-lease", daemon=True)
+
+    def start(self) -> None:
+        """Begin to renew."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Renew no longer."""
+        self._last_job.put(None)
+
+    def hand_over(self, job: Callable[[], None]) -> None:
+        """Renew no longer, and run a last job in this thread.
+
+        A finalizer may call this in any thread, wherever it is interrupted: it waits for nothing and takes no lock.
+        """
+        self._last_job.put(job)
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the thread's end, as long as a renewal that is under way may take, or ``seconds``."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(self.renewal_seconds * len(self._shards) + 1.0 if seconds is None else seconds)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._last_job.get(timeout=self.renewal_seconds)
+                break
+            except queue.Empty:
+                self._renew()
+        if job is not None:
+            job()
+
+    def _renew(self) -> None:
+        request = pb.RenewLeaseRequest(identity=self._identity)
+        timeout = max(0.5, self.renewal_seconds)
+        for shard in self._shards:
+            quietly(partial(_renew, shard, request, timeout))
+
+
+def _renew(shard: ShardClient, request: pb.RenewLeaseRequest, timeout: float) -> None:
+    shard.connection.stub.RenewLease(request, timeout=timeout)

@@ -1,0 +1,84 @@
+"""What an optimizer is connected with: built here, before the first contact, which is :meth:`Membership.join`."""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from psclient import settings as client_settings
+from psclient.cluster import Cluster
+from psclient.compression import Choice, Compressor
+from psclient.exchange import Exchange
+from psclient.groups import ParamGroups
+from psclient.local import LocalServer, start_alone
+from psclient.membership import Membership
+from psclient.methods.base import Method, State
+from psclient.model import TrainedModel
+from psclient.push import Pusher
+from psclient.replica import Replica
+from psclient.settings import ClientSettings
+from psclient.shard import ShardClient
+from pscore.selectors import SELECTORS
+
+Server = str | Sequence[str] | LocalServer
+"""What names the servers: addresses in one string or in several, or servers of one's own."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One worker's parts, from the servers to the memories.
+
+    Attributes:
+        membership: its place in the run.
+        cluster: all shards.
+        compressor: selects, and takes back what did not arrive.
+        exchange: its pushes and pulls.
+        own_server: an embedded server that was started for it.
+    """
+
+    membership: Membership
+    cluster: Cluster
+    compressor: Compressor
+    exchange: Exchange
+    own_server: LocalServer | None
+
+
+def open_session(
+    method: type[Method],
+    agreed: Mapping[str, str],
+    model: TrainedModel,
+    groups: ParamGroups,
+    memories: MutableMapping[torch.Tensor, State],
+    settings: ClientSettings,
+) -> Session:
+    """Put the parts together; starts the embedded server where the settings ask for one.
+
+    Args:
+        method: the training method.
+        agreed: its settings in which all workers must agree.
+        model: what is trained.
+        groups: with which hyper-parameters.
+        memories: each parameter's.
+        settings: everything about the connection.
+
+    Raises:
+        ConfigurationError: a server address is not one, or this worker should not train alone.
+    """
+    own_server = start_alone() if settings.server == client_settings.LOCAL else None
+    addresses = client_settings.addresses((own_server or settings).server)
+    shards = [ShardClient(address, index, settings) for index, address in enumerate(addresses)]
+    replica = Replica(model.layout, model.parameters)
+    worker = client_settings.worker_name(settings)
+    membership = Membership(shards, worker, replica, model.buffers, method.name, agreed, settings)
+    cluster = Cluster(shards, membership, replica, model.buffers)
+    choice = Choice(SELECTORS[settings.selector], settings.select_over, settings.dense_below)
+    compressor = Compressor(method, model, memories, groups.of, choice)
+    exchange = Exchange(cluster, Pusher(model.layout, cluster, settings.group_elements), compressor)
+    return Session(membership, cluster, compressor, exchange, own_server)
+
+
+def server_string(server: Server | None) -> str | None:
+    """Return the addresses separated by commas, as the settings have them; ``None`` leaves them to the settings."""
+    if isinstance(server, LocalServer):
+        return server.server
+    return server if server is None or isinstance(server, str) else ",".join(server)

@@ -1,0 +1,282 @@
+"""A worker's steps: check the gradients, push, settle, fetch the reply, apply it (:mod:`psclient.exchange`).
+
+With overlap the same goes on beside the computation (:mod:`psclient.overlap`), and what is here waits for it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+
+from psclient.connection import quietly
+from psclient.errors import (
+    STEP_AGAIN,
+    ConfigurationError,
+    NonFiniteGradientError,
+    RunFinishedError,
+    ServerUnreachableError,
+)
+from psclient.gradients import Interrupted, finite, gather
+from psclient.groups import ParamGroups
+from psclient.hyperparameters import MomentumAdvice
+from psclient.model import SampleCounter, TrainedModel
+from psclient.overlap import Overlap
+from psclient.report import StepReport, Totals
+from psclient.session import Session
+
+_CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
+
+Schedule = Callable[[int], float]
+"""The density of a worker's step, counted from 1."""
+
+GradientScale = Callable[[Sequence[torch.Tensor], int], float]
+"""The factor for all gradients of a step, from the gradients and the number of live workers."""
+
+
+class Stepper:
+    """Takes one worker's steps, and knows nothing of the optimizer around it.
+
+    Args:
+        model: what is trained.
+        groups: with which hyper-parameters.
+        session: the worker's parts.
+        schedule: the density of each step; ``None`` leaves it to the param groups.
+
+    Attributes:
+        report: what the last step did.
+        totals: sums over all steps.
+    """
+
+    def __init__(self, model: TrainedModel, groups: ParamGroups, session: Session, schedule: Schedule | None) -> None:
+        """Prepare; :meth:`start` follows the joining."""
+        self.report = StepReport(0)
+        self.totals = Totals()
+        self._model, self._groups, self._schedule = model, groups, schedule
+        self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
+        self._samples: SampleCounter | None = None
+        self._samples_since_exchange = 0
+        self._overlap: Overlap | None = None
+        self._interrupted = Interrupted()
+        self._end_told = False
+        self._momentum_advice = MomentumAdvice()
+
+    @property
+    def begun(self) -> bool:
+        """True where a backward pass has handed gradients over, and the step has not ended."""
+        return self._overlap is not None and self._overlap.begun
+
+    def start(self, samples: SampleCounter | None, *, overlap: bool) -> None:
+        """Take the server's model over, after joining, and begin to count samples."""
+        self._samples = samples
+        self._exchange.count(self.report, self._cluster.pull())
+        self.report.buffer_bytes = self._cluster.exchange_buffers(0, 0, adopt=True)
+        if overlap:
+            self._overlap = self._start_overlap()
+        self.totals.add(self.report)
+        self.totals.upload_bytes = self._membership.upload_bytes
+
+    def step(self, samples: int | None, scale: GradientScale) -> None:
+        """Push the gradients that are there and bring the parameters up to the server's."""
+        if self._membership.run_finished:
+            if self._overlap is not None and not self._end_told:
+                # The loop may have looked at `finished` before the reply in the background has turned it.
+                self._end_told = True
+                self.drain()
+                self.forget()
+                return
+            run_id = self._membership.identity.run_id
+            raise RunFinishedError(f"run {run_id!r} is over; leave the loop when optimizer.finished is true")
+        self._model.check()
+        self._cluster.check_model()
+        if self._overlap is None:
+            self._step(samples, scale)
+        else:
+            self._overlapped_step(self._overlap, samples)
+
+    def flush(self) -> None:
+        """Push everything that is held, at density 1."""
+        self.rest()
+        if self._membership.run_finished:
+            return
+        report = self.report = self._exchange.open(samples=0)
+        self._push(report, lambda number: self._exchange.send_held(report, number))
+        self.totals.add(report)
+
+    def pull(self) -> None:
+        """Bring the parameters up to the server's without pushing, wherever they lie now."""
+        self.drain()
+        self._model.check()
+        self._cluster.accept_model()
+        self._settle_doubt()
+        report = StepReport(self._exchange.step)
+        self._exchange.count(report, self._cluster.pull())
+        self.totals.add(report)
+
+    def rest(self) -> None:
+        """Come to rest: nothing goes on in the background, and no push is in doubt."""
+        self.drain()
+        self._settle_doubt()
+
+    def drain(self) -> None:
+        """With overlap: end what goes on in the background, and apply the reply that is awaited.
+
+        A reply to a replica that was changed meanwhile is dropped, as if it had not come: the next step tells.
+        """
+        if self._overlap is None or self._overlap.in_child:
+            return
+        seconds = self._membership.seconds_left
+        try:
+            self._overlap.break_off(seconds)
+            replies = self._overlap.collect(seconds)
+        except TimeoutError:
+            address = self._membership.coordinator.address
+            raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
+        if replies is not None and self._cluster.replica_is_intact:
+            report = StepReport(self._exchange.step)
+            self._exchange.apply(report, replies)
+            self.totals.add(report)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """With overlap: leave the gradients of the backward passes in the body alone."""
+        if self._overlap is None:
+            yield
+            return
+        with self._overlap.accumulating():
+            yield
+
+    def forget(self) -> None:
+        """With overlap: skip a batch after its backward pass."""
+        if self._overlap is not None and self._overlap.begun and not self._overlap.in_child:
+            self._overlap.forget()
+
+    def leave(self) -> None:
+        """Bring to an end what has begun, as far as that can be done soon, and leave the run."""
+        self._membership.hurry(_CLOSING_SECONDS)
+        try:
+            quietly(self.drain)
+            if self._samples is not None:
+                self._samples.close()
+            samples = self._samples_since_exchange
+            if samples and not self._cluster.in_doubt:
+                quietly(lambda: self._exchange_at_end(samples))
+        finally:
+            self._cluster.close()
+            if self._overlap is not None:
+                self._overlap.close()
+
+    def abandon(self) -> None:
+        """Leave the run where nobody has the optimizer any more; the model, which may be in use, stays as it is."""
+        self._membership.hurry(_CLOSING_SECONDS)
+        try:
+            if self._samples is not None:
+                self._samples.close()
+            if self._overlap is not None:
+                with suppress(TimeoutError):
+                    self._overlap.break_off(self._membership.seconds_left)
+                self._overlap.close()
+        finally:
+            self._cluster.close()
+
+    # Inner parts
+
+    def _step(self, samples: int | None, scale: GradientScale) -> None:
+        found = self._gather(range(len(self._model.parameters)))
+        if self._interrupted.holds(found):
+            self._settle_doubt()
+            self._receive(self.report)
+            return
+        gradients = finite(self._model, found)
+        self._settle_doubt()
+        clip = scale(list(gradients.values()), self._membership.live_workers)
+        report = self.report = self._begin(samples)
+        self._interrupted.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
+        try:
+            self._push(report, lambda number: self._exchange.send_gradients(report, number, gradients, clip))
+        except NonFiniteGradientError:
+            self._interrupted.clear()
+            raise
+        self._receive(report)
+
+    def _overlapped_step(self, overlap: Overlap, samples: int | None) -> None:
+        if samples is not None:
+            raise ConfigurationError(
+                "with overlap=True samples are counted at the forward of model=; leave samples out"
+            )
+        found = self._gather(range(len(self._model.parameters)))
+        if not overlap.begun and self._interrupted.holds(found):
+            self.rest()
+            self._receive(self.report)
+            return
+        report = self.report = overlap.finish()
+        self._interrupted.note(found)
+        with report.timed("wait"):
+            replies = overlap.collect()
+        if replies is not None:
+            self._exchange.apply(report, replies)
+        overlap.launch(report)
+        self._end(report)
+
+    def _begin(self, samples: int | None = None) -> StepReport:
+        """Open the push of a new step, at the density that the schedule gives it."""
+        if self._schedule is not None:
+            self._groups.set_density(self._schedule(self._exchange.step + 1))
+        counted = self._samples.take() if self._samples is not None else 1
+        samples = counted if samples is None else samples
+        self._samples_since_exchange += samples
+        self.totals.samples += samples
+        return self._exchange.open(samples)
+
+    def _push(self, report: StepReport, send: Callable[[int], None]) -> None:
+        """Send every group of the open push, commit, and settle."""
+        try:
+            for number in range(len(self._exchange.groups)):
+                send(number)
+            self._exchange.commit(report)
+        except BaseException:
+            self._exchange.abandon()
+            raise
+        with report.timed("wait"):
+            self._exchange.settle(report)
+
+    def _receive(self, report: StepReport) -> None:
+        """Fetch the reply to a settled push, apply it, and end the step."""
+        with report.timed("wait"):
+            replies = self._exchange.fetch()
+        report.move(max(reply.decode_seconds for reply in replies.values()), "wait", "apply")
+        self._exchange.apply(report, replies)
+        self._end(report)
+
+    def _end(self, report: StepReport) -> None:
+        if report.step % self._membership.run_settings.buffer_period_steps == 0:
+            with report.timed("buffers"):
+                report.buffer_bytes = self._cluster.exchange_buffers(report.step, self._samples_since_exchange)
+            self._samples_since_exchange = 0
+        self.totals.add(report)
+        self.totals.upload_bytes = self._membership.upload_bytes
+        self._momentum_advice.check(self._membership.live_workers, self._groups.all)
+        self._interrupted.clear()
+
+    def _exchange_at_end(self, samples: int) -> None:
+        self.totals.buffer_bytes += self._cluster.exchange_buffers(self._exchange.step, samples)
+
+    def _settle_doubt(self) -> None:
+        if self._exchange.in_doubt:
+            self._exchange.settle(self.report)
+
+    def _start_overlap(self) -> Overlap:
+        def trained() -> dict[int, torch.Tensor]:
+            return {
+                position: parameter
+                for position, parameter in enumerate(self._model.parameters)
+                if parameter.requires_grad and parameter in self._groups
+            }
+
+        def begin() -> StepReport:
+            self._settle_doubt()
+            return self._begin()
+
+        return Overlap(self._exchange, trained, begin, self._gather, lambda found: finite(self._model, found))
+
+    def _gather(self, positions: range) -> dict[int, torch.Tensor]:
+        return gather(self._model, self._groups, positions)

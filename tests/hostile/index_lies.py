@@ -1,0 +1,213 @@
+"""What can be wrong with the indices of a chunk: one lie at a time, for each index codec."""
+
+import struct
+from collections.abc import Iterator
+
+from pscore.codecs.names import INDEX_CODECS
+from pscore.reasons import Reason
+from pscore.v1 import parameter_server_pb2 as pb
+from tests.hostile.corpus_files import Hostile
+
+GIGABYTES = 2**32 - 1
+"""The most that a count can claim."""
+
+
+def lie(codec: str, name: str, says: str, indices: bytes, count: int = 2, length: int = 10, **fields) -> Hostile:
+    """Return a chunk of ones whose values are as they should be."""
+    number = INDEX_CODECS.get(codec, pb.INDEX_CODEC_DENSE)
+    values = struct.pack("<f", 1) * min(count, 600)
+    parts = {"start": 7, "length": length, "count": count, "index_codec": number, "indices": indices}
+    parts |= {"value_codec": pb.VALUE_CODEC_FP32, "values": values} | fields
+    return Hostile(f"{codec}/{name}", pb.Chunk(**parts), Reason.BAD_CHUNK, says)
+
+
+def everywhere(codec: str, indices: bytes) -> Iterator[Hostile]:
+    """Lies about the numbers beside good bytes of two entries in ten elements."""
+    yield lie(codec, "no-entry", "0 entries in a span", b"", 0)
+    yield lie(codec, "more-entries-than-elements", "2 entries in a span of 1", indices, 2, 1)
+    yield lie(codec, "a-negative-count", "entries in a span of 10", indices, GIGABYTES)
+    yield lie(codec, "a-count-of-gigabytes", "4294967295 entries in one chunk", indices, GIGABYTES, 2**40)
+    yield lie(codec, "a-negative-length", "lies outside", indices, 2, 2**64 - 1)
+    yield lie(codec, "a-start-beyond-any-model", "lies outside", indices, start=2**63)
+
+
+def dense() -> Iterator[Hostile]:
+    yield from everywhere("dense", b"")
+    yield lie("dense", "index-bytes", "no index bytes", b"\0", 2, 2)
+    yield lie("dense", "the-offsets-as-well", "no index bytes", struct.pack("<2I", 0, 1), 2, 2)
+    yield lie("dense", "a-hole", "must hold every element", b"", 2, 3)
+    yield lie("dense", "a-span-of-gigabytes", "must hold every element", b"", 2, 2**32)
+    yield lie("dense", "a-span-beyond-the-model", "lies outside", b"", 2, 2, start=2**48 - 1)
+
+
+def raw32() -> Iterator[Hostile]:
+    def wrong(name: str, says: str, *offsets: int, cut: int | None = None, **fields) -> Hostile:
+        return lie("raw32", name, says, struct.pack(f"<{len(offsets)}I", *offsets)[:cut], **fields)
+
+    yield from everywhere("raw32", struct.pack("<2I", 0, 3))
+    yield wrong("empty", "0 index bytes")
+    yield wrong("truncated", "7 index bytes", 0, 3, cut=-1)
+    yield wrong("trailing-byte", "9 index bytes", 0, 3, 4, cut=-3)
+    yield wrong("one-too-few", "4 index bytes", 0)
+    yield wrong("one-too-many", "12 index bytes", 0, 3, 4)
+    yield wrong("repeated", "unsorted or repeated", 3, 3)
+    yield wrong("unsorted", "unsorted or repeated", 3, 0)
+    yield wrong("unsorted-at-the-end", "unsorted or repeated", 1, 2, 4, 3, count=4)
+    yield wrong("out-of-range", "index 10 lies outside", 3, 10)
+    yield wrong("negative", "lies outside", 3, 2**32 - 1)
+    yield wrong("negative-first", "unsorted or repeated", 2**32 - 1, 3)
+    yield wrong("a-count-that-the-bytes-lack", "for 512 entries", 0, 3, count=512, length=1000)
+
+
+def bitmap() -> Iterator[Hostile]:
+    def wrong(name: str, says: str, *octets: int, **fields) -> Hostile:
+        return lie("bitmap", name, says, bytes(octets), **fields)
+
+    yield from everywhere("bitmap", b"\x09\0")
+    yield wrong("empty", "0 index bytes")
+    yield wrong("truncated", "1 index bytes", 3)
+    yield wrong("trailing-byte", "3 index bytes", 3, 0, 0)
+    yield wrong("too-few-bits", "has 1 entries", 1, 0)
+    yield wrong("too-many-bits", "has 3 entries", 7, 0)
+    yield wrong("all-bits", "has 16 entries", 255, 255, length=16)
+    yield wrong("a-bit-beyond-the-span", "bits beyond its span", 1, 4)
+    yield wrong("a-span-of-gigabytes", "2 index bytes", 3, 0, length=2**40)
+    yield wrong("a-span-of-eight-more", "2 index bytes", 3, 0, length=18)
+
+
+def rice_bytes(b: int, quotients: bytes, low: bytes = b"", escaped: tuple[int, ...] = (), size: int | None = None):
+    declared = struct.pack("<IB", len(quotients) if size is None else size, b)
+    return declared + quotients + low + struct.pack(f"<{len(escaped)}I", *escaped)
+
+
+def rice() -> Iterator[Hostile]:
+    def wrong(name: str, says: str, data: bytes, *, length: int = 100, **fields) -> Hostile:
+        return lie("rice", name, says, data, length=length, **fields)
+
+    def of(name: str, says: str, b: int, *quotients: int, length: int = 100, count: int = 2, **parts) -> Hostile:
+        return wrong(name, says, rice_bytes(b, bytes(quotients), **parts), length=length, count=count)
+
+    escape = (1, 0, 2)  # quotients 0 and 16
+    yield from everywhere("rice", rice_bytes(0, b"\x03"))
+    yield wrong("empty", "0 index bytes", b"")
+    yield wrong("no-parameter", "4 index bytes", bytes(4))
+    yield wrong("half-a-header", "3 index bytes", bytes(3))
+    yield wrong("blocks-that-are-not-there", "for 2 blocks", b"\0\0\0\0\0", count=513, length=600)
+    yield of("quotients-longer-than-the-bytes", "2 bytes of quotients declared", 0, 3, size=2)
+    yield of("quotients-of-gigabytes", "4294967295 bytes of quotients declared", 0, 3, size=GIGABYTES)
+    yield of("quotients-shorter-than-they-are", "0 quotients in 0 bytes", 0, 3, size=0)
+    yield of("a-parameter-of-28", "a Rice parameter above 27", 28, 3, low=bytes(7))
+    yield of("a-parameter-of-64", "a Rice parameter above 27", 64, 3, low=bytes(16))
+    yield of("a-parameter-of-255", "a Rice parameter above 27", 255, 3, low=bytes(64))
+    yield of("a-quotient-too-few", "1 quotients in 1 bytes", 0, 1)
+    yield of("a-quotient-too-many", "3 quotients in 1 bytes", 0, 7)
+    yield of("an-empty-byte-of-quotients", "2 quotients in 2 bytes", 0, 3, 0)
+    yield of("a-quotient-of-17", "a quotient above 16", 0, 1, 0, 4)
+    yield of("zeros-without-end", "a quotient above 16", 0, 1, *bytes(300), 1)
+    yield of("zeros-before-the-first", "a quotient above 16", 0, *bytes(3), 3)
+    yield of("no-low-bits", "0 bytes for 6 low bits", 3, 3)
+    yield of("a-byte-of-low-bits-too-many", "2 bytes for 6 low bits", 3, 3, low=bytes(2))
+    yield of("bits-behind-the-last-low-bits", "bits behind the last entry", 3, 3, low=b"\x40")
+    yield of("an-escape-without-its-gap", "1 escaped gaps", 0, *escape)
+    yield of("half-an-escaped-gap", "2 bytes for 0 low bits and 1 escaped", 0, *escape, low=b"\x40\0")
+    yield of("a-gap-without-its-escape", "4 bytes for 0 low bits and 0 escaped", 0, 3, escaped=(40,))
+    yield of("trailing-bytes", "8 bytes for 0 low bits and 1 escaped", 0, *escape, escaped=(16, 16))
+    yield of("an-escape-that-is-none", "short enough not to be escaped", 0, *escape, escaped=(15,))
+    yield of("an-escape-that-is-none-for-its-parameter", "short enough", 5, *escape, low=b"\0", escaped=(500,))
+    yield of("out-of-range", "index 100 lies outside", 0, *escape, escaped=(99,), length=100)
+    yield of("out-of-range-without-escape", "index 4 lies outside", 0, 0x11, length=4)
+    yield of("a-gap-of-gigabytes", "lies outside", 0, *escape, escaped=(GIGABYTES,))
+    yield of("far-out-of-range", "lies outside", 27, 1, 0x80, 0x40, low=bytes([255] * 10 + [1]), count=3)
+    yield wrong("all-ones", "bytes of quotients declared", b"\xff" * 64)
+
+
+MAGIC = b"pco!"
+ZEROS = bytes.fromhex("001000000000000000")  # any number of zeros: one bin of no width
+GAPS = bytes.fromhex("0010000000000038000041410b")  # 0, 2, 5, 90
+FARTHEST = bytes.fromhex("001000f8ffffff0700")  # any number of 2^32 - 1
+WINDOW = bytes.fromhex(  # 48 numbers, taken from a window of 2^24 before them
+    "201798004009000000086804000000c0060002feffffdf40030000000247000000a002755d7309000000002267d592f84022a16ccef0582280"
+    "00c46f010000"
+)
+
+
+def chunk(entries: int, body: bytes, kind: int = 1) -> bytes:
+    return bytes([kind]) + (entries - 1).to_bytes(3, "little") + body
+
+
+def pco(stated: int, *chunks: bytes, version: int = 3, kind: int = 0, end: bytes = b"\0") -> bytes:
+    width = stated.bit_length()
+    hint = (width - 1 | stated << 6).to_bytes(-(-(6 + width) // 8), "little")
+    return MAGIC + bytes([version, kind]) + hint + b"\x04\x01" + b"".join(chunks) + end
+
+
+def pcodec() -> Iterator[Hostile]:
+    def wrong(name: str, says: str, data: bytes, count: int = 4, length: int = 200) -> Hostile:
+        return lie("pcodec", name, says, data, count, length)
+
+    good = pco(4, chunk(4, GAPS))
+    no_file, no_end = "no standalone pcodec file", "does not end after its last entry"
+    yield from everywhere("pcodec", pco(2, chunk(2, ZEROS)))
+    yield wrong("empty", no_file, b"")
+    yield wrong("another-magic", no_file, b"pcp!" + good[4:])
+    yield wrong("version-2", no_file, pco(4, chunk(4, GAPS), version=2))
+    yield wrong("version-255", no_file, pco(4, chunk(4, GAPS), version=255))
+    yield wrong("one-type-for-all-chunks", no_file, pco(4, chunk(4, GAPS), kind=1))
+    yield wrong("only-a-magic", no_file, MAGIC)
+    yield wrong("cut-in-the-stated-count", "does not state 4 entries", good[:7])
+    yield wrong("cut-before-the-first-chunk", "no chunk of uint32", good[:10])
+    yield wrong("cut-in-the-chunk-header", "no chunk of uint32", good[:13])
+    yield wrong("cut-in-the-bins", "no pcodec file", good[:18])
+    yield wrong("truncated", "no pcodec file", good[:-2])
+    yield wrong("no-end", no_end, good[:-1])
+    yield wrong("trailing-byte", no_end, good + b"\0")
+    yield wrong("trailing-kilobyte", no_end, good + b"\xa5" * 1024)
+    yield wrong("another-file-behind", no_end, good + good)
+    yield wrong("another-chunk-behind", no_end, pco(4, chunk(4, GAPS), chunk(4, GAPS)))
+    yield wrong("states-an-entry-too-many", "does not state 4 entries", pco(5, chunk(4, GAPS)))
+    yield wrong("states-gigabytes", "does not state 4 entries", pco(2**64 - 1, chunk(4, GAPS)))
+    yield wrong("an-entry-too-few", "in chunks of too few", pco(5, chunk(4, GAPS)), 5)
+    yield wrong("an-entry-too-many", "more than 3 entries", pco(3, chunk(4, GAPS)), 3)
+    yield wrong("expands-to-sixteen-million", "more than 4 entries", pco(4, chunk(1 << 24, ZEROS)))
+    yield wrong("expands-to-twice-the-count", "more than 4 entries", pco(4, chunk(8, ZEROS)))
+    yield wrong("chunks-of-one", "in chunks of too few", pco(4, *[chunk(1, ZEROS)] * 4))
+    yield wrong("two-hundred-chunks", "in chunks of too few", pco(200, *[chunk(1, ZEROS)] * 200), 200)
+    yield wrong("out-of-range", "index 100 lies outside", good, 4, 100)
+    yield wrong("far-out-of-range", "lies outside", pco(9, chunk(9, FARTHEST)), 9)
+    for kind, name in enumerate(("uint64", "int32", "int64", "float32", "float64", "uint16", "int16", "float16"), 2):
+        yield wrong(f"of-{name}", "no chunk of uint32", pco(4, chunk(4, ZEROS, kind)))
+    yield wrong("of-an-unknown-type", "no chunk of uint32", pco(4, chunk(4, ZEROS, 255)))
+    plain = "another mode than classic, or a delta encoding"
+    yield wrong("a-window-of-sixteen-million", plain, pco(48, chunk(48, WINDOW)), 48, 10_000)
+    yield wrong("windows-by-the-dozen", plain, pco(576, *[chunk(48, WINDOW)] * 12), 576, 100_000)
+    yield wrong("deltas", plain, pco(4, chunk(4, b"\x10" + ZEROS)))
+    yield wrong("deltas-of-order-seven", plain, pco(4, chunk(4, b"\x10\x07" + ZEROS)))
+    for mode, name in enumerate(("multiples", "float-multiples", "quantised-floats", "a-dictionary"), 1):
+        yield wrong(f"mode-{name}", plain, pco(4, chunk(4, bytes([mode]) + ZEROS)))
+    yield wrong("bins-without-end", "no pcodec file", pco(4, chunk(4, b"\x00\xfe\xff\x07" + bytes(64))))
+    yield wrong("a-table-of-2-to-the-15", "no pcodec file", pco(4, chunk(4, b"\x00\x1f\x00\x00" + bytes(64))))
+    yield wrong("bits-behind-the-last-entry", "no pcodec file", pco(4, chunk(4, GAPS[:-1] + b"\x8b")))
+
+
+def streamvbyte() -> Iterator[Hostile]:
+    def wrong(name: str, says: str, *octets: int, count: int = 2, length: int = 10) -> Hostile:
+        return lie("streamvbyte", name, says, bytes(octets), count, length)
+
+    yield from everywhere("streamvbyte", bytes(3))
+    yield wrong("empty", "0 index bytes")
+    yield wrong("no-data", "1 index bytes", 0)
+    yield wrong("truncated", "where the control bytes ask for 4", 1, 0, 0)
+    yield wrong("trailing-byte", "where the control bytes ask for 3", 0, 0, 0, 0)
+    yield wrong("control-bits-for-nobody", "entries that are not there", 16, 0, 0)
+    yield wrong("all-of-four-bytes", "ask for 34", *[255] * 10, count=8, length=1000)
+    yield wrong("a-control-byte-too-few", "for 5 entries", 0, 0, 0, 0, 0, count=5)
+    yield wrong("out-of-range", "index 10 lies outside", 0, 5, 4)
+    yield wrong("negative", "lies outside", 3, *[255] * 4, 0)
+    yield wrong("gaps-of-gigabytes", "lies outside", 15, *[255] * 8)
+    yield wrong("an-entry-too-few", "2 index bytes", 0, 0, count=2)
+    yield wrong("a-count-that-the-bytes-lack", "for 512 entries", 0, 0, 0, count=512, length=1000)
+
+
+def index_lies() -> list[Hostile]:
+    """Return all of them."""
+    return [each for codec in (dense, raw32, bitmap, rice, pcodec, streamvbyte) for each in codec()]

@@ -1,0 +1,106 @@
+"""What a decoder may do with a chunk, whatever its bytes: refuse it in the protocol's words, or keep every promise."""
+
+import tracemalloc
+from unittest.mock import patch
+
+import numpy as np
+
+from pscore import frames
+from pscore.codecs.index import INDEX_FORMATS
+from pscore.codecs.index.rice import format as rice_format
+from pscore.codecs.index.rice import loops
+from pscore.codecs.index.rice.layout import Steps
+from pscore.codecs.limits import MAX_ENTRIES
+from pscore.codecs.values import VALUE_FORMATS, bounds
+from pscore.layout import Span
+from pscore.reasons import Reason, Refusal
+from pscore.segment import Segment
+from pscore.v1 import parameter_server_pb2 as pb
+
+ANYWHERE = Span(0, 1 << 48)
+"""A model beyond any, so that a decoder is asked and not the span."""
+
+KINDS = frozenset({Reason.BAD_CHUNK, Reason.NON_FINITE, Reason.UNKNOWN_CODEC})
+"""The reasons that a decoder has."""
+
+ONE_SPELLING = frozenset({pb.INDEX_CODEC_RAW32, pb.INDEX_CODEC_BITMAP})
+"""Index codecs in which the same entries have the same bytes; so have they in the value codecs without bounds."""
+
+INTERPRETED = Steps(loops._plan, loops._write, loops._read_quotients, loops._join)
+_FEW = 100
+
+
+def decode(chunk: pb.Chunk, within: Span = ANYWHERE) -> Refusal | None:
+    """Decode; return the refusal, or ``None`` where the chunk was taken and is all that it should be."""
+    segment = _segment_or_refusal(chunk, within)
+    if isinstance(segment, Refusal):
+        assert segment.reason in KINDS
+        return segment
+    assert within.start <= segment.span.start < segment.span.end <= within.end
+    assert (segment.span.start, segment.span.length) == (chunk.start, chunk.length)
+    values = segment.values.numpy()
+    assert values.dtype == np.float32
+    assert values.size == chunk.count <= min(chunk.length, MAX_ENTRIES)
+    assert np.isfinite(values).all()
+    value_format = VALUE_FORMATS[chunk.value_codec]
+    if value_format.block == 1:
+        assert value_format.encode(values)[0] == chunk.values
+    if segment.offsets is None:
+        assert chunk.count == chunk.length
+        return None
+    offsets = segment.offsets.numpy()
+    assert offsets.dtype == np.int64
+    assert offsets.size == chunk.count
+    assert offsets[0] >= 0
+    assert offsets[-1] < chunk.length
+    assert (np.diff(offsets) > 0).all()
+    if chunk.index_codec in ONE_SPELLING:
+        assert INDEX_FORMATS[chunk.index_codec].encode(offsets, chunk.length) == chunk.indices
+    return None
+
+
+def most_memory(chunk: pb.Chunk) -> int:
+    """Return the bytes that decoding may take at most: so many a byte that came, and so many an entry.
+
+    A count that is above what a chunk may hold, or that the value bytes do not bear out, buys nothing.
+    """
+    value_format = VALUE_FORMATS.get(chunk.value_codec)
+    borne_out = value_format is not None and chunk.count <= MAX_ENTRIES
+    borne_out = borne_out and len(chunk.values) == value_format.size(chunk.count)
+    return (64 << 10) + 40 * (len(chunk.indices) + len(chunk.values)) + (64 * chunk.count if borne_out else 0)
+
+
+def decode_within_memory(chunk: pb.Chunk, within: Span = ANYWHERE) -> Refusal | None:
+    """As :func:`decode`, and see that Python's memory stays within bounds meanwhile (tracing must be on)."""
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    _segment_or_refusal(chunk, within)
+    peak = tracemalloc.get_traced_memory()[1] - before
+    assert peak <= most_memory(chunk), f"{peak} bytes for a chunk of {chunk.ByteSize()} bytes, {chunk.count} entries"
+    return decode(chunk, within)
+
+
+def decode_alike(chunk: pb.Chunk, within: Span = ANYWHERE) -> None:
+    """See that compiled loops, numpy and, for few Rice codes, the loops as Python (which checks every place) agree."""
+    outcomes = []
+    for most in (0, 1 << 62):
+        with patch.object(rice_format, "_WORTH_COMPILING", most), patch.object(bounds, "_WORTH_COMPILING", most):
+            outcomes.append(_outcome(_segment_or_refusal(chunk, within)))
+    if chunk.index_codec == pb.INDEX_CODEC_RICE and chunk.count <= _FEW:
+        with patch.object(rice_format, "steps_for", lambda count: INTERPRETED):
+            outcomes.append(_outcome(_segment_or_refusal(chunk, within)))
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+def _outcome(result: Segment | Refusal) -> tuple[object, ...]:
+    if isinstance(result, Refusal):
+        return result.reason, result.detail
+    offsets = None if result.offsets is None else result.offsets.numpy().tobytes()
+    return result.span, offsets, result.values.numpy().tobytes()
+
+
+def _segment_or_refusal(chunk: pb.Chunk, within: Span) -> Segment | Refusal:
+    try:
+        return frames.decode(chunk, within)
+    except Refusal as refusal:
+        return refusal

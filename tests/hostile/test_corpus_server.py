@@ -1,0 +1,84 @@
+"""Every file of corpus/ is pushed to a server, which refuses it, keeps its model bit for bit, and does not grow."""
+
+import re
+import sys
+import uuid
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+import psclient
+from psclient.errors import from_rpc_error
+from psclient.local import LocalServer
+from pscore.layout import Span
+from pscore.reasons import Refusal
+from pscore.v1 import parameter_server_pb2 as pb
+from tests.hostile.corpus_files import corpus
+from tests.system.test_raw_client import TIMEOUT, RawWorker
+
+SIZE = 1 << 16
+MOST_GROWTH = 8 << 20
+"""What a push of a few hundred bytes may add to the server's memory: threads and arenas come and go by so much."""
+
+
+def restart_memory_peak(process: int) -> int:
+    """Let the kernel forget the most memory that a process has had; return what it has now."""
+    Path(f"/proc/{process}/clear_refs").write_text("5")
+    return memory_peak(process)
+
+
+def memory_peak(process: int) -> int:
+    """Return the most memory that a process has had, in bytes."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)[1]) << 10
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """A worker of a server whose model has a value of its own in every element."""
+    with LocalServer(down_mode="exact", lease_seconds=120) as server:
+        raw = RawWorker(server.addresses[0], f"raw-{uuid.uuid4()}", SIZE)
+        raw.theta[:] = np.arange(SIZE)
+        raw.join()
+        raw.pull()
+        raw.server, raw.process = server.server, server.processes[0].pid
+        raw.push([3], [0.5])  # whatever is imported or allocated at the first push is there now
+        raw.pull()
+        yield raw
+
+
+def push(worker: RawWorker, chunk: pb.Chunk) -> grpc.RpcError:
+    """Push a chunk and return the answer, which must be a refusal."""
+    head = pb.PushHeader(
+        identity=worker.identity,
+        step=worker.step + 1,
+        generation=worker.generation,
+        base_version=worker.version,
+        plan=[pb.Group(start=0, length=SIZE)],
+    )
+    messages = [pb.PushSparseRequest(header=head), pb.PushSparseRequest(chunk=chunk)]
+    with pytest.raises(grpc.RpcError) as caught:
+        worker.stub.PushSparse(iter(messages), timeout=TIMEOUT)
+    return caught.value
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the server's memory from /proc")
+def test_a_server_refuses_every_hostile_chunk_and_is_the_same_afterwards(worker):
+    before = psclient.download(worker.server)["w"].numpy().tobytes()
+    version = worker.version
+    model = Span(0, SIZE)
+    for hostile in corpus():
+        most = restart_memory_peak(worker.process) + MOST_GROWTH
+        answer = push(worker, hostile.chunk)
+        assert memory_peak(worker.process) <= most, hostile.name
+        refusal = from_rpc_error(answer)
+        assert isinstance(refusal, Refusal), (hostile.name, answer)
+        assert (answer.code().name, refusal.reason) == (hostile.reason.status_name, hostile.reason), hostile.name
+        inside = hostile.chunk.start + hostile.chunk.length <= model.end
+        assert (hostile.says if inside else "lies outside") in str(refusal), hostile.name
+        assert psclient.download(worker.server)["w"].numpy().tobytes() == before, hostile.name
+    worker.pull()
+    assert worker.version == version
+    assert worker.push([3], [0.5]).version == version + 1, "and it still takes a good push"

@@ -1,0 +1,124 @@
+"""An optimizer that nobody closes: when it is collected, its worker leaves and nothing of it stays behind."""
+
+import gc
+import os
+import signal
+import threading
+import weakref
+
+import pytest
+
+import psclient
+from psclient.local import LocalServer
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.operate import _call
+from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
+
+
+def workers(server: LocalServer, shard: int) -> list[str]:
+    answer = _call(server.addresses[shard], "GetStatus", pb.GetStatusRequest(), 10.0)
+    return [worker.worker_id for worker in answer.workers]
+
+
+def dgs(model, **options):
+    return psclient.DGS(model.parameters(), lr=0.1, momentum=0.3, density=0.1, model=model, settings=QUICK, **options)
+
+
+def our_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("psclient")}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_its_worker_leaves_and_its_threads_end(shards, overlap):
+    with LocalServer(shards=shards, lease_seconds=60) as server:
+        threads, handler = our_threads(), signal.getsignal(signal.SIGTERM)
+        model = make_model()
+        optimizer = dgs(model, server=server, worker="w", overlap=overlap)
+        for _ in range(3):
+            train_step(model, optimizer, *make_data())
+        assert workers(server, 0) == ["w"]
+        assert our_threads() > threads
+        parts = [weakref.ref(optimizer), weakref.ref(model)]
+        del optimizer, model
+        gc.collect()
+        assert signal.getsignal(signal.SIGTERM) == handler
+        wait_until(lambda: not any(workers(server, shard) for shard in range(shards)))
+        wait_until(lambda: our_threads() <= threads)
+        gc.collect()
+        assert [part() for part in parts] == [None, None], "nothing keeps the model's memory"
+
+
+def test_no_collector_is_needed():
+    with LocalServer(lease_seconds=60) as server:
+        model = make_model()
+        gc.disable()
+        try:
+            optimizer = dgs(model, server=server, worker="w")
+            train_step(model, optimizer, *make_data())
+            del optimizer
+            wait_until(lambda: not workers(server, 0))
+        finally:
+            gc.enable()
+
+
+def test_its_hooks_leave_the_model():
+    with LocalServer() as server:
+        model = make_model()
+        optimizer = dgs(model, server=server)
+        train_step(model, optimizer, *make_data())
+        del optimizer
+        gc.collect()
+        wait_until(lambda: not model._forward_pre_hooks)
+
+
+def test_its_embedded_server_stops():
+    model = make_model()
+    optimizer = dgs(model)
+    (process,) = optimizer._lifecycle._own_server.processes
+    train_step(model, optimizer, *make_data())
+    del optimizer
+    gc.collect()
+    wait_until(lambda: process.poll() is not None)
+
+
+def test_a_finished_run_ends_on_every_shard(tmp_path):
+    """As with close(): a shard beside the coordinator hears of the end from a worker."""
+    final = tmp_path / "model.safetensors"
+    with LocalServer(shards=2, end_versions=2, final_model=final) as server:
+        model = make_model()
+        optimizer = dgs(model, server=server)
+        while not optimizer.finished:
+            train_step(model, optimizer, *make_data())
+        del optimizer
+        gc.collect()
+        wait_until(lambda: len(list(tmp_path.glob("*.safetensors"))) == 2)
+
+
+def test_a_child_that_forgets_it_does_not_end_its_parents_membership():
+    with LocalServer(lease_seconds=60) as server:
+        model = make_model(batch_norm=False)
+        optimizer = dgs(model, server=server, worker="w")
+        child = os.fork()
+        if child == 0:
+            del optimizer
+            gc.collect()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert workers(server, 0) == ["w"]
+        train_step(model, optimizer, *make_data())
+        assert optimizer.version == 1
+        optimizer.close()
+
+
+def test_where_no_server_is_left_its_threads_end_all_the_same():
+    threads = our_threads()
+    with LocalServer() as server:
+        model = make_model()
+        optimizer = dgs(model, server=server)
+        train_step(model, optimizer, *make_data())
+        server.processes[0].kill()
+        server.processes[0].wait(30)
+        del optimizer
+        gc.collect()
+        wait_until(lambda: our_threads() <= threads)

@@ -1,0 +1,91 @@
+"""Worker and server tell each other at join what they read, and write nothing else; an empty list means the plain."""
+
+import pytest
+
+import psclient
+from psclient import membership
+from psclient.errors import ConfigurationError, RefusedError
+from psclient.local import LocalServer
+from pscore import frames
+from pscore.codecs.names import PLAIN_INDEX_CODECS
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice import servicer
+from psservice.server import Server
+from psservice.settings import ServerSettings
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server of which the test says what it lists; in this process, over loopback all the same."""
+
+    def start(index_codecs, value_codecs):
+        monkeypatch.setattr(servicer, "READABLE_INDEX_CODECS", index_codecs)
+        monkeypatch.setattr(servicer, "READABLE_VALUE_CODECS", value_codecs)
+        settings = ServerSettings(listen="127.0.0.1:0", health_listen="", metrics_listen="", down_mode="exact")
+        running.append(Server(settings))
+        return running[0].address
+
+    running = []
+    yield start
+    for each in running:
+        each.stop()
+
+
+def dgs(model, server, **settings):
+    settings = QUICK.model_copy(update=settings)
+    return psclient.DGS(model.parameters(), lr=0.1, density=0.1, model=model, server=server, settings=settings)
+
+
+def pushed(optimizer):
+    """The codecs of every chunk that the worker sends from now on."""
+    codecs, shard = set(), optimizer._cluster.shards[0]
+    send = shard.send_chunk
+    shard.send_chunk = lambda chunk: (codecs.add((chunk.index_codec, chunk.value_codec)), send(chunk))
+    return codecs
+
+
+def test_a_server_that_lists_nothing_reads_the_plain_codecs(server):
+    address, model = server((), ()), make_model(batch_norm=False)
+    with dgs(model, address, value_type="bf16") as optimizer:
+        codecs = pushed(optimizer)
+        for _ in range(3):
+            train_step(model, optimizer, *make_data())
+        assert_same_parameters(model, address)
+    assert codecs == {(pb.INDEX_CODEC_RAW32, pb.VALUE_CODEC_BF16)}
+
+
+@pytest.mark.parametrize("setting", [{"value_type": "int8"}, {"index_codec": "rice"}])
+def test_what_a_server_that_lists_nothing_cannot_read_is_said(server, setting):
+    with pytest.raises(ConfigurationError, match=r"use one of (fp32, fp16, bf16|raw32), or"):
+        dgs(make_model(), server((), ()), **setting)
+
+
+def test_nothing_is_written_that_the_server_does_not_list(server):
+    listed = (pb.INDEX_CODEC_DENSE, pb.INDEX_CODEC_STREAMVBYTE)
+    address, model = server(listed, (pb.VALUE_CODEC_FP32,)), make_model(batch_norm=False)
+    with dgs(model, address) as optimizer:
+        codecs = pushed(optimizer)
+        for _ in range(3):
+            train_step(model, optimizer, *make_data())
+        assert codecs == {(pb.INDEX_CODEC_STREAMVBYTE, pb.VALUE_CODEC_FP32)}
+
+
+def test_a_worker_that_lists_nothing_is_answered_in_the_plain_codecs_or_refused(monkeypatch):
+    monkeypatch.setattr(membership, "READABLE_INDEX_CODECS", ())
+    monkeypatch.setattr(membership, "READABLE_VALUE_CODECS", ())
+    read, seen = frames.ChunkReader.read, set()
+    monkeypatch.setattr(
+        frames.ChunkReader, "read", lambda reader, chunk: (seen.add(chunk.index_codec), read(reader, chunk))[1]
+    )
+    topk = {"down_mode": "topk", "down_density": 0.1, "down_dense_below": 0}
+    with LocalServer(down_value_type="fp16", **topk) as running:
+        model = make_model(batch_norm=False)
+        with dgs(model, running) as optimizer:
+            for _ in range(4):
+                train_step(model, optimizer, *make_data())
+            assert optimizer.report.reply_mode == "topk"
+    assert seen
+    assert seen <= PLAIN_INDEX_CODECS
+    with LocalServer(down_value_type="int8", **topk) as running, pytest.raises(RefusedError, match="int8"):
+        dgs(make_model(), running)
