@@ -13,7 +13,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="psclient", description="The worker's side of a sparse parameter server.")
     parser.add_argument("--version", action="version", version=f"psclient {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    save = commands.add_parser("save", help="write a running server's model to a safetensors file")
+    save = commands.add_parser(
+        "save",
+        help="write a running server's model to a safetensors file",
+        epilog="TLS and tokens come from the environment, as for workers: PSCLIENT_TLS_CA, PSCLIENT_TOKEN_FILE, ...",
+    )
     save.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard, in order")
     save.add_argument("--out", type=Path, required=True, metavar="FILE")
     save.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="how long to try")
@@ -22,13 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merge.add_argument("--out", type=Path, required=True, metavar="FILE")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
 
-    from psclient import export  # late: the parser answers --help without loading torch
+    from psclient import export, settings  # late: the parser answers --help without loading torch
     from psclient.errors import SparsepsError
     from pscore import modelfile
 
     try:
         if options.command == "save":
-            export.save(options.addresses, options.out, patience_seconds=options.timeout)
+            export.save(options.addresses, options.out, settings.load(), patience_seconds=options.timeout)
         else:
             modelfile.write(options.out, modelfile.read_parts(options.parts), {"format": "pt"})
     except (SparsepsError, modelfile.ModelFileError, OSError) as error:

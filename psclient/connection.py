@@ -9,7 +9,8 @@ from types import TracebackType
 
 import grpc
 
-from psclient.errors import STEP_AGAIN, ServerUnreachableError, SparsepsError, Transient
+from psclient.errors import STEP_AGAIN, ConfigurationError, ServerUnreachableError, SparsepsError, Transient
+from pscore.channels import ChannelError, Security, open_channel
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 log = logging.getLogger("psclient")
@@ -29,22 +30,33 @@ _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 3.0
 class Connection:
     """A channel to one shard, replaceable."""
 
-    def __init__(self, address: str) -> None:
-        """Dial lazily."""
+    def __init__(self, address: str, security: Security) -> None:
+        """Dial lazily.
+
+        Raises:
+            ConfigurationError: the channel cannot be secured as asked.
+        """
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._security = security
+        self._channel = self._open()
         self.stub = ParameterServerServiceStub(self._channel)
 
     def renew(self) -> None:
         """Dial anew: a restarted pod keeps its name and changes its address."""
         before = self._channel
-        self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
+        self._channel = self._open()
         self.stub = ParameterServerServiceStub(self._channel)
         before.close()  # last: another thread may be about to call
 
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()
+
+    def _open(self) -> grpc.Channel:
+        try:
+            return open_channel(self.address, self._security, _OPTIONS)
+        except ChannelError as error:
+            raise ConfigurationError(str(error)) from error
 
 
 class Patience:

@@ -141,6 +141,10 @@ class NonFiniteGradientError(SparsepsError):
         self.parameter = parameter
 
 
+class AccessError(SparsepsError):
+    """The server does not let this caller in: no token, a wrong one, or one for something else."""
+
+
 class Transient(Exception):  # noqa: N818 - never leaves the library: it is answered with another attempt
     """A call failed in a way that trying again may mend."""
 
@@ -156,6 +160,8 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
     reason, metadata, retry_seconds = _details(error)
     if reason in (Reason.BUSY, Reason.DRAINING, Reason.NOT_DURABLE):
         return Transient(detail, retry_seconds)
+    if reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED):
+        return AccessError(detail)  # no refusal: it says nothing about what became of an earlier attempt
     if reason is not None:
         detail = detail.removesuffix(f" ({reason.name}: {reason.advice})")  # it is put back where it is shown
         return Refusal(reason, detail, retry_seconds=retry_seconds, **metadata)

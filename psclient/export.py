@@ -12,8 +12,10 @@ from psclient import settings as client_settings
 from psclient.connection import Connection, Patience
 from psclient.errors import ConfigurationError, ServerFaultError, Transient, from_refusal, from_rpc_error
 from psclient.membership import SLOWEST_BYTES_A_SECOND
+from psclient.settings import ClientSettings
 from pscore import frames, modelfile
 from pscore.buffers import packed_bytes, unpack
+from pscore.channels import Security
 from pscore.generation import epoch
 from pscore.layout import ModelLayout, Span
 from pscore.messages import layout_from_message
@@ -32,12 +34,17 @@ class _Part:
 
 
 def download(
-    server: str | Sequence[str], *, patience_seconds: float = 30.0, deadline_seconds: float = 30.0
+    server: str | Sequence[str],
+    settings: ClientSettings | None = None,
+    *,
+    patience_seconds: float = 30.0,
+    deadline_seconds: float = 30.0,
 ) -> modelfile.StateDict:
     """Fetch the server's model as a state dict: ``model.load_state_dict(psclient.download("host:50051"))``.
 
     Args:
         server: the address of each shard, as for an optimizer.
+        settings: how the connection is secured; the default comes from the environment.
         patience_seconds: how long to try.
         deadline_seconds: how long one call may take, besides an allowance for the bytes.
 
@@ -48,10 +55,12 @@ def download(
         ServerUnreachableError: no answer.
         ServerNotReadyError: the server has no model yet.
         ConfigurationError: the addresses are not those of all shards of one model.
+        AccessError: the server asks for another token.
     """
     found = client_settings.addresses(server if isinstance(server, str) else ",".join(server))
+    security = (settings or client_settings.load()).security
     with ThreadPoolExecutor(len(found)) as pool:
-        parts = list(pool.map(lambda address: _fetch(address, patience_seconds, deadline_seconds), found))
+        parts = list(pool.map(lambda address: _fetch(address, security, patience_seconds, deadline_seconds), found))
     first = parts[0]
     if any(
         part.header.num_shards != len(parts)
@@ -72,22 +81,25 @@ def download(
     return state
 
 
-def save(server: str | Sequence[str], path: str | Path, **limits: float) -> Path:
+def save(
+    server: str | Sequence[str], path: str | Path, settings: ClientSettings | None = None, **limits: float
+) -> Path:
     """Write the server's model to a safetensors file that loads into the plain model.
 
     Args:
         server: the address of each shard.
         path: where to write; replaced at once when the file is whole.
+        settings: as for :func:`download`.
         **limits: as for :func:`download`.
     """
-    state = download(server, **limits)
+    state = download(server, settings, **limits)
     path = Path(path)
     modelfile.write(path, {name: tensor.clone() for name, tensor in state.items()}, {"format": "pt"})
     return path
 
 
-def _fetch(address: str, patience_seconds: float, deadline_seconds: float) -> _Part:
-    connection = Connection(address)
+def _fetch(address: str, security: Security, patience_seconds: float, deadline_seconds: float) -> _Part:
+    connection = Connection(address, security)
     try:
         patience = Patience(
             address, patience_seconds, deadline_seconds, "Raise --timeout (patience_seconds) to wait longer"

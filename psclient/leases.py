@@ -11,7 +11,7 @@ from pscore.v1 import parameter_server_pb2 as pb
 
 
 class LeaseThread:
-    """Renews the leases at all shards.
+    """Renews the leases at all shards, and tells them of shard 0's checkpoints.
 
     It refers to neither the optimizer nor the model, so that it does not keep alive what nobody else wants any more.
 
@@ -27,6 +27,7 @@ class LeaseThread:
         """Prepare; :meth:`start` follows the joining."""
         self.renewal_seconds = 5.0
         self._shards, self._identity = tuple(shards), identity
+        self._checkpoint = ""  # the newest that shard 0 has told of, for the other shards
         self._last_job: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="psclient-lease", daemon=True)
 
@@ -61,11 +62,10 @@ class LeaseThread:
             job()
 
     def _renew(self) -> None:
-        request = pb.RenewLeaseRequest(identity=self._identity)
-        timeout = max(0.5, self.renewal_seconds)
         for shard in self._shards:
-            quietly(partial(_renew, shard, request, timeout))
+            quietly(partial(self._renew_at, shard))
 
-
-def _renew(shard: ShardClient, request: pb.RenewLeaseRequest, timeout: float) -> None:
-    shard.connection.stub.RenewLease(request, timeout=timeout)
+    def _renew_at(self, shard: ShardClient) -> None:
+        request = pb.RenewLeaseRequest(identity=self._identity, checkpoint=self._checkpoint)
+        answer = shard.connection.stub.RenewLease(request, timeout=max(0.5, self.renewal_seconds))
+        self._checkpoint = answer.checkpoint or self._checkpoint

@@ -4,12 +4,14 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from psclient.errors import ConfigurationError
+from pscore.channels import Security
 from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.layered_settings import LayeredSettings
 from pscore.selectors import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
@@ -28,6 +30,14 @@ class ClientSettings(LayeredSettings):
     )
     worker: str = Field("", description="this worker's name; empty takes it from the job's environment")
     run_id: str = Field("", description="refuse to train in any other run; empty accepts the server's")
+    tls_ca: Path | None = Field(
+        None, description="CA certificates (PEM) that the server's must descend from; turns on TLS"
+    )
+    tls_cert: Path | None = Field(None, description="this worker's certificate (PEM), for mutual TLS")
+    tls_key: Path | None = Field(None, description="its key (PEM)")
+    tls_server_name: str = Field("", description="name in the server's certificate, where the address has another")
+    token: SecretStr = Field(SecretStr(""), description="bearer token; better a file, or the environment")
+    token_file: Path | None = Field(None, description="file that holds the bearer token; read at each connection")
     deadline_seconds: float = Field(30.0, gt=0, description="longest time for one call to a server")
     connect_seconds: float = Field(60.0, gt=0, description="how long the first contact is tried")
     patience_seconds: float = Field(300.0, gt=0, description="how long a lost server is waited for during training")
@@ -49,6 +59,18 @@ class ClientSettings(LayeredSettings):
         2_000_000, ge=1, description="tensors are merged into groups of this many elements; each is sent when selected"
     )
     flush_on_sigterm: bool = Field(True, description="on SIGTERM, push what is still held, leave, then exit")
+
+    @property
+    def security(self) -> Security:
+        """How channels are protected."""
+        return Security(
+            self.tls_ca,
+            self.tls_cert,
+            self.tls_key,
+            self.tls_server_name,
+            self.token.get_secret_value(),
+            self.token_file,
+        )
 
     @field_validator("value_type", "index_codec", "selector")
     @classmethod

@@ -82,7 +82,7 @@ class ShardClient:
 
     def __init__(self, address: str, index: int, settings: ClientSettings) -> None:
         """Prepare; nothing is dialled yet."""
-        self.connection = Connection(address)
+        self.connection = Connection(address, settings.security)
         self.index = index
         self.settings = settings
         self.span = Span(0, 0)

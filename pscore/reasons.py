@@ -32,6 +32,8 @@ class Reason(Enum):
     LEASE_EXPIRED = ("NOT_FOUND", "join again with the same incarnation and repeat the call")
     VERSION_IN_FUTURE = ("OUT_OF_RANGE", "the replica belongs to another history; join again and pull everything")
     BUSY = ("RESOURCE_EXHAUSTED", "come back after the delay")
+    UNAUTHENTICATED = ("UNAUTHENTICATED", "give the caller a token that the server's --tokens file has")
+    PERMISSION_DENIED = ("PERMISSION_DENIED", "use a token with the role, or of the worker, that the call is for")
     NOT_DURABLE = ("UNAVAILABLE", "come back after the delay; see to the server's disk (--data-dir) if it stays so")
     DRAINING = ("UNAVAILABLE", "the server is stopping; wait until it is back")
 

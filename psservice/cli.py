@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (status, finish, snapshot, restore):
         command.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard")
         command.add_argument("--json", action="store_true", help="print JSON")
+        _add_security(command)
         seconds = 10.0 if command in (status, finish) else 300.0
         command.add_argument(
             "--timeout",
@@ -51,21 +52,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _replay(options) if options.command == "replay" else _operate(options)
 
 
-def _operate(options: argparse.Namespace) -> int:
-    from psservice import operate  # late: the parser answers --help without loading gRPC
+def _add_security(command: argparse.ArgumentParser) -> None:
+    """Add how a server is reached that asks for TLS or a token; the environment is that of the workers."""
+    for name, what, metavar in (
+        ("tls-ca", "CA certificates (PEM) of the server; turns on TLS", "FILE"),
+        ("tls-cert", "own certificate (PEM), for mutual TLS", "FILE"),
+        ("tls-key", "its key (PEM)", "FILE"),
+        ("token-file", "file that holds a bearer token; or PSCLIENT_TOKEN", "FILE"),
+        ("tls-server-name", "name in the server's certificate, where the address has another", "NAME"),
+    ):
+        variable = f"PSCLIENT_{name.upper().replace('-', '_')}"
+        found = os.environ.get(variable) or None
+        kind = Path if metavar == "FILE" else str
+        default = kind(found) if found else ("" if kind is str else None)
+        command.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{what} ({variable})")
 
+
+def _operate(options: argparse.Namespace) -> int:
+    from pscore.channels import Security  # late: the parser answers --help without loading gRPC
+    from psservice import operate
+
+    security = Security(
+        options.tls_ca,
+        options.tls_cert,
+        options.tls_key,
+        options.tls_server_name,
+        os.environ.get("PSCLIENT_TOKEN", ""),
+        options.token_file,
+    )
     try:
         if options.command == "restore":
             operate.restore(
                 options.addresses,
                 options.timeout,
+                security,
                 as_json=options.json,
                 version=options.version,
                 checkpoint=options.checkpoint,
             )
         else:
             commands = {"status": operate.status, "finish": operate.finish, "snapshot": operate.snapshot}
-            commands[options.command](options.addresses, options.timeout, as_json=options.json)
+            commands[options.command](options.addresses, options.timeout, security, as_json=options.json)
     except operate.OperateError as error:
         if options.json:
             print(json.dumps({"error": str(error)}))

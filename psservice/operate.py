@@ -10,17 +10,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pscore.channels import ChannelError, Security, open_channel
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+
+
+_OPEN = Security()
 
 
 class OperateError(Exception):
     """A server could not be asked; the message has its address and why."""
 
 
-def status(addresses: Sequence[str], timeout_seconds: float, *, as_json: bool) -> None:
+def status(addresses: Sequence[str], timeout_seconds: float, security: Security, *, as_json: bool) -> None:
     """Print version, parameters, device, workers, staleness and bytes of each server."""
-    answers = [_call(address, "GetStatus", pb.GetStatusRequest(), timeout_seconds) for address in addresses]
+    answers = [call(address, "GetStatus", pb.GetStatusRequest(), timeout_seconds, security) for address in addresses]
     if as_json:
         print(json.dumps([_plain(a, answer) for a, answer in zip(addresses, answers, strict=True)], indent=2))
         return
@@ -30,9 +34,9 @@ def status(addresses: Sequence[str], timeout_seconds: float, *, as_json: bool) -
         console.print(_worker_table(answer) if answer.workers else "no live workers", highlight=False)
 
 
-def finish(addresses: Sequence[str], timeout_seconds: float, *, as_json: bool) -> None:
+def finish(addresses: Sequence[str], timeout_seconds: float, security: Security, *, as_json: bool) -> None:
     """End the run at each server and print the last version and where the final model is."""
-    answers = [_call(address, "FinishRun", pb.FinishRunRequest(), timeout_seconds) for address in addresses]
+    answers = [call(address, "FinishRun", pb.FinishRunRequest(), timeout_seconds, security) for address in addresses]
     if as_json:
         print(json.dumps([_plain(a, answer) for a, answer in zip(addresses, answers, strict=True)], indent=2))
         return
@@ -41,12 +45,12 @@ def finish(addresses: Sequence[str], timeout_seconds: float, *, as_json: bool) -
         print(f"{address}: finished at version {answer.version}; final model: {model}")
 
 
-def snapshot(addresses: Sequence[str], timeout_seconds: float, *, as_json: bool) -> None:
+def snapshot(addresses: Sequence[str], timeout_seconds: float, security: Security, *, as_json: bool) -> None:
     """Take one checkpoint over all shards and print its id; give shard 0 first."""
     answers: list[pb.TakeSnapshotResponse] = []
     for address in addresses:
         request = pb.TakeSnapshotRequest(checkpoint=answers[0].checkpoint if answers else "")
-        answers.append(_call(address, "TakeSnapshot", request, timeout_seconds))
+        answers.append(call(address, "TakeSnapshot", request, timeout_seconds, security))
     if as_json:
         print(json.dumps([_plain(a, answer) for a, answer in zip(addresses, answers, strict=True)], indent=2))
         return
@@ -55,13 +59,19 @@ def snapshot(addresses: Sequence[str], timeout_seconds: float, *, as_json: bool)
 
 
 def restore(
-    addresses: Sequence[str], timeout_seconds: float, *, as_json: bool, version: int | None, checkpoint: str
+    addresses: Sequence[str],
+    timeout_seconds: float,
+    security: Security,
+    *,
+    as_json: bool,
+    version: int | None,
+    checkpoint: str,
 ) -> None:
     """Take every shard back to a version or a checkpoint; workers follow by themselves."""
     request = pb.RestoreModelRequest(checkpoint=checkpoint)
     if version is not None:
         request = pb.RestoreModelRequest(version=version)
-    answers = [_call(address, "RestoreModel", request, timeout_seconds) for address in addresses]
+    answers = [call(address, "RestoreModel", request, timeout_seconds, security) for address in addresses]
     if as_json:
         print(json.dumps([_plain(a, answer) for a, answer in zip(addresses, answers, strict=True)], indent=2))
         return
@@ -69,8 +79,13 @@ def restore(
         print(f"{address}: back at version {answer.version}; workers pull it with their next step")
 
 
-def _call(address: str, rpc: str, request: Any, timeout_seconds: float) -> Any:
-    with grpc.insecure_channel(address) as channel:
+def call(address: str, rpc: str, request: Any, timeout_seconds: float, security: Security = _OPEN) -> Any:
+    """Make one call; raises :class:`OperateError`."""
+    try:
+        channel = open_channel(address, security)
+    except ChannelError as error:
+        raise OperateError(f"{address}: {error}") from error
+    with channel:
         try:
             return getattr(ParameterServerServiceStub(channel), rpc)(request, timeout=timeout_seconds)
         except grpc.RpcError as error:

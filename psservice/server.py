@@ -14,14 +14,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
+from pscore.channels import is_loopback
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import add_ParameterServerServiceServicer_to_server
 from pscore.version import __version__
 from psservice.durability.files import StorageError
 from psservice.engine import Engine
 from psservice.metrics import Metrics
+from psservice.security import CertificateFiles, Gate, SecurityError, TokenFile
 from psservice.servicer import ParameterServerServicer
-from psservice.settings import ServerSettings, is_loopback, shown, split_address
+from psservice.settings import ServerSettings, shown, split_address
 from psservice.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
@@ -59,20 +61,22 @@ class Server:
         self._health = health.HealthServicer()
         self._stopping = False
         try:
+            gate = Gate(TokenFile(settings.tokens) if settings.tokens else None)
+            credentials = _credentials(settings)
             self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable)
-        except StorageError as error:
+        except (StorageError, SecurityError) as error:
             raise StartError(str(error)) from error
         self._metrics.queued.set_function(lambda: self.engine.writer.queued)
         self._stop = threading.Event()
 
         self._server = _grpc_server(settings.rpc_threads, settings.rpc_threads * _MOST_QUEUED_CALLS)
-        add_ParameterServerServiceServicer_to_server(ParameterServerServicer(self.engine), self._server)
+        add_ParameterServerServiceServicer_to_server(ParameterServerServicer(self.engine, gate), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if self._wants_reflection():
             reflection.enable_server_reflection(
                 (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
             )
-        self.address = _bind(self._server, settings.listen, "--listen")
+        self.address = _bind(self._server, settings.listen, "--listen", credentials)
         self._health_server, self.health_address = None, ""
         if settings.health_listen:
             self._health_server = _grpc_server(2, None)
@@ -99,7 +103,12 @@ class Server:
                 "settings": shown(self.settings),
             },
         )
-        for name in ("listen", "health_listen", "metrics_listen"):
+        plain = (
+            ["health_listen", "metrics_listen"]
+            if self.settings.tls_cert
+            else ["listen", "health_listen", "metrics_listen"]
+        )
+        for name in plain:
             address = getattr(self.settings, name)
             if address and not is_loopback(split_address(address)[0]):
                 log.warning("reachable beyond this machine, in plaintext", extra={name: address})
@@ -176,10 +185,16 @@ def _grpc_server(threads: int, most_calls: int | None) -> grpc.Server:
     return grpc.server(pool, options=_OPTIONS, maximum_concurrent_rpcs=most_calls)
 
 
-def _bind(server: grpc.Server, address: str, flag: str) -> str:
+def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca).credentials()
+
+
+def _bind(server: grpc.Server, address: str, flag: str, credentials: grpc.ServerCredentials | None = None) -> str:
     host, _ = split_address(address)
     try:
-        port = server.add_insecure_port(address)
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
         raise StartError(
             f"cannot listen on {address} ({flag}): is another server running there? Choose another port, or 0 for any"

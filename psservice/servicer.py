@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 
 import grpc
 
@@ -27,6 +27,7 @@ from psservice.engine import Engine, Push
 from psservice.membership import Identity, Member
 from psservice.refusals import refusals_as_status
 from psservice.run import RunState
+from psservice.security import Caller, Gate, require_worker
 from psservice.settings import ServerSettings
 from psservice.shard.replies import Reply, ReplyMode
 from psservice.streams import PushReader, read_push, read_upload, require_end
@@ -52,9 +53,9 @@ _LONGEST_NAME = 256
 class ParameterServerServicer(ParameterServerServiceServicer):
     """``sparseps.v1.ParameterServerService`` over one engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Serve this engine."""
-        self._engine = engine
+    def __init__(self, engine: Engine, gate: Gate) -> None:
+        """Serve this engine to whom the gate admits."""
+        self._engine, self._gate = engine, gate
         self._settings = engine.settings
         self._metrics = engine.metrics
         self._started = time.monotonic()
@@ -62,14 +63,14 @@ class ParameterServerServicer(ParameterServerServiceServicer):
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinResponse:  # noqa: N802
         """Grant a lease."""
         engine = self._engine
-        with self._refusals(context, "Join"):
+        with self._admitted(context, "Join") as caller:
             if request.protocol_version != PROTOCOL_VERSION:
                 raise Refusal(
                     Reason.UNKNOWN_PROTOCOL,
                     f"the worker speaks protocol {request.protocol_version}, the server {PROTOCOL_VERSION}",
                 )
             engine.run.require_id(request.identity.run_id, may_be_empty=True)
-            identity = self._identity(request.identity, any_run=True)
+            identity = self._identity(caller, request.identity, any_run=True)
             mine = (self._settings.shard_index, self._settings.num_shards)
             if (request.shard_index, request.num_shards) != mine:
                 raise Refusal(
@@ -112,9 +113,9 @@ class ParameterServerServicer(ParameterServerServiceServicer):
 
     def RenewLease(self, request: pb.RenewLeaseRequest, context: grpc.ServicerContext) -> pb.RenewLeaseResponse:  # noqa: N802
         """Renew a lease."""
-        with self._refusals(context, "RenewLease"):
+        with self._admitted(context, "RenewLease") as caller:
             engine = self._engine
-            engine.membership.require(self._identity(request.identity))
+            engine.membership.require(self._identity(caller, request.identity))
             self._require_name("checkpoint", request.checkpoint or "-")
             engine.persistence.follow(engine, request.checkpoint)
             return pb.RenewLeaseResponse(
@@ -126,8 +127,8 @@ class ParameterServerServicer(ParameterServerServiceServicer):
 
     def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveResponse:  # noqa: N802
         """End a lease."""
-        with self._refusals(context, "Leave"):
-            self._engine.leave(self._identity(request.identity))
+        with self._admitted(context, "Leave") as caller:
+            self._engine.leave(self._identity(caller, request.identity))
             return pb.LeaveResponse()
 
     def UploadModel(  # noqa: N802
@@ -136,15 +137,16 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         """Take the model in."""
         engine = self._engine
 
-        def open_upload(header: pb.UploadHeader) -> tuple[Span, int]:
-            engine.check_upload(self._identity(header.identity, any_run=True), header.generation)
-            engine.run.follow(header.identity.run_id)
-            return engine.span, engine.upload_buffer_bytes()
+        with self._admitted(context, "UploadModel") as caller:
 
-        with self._refusals(context, "UploadModel"):
+            def open_upload(header: pb.UploadHeader) -> tuple[Span, int]:
+                engine.check_upload(self._identity(caller, header.identity, any_run=True), header.generation)
+                engine.run.follow(header.identity.run_id)
+                return engine.span, engine.upload_buffer_bytes()
+
             header, segments, buffers = read_upload(request_iterator, open_upload)
             version = engine.finish_upload(
-                self._identity(header.identity), header.generation, header.version, segments, buffers
+                self._identity(caller, header.identity), header.generation, header.version, segments, buffers
             )
             return pb.UploadModelResponse(version=version)
 
@@ -153,7 +155,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
     ) -> Iterator[pb.DownloadModelResponse]:
         """Send the model out."""
         engine = self._engine
-        with self._refusals(context, "DownloadModel"):
+        with self._admitted(context, "DownloadModel"):
             copy = engine.copy_model()
             model = copy.model
             specs = model.layout.buffers if copy.buffers else ()
@@ -183,15 +185,16 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         """Take a push in and apply it."""
         engine = self._engine
 
-        def open_push(header: pb.PushHeader) -> PushReader:
-            engine.check_push(self._identity(header.identity))
-            if header.step == 0:
-                raise Refusal(Reason.BAD_REQUEST, "steps count from 1")
-            return PushReader([Span(group.start, group.start + group.length) for group in header.plan], engine.span)
+        with self._admitted(context, "PushSparse") as caller:
 
-        with self._refusals(context, "PushSparse"):
+            def open_push(header: pb.PushHeader) -> PushReader:
+                engine.check_push(self._identity(caller, header.identity))
+                if header.step == 0:
+                    raise Refusal(Reason.BAD_REQUEST, "steps count from 1")
+                return PushReader([Span(group.start, group.start + group.length) for group in header.plan], engine.span)
+
             header, reader, segments = read_push(request_iterator, open_push)
-            identity = self._identity(header.identity)
+            identity = self._identity(caller, header.identity)
             answer, repeated = engine.commit(
                 Push(
                     identity,
@@ -221,8 +224,8 @@ class ParameterServerServicer(ParameterServerServiceServicer):
     ) -> Iterator[pb.PullDiffResponse]:
         """Send a worker what its replica lacks."""
         engine = self._engine
-        with self._refusals(context, "PullDiff"):
-            identity = self._identity(request.identity)
+        with self._admitted(context, "PullDiff") as caller:
+            identity = self._identity(caller, request.identity)
             reply = engine.pull(
                 identity,
                 request.generation,
@@ -250,12 +253,12 @@ class ParameterServerServicer(ParameterServerServiceServicer):
     ) -> Iterator[pb.ExchangeBuffersResponse]:
         """Average a worker's buffers."""
         engine = self._engine
-        with self._refusals(context, "ExchangeBuffers"):
+        with self._admitted(context, "ExchangeBuffers") as caller:
             first = next(request_iterator, None)
             if first is None or first.WhichOneof("message") != "header":
                 raise Refusal(Reason.BAD_REQUEST, "an exchange of buffers begins with its header")
             header = first.header
-            identity = self._identity(header.identity)
+            identity = self._identity(caller, header.identity)
             buffers = engine.require_buffers(identity, header.generation)
             reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
             received = frames.wire_bytes(first)
@@ -277,7 +280,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
     def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.GetStatusResponse:  # noqa: N802
         """Report."""
         engine = self._engine
-        with self._refusals(context, "GetStatus"):
+        with self._admitted(context, "GetStatus"):
             model, layout = engine.model, engine.layout
             span = engine.span if layout else Span(0, 0)
             last = engine.persistence.last_snapshot
@@ -313,7 +316,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
     def FinishRun(self, request: pb.FinishRunRequest, context: grpc.ServicerContext) -> pb.FinishRunResponse:  # noqa: N802
         """End the run."""
         engine = self._engine
-        with self._refusals(context, "FinishRun"):
+        with self._admitted(context, "FinishRun"):
             engine.run.require_id(request.run_id, may_be_empty=True)
             path = engine.finish()
             return pb.FinishRunResponse(version=engine.require_model(None).version, final_model=path)
@@ -322,7 +325,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         self, request: pb.TakeSnapshotRequest, context: grpc.ServicerContext
     ) -> pb.TakeSnapshotResponse:
         """Take a snapshot."""
-        with self._refusals(context, "TakeSnapshot"):
+        with self._admitted(context, "TakeSnapshot"):
             self._require_name("checkpoint", request.checkpoint or "-")
             snapshot = self._engine.persistence.take_asked(self._engine, request.checkpoint)
             manifest = snapshot.manifest
@@ -334,19 +337,23 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         self, request: pb.RestoreModelRequest, context: grpc.ServicerContext
     ) -> pb.RestoreModelResponse:
         """Go back."""
-        with self._refusals(context, "RestoreModel"):
+        with self._admitted(context, "RestoreModel"):
             target = request.WhichOneof("target")
             if target is None:
                 raise Refusal(Reason.BAD_REQUEST, "name a version or a checkpoint to go back to")
             model = self._engine.roll_back(request.version if target == "version" else None, request.checkpoint)
             return pb.RestoreModelResponse(version=model.version, generation=model.generation)
 
-    def _refusals(self, context: grpc.ServicerContext, rpc: str) -> AbstractContextManager[None, bool | None]:
-        return refusals_as_status(context, self._metrics, rpc)
+    @contextmanager
+    def _admitted(self, context: grpc.ServicerContext, rpc: str) -> Iterator[Caller]:
+        """Let the caller in, or refuse; and turn every refusal inside into a status."""
+        with refusals_as_status(context, self._metrics, rpc):
+            yield self._gate.admit(context.invocation_metadata(), rpc)
 
-    def _identity(self, message: pb.WorkerIdentity, *, any_run: bool = False) -> Identity:
+    def _identity(self, caller: Caller, message: pb.WorkerIdentity, *, any_run: bool = False) -> Identity:
         for what, text in (("worker_id", message.worker_id), ("incarnation", message.incarnation)):
             self._require_name(what, text)
+        require_worker(caller, message.worker_id)
         if not any_run:
             self._engine.run.require_id(message.run_id)
         return Identity(message.worker_id, message.incarnation)

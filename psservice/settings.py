@@ -1,7 +1,6 @@
 """The server's settings: one frozen class, filled from flags, then ``PSSERVICE_*``, then a YAML file, then defaults."""
 
 import argparse
-import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import CliSettingsSource, SettingsConfigDict
 
+from pscore.channels import is_loopback
 from pscore.codecs.names import VALUE_CODECS
 from pscore.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from pscore.layered_settings import LayeredSettings
@@ -40,7 +40,15 @@ class ServerSettings(LayeredSettings):
         "127.0.0.1:50052", description="HOST:PORT of the plaintext gRPC health service; empty for none"
     )
     metrics_listen: str = Field("127.0.0.1:9464", description="HOST:PORT of the Prometheus metrics; empty for none")
-    insecure: bool = Field(False, description="allow plaintext, unauthenticated addresses beyond loopback")
+    tls_cert: Path | None = Field(None, description="the server's certificate chain (PEM); turns on TLS for workers")
+    tls_key: Path | None = Field(None, description="its key (PEM)")
+    tls_client_ca: Path | None = Field(
+        None, description="CA (PEM) of the clients' certificates; turns callers without one away (mutual TLS)"
+    )
+    tokens: Path | None = Field(
+        None, description="file of bearer tokens, ROLE TOKEN [WORKER] a line; turns callers without one away"
+    )
+    insecure: bool = Field(False, description="allow unauthenticated callers from beyond loopback, also in plaintext")
     reflection: Literal["auto", "on", "off"] = Field(
         "auto", description="gRPC reflection; auto is on for a loopback address only"
     )
@@ -123,6 +131,10 @@ class ServerSettings(LayeredSettings):
         for name, known in (("down_selector", SELECTORS), ("down_value_type", VALUE_CODECS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r}: use one of {', '.join(known)}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key are given together")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("tls_client_ca needs TLS: give tls_cert and tls_key")
         if self.shard_index >= self.num_shards:
             raise ValueError(f"shard_index {self.shard_index} needs num_shards above it, not {self.num_shards}")
         for name in ("listen", "health_listen", "metrics_listen"):
@@ -130,11 +142,8 @@ class ServerSettings(LayeredSettings):
             if not address and name != "listen":
                 continue
             host, port = split_address(address)
-            if name == "listen" and not self.insecure and not is_loopback(host):
-                raise ValueError(
-                    f"listen {address} would serve plaintext without authentication beyond this machine; "
-                    "bind 127.0.0.1, or pass --insecure on a network that you trust"
-                )
+            if name == "listen" and not is_loopback(host):
+                self._check_open_address(address)
             if not 0 <= port < 65536:
                 raise ValueError(f"{name} {address}: no such port")
         if self.device not in ("auto", "cpu", "cuda") and not (
@@ -143,6 +152,18 @@ class ServerSettings(LayeredSettings):
             raise ValueError(f"device {self.device!r}: use auto, cpu, cuda or cuda:N")
         return self
 
+    def _check_open_address(self, address: str) -> None:
+        """Check that an address beyond loopback is guarded."""
+        if self.tokens and not self.tls_cert:
+            raise ValueError(
+                f"tokens would travel to {address} in plaintext; give --tls-cert and --tls-key, or bind 127.0.0.1"
+            )
+        if not self.insecure and not self.tokens and not self.tls_client_ca:
+            raise ValueError(
+                f"listen {address} would let anybody in from beyond this machine; ask for tokens (--tokens, with TLS) "
+                "or certificates (--tls-client-ca), bind 127.0.0.1, or pass --insecure on a network that you trust"
+            )
+
 
 def split_address(address: str) -> tuple[str, int]:
     """Split ``HOST:PORT`` (``[::1]:50051`` for IPv6); raises ``ValueError`` where it is not of that form."""
@@ -150,14 +171,6 @@ def split_address(address: str) -> tuple[str, int]:
     if not separator or not host or not port.isdigit():
         raise ValueError(f"{address!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether a host name or address is this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def load(arguments: Sequence[str]) -> ServerSettings:

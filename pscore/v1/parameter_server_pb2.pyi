@@ -349,6 +349,10 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """The server is stopping."""
     REFUSAL_REASON_NOT_DURABLE: _RefusalReason.ValueType  # 21
     """The server cannot write to its data directory; RetryInfo says when to come back."""
+    REFUSAL_REASON_UNAUTHENTICATED: _RefusalReason.ValueType  # 22
+    """No token, or one that is not known."""
+    REFUSAL_REASON_PERMISSION_DENIED: _RefusalReason.ValueType  # 23
+    """The token's role, or its worker, does not allow this call."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a call was refused; travels as the reason of google.rpc.ErrorInfo."""
@@ -397,6 +401,10 @@ REFUSAL_REASON_DRAINING: RefusalReason.ValueType  # 20
 """The server is stopping."""
 REFUSAL_REASON_NOT_DURABLE: RefusalReason.ValueType  # 21
 """The server cannot write to its data directory; RetryInfo says when to come back."""
+REFUSAL_REASON_UNAUTHENTICATED: RefusalReason.ValueType  # 22
+"""No token, or one that is not known."""
+REFUSAL_REASON_PERMISSION_DENIED: RefusalReason.ValueType  # 23
+"""The token's role, or its worker, does not allow this call."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 @_typing.final

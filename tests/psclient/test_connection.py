@@ -1,10 +1,11 @@
 """A channel that is replaced while other threads use it."""
 
 from psclient.connection import Connection
+from pscore.channels import Security
 
 
 def test_a_channel_is_closed_only_when_calls_go_over_the_next_one():
-    connection, seen = Connection("127.0.0.1:1"), []
+    connection, seen = Connection("127.0.0.1:1", Security()), []
     before = connection.stub
 
     class Closing:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from psservice.settings import SettingsError, is_loopback, load, shown, split_address
+from pscore.channels import is_loopback
+from psservice.settings import SettingsError, load, shown, split_address
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import psclient
 from psclient.local import LocalServer
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.cli import main
-from psservice.operate import _call
+from psservice.operate import call
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
 
 
@@ -181,7 +181,7 @@ def test_shards_follow_the_checkpoints_of_shard_0(tmp_path):
             train_step(model, optimizer, *make_data())
 
             def checkpoints() -> list[str]:
-                answers = [_call(a, "GetStatus", pb.GetStatusRequest(), 10.0) for a in server.addresses]
+                answers = [call(a, "GetStatus", pb.GetStatusRequest(), 10.0) for a in server.addresses]
                 return [answer.snapshot_checkpoint for answer in answers]
 
             wait_until(lambda: checkpoints()[0] != "" and checkpoints()[0] == checkpoints()[1])

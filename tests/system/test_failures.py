@@ -15,7 +15,7 @@ from psclient.errors import ServerUnreachableError
 from psclient.local import LocalServer
 from psclient.settings import ClientSettings
 from pscore.v1 import parameter_server_pb2 as pb
-from psservice.operate import _call
+from psservice.operate import call
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
 
 WORKER = """
@@ -32,7 +32,7 @@ while True:
 
 
 def status(server: LocalServer, shard: int = 0) -> pb.GetStatusResponse:
-    return _call(server.addresses[shard], "GetStatus", pb.GetStatusRequest(), 10.0)
+    return call(server.addresses[shard], "GetStatus", pb.GetStatusRequest(), 10.0)
 
 
 def start_worker(server: LocalServer, name: str) -> subprocess.Popen[str]:

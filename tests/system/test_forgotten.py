@@ -11,12 +11,12 @@ import pytest
 import psclient
 from psclient.local import LocalServer
 from pscore.v1 import parameter_server_pb2 as pb
-from psservice.operate import _call
+from psservice.operate import call
 from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
 
 
 def workers(server: LocalServer, shard: int) -> list[str]:
-    answer = _call(server.addresses[shard], "GetStatus", pb.GetStatusRequest(), 10.0)
+    answer = call(server.addresses[shard], "GetStatus", pb.GetStatusRequest(), 10.0)
     return [worker.worker_id for worker in answer.workers]
 
 

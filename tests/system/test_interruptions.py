@@ -12,7 +12,7 @@ import psclient
 from psclient.local import LocalServer
 from psclient.settings import ClientSettings
 from pscore.v1 import parameter_server_pb2 as pb
-from psservice.operate import _call
+from psservice.operate import call
 from tests.system.test_overlap import linear, overlapping
 from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
 
@@ -20,7 +20,7 @@ HURRIED = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_second
 
 
 def status(server):
-    return _call(server.addresses[0], "GetStatus", pb.GetStatusRequest(), 10.0)
+    return call(server.addresses[0], "GetStatus", pb.GetStatusRequest(), 10.0)
 
 
 def backward(layer):

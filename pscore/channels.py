@@ -1,0 +1,131 @@
+"""Channels to a server: plaintext or TLS, with or without a bearer token; the same for workers and operators."""
+
+import ipaddress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+
+OptionPairs = Sequence[tuple[str, Any]]
+
+
+class ChannelError(Exception):
+    """A channel cannot be secured as asked; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """How a caller protects a channel, and shows who it is.
+
+    Attributes:
+        ca: certificates that the server's must descend from, PEM; ``None`` for plaintext.
+        cert, key: the caller's own, PEM, for mutual TLS.
+        server_name: the name in the server's certificate, where the address has another.
+        token: a bearer token; never shown.
+        token_file: a file that holds it, read anew for each channel; wins over ``token``.
+    """
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    server_name: str = ""
+    token: str = field(default="", repr=False)
+    token_file: Path | None = None
+
+    def read_token(self) -> str:
+        """Return the token; empty where there is none.
+
+        Raises:
+            ChannelError: the file cannot be read, or holds none.
+        """
+        if self.token_file is None:
+            return self.token
+        token = _read(self.token_file, "token").decode("utf-8", "replace").strip()
+        if not token or not token.isascii() or not token.isprintable():
+            raise ChannelError(f"{self.token_file} does not hold one line with a token")
+        return token
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host name or address is this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def open_channel(address: str, security: Security, options: OptionPairs = ()) -> grpc.Channel:
+    """Open a channel to ``HOST:PORT``; nothing is dialled yet.
+
+    Raises:
+        ChannelError: a file cannot be read, or a token would travel in plaintext beyond this machine.
+    """
+    token = security.read_token()
+    if security.ca is None:
+        if security.cert or security.key:
+            raise ChannelError("a client certificate needs TLS: name the server's CA too (tls_ca)")
+        host = address.removeprefix("dns:///").rpartition(":")[0].strip("[]")
+        if token and not is_loopback(host):
+            raise ChannelError(
+                f"the token would travel to {address} in plaintext; name the server's CA (tls_ca), or use no token"
+            )
+        channel = grpc.insecure_channel(address, options=options)
+    else:
+        if (security.cert is None) != (security.key is None):
+            raise ChannelError("a client certificate and its key are given together (tls_cert, tls_key)")
+        credentials = grpc.ssl_channel_credentials(
+            _read(security.ca, "CA"),
+            _read(security.key, "key") if security.key else None,
+            _read(security.cert, "certificate") if security.cert else None,
+        )
+        names = (("grpc.ssl_target_name_override", security.server_name),) if security.server_name else ()
+        channel = grpc.secure_channel(address, credentials, options=[*options, *names])
+    return grpc.intercept_channel(channel, _Bearer(token)) if token else channel
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ChannelError(f"cannot read the {what} file {path}: {error.strerror}") from error
+
+
+class _Call(NamedTuple):
+    """What gRPC wants to know of a call (its own class cannot be made)."""
+
+    method: str
+    timeout: float | None
+    metadata: Sequence[tuple[str, str]] | None
+    credentials: grpc.CallCredentials | None
+    wait_for_ready: bool | None
+    compression: Any
+
+
+class _Bearer(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Adds the token to every call: not as call credentials, which gRPC gives out over TLS alone, even to loopback."""
+
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    def _add(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
+        call = _Call(
+            details.method,
+            details.timeout,
+            [*(details.metadata or ()), self._header],
+            details.credentials,
+            details.wait_for_ready,
+            details.compression,
+        )
+        return continuation(call, request)
+
+    intercept_unary_unary = _add  # type: ignore[assignment]
+    intercept_unary_stream = _add  # type: ignore[assignment]
+    intercept_stream_unary = _add  # type: ignore[assignment]
+    intercept_stream_stream = _add  # type: ignore[assignment]

@@ -1,0 +1,129 @@
+"""Who may call what, by token; and what a token file may hold."""
+
+import hashlib
+
+import pytest
+
+from pscore.reasons import Reason, Refusal
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.security import (
+    EVERYBODY,
+    REQUIRED,
+    CertificateFiles,
+    Gate,
+    Role,
+    SecurityError,
+    TokenFile,
+    read_tokens,
+    require_worker,
+)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text("# who\nworker w-token\nworker bound-token anna\nreader r-token\nadmin a-token  # us\n")
+    return path
+
+
+def shown(token, scheme="Bearer"):
+    return [("user-agent", "test"), ("authorization", f"{scheme} {token}")]
+
+
+def reason_of(call, *arguments):
+    with pytest.raises(Refusal) as refused:
+        call(*arguments)
+    assert "token" in str(refused.value)
+    assert not any(word in str(refused.value) for word in ("w-token", "wrong"))
+    return refused.value.reason
+
+
+def test_every_call_of_the_service_needs_a_role():
+    assert {*REQUIRED} == {method.name for method in SERVICE.methods}
+
+
+@pytest.mark.parametrize("rpc", REQUIRED)
+@pytest.mark.parametrize(
+    ("token", "role"), [("r-token", Role.READER), ("w-token", Role.WORKER), ("a-token", Role.ADMIN)]
+)
+def test_a_token_allows_what_its_role_may(rpc, token, role, tokens):
+    gate = Gate(TokenFile(tokens))
+    if role >= REQUIRED[rpc]:
+        assert gate.admit(shown(token), rpc).role is role
+    else:
+        assert reason_of(gate.admit, shown(token), rpc) is Reason.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [[], shown("wrong"), shown(""), shown("w-token", "Basic"), [("authorization", "w-token")], shown("W-TOKEN")],
+)
+def test_nobody_gets_in_without_a_known_token(metadata, tokens):
+    assert reason_of(Gate(TokenFile(tokens)).admit, metadata, "GetStatus") is Reason.UNAUTHENTICATED
+
+
+def test_without_a_token_file_everybody_gets_in():
+    assert Gate(None).admit([], "RestoreModel") is EVERYBODY
+
+
+def test_a_token_may_be_that_of_one_worker(tokens):
+    caller = Gate(TokenFile(tokens)).admit(shown("bound-token"), "Join")
+    require_worker(caller, "anna")
+    assert reason_of(require_worker, caller, "bert") is Reason.PERMISSION_DENIED
+
+
+def test_a_token_may_stand_as_its_hash(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"admin sha256:{hashlib.sha256(b'secret').hexdigest()}")
+    assert Gate(TokenFile(path)).admit(shown("secret"), "FinishRun").role is Role.ADMIN
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# nothing\n",
+        "admin",
+        "king t",
+        "worker t w more",
+        "admin sha256:12",
+        "admin sha256:zz",
+        "worker t\nadmin t",
+    ],
+)
+def test_a_malformed_file_is_refused_without_showing_a_token(text, tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    with pytest.raises(SecurityError, match=str(path)):
+        read_tokens(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(SecurityError, match="nowhere"):
+        TokenFile(tmp_path / "nowhere")
+
+
+def test_a_changed_file_is_read_again_and_a_broken_one_leaves_the_old_tokens(tokens):
+    now = [0.0]
+    gate = Gate(TokenFile(tokens, lambda: now[0]))
+    tokens.write_text("worker another-token\n")
+    assert gate.admit(shown("w-token"), "Join")
+    now[0] += 2
+    assert gate.admit(shown("another-token"), "Join")
+    assert reason_of(gate.admit, shown("w-token"), "Join") is Reason.UNAUTHENTICATED
+    tokens.write_text("nonsense")
+    now[0] += 2
+    assert gate.admit(shown("another-token"), "Join")
+    tokens.unlink()
+    now[0] += 2
+    assert gate.admit(shown("another-token"), "Join")
+
+
+def test_a_file_that_is_no_certificate_is_named(tmp_path):
+    (tmp_path / "cert").write_text("hello")
+    with pytest.raises(SecurityError, match="PEM"):
+        CertificateFiles(tmp_path / "cert", tmp_path / "cert", None)
+    with pytest.raises(SecurityError, match="missing"):
+        CertificateFiles(tmp_path / "missing", tmp_path / "missing", None)
