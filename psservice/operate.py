@@ -14,7 +14,6 @@ from pscore.channels import ChannelError, Security, open_channel
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
-
 _OPEN = Security()
 
 
