@@ -18,12 +18,12 @@ BUDGETS = {
     "wire": Budget(6, 20),
     "server": Budget(8, 90),
     "client": Budget(12, 80),
-    "memory": Budget(11, 160),
-    "growth": Budget(5, 70),
-    "load": Budget(14, 220),
-    "peers": Budget(18, 150),
+    "memory": Budget(11, 110),
+    "growth": Budget(5, 60),
+    "load": Budget(14, 190),
+    "peers": Budget(18, 130),
     "network": Budget(16, 400),
-    "accuracy": Budget(1, 300),
+    "accuracy": Budget(1, 400),
 }
 """By the key of the section. A section repeats, and goes on to further points, only while its time lasts."""
 

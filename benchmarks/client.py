@@ -16,7 +16,7 @@ from pscore.selectors import DEFAULT_DENSE_BELOW
 
 KEY, TITLE = "client", "Where a worker's step() spends its time"
 
-_WARMUP = 6  # steps until the thresholds have found their level
+_WARMUP = 10  # steps until the thresholds have found their level
 _COPY, _BARE, _WHOLE = "copy of the model", "bare index_add_", "step(), everything"
 _PHASE = "phase."
 _PHASES = {

@@ -17,7 +17,8 @@ from pscore.selectors.exact import exact
 from pscore.selectors.search import TailSearch, laplace_threshold
 from pscore.sources import Source
 
-_LEVEL_GAIN, _DRIFT_GAIN = 0.5, 0.2
+_LEVEL_GAIN, _DRIFT_GAIN = 0.6, 0.3
+_RISING = 0.9  # of a drift that is kept where it goes up
 _RANKED_STEPS = 16
 _ROOM = 3  # capacity of the pass, as a multiple of k: what a surplus may be without another pass
 
@@ -70,7 +71,8 @@ def _foresee(recall: Recall, threshold: float, sift: Sift, k: int) -> None:
     """Set the threshold of the next step: level and drift of where ``k`` lies, smoothed (Holt's linear method).
 
     ``k`` lay at ``t + β·ln(c/k)`` with ``β`` = mean excess. The drift matters for a while after the learning rate has
-    dropped: each step then takes from a residual that grows more slowly than it is emptied.
+    dropped: each step then takes from a residual that grows more slowly than it is emptied. Upwards it is damped: while
+    a residual fills, its threshold rises with the root of the steps, ever more slowly, and would be overshot.
     """
     if threshold == 0 and sift.above <= k:
         recall.update(threshold=0.0, drift=0.0)
@@ -78,6 +80,7 @@ def _foresee(recall: Recall, threshold: float, sift: Sift, k: int) -> None:
     lay = max(threshold / 2, threshold + sift.excess / sift.above * math.log(sift.above / k))
     expected = recall.get("threshold", lay)
     drift = recall.get("drift", 0.0)
+    drift *= _RISING if drift > 0 else 1.0
     level = expected + _LEVEL_GAIN * (lay - expected)
     drift += _DRIFT_GAIN * (level - expected)
     recall["drift"] = drift

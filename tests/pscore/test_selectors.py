@@ -120,6 +120,35 @@ def test_the_warm_threshold_keeps_the_density_over_a_run_and_mostly_in_one_pass(
     assert len(searches) < 90, "most steps need no pass but the one that accumulates"
 
 
+@pytest.mark.parametrize("density", [0.01, 0.001])
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+def test_while_a_memory_fills_the_warm_threshold_hardly_ever_costs_a_second_pass(density, momentum):
+    n, recall, passes = 100_000, {}, []
+    k = int(density * n)
+    generator = torch.Generator().manual_seed(3)
+    r, u = torch.zeros(n), torch.zeros(n) if momentum else None
+    for _ in range(60):
+        g = torch.randn(n, generator=generator)
+        source = Counting(r, Feed(g, 1.0, momentum=u, factor=momentum))
+        SELECTORS["warm"](source, k, recall)
+        passes.append(source.passes)
+    assert sum(passes[5:]) <= 1.15 * len(passes[5:])
+
+
+class Counting(Memory):
+    """A memory that counts the passes over it."""
+
+    passes = 0
+
+    def take(self, threshold, capacity):
+        self.passes += 1
+        return super().take(threshold, capacity)
+
+    def tail(self, threshold):
+        self.passes += 1
+        return super().tail(threshold)
+
+
 def test_ties_are_cut_by_index_and_lose_nothing():
     x = torch.ones(1000)
     for name, selector in SELECTORS.items():
