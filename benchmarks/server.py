@@ -1,5 +1,9 @@
 """Section 2: what a push and a pull cost the server, against a bare ``index_add_`` and a copy of the model."""
 
+from contextlib import ExitStack, closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import numpy as np
 import torch
 
@@ -15,6 +19,8 @@ KEY, TITLE = "server", "What the server does with a push and a pull"
 
 _COPY, _BARE, _PUSH = "copy of the model", "bare index_add_", "push, everything"
 _TOPK_AFTER = 16
+_JOURNALS = {"no journal": None, "journal, fsync interval": "interval", "journal, fsync always": "always"}
+_NO_JOURNAL = next(iter(_JOURNALS))
 
 
 def run(plan: Plan) -> Section:
@@ -24,6 +30,12 @@ def run(plan: Plan) -> Section:
     pushes = _pushes(plan, yardsticks)
     section.tables.append(_table(f"A push of {plan.density:.0%}, milliseconds", pushes, _PUSH_ROWS))
     section.figures["push"] = _figures(pushes)
+    journals = _journals(plan, yardsticks)
+    section.tables.append(_journal_table(plan, journals))
+    section.figures["journal"] = {
+        name: {"seconds": Stat.of(journals[name]).plain(), "to_none": ratio(journals, name, _NO_JOURNAL).plain()}
+        for name in _JOURNALS
+    }
     pulls = _pulls(plan, yardsticks)
     section.tables.append(_table("A pull, milliseconds", pulls, _pull_rows()))
     section.figures["pull"] = _figures(pulls)
@@ -34,6 +46,8 @@ def run(plan: Plan) -> Section:
         "copied once before each measurement, so that no case finds its memory warm.",
         f"Noise: the same copy took up to ×{noise['push']:.1f} (pushes) and ×{noise['pull']:.1f} (pulls) its shortest "
         "time within this section.",
+        "A push with a journal is written down, with its answer, before it is applied; one worker, so that no fsync is "
+        "shared. The directory is on the disk of the working directory.",
         "On a real server parsing and decoding overlap with the arrival of the next chunk; here they are added up.",
         f"The top-k reply is selected with the default selector, {_TOPK_AFTER} pushes after the last one.",
     ]
@@ -82,6 +96,39 @@ def _pushes(plan: Plan, yardsticks: _Yardsticks) -> Rounds:
     shard.close()
     assert same, "the server's parameters differ from the bare index_add_"
     return measured
+
+
+def _journals(plan: Plan, yardsticks: _Yardsticks) -> Rounds:
+    plan.say("pushes with a journal")
+    rng = np.random.default_rng(plan.seed + 2)
+    warmup = 2
+    updates = [noise_push(plan.layout, plan.density, DEFAULT_DENSE_BELOW, rng) for _ in range(warmup + plan.rounds)]
+
+    def case(shard: InProcessShard) -> Case:
+        wires = [[message.SerializeToString() for message in shard.push_messages(update)] for update in updates]
+
+        def push(turn: int) -> None:
+            messages = [pb.PushSparseRequest.FromString(data) for data in wires[turn]]
+            shard.apply(*shard.read(messages), messages)
+
+        return push
+
+    with ExitStack() as stack:
+        cases: dict[str, Case] = {}
+        for name, fsync in _JOURNALS.items():
+            settings: dict[str, object] = {}
+            if fsync is not None:
+                settings = {"data_dir": stack.enter_context(TemporaryDirectory(dir=Path.cwd())), "fsync": fsync}
+            shard = stack.enter_context(closing(InProcessShard(plan.layout, "exact", **settings)))
+            cases[name] = case(shard)
+        return interleave(cases, plan.rounds, warmup=warmup, before_each=yardsticks.copy, has_time=plan.has_time)
+
+
+def _journal_table(plan: Plan, rounds: Rounds) -> Table:
+    rows = [
+        (name, Stat.of(rounds[name]).milliseconds(), ratio(rounds, name, _NO_JOURNAL).ratio()) for name in _JOURNALS
+    ]
+    return Table(f"A push of {plan.density:.0%} and the journal", ("what", "ms", "to no journal"), rows)
 
 
 def _pulls(plan: Plan, yardsticks: _Yardsticks) -> Rounds:

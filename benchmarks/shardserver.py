@@ -90,10 +90,12 @@ class InProcessShard:
         header, _, segments = read_push(iter(messages), open_push)
         return header, segments
 
-    def apply(self, header: pb.PushHeader, segments: list[Segment]) -> PushAnswer:
-        """Merge and apply a push that has been read."""
+    def apply(
+        self, header: pb.PushHeader, segments: list[Segment], messages: Sequence[pb.PushSparseRequest] = ()
+    ) -> PushAnswer:
+        """Merge and apply a push that has been read; the messages go into the journal, where there is one."""
         answer, repeated = self.engine.commit(
-            Push(self.identity, header.step, header.generation, header.base_version, 1, segments)
+            Push(self.identity, header.step, header.generation, header.base_version, 1, segments, messages)
         )
         assert not repeated
         return answer
