@@ -12,7 +12,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 SOURCES := pscore psservice psclient tests examples benchmarks tools
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test fuzz lint format stubs bench wheel clean
+.PHONY: help venv quickstart test fuzz fuzz-service lint format stubs bench wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ stubs: venv ## Regenerate the gRPC stubs from proto/
 
 bench: venv ## Run the benchmarks and write runs/bench/report.html; QUICK=1 takes two minutes
 	@$(VENV)/bin/python -m benchmarks.bench $(if $(QUICK),--quick) $(ARGS)
+
+fuzz-service: venv ## Call the whole service with nearly right messages; ARGS="--inputs N"
+	@$(VENV)/bin/python -m tests.hostile.service $(ARGS)
 
 wheel: venv ## Build a wheel into dist/
 	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .

@@ -1,0 +1,292 @@
+"""The whole service without a network, called with nearly right messages: refused in the protocol's words, or obeyed.
+
+``python -m tests.hostile.service --inputs 100000`` is the long run.
+"""
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import grpc
+import torch
+from google.protobuf.message import DecodeError, Message
+
+from pscore import frames
+from pscore.layout import ModelLayout, Span, TensorSpec
+from pscore.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.segment import Segment
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.engine import Engine
+from psservice.membership import Identity
+from psservice.metrics import Metrics
+from psservice.run import RunState
+from psservice.security import Gate
+from psservice.servicer import ParameterServerServicer
+from psservice.settings import ServerSettings
+from tests.hostile.mutation import good_chunks, mutate, mutate_bytes
+
+SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
+LAYOUT = ModelLayout(
+    (TensorSpec("weight", (40, 50), torch.float32), TensorSpec("half", (500,), torch.bfloat16)),
+    (TensorSpec("mean", (3,), torch.float32), TensorSpec("count", (), torch.int64)),
+)
+MOST_ANSWERS = 100
+
+
+class Ended(Exception):  # noqa: N818 - what gRPC raises to end a call
+    """A call was ended with a status."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        """Keep the status."""
+        super().__init__(f"{code.name}: {details}")
+        self.code = code
+
+
+class Context:
+    """As much of gRPC's context as a handler sees."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        """Return no headers."""
+        return ()
+
+    def is_active(self) -> bool:
+        """Tell that the caller is there."""
+        return True
+
+    def add_callback(self, _: Callable[[], None]) -> bool:
+        """Take a callback for the call's end, which the test does not wait for."""
+        return True
+
+    def abort(self, code: grpc.StatusCode, details: str) -> None:
+        """End the call."""
+        raise Ended(code, details)
+
+    def abort_with_status(self, status: Any) -> None:
+        """End the call."""
+        raise Ended(status.code, status.details)
+
+
+class Service:
+    """A server's handlers over one engine with a model and a worker, and the messages that it would obey."""
+
+    def __init__(self, **settings: object) -> None:
+        """Join and upload."""
+        values = {"lease_seconds": 3600.0, "run_id": "fuzz", **settings}
+        self.engine = Engine(ServerSettings.model_validate(values), torch.device("cpu"), Metrics())
+        self.servicer = ParameterServerServicer(self.engine, Gate(None))
+        self.identity = pb.WorkerIdentity(run_id="fuzz", worker_id="anna", incarnation="1")
+        self.step = 0
+        self.span = Span(0, LAYOUT.size)
+        join = self.call("Join", [self.join()])[0]
+        self.generation = join.generation
+        values_ = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
+        upload = [pb.UploadModelRequest(header=self.upload_header(join.generation))]
+        checksum = frames.Checksum()
+        for chunk, _ in frames.encode(Segment(self.span, None, values_), chunk_bytes=1 << 20):
+            checksum.add(chunk)
+            upload.append(pb.UploadModelRequest(chunk=chunk))
+        upload.append(pb.UploadModelRequest(buffers=pb.BytesChunk(data=bytes(20))))
+        upload.append(pb.UploadModelRequest(commit=checksum.commit()))
+        self.upload = upload
+        self.call("UploadModel", upload)
+
+    def join(self) -> pb.JoinRequest:
+        """Return a request to join."""
+        return pb.JoinRequest(
+            identity=self.identity,
+            protocol_version=PROTOCOL_VERSION,
+            method="dgs",
+            method_settings={"momentum": "0.7"},
+            layout=layout_to_message(LAYOUT),
+            num_shards=1,
+        )
+
+    def upload_header(self, generation: int) -> pb.UploadHeader:
+        """Return the header of an upload."""
+        return pb.UploadHeader(identity=self.identity, generation=generation, buffer_bytes=20)
+
+    def push(self, chance: random.Random) -> list[pb.PushSparseRequest]:
+        """Return a push that would be applied."""
+        self.step += 1
+        count = chance.randrange(1, 60)
+        offsets = torch.tensor(sorted(chance.sample(range(LAYOUT.size), count)))
+        values = torch.tensor([chance.gauss(0, 1) for _ in range(count)])
+        header = pb.PushHeader(
+            identity=self.identity,
+            step=self.step,
+            generation=self.generation,
+            base_version=0,
+            samples=1,
+            plan=[pb.Group(start=0, length=LAYOUT.size)],
+        )
+        messages, checksum = [pb.PushSparseRequest(header=header)], frames.Checksum()
+        for chunk, _ in frames.encode(Segment(self.span, offsets, values), chunk_bytes=chance.choice((128, 1 << 20))):
+            checksum.add(chunk)
+            messages.append(pb.PushSparseRequest(chunk=chunk))
+        return [*messages, pb.PushSparseRequest(commit=checksum.commit())]
+
+    def good(self, rpc: str, chance: random.Random) -> list[Message]:
+        """Return the messages of a call that would be obeyed, or at least understood."""
+        identity = self.identity
+        pull = pb.PullDiffRequest(identity=identity, generation=self.generation, has_base=True)
+        buffers = pb.BuffersHeader(
+            identity=identity, generation=self.generation, step=self.step, samples=1, buffer_bytes=20
+        )
+        calls: dict[str, Callable[[], list[Message]]] = {
+            "Join": lambda: [self.join()],
+            "RenewLease": lambda: [pb.RenewLeaseRequest(identity=identity)],
+            "Leave": lambda: [
+                pb.LeaveRequest(identity=pb.WorkerIdentity(run_id="fuzz", worker_id="b", incarnation="2"))
+            ],
+            "UploadModel": lambda: list(self.upload),
+            "DownloadModel": lambda: [pb.DownloadModelRequest()],
+            "PushSparse": lambda: list(self.push(chance)),
+            "PullDiff": lambda: [pull],
+            "ExchangeBuffers": lambda: [
+                pb.ExchangeBuffersRequest(header=buffers),
+                pb.ExchangeBuffersRequest(buffers=pb.BytesChunk(data=bytes(20))),
+            ],
+            "GetStatus": lambda: [pb.GetStatusRequest()],
+            "FinishRun": lambda: [pb.FinishRunRequest(run_id="another")],
+            "TakeSnapshot": lambda: [pb.TakeSnapshotRequest(checkpoint="c")],
+            "RestoreModel": lambda: [pb.RestoreModelRequest(version=1 << 60)],
+        }
+        return calls[rpc]()
+
+    def call(self, rpc: str, requests: list[Any]) -> list[Any]:
+        """Make a call; raises :class:`Ended` where it is refused."""
+        method = SERVICE.methods_by_name[rpc]
+        handler = getattr(self.servicer, rpc)
+        answer = handler(iter(requests) if method.client_streaming else requests[0], Context())
+        if not method.server_streaming:
+            return [answer]
+        return [message for message, _ in zip(answer, range(MOST_ANSWERS), strict=False)]
+
+    @property
+    def usable(self) -> bool:
+        """False where a good push would be refused from now on."""
+        known = Identity(self.identity.worker_id, self.identity.incarnation)
+        self.step = max(self.step, self.engine.membership.record(known).step)
+        live = self.engine.membership.is_live(known)
+        return live and self.step < 1 << 62 and self.engine.run.state is RunState.TRAINING
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self.engine.close()
+
+
+def changed(rpc: str, requests: list[Any], others: list[pb.Chunk], chance: random.Random) -> list[Any]:
+    """Return the messages of a call with something wrong."""
+    new = list(requests)
+    kind = type(new[0])
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        if not new:
+            break
+        place = chance.randrange(len(new))
+        how = chance.randrange(10)
+        if how == 0 and len(new) > 1:
+            del new[place]
+        elif how == 1:
+            new.insert(place, new[chance.randrange(len(new))])
+        elif how == 2 and len(new) > 1:
+            chance.shuffle(new)
+        elif how < 6 and kind is pb.PushSparseRequest and new[place].WhichOneof("message") == "chunk":
+            new[place] = pb.PushSparseRequest(chunk=mutate(new[place].chunk, others, chance))
+        else:
+            try:
+                new[place] = kind.FromString(mutate_bytes(new[place].SerializeToString(), chance))
+            except DecodeError:
+                continue
+    if kind is pb.PushSparseRequest and chance.random() < 0.5:
+        checksum = frames.Checksum()
+        for request in new:
+            if request.WhichOneof("message") == "chunk":
+                checksum.add(request.chunk)
+        new = [
+            pb.PushSparseRequest(commit=checksum.commit()) if request.WhichOneof("message") == "commit" else request
+            for request in new
+        ]
+    return new if SERVICE.methods_by_name[rpc].client_streaming else new[:1] or requests[:1]
+
+
+def campaign(inputs: int, seed: int, **settings: object) -> Counter[str]:
+    """Make so many calls; return how many ended how.
+
+    Raises:
+        AssertionError: one ended with an internal error, or changed what it must not.
+    """
+    chance = random.Random(seed)
+    others = good_chunks()
+    outcomes: Counter[str] = Counter()
+    rpcs = [method.name for method in SERVICE.methods] + 12 * ["PushSparse"]
+    service = Service(**settings)
+    try:
+        for number in range(inputs):
+            if not service.usable:  # a changed call was obeyed, and ended the run, or used all steps up
+                service.close()
+                service = _again(number, settings)
+            rpc = chance.choice(rpcs)
+            requests = changed(rpc, service.good(rpc, chance), others, chance)
+            outcomes[_try(service, rpc, requests, number)] += 1
+            if number % 50 == 49 and service.usable:  # it still serves whom it should
+                good = service.push(chance)
+                assert service.call("PushSparse", list(good))[0].version == service.engine.require_model(None).version
+    finally:
+        service.close()
+    return outcomes
+
+
+def _again(number: int, settings: dict[str, object]) -> Service:
+    directory = settings.get("data_dir")
+    return Service(**(settings | ({"data_dir": f"{directory}/{number}"} if directory else {})))
+
+
+def _try(service: Service, rpc: str, requests: list[Any], number: int) -> str:
+    model = service.engine.require_model(None)
+    before, version = model.theta.clone(), model.version
+    try:
+        service.call(rpc, requests)
+        outcome = "obeyed"
+    except Ended as ended:
+        outcome = ended.code.name
+    assert outcome != "INTERNAL", f"input {number}, {rpc}: {requests}"
+    now = service.engine.require_model(None)
+    same = now is model and torch.equal(model.theta.view(torch.int32), before.view(torch.int32))
+    if outcome == "obeyed" and rpc in ("RestoreModel", "UploadModel"):  # what was changed may still make sense
+        assert now.generation != model.generation or same
+        service.generation = now.generation
+    elif outcome != "obeyed" or rpc != "PushSparse":
+        assert same, f"input {number} has changed the parameters: {outcome}, {rpc}: {requests}"
+        assert now.version == version
+    else:
+        assert now.version in (version, version + 1)
+        assert bool(torch.isfinite(model.theta).all())
+    return outcome
+
+
+def main() -> int:
+    """Run the long campaign, in the memory and over a data directory."""
+    parser = argparse.ArgumentParser(prog="make fuzz-service", description=__doc__)
+    parser.add_argument("--inputs", type=int, default=100_000, help="calls (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for number, part in enumerate(_parts(arguments.inputs)):
+        with TemporaryDirectory() as directory:
+            settings: dict[str, object] = {"data_dir": directory} if number % 2 else {}
+            outcomes = campaign(part, arguments.seed + number, **settings)
+        print(f"{part} calls: " + ", ".join(f"{name} {count}" for name, count in outcomes.most_common()), flush=True)
+    return 0
+
+
+def _parts(inputs: int, size: int = 10_000) -> Iterator[int]:
+    while inputs > 0:
+        yield min(size, inputs)
+        inputs -= size
+
+
+if __name__ == "__main__":
+    sys.exit(main())
