@@ -1,6 +1,7 @@
 """Prometheus metrics of one shard, in a registry of their own."""
 
 import threading
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -56,6 +57,23 @@ class Metrics:
         self.live_workers = Gauge("psservice_live_workers", "Workers holding a lease", registry=registry)
         self.version = Gauge("psservice_version", "Version of the shard", registry=registry)
         self.queued = Gauge("psservice_queued", "Jobs waiting for the writer", registry=registry)
+        self.durable = Gauge("psservice_durable", "1 while pushes can be written down as promised", registry=registry)
+        self.durable.set(1)
+        self.journal_bytes = Gauge("psservice_journal_bytes", "Appended to the journal since start", registry=registry)
+        self.snapshot_version = Gauge("psservice_snapshot_version", "Version of the newest snapshot", registry=registry)
+        self.snapshot_unix_seconds = Gauge(
+            "psservice_snapshot_unix_seconds", "When the newest snapshot was taken", registry=registry
+        )
+
+    def follow(self, queued: Callable[[], int], journal_bytes: Callable[[], int]) -> None:
+        """Ask for these numbers whenever they are read."""
+        self.queued.set_function(queued)
+        self.journal_bytes.set_function(journal_bytes)
+
+    def observe_snapshot(self, version: int, unix_seconds: float) -> None:
+        """Note the newest snapshot."""
+        self.snapshot_version.set(version)
+        self.snapshot_unix_seconds.set(unix_seconds)
 
     def observe_push(self, answer: PushAnswer) -> None:
         """Count a push that was applied."""

@@ -39,6 +39,7 @@ from psservice.history import (
     layout_to_plain,
 )
 from psservice.membership import Identity, PushAnswer
+from psservice.metrics import Metrics
 from psservice.rules.update import subtract
 from psservice.settings import ServerSettings
 
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
+_POLL_SECONDS = 1.0
 _PATIENCE = 3
 """Periods after which a shard that hears of no checkpoint takes a snapshot for itself."""
 
@@ -92,6 +94,7 @@ class Persistence:
         """Held while buffers are averaged in and noted, so that a snapshot falls between two of these."""
         self._stop, self._told = threading.Event(), threading.Event()
         self._followed = ""
+        self._bytes_behind = 0  # of the journal, where the newest snapshot was begun
         self._thread: threading.Thread | None = None
         self._taking = threading.Lock()
         self.last_snapshot: Snapshot | None = None
@@ -135,7 +138,7 @@ class Persistence:
             history.model.generation = sibling_generation(manifest.generation)
         engine.adopt(history)
         self._store.begin(max(past.last_segment + 1, manifest.segment))
-        self.last_snapshot = past.snapshot
+        self._note(past.snapshot, engine.metrics)
         log.info(
             "recovered",
             extra={
@@ -295,7 +298,7 @@ class Persistence:
         if self._store is None or engine.model is None:
             return None
         with self._taking:
-            return self._write(engine.writer.run(lambda: self.copy(engine, checkpoint, clean=clean)))
+            return self._write(engine.writer.run(lambda: self.copy(engine, checkpoint, clean=clean)), engine.metrics)
 
     def take_inside(self, engine: "Engine") -> None:
         """Take a snapshot of a model that was just installed, on the writer thread, before anybody is told of it.
@@ -306,7 +309,7 @@ class Persistence:
         if self._store is None:
             return
         try:
-            self._write(self.copy(engine, "", clean=False))
+            self._write(self.copy(engine, "", clean=False), engine.metrics)
         except StorageError as error:
             raise _not_durable(error) from error
 
@@ -316,6 +319,7 @@ class Persistence:
         assert engine.model is not None
         with self.averaging:
             segment = self._store.rotate()
+            self._bytes_behind = self.journal_bytes
             weight, buffers = engine.buffers.export() if engine.buffers else (0.0, {})
         model, layout = engine.model, engine.model.layout
         known, last_pushes = engine.membership.remembered()
@@ -361,11 +365,16 @@ class Persistence:
         tensors = {THETA: model.theta.clone()}
         return Moment(manifest, tensors | {f"{BUFFER_PREFIX}{name}": value for name, value in buffers.items()})
 
-    def _write(self, moment: Moment) -> Snapshot:
+    def _note(self, snapshot: Snapshot, metrics: Metrics) -> None:
+        self.last_snapshot = snapshot
+        metrics.observe_snapshot(snapshot.manifest.version, snapshot.manifest.created_unix_seconds)
+
+    def _write(self, moment: Moment, metrics: Metrics) -> Snapshot:
         assert self._store is not None
         started = time.monotonic()
         on_host = {name: tensor.cpu().contiguous() for name, tensor in moment.tensors.items()}
-        snapshot = self.last_snapshot = self._store.write(moment.manifest, on_host)
+        snapshot = self._store.write(moment.manifest, on_host)
+        self._note(snapshot, metrics)
         log.info(
             "snapshot taken",
             extra={
@@ -380,12 +389,16 @@ class Persistence:
     def _work(self, engine: "Engine") -> None:
         """Shard 0 takes a checkpoint every period; the others when they are told of one, or long after nobody did."""
         period = self._settings.snapshot_seconds * (1 if engine.is_coordinator else _PATIENCE)
+        tried = time.monotonic()
         while not self._stop.is_set():
-            told = self._told.wait(period)
+            told = self._told.wait(min(_POLL_SECONDS, period))
             self._told.clear()
             model, last = engine.model, self.last_snapshot
-            if self._stop.is_set() or model is None:
+            long_journal = self.journal_bytes - self._bytes_behind >= self._settings.journal_bytes
+            due = told or long_journal or time.monotonic() - tried >= period
+            if self._stop.is_set() or model is None or not due:
                 continue
+            tried = time.monotonic()
             unchanged = last is not None and _same(last.manifest, model.generation, model.version)
             if unchanged and not told:
                 continue
@@ -413,7 +426,7 @@ class Persistence:
             return
         try:
             if engine.model is not None:
-                self._write(self.copy(engine, "", clean=True))
+                self._write(self.copy(engine, "", clean=True), engine.metrics)
         except (StorageError, Refusal) as error:
             log.error("no snapshot at the end; the journal has everything", extra={"error": str(error)})
         self._store.close()

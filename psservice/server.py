@@ -66,7 +66,7 @@ class Server:
             self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable)
         except (StorageError, SecurityError) as error:
             raise StartError(str(error)) from error
-        self._metrics.queued.set_function(lambda: self.engine.writer.queued)
+        self._metrics.follow(lambda: self.engine.writer.queued, lambda: self.engine.persistence.journal_bytes)
         self._stop = threading.Event()
 
         self._server = _grpc_server(settings.rpc_threads, settings.rpc_threads * _MOST_QUEUED_CALLS)
@@ -140,6 +140,7 @@ class Server:
         self._stop.set()
 
     def _durable(self, healthy: bool) -> None:
+        self._metrics.durable.set(healthy)
         if not self._stopping:
             states = health_pb2.HealthCheckResponse
             self._set_health(states.SERVING if healthy else states.NOT_SERVING)

@@ -100,6 +100,9 @@ class ServerSettings(LayeredSettings):
     )
     fsync_interval_seconds: float = Field(1.0, gt=0, description="between two of these, with --fsync interval")
     snapshot_seconds: float = Field(300.0, gt=0, description="between two snapshots")
+    journal_bytes: int = Field(
+        1 << 30, ge=1 << 20, description="journal behind the newest snapshot from which another is taken at once"
+    )
     keep_snapshots: int = Field(3, ge=1, description="snapshots kept, and with them the journal behind the oldest")
     recover: Literal["strict", "last-good"] = Field(
         "strict", description="at damage inside the journal: refuse to start, or go back to the version before it"

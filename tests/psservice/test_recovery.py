@@ -25,6 +25,7 @@ from psservice.metrics import Metrics
 from psservice.run import RunState
 from psservice.settings import ServerSettings
 from psservice.streams import PushReader, read_push
+from tests.system.tools import wait_until
 
 BUFFERS = (TensorSpec("mean", (3,), F32), TensorSpec("half", (2,), F16), TensorSpec("count", (), torch.int64))
 LAYOUT = layout_of((60, F32), (30, BF16), (30, F16), buffers=BUFFERS)
@@ -400,6 +401,17 @@ def test_old_snapshots_go_and_the_journal_with_them(directory):
         kept = sorted(path.name for path in (directory / "shard-0-of-1" / "snapshots").iterdir())
         assert [name.split("-v")[1] for name in kept] == ["4", "5"]
         assert segment_numbers(directory / "shard-0-of-1" / "journal")[0] == int(kept[0].split("-")[0])
+
+
+def test_a_long_journal_is_cut_by_a_snapshot_before_its_time(directory):
+    with Shard(directory, journal_bytes=1 << 20) as engine:
+        begin(engine)
+        first = engine.persistence.last_snapshot
+        everything = Segment(engine.span, None, values())
+        for step in range(1, 3000):
+            send(engine, step, everything)
+        wait_until(lambda: engine.persistence.last_snapshot is not first)
+        assert engine.persistence.last_snapshot.manifest.version > 1000
 
 
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
