@@ -24,6 +24,7 @@ torch.manual_seed(int(name[1:]))
 parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((2000,), (3, 4), ())]
 settings = ClientSettings(deadline_seconds=1, patience_seconds=1.5, connect_seconds=30, dense_below=10)
 optimizer = psclient.GradientDropping(parameters, lr=1.0, density=0.02, server=server, worker=name, settings=settings)
+print("ready", flush=True)
 total = [torch.zeros_like(p) for p in parameters]
 while optimizer._exchange.step < int(steps):
     before = optimizer._exchange.step
@@ -59,13 +60,16 @@ def test_stopped_servers_lose_and_double_nothing(shards, tmp_path):
         outs = [tmp_path / f"w{i}.pt" for i in range(3)]
         workers = [
             subprocess.Popen(
-                [sys.executable, "-c", WORKER, server.server, f"w{i}", "40", str(out)],
+                [sys.executable, "-c", WORKER, server.server, f"w{i}", "300", str(out)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
             for i, out in enumerate(outs)
         ]
+        assert [worker.stdout.readline() for worker in workers] == [
+            "ready\n"
+        ] * 3  # the first contact has its own patience
         for pause in (0.3, 2.0, 0.1, 2.0):  # shorter and longer than the workers' patience
             process = random.choice(server.processes)
             os.kill(process.pid, signal.SIGSTOP)
