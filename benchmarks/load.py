@@ -91,7 +91,7 @@ def _one_server(plan: Plan, size: int, points: Sequence[Point], seconds: float) 
     ):
         with RawWorker(server.addresses[0], layout, "uploader"):
             pass
-        process, files = psutil.Process(server.processes[0].pid), {}
+        process, files, warm = psutil.Process(server.processes[0].pid), {}, False
         for point in points:
             if not plan.has_time(3 * seconds):
                 yield point, None
@@ -102,6 +102,9 @@ def _one_server(plan: Plan, size: int, points: Sequence[Point], seconds: float) 
             path, push_bytes = files[point.density]
             names = [f"worker-{number}" for number in range(point.workers)]
             with Generators(server.addresses[0], path, names, os.cpu_count() or 1) as generators:
+                if not warm:  # the first pushes find nothing compiled and no memory touched
+                    generators.measure(process, seconds)
+                    warm = True
                 yield point, Load(push_bytes, generators.measure(process, seconds))
 
 

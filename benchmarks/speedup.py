@@ -63,6 +63,8 @@ def run(plan: Plan) -> Section:
         f"every value type ({', '.join(measured.value_types)}) was measured, top-k replies travel in that of the push. "
         "Where workers and server have GPUs, the truth lies between both kinds of curve; bytes alone are the upper "
         "bound.",
+        f"Beside the table's costs each call of gRPC takes {measured.call * 1e3:.1f} ms of its caller here (two a "
+        "step), which CPU costs include.",
         "Published curves: Yan et al., ICPP 2020. Read them as upper bounds: the code of that measurement answers with "
         "the worker's own push, and its ASGD sends float64.",
     ]

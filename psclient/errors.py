@@ -12,6 +12,7 @@ from grpc_status import rpc_status
 
 from pscore.reasons import DOMAIN, Reason, Refusal
 
+START_FIRST = "Start the server first, or raise PSCLIENT_CONNECT_SECONDS"
 STEP_AGAIN = "Nothing is lost: call step() again, or raise PSCLIENT_PATIENCE_SECONDS"
 
 _TRANSIENT = frozenset(
@@ -167,6 +168,8 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
         return Refusal(reason, detail, retry_seconds=retry_seconds, **metadata)
     if code in _TRANSIENT:
         return Transient(f"{code.name}: {detail}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        detail += "; is this the port for workers (--listen), or that of the health check?"
     return ServerFaultError(f"the server answered {code.name}: {detail}")
 
 

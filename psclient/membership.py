@@ -8,11 +8,14 @@ import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import grpc
 
 from psclient.connection import Patience, quietly
 from psclient.errors import (
+    START_FIRST,
+    STEP_AGAIN,
     ConfigurationError,
     ServerNotReadyError,
     Transient,
@@ -132,7 +135,11 @@ class Membership:
             else min(_FIRST_DEADLINE_SECONDS, self.settings.deadline_seconds)
         )
         return Patience(
-            shard.address, seconds + extra_seconds, deadline + extra_seconds, limit=lambda: self._hurry_until
+            shard.address,
+            seconds + extra_seconds,
+            deadline + extra_seconds,
+            STEP_AGAIN if self._joined else START_FIRST,
+            limit=lambda: self._hurry_until,
         )
 
     def join(self) -> None:
@@ -155,6 +162,13 @@ class Membership:
         if not self._joined:
             self._joined = True
             self.leases.start()
+
+    def _wanted_codecs(self) -> list["pb.IndexCodec.ValueType"]:
+        """Return the index codecs for replies: what can be read, or the one that the settings name."""
+        chosen = INDEX_CODECS.get(self.settings.index_codec)
+        if chosen is None:
+            return [*READABLE_INDEX_CODECS]
+        return [pb.INDEX_CODEC_DENSE, cast("pb.IndexCodec.ValueType", chosen)]
 
     def _try_join(self, seconds: float) -> bool:
         answers = [self._join_shard(shard, seconds) for shard in reversed(self.shards[1:])]
@@ -211,7 +225,7 @@ class Membership:
             num_shards=len(self.shards),
             generation_seen=generation_seen,
             has_replica=self._has_replica,
-            index_codecs=READABLE_INDEX_CODECS,
+            index_codecs=self._wanted_codecs(),
             value_codecs=READABLE_VALUE_CODECS,
         )
         alive_until: float | None = None

@@ -44,7 +44,8 @@ class ClientSettings(LayeredSettings):
     value_type: str = Field("fp32", description="how pushed values travel: " + ", ".join(VALUE_CODECS))
     index_codec: str = Field(
         "auto",
-        description="how pushed indices travel; auto weighs bytes against time: auto, " + ", ".join(INDEX_CODECS),
+        description="how indices travel, both ways; auto weighs bytes against time by the measured link, so that it "
+        "spends bytes on a fast one: auto, " + ", ".join(INDEX_CODECS),
     )
     selector: str = Field(
         DEFAULT_SELECTOR, description="how the entries of a push are selected: " + ", ".join(SELECTORS)
