@@ -55,6 +55,9 @@ class Metrics:
         )
         self.live_workers = Gauge("psservice_live_workers", "Workers holding a lease", registry=registry)
         self.version = Gauge("psservice_version", "Version of the shard", registry=registry)
+        self.clock_spread = Gauge(
+            "psservice_clock_spread", "Pushes from the slowest live worker to the fastest", registry=registry
+        )
         self.queued = Gauge("psservice_queued", "Jobs waiting for the writer", registry=registry)
 
     def observe_push(self, answer: PushAnswer) -> None:

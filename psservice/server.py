@@ -67,6 +67,7 @@ class Server:
         except (StorageError, SecurityError) as error:
             raise StartError(str(error)) from error
         self._metrics.queued.set_function(lambda: self.engine.writer.queued)
+        self._metrics.clock_spread.set_function(self.engine.membership.clock_spread)
         self._stop = threading.Event()
 
         self._server = _grpc_server(settings.rpc_threads, settings.rpc_threads * _MOST_QUEUED_CALLS)

@@ -188,7 +188,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         with self._admitted(context, "PushSparse") as caller:
 
             def open_push(header: pb.PushHeader) -> PushReader:
-                engine.check_push(self._identity(caller, header.identity))
+                engine.check_push(self._identity(caller, header.identity), header.step)
                 if header.step == 0:
                     raise Refusal(Reason.BAD_REQUEST, "steps count from 1")
                 return PushReader([Span(group.start, group.start + group.length) for group in header.plan], engine.span)

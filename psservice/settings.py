@@ -105,6 +105,21 @@ class ServerSettings(LayeredSettings):
         "strict", description="at damage inside the journal: refuse to start, or go back to the version before it"
     )
 
+    max_staleness: int = Field(
+        0, ge=0, description="refuse a push staler than this; its payload goes back into the residual; 0 for no cut-off"
+    )
+    ssp_bound: int = Field(
+        0,
+        ge=0,
+        description="pushes that a worker may be ahead of the slowest live one; 0 for no bound",
+    )
+    max_update_norm: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="refuse a push whose L2 norm on this shard is above it; 0 for no cap",
+    )
+
     lease_seconds: float = Field(15.0, ge=0.5, description="life of a worker's lease without renewal")
     chunk_bytes: int = Field(
         DEFAULT_CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES, description="largest payload of a message"
