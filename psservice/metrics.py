@@ -58,6 +58,7 @@ class Metrics:
         self.clock_spread = Gauge(
             "psservice_clock_spread", "Pushes from the slowest live worker to the fastest", registry=registry
         )
+        self.bytes_in_flight = Gauge("psservice_bytes_in_flight", "What calls occupy now", registry=registry)
         self.queued = Gauge("psservice_queued", "Jobs waiting for the writer", registry=registry)
 
     def observe_push(self, answer: PushAnswer) -> None:

@@ -128,6 +128,15 @@ class ServerSettings(LayeredSettings):
         1.0, gt=0, description="changed entries remembered for exact replies, as a multiple of the shard's elements"
     )
     apply_queue_limit: int = Field(256, ge=1, description="commits that may wait for the writer before BUSY")
+    stream_bytes: int = Field(
+        0, ge=0, description="what one push or upload may occupy here; 0 for more than any valid one of the shard does"
+    )
+    worker_bytes: int = Field(
+        0, ge=0, description="what all calls of a worker may occupy before BUSY; 0 for twice what one stream may"
+    )
+    inflight_bytes: int = Field(
+        1 << 30, ge=1, description="what all calls may occupy before BUSY; the oldest always gets through"
+    )
     rpc_threads: int = Field(64, ge=4, description="calls served at once")
     compute_threads: int = Field(0, ge=0, description="CPU threads of a tensor operation; 0 leaves torch's default")
     drain_seconds: float = Field(20.0, ge=0, description="time for running calls to end after SIGTERM")
