@@ -59,6 +59,9 @@ class Metrics:
             "psservice_clock_spread", "Pushes from the slowest live worker to the fastest", registry=registry
         )
         self.bytes_in_flight = Gauge("psservice_bytes_in_flight", "What calls occupy now", registry=registry)
+        self.calls_cut = Counter(
+            "psservice_calls_cut", "Calls cancelled because the client stalled", ["rpc", "why"], registry=registry
+        )
         self.queued = Gauge("psservice_queued", "Jobs waiting for the writer", registry=registry)
 
     def observe_push(self, answer: PushAnswer) -> None:

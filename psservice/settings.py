@@ -137,6 +137,10 @@ class ServerSettings(LayeredSettings):
     inflight_bytes: int = Field(
         1 << 30, ge=1, description="what all calls may occupy before BUSY; the oldest always gets through"
     )
+    stream_idle_seconds: float = Field(
+        60.0, gt=0, description="cancel a call whose client sends nothing that is due, or does not read, for so long"
+    )
+    stream_seconds: float = Field(3600.0, gt=0, description="cancel a call that waits for its client after this time")
     rpc_threads: int = Field(64, ge=4, description="calls served at once")
     compute_threads: int = Field(0, ge=0, description="CPU threads of a tensor operation; 0 leaves torch's default")
     drain_seconds: float = Field(20.0, ge=0, description="time for running calls to end after SIGTERM")
