@@ -83,7 +83,7 @@ class InProcessShard:
         """Decode and validate a push, as the server does while it arrives."""
 
         def open_push(header: pb.PushHeader) -> PushReader:
-            self.engine.check_push(self.identity)
+            self.engine.check_push(self.identity, header.step)
             plan = [Span(group.start, group.start + group.length) for group in header.plan]
             return PushReader(plan, self.engine.span)
 

@@ -171,7 +171,7 @@ class Cluster:
                 shard.forget_base()
             if answer.reason is Reason.RUN_FINISHED:
                 self.membership.run_finished = True
-            elif answer.reason not in REJOIN_REASONS:
+            elif answer.reason not in REJOIN_REASONS and answer.reason is not Reason.TOO_STALE:
                 outcome.error = answer
         return rejoin
 

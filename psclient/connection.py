@@ -9,7 +9,7 @@ from types import TracebackType
 
 import grpc
 
-from psclient.errors import STEP_AGAIN, ConfigurationError, ServerUnreachableError, SparsepsError, Transient
+from psclient.errors import STEP_AGAIN, ConfigurationError, SparsepsError, Transient, out_of_patience
 from pscore.channels import ChannelError, Security, open_channel
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
@@ -110,13 +110,13 @@ class Patience:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Swallow a transient failure after a delay, or raise :class:`ServerUnreachableError` at the end."""
+        """Swallow a transient failure after a delay, or raise ``ServerUnreachableError`` at the end."""
         if not isinstance(error, Transient):
             return False
         elapsed = time.monotonic() - self._started
         delay = error.retry_seconds or self._delay * random.uniform(0.5, 1.5)
         if elapsed + delay >= self._seconds or time.monotonic() + delay >= self._limit():
-            raise ServerUnreachableError(self.address, elapsed, str(error), self._hint) from None
+            raise out_of_patience(self.address, elapsed, error, self._hint) from None
         if not self._warned and error.retry_seconds is None:
             self._warned = True
             log.warning("%s does not answer (%s); trying for %.0f s more", self.address, error, self._seconds - elapsed)

@@ -25,6 +25,9 @@ _TRANSIENT = frozenset(
     }
 )
 
+_LATER = frozenset({Reason.BUSY, Reason.TOO_FAR_AHEAD, Reason.DRAINING, Reason.NOT_DURABLE})
+"""Reasons for which the same call will do later."""
+
 
 class SparsepsError(Exception):
     """Base of all errors of this library."""
@@ -71,6 +74,23 @@ class ServerUnreachableError(SparsepsError):
         super().__init__(
             f"{address} did not answer for {seconds:.0f} s ({why}); check that `psservice serve` runs there and that "
             f"the address can be reached. {hint}"
+        )
+        self.address = address
+        self.seconds = seconds
+
+
+class HeldBackError(ServerUnreachableError):
+    """The run's bound on leads (``--ssp-bound``) has held this worker back for longer than its patience.
+
+    As after any :class:`ServerUnreachableError`, the optimizer stays usable, and the next ``step()`` goes on.
+    """
+
+    def __init__(self, address: str, seconds: float, why: str, hint: str) -> None:
+        """Say how long, for whom, and what to do."""
+        SparsepsError.__init__(
+            self,
+            f"waited {seconds:.0f} s for slower workers ({address}: {why}); look after the slowest one, or start the "
+            f"server with a larger --ssp-bound. {hint}",
         )
         self.address = address
         self.seconds = seconds
@@ -126,6 +146,26 @@ class RefusedError(SparsepsError):
         self.reason = refusal.reason.name
 
 
+class UpdateTooLargeError(RefusedError):
+    """The L2 norm of this step's update is above ``--max-update-norm``; its payload is back in the residual.
+
+    Attributes:
+        norm: of the update at the shard that refused it.
+        limit: the server's.
+    """
+
+    def __init__(self, refusal: Refusal) -> None:
+        """Say both numbers and what to do."""
+        super().__init__(refusal)
+        self.norm = float(refusal.metadata.get("norm", "nan"))
+        self.limit = float(refusal.metadata.get("max_update_norm", "nan"))
+        self.args = (
+            f"the server refused this step's update: {refusal.detail}. It was not applied and is back in the residual, "
+            "so the next one holds it too: lower the learning rate, clip gradients, or raise --max-update-norm; "
+            "optimizer.state.clear() drops what is held",
+        )
+
+
 class NonFiniteGradientError(SparsepsError):
     """A gradient is infinite or not a number; nothing was changed or sent.
 
@@ -149,18 +189,19 @@ class AccessError(SparsepsError):
 class Transient(Exception):  # noqa: N818 - never leaves the library: it is answered with another attempt
     """A call failed in a way that trying again may mend."""
 
-    def __init__(self, why: str, retry_seconds: float | None = None) -> None:
-        """Carry what was heard and when the server wants to be asked again."""
+    def __init__(self, why: str, retry_seconds: float | None = None, reason: Reason | None = None) -> None:
+        """Carry what was heard, when the server wants to be asked again, and its reason where it has given one."""
         super().__init__(why)
         self.retry_seconds = retry_seconds
+        self.reason = reason
 
 
 def from_rpc_error(error: grpc.RpcError) -> Exception:
     """Return what a failed call means: a :class:`Refusal`, a :class:`Transient`, or a :class:`ServerFaultError`."""
     code, detail = error.code(), error.details() or ""
     reason, metadata, retry_seconds = _details(error)
-    if reason in (Reason.BUSY, Reason.DRAINING, Reason.NOT_DURABLE):
-        return Transient(detail, retry_seconds)
+    if reason in _LATER:
+        return Transient(detail, retry_seconds, reason)
     if reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED):
         return AccessError(detail)  # no refusal: it says nothing about what became of an earlier attempt
     if reason is not None:
@@ -171,6 +212,12 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
     if code is grpc.StatusCode.UNIMPLEMENTED:
         detail += "; is this the port for workers (--listen), or that of the health check?"
     return ServerFaultError(f"the server answered {code.name}: {detail}")
+
+
+def out_of_patience(address: str, seconds: float, last: Transient, hint: str) -> ServerUnreachableError:
+    """Return the error of an undertaking whose last attempt, after ``seconds`` in all, has failed like this."""
+    kind = HeldBackError if last.reason is Reason.TOO_FAR_AHEAD else ServerUnreachableError
+    return kind(address, seconds, str(last), hint)
 
 
 def from_refusal(refusal: Refusal) -> SparsepsError:
@@ -189,6 +236,8 @@ def from_refusal(refusal: Refusal) -> SparsepsError:
             return RunFinishedError(text)
         case Reason.NOT_INITIALISED:
             return ServerNotReadyError(text)
+        case Reason.UPDATE_TOO_LARGE:
+            return UpdateTooLargeError(refusal)
         case _:
             return RefusedError(refusal)
 

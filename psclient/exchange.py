@@ -33,12 +33,14 @@ class Exchange:
     Attributes:
         step: the last step that was begun.
         acknowledged_step: the last one that some shard has applied.
+        refused: parts of pushes that went back into the residual, so far.
     """
 
     def __init__(self, cluster: Cluster, pusher: Pusher, compressor: Compressor) -> None:
         """Begin at step 0."""
         self.step = 0
         self.acknowledged_step = 0
+        self.refused = 0
         self._cluster = cluster
         self._pusher = pusher
         self._compressor = compressor
@@ -97,6 +99,7 @@ class Exchange:
         outcome = self._cluster.settle()
         self.give_back(outcome.refused)
         report.refused = len(outcome.refused)
+        self.refused += report.refused
         if outcome.answers:
             self.acknowledged_step = self.step
             report.staleness = max(answer.staleness for answer in outcome.answers.values())

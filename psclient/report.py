@@ -23,7 +23,8 @@ class StepReport:
         pull_entries: entries received.
         reply_mode: ``exact`` or ``topk``: the coordinator's.
         changed_density: what changed on the coordinator since the last pull, over its elements.
-        refused: parts of the push that went back into the residual.
+        refused: parts of the push that went back into the residual, as one that is too stale; with overlap, known when
+            the next step ends.
         wanted_entries: entries that the density asks for, over the tensors that are selected from.
         selected_entries: entries that were selected from them.
         round_trip_seconds: from the commit of the push that the reply answers until that reply was whole; with
@@ -70,6 +71,7 @@ class Totals:
 
     Attributes:
         upload_bytes: message bytes of whole models that this worker has uploaded; not part of ``push_bytes``.
+        refused: parts of pushes that went back into the residual.
     """
 
     push_bytes: int = 0
@@ -79,6 +81,7 @@ class Totals:
     pull_entries: int = 0
     samples: int = 0
     upload_bytes: int = 0
+    refused: int = 0
 
     def add(self, report: StepReport) -> None:
         """Add one step."""

@@ -111,6 +111,7 @@ class Stepper:
         report = StepReport(self._exchange.step)
         self._exchange.count(report, self._cluster.pull())
         self.totals.add(report)
+        self.totals.refused = self._exchange.refused
 
     def rest(self) -> None:
         """Come to rest: nothing goes on in the background, and no push is in doubt."""
@@ -254,6 +255,7 @@ class Stepper:
             self._samples_since_exchange = 0
         self.totals.add(report)
         self.totals.upload_bytes = self._membership.upload_bytes
+        self.totals.refused = self._exchange.refused
         self._momentum_advice.check(self._membership.live_workers, self._groups.all)
         self._interrupted.clear()
 

@@ -35,6 +35,9 @@ class Reason(Enum):
     UNAUTHENTICATED = ("UNAUTHENTICATED", "give the caller a token that the server's --tokens file has")
     PERMISSION_DENIED = ("PERMISSION_DENIED", "use a token with the role, or of the worker, that the call is for")
     NOT_DURABLE = ("UNAVAILABLE", "come back after the delay; see to the server's disk (--data-dir) if it stays so")
+    TOO_STALE = ("ABORTED", "give the update back to the residual, pull, and go on")
+    TOO_FAR_AHEAD = ("RESOURCE_EXHAUSTED", "come back after the delay; slower workers catch up meanwhile")
+    UPDATE_TOO_LARGE = ("INVALID_ARGUMENT", "lower the learning rate or clip gradients, or raise --max-update-norm")
     DRAINING = ("UNAVAILABLE", "the server is stopping; wait until it is back")
 
     def __init__(self, status_name: str, advice: str) -> None:

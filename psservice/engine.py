@@ -29,6 +29,7 @@ from psservice.history import History, on_device
 from psservice.membership import Identity, Member, Membership, PushAnswer
 from psservice.metrics import Metrics, Traffic
 from psservice.persistence import Persistence
+from psservice.rules.admission import Admission
 from psservice.rules.reply import reply_rule
 from psservice.rules.update import subtract
 from psservice.run import Run, RunState
@@ -119,6 +120,9 @@ class Engine:
             settings.lease_seconds,
             lambda: reply_rule(settings.down_mode, settings.exact_limit),
             on_expire=self._expired,
+        )
+        self.admission = Admission(
+            settings.max_staleness, settings.ssp_bound if coordinates else 0, settings.max_update_norm
         )
         self.writer = Writer(settings.apply_queue_limit)
         self.model: ModelShard | None = None
@@ -246,16 +250,23 @@ class Engine:
 
     # Training
 
-    def check_push(self, identity: Identity) -> None:
-        """Refuse at the header what no commit could change: draining, no lease. The writer decides the rest."""
+    def check_push(self, identity: Identity, step: int) -> None:
+        """Refuse at the header what need not be received: draining, no lease, a new push too far ahead of the others.
+
+        The writer decides the rest, and the lead once more.
+        """
         self._require_serving()
-        self.membership.require(identity)
+        member = self.membership.require(identity)
+        if step > self.membership.record(identity).step and self.run.state is RunState.TRAINING:
+            self._require_in_step(member)
 
     def commit(self, push: Push) -> tuple[PushAnswer, bool]:
         """Apply a push once; return the answer and whether this identity had been answered before."""
         span = self.span
         ordered = sorted(push.segments, key=lambda segment: segment.span.start)
-        update = on_device(merge(span, ordered), self.device)
+        merged = merge(span, ordered)
+        norm = self.admission.norm(merged)
+        update = on_device(merged, self.device)
         body = self.persistence.written(push.messages)
 
         def apply() -> tuple[PushAnswer, bool]:
@@ -272,6 +283,9 @@ class Engine:
                     Reason.VERSION_IN_FUTURE, f"base version {push.base_version}, the server has {model.version}"
                 )
             staleness = model.version - push.base_version
+            self.admission.require_fresh(staleness)
+            self._require_in_step(member)
+            self.admission.require_small(norm)
             number = self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0))
             started = time.perf_counter_ns()
             try:
@@ -283,6 +297,7 @@ class Engine:
             self.membership.remember_push(push.identity, push.step, answer)
             member.last_step, member.staleness = push.step, staleness
             member.pushes += 1
+            self.membership.tick(member)
             member.samples += push.samples
             self.metrics.observe_push(answer)
             if self.run.count(version, push.samples):
@@ -413,6 +428,10 @@ class Engine:
         if self.draining:
             raise Refusal(Reason.DRAINING, "the server is stopping")
 
+    def _require_in_step(self, member: Member) -> None:
+        if self.admission.ssp_bound:
+            self.admission.require_in_step(self.membership.pace(member))
+
     @staticmethod
     def _require_same_model(ours: ModelLayout, theirs: ModelLayout) -> None:
         if ours.fingerprint == theirs.fingerprint:
@@ -441,7 +460,8 @@ class Engine:
         self.run.restore(history.run_id, history.run_state, manifest.method, manifest.method_settings, history.samples)
         live = [live.identity for live in history.workers.values()]
         for member in self.membership.restore(history.pushes, history.last_pushes, live):
-            member.index_codecs = history.workers[member.identity.worker_id].index_codecs
+            live_then = history.workers[member.identity.worker_id]
+            member.index_codecs, member.clock = live_then.index_codecs, live_then.clock
             member.last_step = self.membership.record(member.identity).step
         self._start = None
         self.metrics.version.set(history.model.version)

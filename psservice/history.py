@@ -26,6 +26,7 @@ from psservice.durability.records import Body, DamagedError, Record
 from psservice.durability.snapshots import Manifest, Snapshot, found
 from psservice.durability.store import Past, pasts
 from psservice.membership import Identity, PushAnswer, PushRecord
+from psservice.rules.admission import first_clock
 from psservice.rules.update import UpdateRule
 from psservice.run import RunState
 from psservice.shard.ledger import Support
@@ -84,6 +85,8 @@ class Live:
 
     identity: Identity
     index_codecs: frozenset[int]
+    clock: int
+    """See :class:`psservice.membership.Member`."""
 
 
 class History:
@@ -152,7 +155,9 @@ class History:
         )
         self.last_pushes = OrderedDict(manifest.last_pushes)
         self.workers = {
-            worker.worker_id: Live(Identity(worker.worker_id, worker.incarnation), frozenset(worker.index_codecs))
+            worker.worker_id: Live(
+                Identity(worker.worker_id, worker.incarnation), frozenset(worker.index_codecs), worker.clock
+            )
             for worker in manifest.workers
         }
         self.replayed = 0
@@ -229,7 +234,8 @@ class History:
         elif record.kind == JOINED:
             request = pb.JoinRequest.FromString(messages_in(record.body)[0])
             identity = _identity(request.identity)
-            self.workers[identity.worker_id] = Live(identity, frozenset(request.index_codecs))
+            others = (live.clock for name, live in self.workers.items() if name != identity.worker_id)
+            self.workers[identity.worker_id] = Live(identity, frozenset(request.index_codecs), first_clock(others))
         elif record.kind == LEFT:
             identity = _identity(pb.LeaveRequest.FromString(messages_in(record.body)[0]).identity)
             known = self.workers.get(identity.worker_id)
@@ -255,6 +261,9 @@ class History:
         self.pushes.move_to_end(identity)
         self.last_pushes[identity.worker_id] = (identity.incarnation, header.step)
         self.last_pushes.move_to_end(identity.worker_id)
+        live = self.workers.get(identity.worker_id)
+        if live is not None and live.identity == identity:
+            live.clock += 1
         self.samples += header.samples
 
     def _do_buffers(self, record: Record) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from pscore.reasons import Reason, Refusal
+from psservice.rules.admission import Pace, first_clock
 from psservice.rules.reply import ReplyRule
 from psservice.shard.replies import Downlink, ReplyMode
 
@@ -72,6 +73,10 @@ class Member:
     """Density of the last reply."""
     index_codecs: frozenset[int] = frozenset()
     """Which the worker reads."""
+    clock: int = 0
+    """Pushes since it joined, counted from the slowest live clock at that time."""
+    clock_moved: float = 0.0
+    """When it last pushed, or joined."""
 
 
 @dataclass
@@ -114,7 +119,8 @@ class Membership:
                     lease_seconds=f"{remaining:.3f}",
                 )
             if member is None:
-                member = Member(identity, Downlink(self.make_rule()), 0.0)
+                member = Member(identity, Downlink(self.make_rule()), 0.0, clock_moved=self.clock())
+                member.clock = first_clock(other.clock for other in self._members.values())
                 self._members[identity.worker_id] = member
             member.lease_end = self.clock() + self.lease_seconds
             return member
@@ -170,6 +176,29 @@ class Membership:
     def __len__(self) -> int:
         """Count the live members."""
         return len(self.members())
+
+    def pace(self, member: Member) -> Pace | None:
+        """Return where a member stands among the other live ones; ``None`` where there is no other."""
+        with self._lock:
+            self.expire()
+            others = [other for other in self._members.values() if other is not member]
+            if not others:
+                return None
+            slowest = min(others, key=lambda other: (other.clock, other.clock_moved))
+            return Pace(
+                member.clock, slowest.clock, slowest.identity.worker_id, max(0.0, self.clock() - slowest.clock_moved)
+            )
+
+    def tick(self, member: Member) -> None:
+        """Move a member's clock: a push of it was applied."""
+        with self._lock:
+            member.clock += 1
+            member.clock_moved = self.clock()
+
+    def clock_spread(self) -> int:
+        """Return how many pushes the slowest live member is behind the fastest."""
+        clocks = [member.clock for member in self.members()]
+        return max(clocks, default=0) - min(clocks, default=0)
 
     def reset_downlinks(self) -> None:
         """Forget every image: the model is another one."""

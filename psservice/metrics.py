@@ -56,6 +56,13 @@ class Metrics:
         )
         self.live_workers = Gauge("psservice_live_workers", "Workers holding a lease", registry=registry)
         self.version = Gauge("psservice_version", "Version of the shard", registry=registry)
+        self.clock_spread = Gauge(
+            "psservice_clock_spread", "Pushes from the slowest live worker to the fastest", registry=registry
+        )
+        self.bytes_in_flight = Gauge("psservice_bytes_in_flight", "What calls occupy now", registry=registry)
+        self.calls_cut = Counter(
+            "psservice_calls_cut", "Calls cancelled because the client stalled", ["rpc", "why"], registry=registry
+        )
         self.queued = Gauge("psservice_queued", "Jobs waiting for the writer", registry=registry)
         self.durable = Gauge("psservice_durable", "1 while pushes can be written down as promised", registry=registry)
         self.durable.set(1)

@@ -355,6 +355,7 @@ class Persistence:
                     worker_id=member.identity.worker_id,
                     incarnation=member.identity.incarnation,
                     index_codecs=sorted(member.index_codecs),
+                    clock=member.clock,
                 )
                 for member in engine.membership.members()
             ],

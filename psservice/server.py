@@ -25,6 +25,7 @@ from psservice.security import CertificateFiles, Gate, SecurityError, TokenFile
 from psservice.servicer import ParameterServerServicer
 from psservice.settings import ServerSettings, shown, split_address
 from psservice.upkeep import Upkeep
+from psservice.watchdog import Watchdog, WatchedCalls
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,13 @@ class Server:
         except (StorageError, SecurityError) as error:
             raise StartError(str(error)) from error
         self._metrics.follow(lambda: self.engine.writer.queued, lambda: self.engine.persistence.journal_bytes)
+        self._metrics.clock_spread.set_function(self.engine.membership.clock_spread)
         self._stop = threading.Event()
 
-        self._server = _grpc_server(settings.rpc_threads, settings.rpc_threads * _MOST_QUEUED_CALLS)
+        self._watchdog = Watchdog(settings.stream_idle_seconds, settings.stream_seconds, self._metrics)
+        self._server = _grpc_server(
+            settings.rpc_threads, settings.rpc_threads * _MOST_QUEUED_CALLS, WatchedCalls(self._watchdog)
+        )
         add_ParameterServerServiceServicer_to_server(ParameterServerServicer(self.engine, gate), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if self._wants_reflection():
@@ -130,6 +135,7 @@ class Server:
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self.engine.draining = True
         self._server.stop(self.settings.drain_seconds).wait()
+        self._watchdog.close()
         self.engine.close()
         self._upkeep.close()
         if self._health_server is not None:
@@ -181,9 +187,9 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _grpc_server(threads: int, most_calls: int | None) -> grpc.Server:
+def _grpc_server(threads: int, most_calls: int | None, *interceptors: grpc.ServerInterceptor) -> grpc.Server:
     pool = ThreadPoolExecutor(threads, thread_name_prefix="rpc")
-    return grpc.server(pool, options=_OPTIONS, maximum_concurrent_rpcs=most_calls)
+    return grpc.server(pool, interceptors=list(interceptors), options=_OPTIONS, maximum_concurrent_rpcs=most_calls)
 
 
 def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:

@@ -24,6 +24,7 @@ from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceServicer
 from pscore.version import __version__
 from psservice.engine import Engine, Push
+from psservice.inflight import Charge, InFlight, charged, largest_stream, segments_bytes
 from psservice.membership import Identity, Member
 from psservice.refusals import refusals_as_status
 from psservice.run import RunState
@@ -58,6 +59,8 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         self._engine, self._gate = engine, gate
         self._settings = engine.settings
         self._metrics = engine.metrics
+        self._inflight = InFlight(engine.settings.inflight_bytes)
+        self._metrics.bytes_in_flight.set_function(lambda: self._inflight.bytes)
         self._started = time.monotonic()
 
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinResponse:  # noqa: N802
@@ -137,14 +140,16 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         """Take the model in."""
         engine = self._engine
 
-        with self._admitted(context, "UploadModel") as caller:
+        with self._admitted(context, "UploadModel") as caller, self._stream() as charge:
 
             def open_upload(header: pb.UploadHeader) -> tuple[Span, int]:
-                engine.check_upload(self._identity(caller, header.identity, any_run=True), header.generation)
+                identity = self._identity(caller, header.identity, any_run=True)
+                charge.belongs_to(identity.worker_id)
+                engine.check_upload(identity, header.generation)
                 engine.run.follow(header.identity.run_id)
                 return engine.span, engine.upload_buffer_bytes()
 
-            header, segments, buffers = read_upload(request_iterator, open_upload)
+            header, segments, buffers = read_upload(charged(request_iterator, charge), open_upload)
             version = engine.finish_upload(
                 self._identity(caller, header.identity), header.generation, header.version, segments, buffers
             )
@@ -155,7 +160,8 @@ class ParameterServerServicer(ParameterServerServiceServicer):
     ) -> Iterator[pb.DownloadModelResponse]:
         """Send the model out."""
         engine = self._engine
-        with self._admitted(context, "DownloadModel"):
+        with self._admitted(context, "DownloadModel"), self._inflight.open() as charge:
+            charge.add(4 * engine.require_model(None).span.length)  # the copy, fp32
             copy = engine.copy_model()
             model = copy.model
             specs = model.layout.buffers if copy.buffers else ()
@@ -185,15 +191,17 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         """Take a push in and apply it."""
         engine = self._engine
 
-        with self._admitted(context, "PushSparse") as caller:
+        with self._admitted(context, "PushSparse") as caller, self._stream() as charge:
 
             def open_push(header: pb.PushHeader) -> PushReader:
-                engine.check_push(self._identity(caller, header.identity))
+                identity = self._identity(caller, header.identity)
+                charge.belongs_to(identity.worker_id)
+                engine.check_push(identity, header.step)
                 if header.step == 0:
                     raise Refusal(Reason.BAD_REQUEST, "steps count from 1")
                 return PushReader([Span(group.start, group.start + group.length) for group in header.plan], engine.span)
 
-            header, reader, segments = read_push(request_iterator, open_push)
+            header, reader, segments = read_push(charged(request_iterator, charge), open_push)
             identity = self._identity(caller, header.identity)
             answer, repeated = engine.commit(
                 Push(
@@ -224,8 +232,9 @@ class ParameterServerServicer(ParameterServerServiceServicer):
     ) -> Iterator[pb.PullDiffResponse]:
         """Send a worker what its replica lacks."""
         engine = self._engine
-        with self._admitted(context, "PullDiff") as caller:
+        with self._admitted(context, "PullDiff") as caller, self._reply() as charge:
             identity = self._identity(caller, request.identity)
+            charge.belongs_to(identity.worker_id)
             reply = engine.pull(
                 identity,
                 request.generation,
@@ -234,6 +243,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 replica_is_image=request.image,
                 link_bytes_per_second=request.link_bytes_per_second,
             )
+            charge.add(segments_bytes(reply.segments))
             header = pb.PullHeader(
                 mode=_REPLY_MODES[reply.mode],
                 version=reply.version,
@@ -253,23 +263,25 @@ class ParameterServerServicer(ParameterServerServiceServicer):
     ) -> Iterator[pb.ExchangeBuffersResponse]:
         """Average a worker's buffers."""
         engine = self._engine
-        with self._admitted(context, "ExchangeBuffers") as caller:
-            first = next(request_iterator, None)
+        with self._admitted(context, "ExchangeBuffers") as caller, self._stream() as charge:
+            requests = charged(request_iterator, charge)
+            first = next(requests, None)
             if first is None or first.WhichOneof("message") != "header":
                 raise Refusal(Reason.BAD_REQUEST, "an exchange of buffers begins with its header")
             header = first.header
             identity = self._identity(caller, header.identity)
+            charge.belongs_to(identity.worker_id)
             buffers = engine.require_buffers(identity, header.generation)
             reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
             received = frames.wire_bytes(first)
             while not reader.complete:
-                request = next(request_iterator, None)
+                request = next(requests, None)
                 if request is None:
                     break
                 received += frames.wire_bytes(request)
                 reader.read(request.buffers)
             data = reader.finish()
-            require_end(request_iterator)
+            require_end(requests)
             average = engine.exchange_buffers(identity, header.generation, header.step, header.samples, data)
             self._count("ExchangeBuffers", None, received=received)
             for piece in frames.encode_bytes(average, self._settings.chunk_bytes):
@@ -343,6 +355,19 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 raise Refusal(Reason.BAD_REQUEST, "name a version or a checkpoint to go back to")
             model = self._engine.roll_back(request.version if target == "version" else None, request.checkpoint)
             return pb.RestoreModelResponse(version=model.version, generation=model.generation)
+
+    def _stream(self) -> Charge:
+        """Open the charge of a stream that a worker sends."""
+        return self._inflight.open(self._largest_stream, self._settings.worker_bytes or 2 * self._largest_stream)
+
+    def _reply(self) -> Charge:
+        """Open the charge of an answer, which is as large as it is."""
+        return self._inflight.open(most_of_worker=self._settings.worker_bytes or 2 * self._largest_stream)
+
+    @property
+    def _largest_stream(self) -> int:
+        layout = self._engine.layout
+        return self._settings.stream_bytes or largest_stream(layout, self._engine.span.length if layout else 0)
 
     @contextmanager
     def _admitted(self, context: grpc.ServicerContext, rpc: str) -> Iterator[Caller]:

@@ -108,6 +108,21 @@ class ServerSettings(LayeredSettings):
         "strict", description="at damage inside the journal: refuse to start, or go back to the version before it"
     )
 
+    max_staleness: int = Field(
+        0, ge=0, description="refuse a push staler than this; its payload goes back into the residual; 0 for no cut-off"
+    )
+    ssp_bound: int = Field(
+        0,
+        ge=0,
+        description="pushes that a worker may be ahead of the slowest live one; 0 for no bound",
+    )
+    max_update_norm: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="refuse a push whose L2 norm on this shard is above it; 0 for no cap",
+    )
+
     lease_seconds: float = Field(15.0, ge=0.5, description="life of a worker's lease without renewal")
     chunk_bytes: int = Field(
         DEFAULT_CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES, description="largest payload of a message"
@@ -116,6 +131,19 @@ class ServerSettings(LayeredSettings):
         1.0, gt=0, description="changed entries remembered for exact replies, as a multiple of the shard's elements"
     )
     apply_queue_limit: int = Field(256, ge=1, description="commits that may wait for the writer before BUSY")
+    stream_bytes: int = Field(
+        0, ge=0, description="what one push or upload may occupy here; 0 for more than any valid one of the shard does"
+    )
+    worker_bytes: int = Field(
+        0, ge=0, description="what all calls of a worker may occupy before BUSY; 0 for twice what one stream may"
+    )
+    inflight_bytes: int = Field(
+        1 << 30, ge=1, description="what all calls may occupy before BUSY; the oldest always gets through"
+    )
+    stream_idle_seconds: float = Field(
+        60.0, gt=0, description="cancel a call whose client sends nothing that is due, or does not read, for so long"
+    )
+    stream_seconds: float = Field(3600.0, gt=0, description="cancel a call that waits for its client after this time")
     rpc_threads: int = Field(64, ge=4, description="calls served at once")
     compute_threads: int = Field(0, ge=0, description="CPU threads of a tensor operation; 0 leaves torch's default")
     drain_seconds: float = Field(20.0, ge=0, description="time for running calls to end after SIGTERM")

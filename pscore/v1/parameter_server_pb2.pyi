@@ -353,6 +353,12 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """No token, or one that is not known."""
     REFUSAL_REASON_PERMISSION_DENIED: _RefusalReason.ValueType  # 23
     """The token's role, or its worker, does not allow this call."""
+    REFUSAL_REASON_TOO_STALE: _RefusalReason.ValueType  # 24
+    """The push is staler than the run allows: give it back to the residual, pull, go on."""
+    REFUSAL_REASON_TOO_FAR_AHEAD: _RefusalReason.ValueType  # 25
+    """The worker would be too many pushes ahead of the slowest live one; RetryInfo says when to come back."""
+    REFUSAL_REASON_UPDATE_TOO_LARGE: _RefusalReason.ValueType  # 26
+    """The L2 norm of the update is above the run's limit."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a call was refused; travels as the reason of google.rpc.ErrorInfo."""
@@ -405,6 +411,12 @@ REFUSAL_REASON_UNAUTHENTICATED: RefusalReason.ValueType  # 22
 """No token, or one that is not known."""
 REFUSAL_REASON_PERMISSION_DENIED: RefusalReason.ValueType  # 23
 """The token's role, or its worker, does not allow this call."""
+REFUSAL_REASON_TOO_STALE: RefusalReason.ValueType  # 24
+"""The push is staler than the run allows: give it back to the residual, pull, go on."""
+REFUSAL_REASON_TOO_FAR_AHEAD: RefusalReason.ValueType  # 25
+"""The worker would be too many pushes ahead of the slowest live one; RetryInfo says when to come back."""
+REFUSAL_REASON_UPDATE_TOO_LARGE: RefusalReason.ValueType  # 26
+"""The L2 norm of the update is above the run's limit."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 @_typing.final

@@ -45,6 +45,7 @@ class LiveWorker(_Strict):
     worker_id: str
     incarnation: str
     index_codecs: list[int]
+    clock: int
 
 
 class FileSeal(_Strict):

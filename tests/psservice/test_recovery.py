@@ -101,7 +101,10 @@ def assert_same(again: Engine, engine: Engine) -> None:
         engine.run.samples,
     )
     assert (again.run.method, again.run.method_settings) == (engine.run.method, engine.run.method_settings)
-    live = [[(member.identity, member.index_codecs) for member in one.membership.members()] for one in (again, engine)]
+    live = [
+        [(member.identity, member.index_codecs, member.clock) for member in one.membership.members()]
+        for one in (again, engine)
+    ]
     assert live[0] == live[1]
     mine, theirs = again.membership.remembered(), engine.membership.remembered()
     assert mine[1] == theirs[1]

@@ -1,0 +1,162 @@
+"""Bytes in flight: what calls occupy while they run, limited by stream, by worker and in total.
+
+A call is charged before what it brings is decoded, with what that will occupy at its largest: messages are kept for the
+journal and written once more for it, entries are decoded and then merged into one update. Beyond a limit a call is
+refused, and what it held is free again; nothing here waits. The oldest call in flight is exempt from the total, and the
+oldest of a worker from the worker's limit: so one of them always gets through, however small the limits are, and the
+most that can be occupied is the total and one stream.
+"""
+
+import math
+import random
+import threading
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import TypeVar
+
+from pscore.layout import ModelLayout
+from pscore.reasons import Reason, Refusal
+from pscore.segment import Segment
+from pscore.v1 import parameter_server_pb2 as pb
+
+_MESSAGE_BYTES = 3072  # of objects around a chunk: message, tensors, segment; 1.3 to 2.0 KB were measured
+_GROUP_BYTES = 512  # of objects around a group of a plan
+_SPARSE_ENTRY_BYTES = 12  # int64 offset, fp32 value
+_DENSE_ENTRY_BYTES = 4
+
+_ROOM_BYTES = 32 << 20  # for what does not grow with the model
+_ELEMENT_BYTES = 48  # of a push of every element, as raw offsets and fp32 values: 40 by :func:`occupied`
+_TENSOR_BYTES = 16 << 10  # each may be a group, and a chunk or a few, of its own
+
+_RETRY_SECONDS = 0.5
+
+Request = TypeVar("Request", pb.PushSparseRequest, pb.UploadModelRequest, pb.ExchangeBuffersRequest)
+
+
+def largest_stream(layout: ModelLayout | None, elements: int) -> int:
+    """Return more bytes than any valid push or upload of a shard occupies, however it is cut into groups."""
+    if layout is None:
+        return _ROOM_BYTES
+    buffers = 4 * sum(spec.nbytes for spec in layout.buffers)
+    return _ROOM_BYTES + _ELEMENT_BYTES * elements + _TENSOR_BYTES * len(layout.parameters) + buffers
+
+
+class InFlight:
+    """The calls in flight and what they occupy. Thread-safe.
+
+    Args:
+        most: bytes in total.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Begin with nothing."""
+        self.most = most
+        self.lock = threading.Lock()
+        self.bytes = 0
+        self.calls: dict[Charge, None] = {}
+        self.by_worker: dict[str, dict[Charge, None]] = {}
+
+    def open(self, largest: float = math.inf, most_of_worker: float = math.inf) -> "Charge":
+        """Return the charge of a new call, to be used as a context.
+
+        Args:
+            largest: bytes that the call may occupy.
+            most_of_worker: bytes that all calls of its worker may.
+        """
+        return Charge(self, largest, most_of_worker)
+
+
+class Charge:
+    """What one call occupies; everything is given back at the end of the context."""
+
+    def __init__(self, ledger: InFlight, largest: float, most_of_worker: float) -> None:
+        """Begin with nothing."""
+        self._ledger, self._largest, self._most_of_worker = ledger, largest, most_of_worker
+        self._worker: str | None = None
+        self.bytes = 0
+
+    def __enter__(self) -> "Charge":
+        """Take a place in the order of calls."""
+        with self._ledger.lock:
+            self._ledger.calls[self] = None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give everything back."""
+        ledger = self._ledger
+        with ledger.lock:
+            del ledger.calls[self]
+            ledger.bytes -= self.bytes
+            if self._worker is not None:
+                mine = ledger.by_worker[self._worker]
+                del mine[self]
+                if not mine:
+                    del ledger.by_worker[self._worker]
+            self.bytes = 0
+
+    def belongs_to(self, worker_id: str) -> None:
+        """Note whose call it is, once that is known; raises :class:`Refusal` (``BUSY``)."""
+        with self._ledger.lock:
+            if self._worker is None:
+                self._worker = worker_id
+                self._ledger.by_worker.setdefault(worker_id, {})[self] = None
+        self.add(0)
+
+    def add(self, nbytes: int) -> None:
+        """Charge what comes next.
+
+        Raises:
+            Refusal: ``BAD_REQUEST`` where no valid stream is as large, ``BUSY`` where others hold too much.
+        """
+        ledger = self._ledger
+        with ledger.lock:
+            if self.bytes + nbytes > self._largest:
+                raise Refusal(
+                    Reason.BAD_REQUEST,
+                    f"this stream would occupy {self.bytes + nbytes} bytes here, at most {self._largest} are given to "
+                    "one; send larger chunks, or raise --stream-bytes",
+                )
+            if self._worker is not None:
+                mine = ledger.by_worker[self._worker]
+                held = sum(call.bytes for call in mine)
+                if held + nbytes > self._most_of_worker and next(iter(mine)) is not self:
+                    raise _busy(f"calls of worker {self._worker!r} hold {held} bytes (--worker-bytes)")
+            if ledger.bytes + nbytes > ledger.most and next(iter(ledger.calls)) is not self:
+                raise _busy(f"calls in flight hold {ledger.bytes} bytes (--inflight-bytes)")
+            self.bytes += nbytes
+            ledger.bytes += nbytes
+
+
+def charged(requests: Iterable[Request], charge: Charge) -> Iterator[Request]:
+    """Pass a stream on, each message charged before it is looked at; raises :class:`Refusal` as :meth:`Charge.add`."""
+    for request in requests:
+        charge.add(occupied(request))
+        yield request
+
+
+def segments_bytes(segments: Iterable[Segment]) -> int:
+    """Return what the entries of an answer occupy."""
+    return sum(
+        segment.entries * (_DENSE_ENTRY_BYTES if segment.offsets is None else _SPARSE_ENTRY_BYTES)
+        for segment in segments
+    )
+
+
+def occupied(request: pb.PushSparseRequest | pb.UploadModelRequest | pb.ExchangeBuffersRequest) -> int:
+    """Return what a message will occupy at its largest: as it came and is written down; decoded, and merged."""
+    nbytes = _MESSAGE_BYTES + 2 * request.ByteSize()
+    if isinstance(request, pb.PushSparseRequest):
+        nbytes += _GROUP_BYTES * len(request.header.plan)
+    if not isinstance(request, pb.PushSparseRequest):
+        nbytes += 2 * len(request.buffers.data)
+    if not isinstance(request, pb.ExchangeBuffersRequest):
+        dense = request.chunk.index_codec == pb.INDEX_CODEC_DENSE
+        entry_bytes = (_DENSE_ENTRY_BYTES if dense else _SPARSE_ENTRY_BYTES) + _SPARSE_ENTRY_BYTES
+        nbytes += min(request.chunk.count, request.chunk.length) * entry_bytes  # a false count is refused when decoded
+    return nbytes
+
+
+def _busy(why: str) -> Refusal:
+    return Refusal(Reason.BUSY, why, retry_seconds=_RETRY_SECONDS * random.uniform(0.5, 1.5))
