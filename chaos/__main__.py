@@ -17,15 +17,19 @@ from chaos import report
 from chaos.campaign import Campaign, Plan, Result
 from chaos.disk import Disk
 from chaos.fulldisk import FullDisk
+from chaos.training import Training
 
 _KINDS = ((2, "interval"), (1, "always"), (1, "interval"), (2, "always"))
 _FEWEST_KILLS = 3
 """Of a campaign; with fewer in all there are fewer campaigns."""
-_SCENARIOS = ("kills", "disk")
-_NARROWEST = 150
+_SCENARIOS = ("kills", "disk", "training")
+_TRAINING = "psclient, 2 shards"
+_TRAINING_SHARE, _MOST_TRAINERS = 8, 4  # a trainer costs seconds of a core to start
+_NARROWEST = 160
 _NOTES = (
     "a push counts once a shard; repeats: answers to pushes that were answered before, on a connection of their own",
     "models compared: replicas and downloads at the version they claimed, against the reference's, bit for bit",
+    "psclient: pushes of all lives against the servers' versions; each replica against the model after the last pull",
     "clocks: the wall clock of the servers' own code is moved by up to ten years, at starts and while they run "
     "(chaos/skewed.py); the system's clock is not touched, and the monotonic one, which leases use, has no steps",
     "a power cut is not simulated: the kernel lives through every kill, so --fsync always is exercised, not proved",
@@ -44,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     notes = list(_NOTES)
     started = time.monotonic()
-    with Progress(len(plans) + ("disk" in options.only)) as progress:
+    with Progress(len(plans) + len({"disk", "training"} & {*options.only})) as progress:
         for number, plan in enumerate(plans):
             progress.section(plan.name)
             results.append(Campaign(plan, directory / f"campaign-{number}", progress.say).run())
@@ -56,6 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 campaign.disk = disk
                 results.append(campaign.run())
             notes.append(f"full disk: {disk.kind}")
+        if "training" in options.only:
+            progress.section(_TRAINING)
+            kills = max(1, options.kills // _TRAINING_SHARE)
+            plan = _plan(options, _TRAINING, 2, "interval", kills, workers=min(options.workers, _MOST_TRAINERS))
+            results.append(Training(plan, directory / "training", progress.say).run())
     facts["seconds"] = time.monotonic() - started
     console = Console()
     if not console.is_terminal:
@@ -85,8 +94,17 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
     ]
 
 
-def _plan(options: argparse.Namespace, name: str, shards: int, fsync: str, kills: int) -> Plan:
-    return Plan(name, shards, fsync, kills, options.workers, size=options.size, pause=options.pause, seed=options.seed)
+def _plan(options: argparse.Namespace, name: str, shards: int, fsync: str, kills: int, workers: int = 0) -> Plan:
+    return Plan(
+        name,
+        shards,
+        fsync,
+        kills,
+        workers or options.workers,
+        size=options.size,
+        pause=options.pause,
+        seed=options.seed,
+    )
 
 
 def _end(number: int, frame: FrameType | None) -> None:

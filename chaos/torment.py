@@ -4,13 +4,29 @@ import random
 import threading
 from collections import Counter
 from types import TracebackType
+from typing import Protocol
 
 from chaos import skewed
-from chaos.crew import Crew
 from chaos.network import Network
 from chaos.servers import Servers
 
 _LONGEST_SKEW_SECONDS = 10 * 365 * 86_400.0
+
+
+class Victims(Protocol):
+    """Workers that can be killed and stopped, by number."""
+
+    def __len__(self) -> int:
+        """Count them."""
+
+    def kill(self, number: int) -> None:
+        """Kill one at whatever it is doing; another life takes its place."""
+
+    def stop(self, number: int) -> None:
+        """Let one stand still."""
+
+    def resume(self, number: int) -> None:
+        """Let it go on."""
 
 
 class Torment:
@@ -26,7 +42,7 @@ class Torment:
     """
 
     def __init__(
-        self, crew: Crew, network: Network, servers: Servers, *, seed: int, period: float, lease: float
+        self, crew: Victims, network: Network, servers: Servers, *, seed: int, period: float, lease: float
     ) -> None:
         """Prepare."""
         self._crew, self._network, self._servers = crew, network, servers

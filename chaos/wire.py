@@ -189,12 +189,14 @@ class Download:
         generation: of the model.
         start: first index of the shard.
         values: fp32 ``[length]``.
+        layout: the model's, as the server tells it.
     """
 
     version: int
     generation: int
     start: int
     values: Floats
+    layout: pb.ModelLayout
 
 
 def download(address: str, timeout: float) -> Download:
@@ -209,7 +211,7 @@ def download(address: str, timeout: float) -> Download:
                 values = np.full(header.length, np.nan, np.float32)
             elif kind == "chunk":
                 place(values, header.start, message.chunk)
-        return Download(header.version, header.generation, header.start, values)
+        return Download(header.version, header.generation, header.start, values, header.layout)
     finally:
         line.close()
 
