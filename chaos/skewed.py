@@ -44,24 +44,30 @@ def set_error(path: Path, seconds: float) -> None:
         file.write(_FORM.pack(seconds))
 
 
-def install(clock: Callable[[], float]) -> list[str]:
-    """Let the server's modules read this clock; return which do."""
+def modules_with_a_clock() -> list[str]:
+    """Return the server's modules that read any clock."""
     importlib.import_module("psservice.server")
-    skewed = types.ModuleType("time")
-    skewed.__dict__.update(time.__dict__)
-    skewed.__dict__["time"] = clock
-    changed = []
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] in _OURS and getattr(module, "time", None) is time:
-            module.__dict__["time"] = skewed
-            changed.append(name)
-    return changed
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if name.split(".")[0] in _OURS and getattr(module, "time", None) is time
+    ]
+
+
+def shifted_time(clock: Callable[[], float]) -> types.ModuleType:
+    """Return a module like ``time`` whose wall clock is this one."""
+    shifted = types.ModuleType("time")
+    shifted.__dict__.update(time.__dict__)
+    shifted.__dict__["time"] = clock
+    return shifted
 
 
 def main() -> int:
     """Replace the clock, then become the server; where it hangs, SIGABRT shows at what."""
     faulthandler.enable()
-    install(SkewedClock(Path(sys.argv[1])))
+    shifted = shifted_time(SkewedClock(Path(sys.argv[1])))
+    for name in modules_with_a_clock():
+        sys.modules[name].__dict__["time"] = shifted
     from psservice.cli import main as serve
 
     return serve(sys.argv[2:])
