@@ -9,14 +9,14 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=$${MK
 
 STAMP := $(VENV)/.sparseps-installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
-SOURCES := pscore psservice psclient tests examples benchmarks tools
+SOURCES := pscore psservice psclient tests examples benchmarks chaos tools
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test fuzz fuzz-service lint format stubs bench wheel clean
+.PHONY: help venv quickstart test fuzz fuzz-service chaos soak lint format stubs bench wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'ARGS="..." goes to the program behind quickstart, test, fuzz and bench; PYTHON=python3.12 picks the interpreter.'
+	@echo 'ARGS="..." goes to the program behind quickstart, test, fuzz, chaos, soak and bench; PYTHON=python3.12 picks the interpreter.'
 
 venv: $(STAMP) ## Set up .venv with the tested versions of everything
 
@@ -42,6 +42,12 @@ test: venv ## Run the tests
 fuzz: venv ## Look for hostile chunks that no test has; ARGS="--seconds 600 --codec rice"
 	@$(PIP) install --quiet -c constraints.txt -e '.[fuzz]'
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m tools.fuzz_codecs $(ARGS)
+
+chaos: venv ## Break real servers, workers and connections, and account for every push; about six minutes
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m chaos $(ARGS)
+
+soak: venv ## Train for ten minutes and see that nothing grows; ARGS="--minutes 60"
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m chaos.soak $(ARGS)
 
 lint: venv ## Check style, types and the protocol file
 	$(VENV)/bin/ruff check $(wildcard $(SOURCES))

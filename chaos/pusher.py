@@ -1,0 +1,319 @@
+"""A worker in the raw protocol: pushes noise for ever, keeps book of it, and holds a replica by pulls.
+
+It resends what is in doubt until it is answered; now and then it resends what has been answered, on a connection of
+its own, or sends a push twice at once. Run as a process: ``python -m chaos.pusher``.
+"""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import numpy as np
+
+from chaos.book import Book, in_doubt, read
+from chaos.wire import Floats, Line, Offsets, Push, digest, join_request, place, reason_of
+from pscore.v1 import parameter_server_pb2 as pb
+
+Result = TypeVar("Result")
+
+_DEADLINE_SECONDS, _LONGEST_DEADLINE_SECONDS = 3.0, 20.0
+_AGAIN_SECONDS = 0.05, 0.3
+_PATIENCE_SECONDS = 120.0
+_TRY_AGAIN = frozenset({"", "BUSY", "DRAINING", "NOT_DURABLE", "WORKER_ALIVE"})
+"""Reasons that time mends; empty where the call failed below the protocol."""
+_OF_THE_NETWORK = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+_REPEAT_SHARE, _TWICE_SHARE, _PULL_SHARE = 0.10, 0.05, 0.25
+_INHERIT_SHARE = 0.6
+"""How often a new life settles its predecessor's doubts itself, instead of leaving them to the end."""
+
+
+class LeaseLostError(Exception):
+    """The shard does not know this worker (any more): join again."""
+
+
+class RefusedError(Exception):
+    """The shard refuses, and would again."""
+
+
+class StuckError(Exception):
+    """No answer in a time in which there must be one."""
+
+
+class Caller:
+    """Calls shards until they answer."""
+
+    def __init__(self, addresses: list[str], size: int, rng: random.Random, trouble: Callable[[str], None]) -> None:
+        """Dial lazily; ``trouble`` is told of each failure."""
+        self.lines = [Line(address) for address in addresses]
+        self._size, self._rng, self._trouble = size, rng, trouble
+
+    def insist(self, shard: int, call: Callable[[Line, float], Result]) -> Result:
+        """Make a call, on a new connection each time it fails; raises where that cannot help."""
+        line, deadline = self.lines[shard], _DEADLINE_SECONDS
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                return call(line, deadline)
+            except grpc.RpcError as error:
+                reason = reason_of(error)
+                if reason == "LEASE_EXPIRED":
+                    raise LeaseLostError from error
+                if reason not in _TRY_AGAIN:
+                    raise RefusedError(f"{reason}: {error.details()}") from error
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    deadline = min(2 * deadline, _LONGEST_DEADLINE_SECONDS)
+                self._trouble(reason or _what_failed(error))
+                if time.monotonic() > end:
+                    raise StuckError(f"shard {shard} has not answered for {_PATIENCE_SECONDS:.0f} s") from error
+            line.renew()
+            time.sleep(self._rng.uniform(*_AGAIN_SECONDS))  # between attempts, as any client waits
+
+    def join(self, shard: int, worker: str, incarnation: str, run: str = "") -> pb.JoinResponse:
+        """Get a lease."""
+        request = join_request(worker, incarnation, run, self._size, shard, len(self.lines))
+        return self.insist(shard, lambda line, timeout: line.stub.Join(request, timeout=timeout))
+
+    def settle(self, push: Push) -> pb.PushSparseResponse:
+        """Send a push until it is answered."""
+        messages = push.messages()
+        while True:
+            try:
+                return self.insist(
+                    push.shard, lambda line, timeout: line.stub.PushSparse(iter(messages), timeout=timeout)
+                )
+            except LeaseLostError:
+                self._trouble("LEASE_EXPIRED")
+                self.join(push.shard, push.worker, push.incarnation, push.run)
+
+    def leave(self, shard: int, identity: pb.WorkerIdentity) -> None:
+        """Give a lease back."""
+        request = pb.LeaveRequest(identity=identity)
+        self.insist(shard, lambda line, timeout: line.stub.Leave(request, timeout=timeout))
+
+    def close(self) -> None:
+        """Hang up."""
+        for line in self.lines:
+            line.close()
+
+
+def _what_failed(error: grpc.RpcError) -> str:
+    """Name a failure of the connection; keep the words of any other."""
+    code = error.code()
+    return code.name if code in _OF_THE_NETWORK else f"{code.name}: {error.details()}"
+
+
+def settle_for(caller: Caller, push: Push, book: Book) -> None:
+    """Settle another life's push under its own identity, and leave in its name."""
+    try:
+        caller.join(push.shard, push.worker, push.incarnation, push.run)
+        answer = caller.settle(push)
+        book.answered(push, answer.version, answer.staleness, repeated=answer.repeated_push)
+    except RefusedError as error:
+        book.refused(push, str(error))
+    caller.leave(push.shard, push.identity)
+
+
+class Pusher:
+    """One life of a worker.
+
+    Args:
+        name: the worker's.
+        book: this life's.
+        caller: to the shards.
+        rng: of everything that is drawn.
+        pause: mean seconds between two pushes.
+    """
+
+    def __init__(self, name: str, book: Book, caller: Caller, rng: random.Random, pause: float) -> None:
+        """Join every shard, the coordinator last."""
+        self._name, self._book, self._caller, self._rng, self._pause = name, book, caller, rng, pause
+        self._noise = np.random.default_rng(rng.getrandbits(64))
+        self._incarnation = str(uuid.UUID(int=rng.getrandbits(128)))
+        self._run, self._step = "", 0
+        self._shards = [_Shard(i) for i in range(len(caller.lines))]
+        for shard in reversed(self._shards):
+            joined = caller.join(shard.index, name, self._incarnation)
+            self._run = joined.run_id
+            status = caller.insist(
+                shard.index, lambda line, timeout: line.stub.GetStatus(pb.GetStatusRequest(), timeout=timeout)
+            )
+            shard.start, shard.generation = status.start, joined.generation
+            shard.replica = np.full(status.length, np.nan, np.float32)
+
+    @property
+    def identity(self) -> pb.WorkerIdentity:
+        """This life."""
+        return pb.WorkerIdentity(run_id=self._run, worker_id=self._name, incarnation=self._incarnation)
+
+    def step(self, stop: threading.Event) -> None:
+        """Push one part to every shard, and perhaps pull."""
+        self._step += 1
+        for shard in self._shards:
+            self._push(shard)
+            if self._rng.random() < _PULL_SHARE:
+                self._pull(shard)
+        stop.wait(self._rng.uniform(0, 2 * self._pause))
+
+    def leave(self) -> None:
+        """Pull a last time and leave."""
+        for shard in self._shards:
+            self._pull(shard)
+            self._caller.leave(shard.index, self.identity)
+
+    def _push(self, shard: "_Shard") -> None:
+        offsets, values = self._draw(len(shard.replica))
+        push = Push(
+            run=self._run,
+            worker=self._name,
+            incarnation=self._incarnation,
+            shard=shard.index,
+            step=self._step,
+            generation=shard.generation,
+            base=shard.version or 0,
+            start=shard.start,
+            length=len(shard.replica),
+            offsets=offsets,
+            values=values,
+        )
+        self._book.sent(push)
+        twice = self._rng.random() < _TWICE_SHARE
+        rival = self._send_beside(push) if twice else None
+        try:
+            self._note(push, self._caller.settle(push))
+            if rival is not None:
+                self._note_rival(push, rival)
+            if self._rng.random() < _REPEAT_SHARE:
+                self._caller.lines[shard.index].renew()
+                self._note(push, self._caller.settle(push))
+        except RefusedError as error:
+            self._book.refused(push, str(error))
+        finally:
+            if rival is not None:
+                rival[0].close()
+
+    def _send_beside(self, push: Push) -> "tuple[Line, grpc._CallFuture[pb.PushSparseResponse]]":
+        line = Line(self._caller.lines[push.shard].address)
+        return line, line.stub.PushSparse.future(iter(push.messages()), timeout=_DEADLINE_SECONDS)
+
+    def _note_rival(self, push: Push, rival: "tuple[Line, grpc._CallFuture[pb.PushSparseResponse]]") -> None:
+        try:
+            self._note(push, rival[1].result())
+        except grpc.RpcError as error:  # its twin was answered: nothing is in doubt
+            self._book.trouble(reason_of(error) or _what_failed(error))
+
+    def _note(self, push: Push, answer: pb.PushSparseResponse) -> None:
+        self._book.answered(push, answer.version, answer.staleness, repeated=answer.repeated_push)
+
+    def _draw(self, length: int) -> tuple[Offsets | None, Floats]:
+        """Draw a push: mostly few entries, at times thousands, all of them, none, or values at the edge of fp32."""
+        kind, noise = self._rng.random(), self._noise
+        if kind < 0.04:
+            return None, noise.normal(0, 1e-3, length).astype(np.float32)
+        if kind < 0.07:
+            return np.empty(0, np.uint32), np.empty(0, np.float32)
+        count = int(noise.integers(length // 8, length // 2)) if kind < 0.15 else int(noise.integers(1, 400))
+        offsets = np.sort(noise.choice(length, min(count, length), replace=False)).astype(np.uint32)
+        values = noise.normal(0, 1e-2, len(offsets)).astype(np.float32)
+        if kind > 0.9:  # denormals, signed zeros, and magnitudes that swallow what was there
+            values = np.where(noise.random(len(values)) < 0.3, values * np.float32(1e-38), values)
+            values[noise.random(len(values)) < 0.2] = -0.0
+            values[noise.random(len(values)) < 0.01] *= np.float32(1e6)
+        return offsets, values.astype(np.float32)
+
+    def _pull(self, shard: "_Shard") -> None:
+        while True:
+            try:
+                self._caller.insist(shard.index, lambda line, timeout: self._read(shard, line, timeout))
+                return
+            except LeaseLostError:
+                self._book.trouble("LEASE_EXPIRED")
+                self._caller.join(shard.index, self._name, self._incarnation, self._run)
+
+    def _read(self, shard: "_Shard", line: Line, timeout: float) -> None:
+        request = pb.PullDiffRequest(
+            identity=self.identity,
+            generation=shard.generation,
+            has_base=shard.version is not None,
+            base_version=shard.version or 0,
+            acknowledged_reply=shard.reply,
+        )
+        header: pb.PullHeader | None = None
+        values, whole, committed = shard.replica.copy(), False, False
+        for message in line.stub.PullDiff(request, timeout=timeout):
+            kind = message.WhichOneof("message")
+            if kind == "header":
+                header = message.header
+            elif kind == "chunk":
+                place(values, shard.start, message.chunk)
+                whole |= message.chunk.index_codec == pb.INDEX_CODEC_DENSE
+            else:
+                committed = True
+        if header is None or not committed:
+            raise StuckError("a reply without a header or a commit, and no error")
+        shard.replica, shard.version, shard.reply = values, header.version, header.reply_number
+        self._book.pulled(shard.index, header.version, digest(values), whole=whole)
+
+
+class _Shard:
+    """What a worker knows of one shard."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.start, self.generation, self.reply = index, 0, 0, 0
+        self.version: int | None = None
+        self.replica: Floats = np.empty(0, np.float32)
+
+
+def inherited(directory: Path, name: str, life: int) -> list[Push]:
+    """Return what the life before this one left in doubt: the last one that got as far as to take over."""
+    for before in range(life - 1, -1, -1):
+        path = book_path(directory, name, before)
+        if path.exists() and any(True for _ in read(path)):
+            return in_doubt(path)
+    return []
+
+
+def book_path(directory: Path, name: str, life: int) -> Path:
+    """Return the file of a life's book."""
+    return directory / f"{name}-{life}.book"
+
+
+def main() -> int:
+    """Run one life; 0 when it was told to stop and left in order."""
+    parser = argparse.ArgumentParser(prog="python -m chaos.pusher")
+    parser.add_argument("--addresses", required=True)
+    parser.add_argument("--books", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--life", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--pause", type=float, required=True)
+    options = parser.parse_args()
+    stop, parent = threading.Event(), os.getppid()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    rng = random.Random(f"{options.seed} {options.name} {options.life}")
+    doubts = inherited(options.books, options.name, options.life) if rng.random() < _INHERIT_SHARE else []
+    book = Book(book_path(options.books, options.name, options.life))
+    book.begun(doubts)
+    caller = Caller(options.addresses.split(","), options.size, rng, book.trouble)
+    for push in doubts:
+        settle_for(caller, push, book)
+    pusher = Pusher(options.name, book, caller, rng, options.pause)
+    while not stop.is_set() and os.getppid() == parent:
+        pusher.step(stop)
+    pusher.leave()
+    caller.close()
+    book.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""The independent reference: the books of all workers, replayed in numpy, against what the server holds.
+
+It takes nothing from the server but the versions that workers were answered and the model that anybody can download.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from chaos.book import Entry
+from chaos.wire import Download, Floats, Push, digest
+
+Name = tuple[str, int, int]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What became of the pushes of one shard.
+
+    Attributes:
+        sent: pushes that a worker was about to send at least.
+        acknowledged: of these, answered.
+        applied: the server's version.
+        repeated: answers to pushes that were answered before: all must say the same.
+        refused: answers that say no.
+        in_doubt: sent and never answered.
+        lost: acknowledged, and not in the server's model.
+        duplicated: applied and nobody's, or answered with more than one version.
+        disordered: answered with a version below that of an earlier step of the same life, or a wrong staleness.
+        compared: models and replicas that were compared at the version they claimed.
+        different: of these, not equal to the reference bit for bit.
+        wrong_bits: elements of the last model that differ.
+        whole_replies: replies of every element.
+        notes: what is wrong, in words.
+    """
+
+    sent: int = 0
+    acknowledged: int = 0
+    applied: int = 0
+    repeated: int = 0
+    refused: int = 0
+    in_doubt: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    disordered: int = 0
+    compared: int = 0
+    different: int = 0
+    wrong_bits: int = 0
+    whole_replies: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def bit_identical(self) -> bool:
+        """Whether every comparison, the last model's first of all, found the same bits."""
+        return not self.wrong_bits and not self.different
+
+    @property
+    def good(self) -> bool:
+        """Whether every promise was kept."""
+        bad = self.refused + self.in_doubt + self.lost + self.duplicated + self.disordered
+        return not bad and self.bit_identical and self.sent == self.acknowledged == self.applied
+
+    def say(self, what: str) -> None:
+        """Note what is wrong; the first of many are enough."""
+        if len(self.notes) < 20:
+            self.notes.append(what)
+
+
+def judge(
+    shard: int, entries: Iterable[Entry], initial: Floats, last: Download, seen: Mapping[int, set[str]]
+) -> Verdict:
+    """Replay a shard's acknowledged pushes and compare.
+
+    Args:
+        shard: its index.
+        entries: of all books.
+        initial: the shard's values at version 0.
+        last: the model at the end.
+        seen: digests of models that were downloaded on the way, by version.
+    """
+    verdict = Verdict(applied=last.version)
+    pushes: dict[Name, Push] = {}
+    versions: dict[Name, int] = {}
+    expected: dict[int, set[str]] = defaultdict(set)
+    for version, digests in seen.items():
+        expected[version] |= digests
+    for entry in entries:
+        line = entry.line
+        if line.get("shard") != shard:
+            continue
+        if entry.push is not None:
+            pushes.setdefault(entry.name, entry.push)
+        elif line["kind"] == "pulled":
+            expected[line["version"]].add(line["digest"])
+            verdict.whole_replies += line["whole"]
+        elif line["kind"] == "refused":
+            verdict.refused += 1
+            verdict.say(f"push {entry.name} was refused: {line['why']}")
+        elif line["kind"] == "answered":
+            _take_answer(verdict, entry, pushes, versions)
+    verdict.sent, verdict.acknowledged = len(pushes), len(versions)
+    verdict.in_doubt = len(pushes.keys() - versions.keys()) - verdict.refused
+    order = _order(verdict, versions)
+    _check_steps(verdict, versions)
+    _replay(verdict, [pushes[order[version]] for version in sorted(order)], sorted(order), initial, last, expected)
+    return verdict
+
+
+def _take_answer(verdict: Verdict, entry: Entry, pushes: Mapping[Name, Push], versions: dict[Name, int]) -> None:
+    line, name = entry.line, entry.name
+    verdict.repeated += line["repeated"]
+    known = versions.setdefault(name, line["version"])
+    if known != line["version"]:
+        verdict.duplicated += 1
+        verdict.say(f"push {name} was answered with version {known} and with version {line['version']}")
+    if name in pushes and line["staleness"] != line["version"] - 1 - pushes[name].base:
+        verdict.disordered += 1
+        verdict.say(f"push {name} of base {pushes[name].base} at version {line['version']}: {line['staleness']} stale")
+
+
+def _order(verdict: Verdict, versions: Mapping[Name, int]) -> dict[int, Name]:
+    """Put pushes in the order of their versions, and miss what is not there."""
+    order: dict[int, Name] = {}
+    for name, version in versions.items():
+        if version > verdict.applied:
+            verdict.lost += 1
+            verdict.say(f"push {name} was acknowledged as version {version}, the server ends at {verdict.applied}")
+        elif version in order:
+            verdict.lost += 1
+            verdict.say(f"pushes {name} and {order[version]} were both acknowledged as version {version}")
+        else:
+            order[version] = name
+    nobodys = [version for version in range(1, verdict.applied + 1) if version not in order]
+    verdict.duplicated += len(nobodys)
+    if nobodys:
+        verdict.say(f"versions that are nobody's: {nobodys[:10]}")
+    return order
+
+
+def _check_steps(verdict: Verdict, versions: Mapping[Name, int]) -> None:
+    """Make sure that the versions of one life rise with its steps."""
+    lives: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for (incarnation, _, step), version in versions.items():
+        lives[incarnation].append((step, version))
+    for incarnation, steps in lives.items():
+        steps.sort()
+        for (_, before), (step, version) in pairwise(steps):
+            if version <= before:
+                verdict.disordered += 1
+                verdict.say(f"step {step} of {incarnation} is version {version}, the step before it {before}")
+
+
+def _replay(
+    verdict: Verdict,
+    pushes: list[Push],
+    versions: list[int],
+    initial: Floats,
+    last: Download,
+    expected: Mapping[int, set[str]],
+) -> None:
+    """Subtract push after push in fp32, and compare wherever somebody has seen the model."""
+    theta = initial.astype(np.float32).copy()
+    _compare(verdict, theta, 0, expected)
+    for push, version in zip(pushes, versions, strict=True):
+        if push.offsets is None:
+            theta -= push.values
+        else:
+            theta[push.offsets] -= push.values
+        _compare(verdict, theta, version, expected)
+    wrong = np.flatnonzero(theta.view(np.uint32) != last.values.view(np.uint32))
+    verdict.compared += 1
+    verdict.different += bool(wrong.size)
+    verdict.wrong_bits = int(wrong.size)
+    if wrong.size:
+        verdict.say(f"{wrong.size} elements of the last model differ, the first at {last.start + int(wrong[0])}")
+    beyond = [version for version in expected if version > verdict.applied]
+    if beyond:
+        verdict.different += len(beyond)
+        verdict.say(f"models were seen at versions that the server does not have: {sorted(beyond)[:10]}")
+
+
+def _compare(verdict: Verdict, theta: Floats, version: int, expected: Mapping[int, set[str]]) -> None:
+    for seen in expected.get(version, ()):
+        verdict.compared += 1
+        if seen != digest(theta):
+            verdict.different += 1
+            verdict.say(f"a model seen at version {version} is not the reference's")
