@@ -9,12 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from google.protobuf.message import Message
 
-from pscore import modelfile
 from pscore.buffers import packed_bytes, unpack
 from pscore.codecs.names import VALUE_CODECS
 from pscore.frames import WireForm
@@ -25,6 +23,7 @@ from pscore.segment import Segment, merge
 from pscore.selectors import SELECTORS
 from psservice import modelstart
 from psservice.buffers import BufferAverage
+from psservice.finalmodel import FinalModel, ModelCopy
 from psservice.history import History, on_device
 from psservice.membership import Identity, Member, Membership, PushAnswer
 from psservice.metrics import Metrics, Traffic
@@ -38,6 +37,7 @@ from psservice.shard.difference import DownSettings
 from psservice.shard.model import ModelShard
 from psservice.shard.replies import Reply, TopKSettings, answer
 from psservice.shard.writer import Writer
+from psservice.uploadturn import UploadTurn
 
 log = logging.getLogger(__name__)
 
@@ -64,23 +64,6 @@ class Push:
     segments: list[Segment]
     messages: Sequence[Message] = ()
     """The stream as it came, for the journal."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCopy:
-    """The shard's values at one version, fp32, with the buffers."""
-
-    model: ModelShard
-    version: int
-    values: torch.Tensor
-    buffers: modelfile.StateDict
-
-
-@dataclass(frozen=True, slots=True)
-class _UploadHold:
-    identity: Identity
-    generation: int
-    from_replica: bool
 
 
 class Engine:
@@ -129,11 +112,7 @@ class Engine:
         self.layout: ModelLayout | None = None
         self.buffers: BufferAverage | None = None
         self.draining = False
-        self.final_model_path = (
-            modelfile.part_path(settings.final_model, settings.shard_index, settings.num_shards)
-            if settings.final_model
-            else None
-        )
+        self._final_model = FinalModel(settings.final_model, settings.shard_index, settings.num_shards)
         self._topk = TopKSettings(
             DownSettings(settings.down_density, settings.down_dense_below, SELECTORS[settings.down_selector]),
             VALUE_CODECS[settings.down_value_type],
@@ -142,9 +121,8 @@ class Engine:
         self._start: modelstart.Start | None = None
         if settings.init:
             self._start = modelstart.read(settings.init, settings.init_checkpoint)
-        self._hold: _UploadHold | None = None
+        self._upload_turn = UploadTurn(self.membership.is_live)
         self._join_lock = threading.Lock()
-        self._final_writer: threading.Thread | None = None
         self._stop = threading.Event()
         self.persistence = Persistence(settings, on_health)
         try:
@@ -195,7 +173,7 @@ class Engine:
             last_push = self.membership.last_push(identity.worker_id)
             if self.model is not None:
                 return JoinOutcome("ready", self.model.generation, self.model.version, last_push)
-            generation = self._hold_upload(identity, generation_seen, has_replica) if self.is_coordinator else None
+            generation = self._upload_turn.ask(identity, generation_seen, has_replica) if self.is_coordinator else None
             return JoinOutcome("wait" if generation is None else "upload", generation or 0, 0, last_push)
 
     def leave(self, identity: Identity) -> None:
@@ -219,9 +197,8 @@ class Engine:
         self.membership.require(identity)
         if self.model is not None and epoch(generation) == epoch(self.model.generation):
             raise Refusal(Reason.ALREADY_UPLOADED, "another worker has uploaded the model meanwhile")
-        hold = self._hold
-        if self.is_coordinator and (hold is None or (hold.identity, hold.generation) != (identity, generation)):
-            raise Refusal(Reason.STALE_GENERATION, "another worker holds the upload now")
+        if self.is_coordinator:
+            self._upload_turn.require(identity, generation)
         if epoch(generation) <= (0 if self.model is None else epoch(self.model.generation)):
             raise Refusal(Reason.STALE_GENERATION, f"generation {generation} is older than what is here")
 
@@ -399,9 +376,7 @@ class Engine:
         """End the run, write the final model if asked to, and return its path."""
         self.require_model(None)
         self.writer.run(self._end_run)
-        if self._final_writer is not None:
-            self._final_writer.join()
-        return str(self.final_model_path) if self.final_model_path and self.final_model_path.exists() else ""
+        return self._final_model.wait()
 
     def close(self) -> None:
         """Finish what is committed and stop the threads."""
@@ -409,8 +384,7 @@ class Engine:
         self.persistence.stop()
         self.writer.close()
         self.persistence.close(self)
-        if self._final_writer is not None:
-            self._final_writer.join()
+        self._final_model.wait()
 
     def require_model(self, generation: int | None) -> ModelShard:
         """Return the model; raises :class:`Refusal` where there is none, or one of another generation."""
@@ -438,20 +412,6 @@ class Engine:
             return
         name, how = ours.first_difference(theirs) or ("", "the layouts differ")
         raise Refusal(Reason.FINGERPRINT_MISMATCH, how, tensor=name)
-
-    def _hold_upload(self, identity: Identity, generation_seen: int, has_replica: bool) -> int | None:
-        """Return the generation that this worker is to upload, or None if another one is at it."""
-        hold = self._hold
-        if hold is not None and self.membership.is_live(hold.identity) and hold.identity != identity:
-            replica_beats_fresh = has_replica and not hold.from_replica
-            if not replica_beats_fresh:
-                return None
-        previous = 0 if hold is None else hold.generation
-        if hold is None or hold.identity != identity or epoch(generation_seen) >= epoch(previous):
-            generation = next_generation(max(previous, generation_seen))
-            self._hold = hold = _UploadHold(identity, generation, has_replica)
-            log.info("upload granted", extra={"worker": identity.worker_id, "generation": hold.generation})
-        return hold.generation
 
     def adopt(self, history: History) -> None:
         """Become what a history has been replayed to; before anything is served, or on the writer thread."""
@@ -500,7 +460,7 @@ class Engine:
             self.model, self.buffers, self.run.state = before
             raise
         self.membership.reset_downlinks()
-        self._hold = None
+        self._upload_turn.end()
         self.metrics.version.set(version)
         log.info("model installed", extra={"generation": generation, "version": version, "elements": self.span.length})
 
@@ -512,25 +472,10 @@ class Engine:
         self.persistence.finished(self.run.run_id)
         self.run.state = RunState.FINISHED
         log.info("run finished", extra={"version": model.version, "samples": self.run.samples})
-        path = self.final_model_path
-        if path is None:
-            return
-        copy = ModelCopy(model, model.version, model.theta.clone(), self.buffers.state() if self.buffers else {})
-        self._final_writer = threading.Thread(target=self._write_final, args=(copy, path), name="final-model")
-        self._final_writer.start()
-
-    def _write_final(self, copy: ModelCopy, path: Path) -> None:
-        metadata = {"run_id": self.run.run_id, "version": str(copy.version), "format": "pt"}
-        layout = copy.model.layout
-        try:
-            if self.settings.num_shards == 1:
-                state = modelfile.assemble(layout, copy.values.cpu(), copy.buffers.values())
-                modelfile.write(path, state, metadata)
-            else:
-                modelfile.write_part(path, layout, copy.model.span, copy.values.cpu(), copy.buffers, metadata)
-            log.info("final model written", extra={"path": str(path), "version": copy.version})
-        except OSError as error:
-            log.error("final model could not be written", extra={"path": str(path), "error": str(error)})
+        self._final_model.begin(
+            lambda: ModelCopy(model, model.version, model.theta.clone(), self.buffers.state() if self.buffers else {}),
+            self.run.run_id,
+        )
 
     def _expired(self, member: Member) -> None:
         self.persistence.left(member.identity)
