@@ -9,10 +9,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-import torch
 from google.protobuf.message import Message
 
 from pscore.generation import epoch, sibling_generation
@@ -21,30 +19,25 @@ from pscore.v1 import parameter_server_pb2 as pb
 from psservice.durability.files import StorageError
 from psservice.durability.journal import JournalError
 from psservice.durability.records import Body
-from psservice.durability.snapshots import KnownPush, LiveWorker, Manifest, Snapshot
+from psservice.durability.snapshots import Manifest, Snapshot
 from psservice.durability.store import Store, StoreSettings, nothing_was_lost, shard_directory
 from psservice.history import (
     AVERAGED,
-    BUFFER_PREFIX,
     FINISHED,
     JOINED,
     LEFT,
     PUSHED,
-    THETA,
     History,
     add_message,
     at_checkpoint,
     at_version,
     body_of,
-    layout_to_plain,
 )
 from psservice.membership import Identity, PushAnswer
 from psservice.metrics import Metrics
+from psservice.moment import Kept, Moment, moment_of
 from psservice.rules.update import subtract
 from psservice.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from psservice.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +46,6 @@ _PROGRESS_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _PATIENCE = 3
 """Periods after which a shard that hears of no checkpoint takes a snapshot for itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A shard at one version, copied, and ready to be written."""
-
-    manifest: Manifest
-    tensors: dict[str, torch.Tensor]
 
 
 class Persistence:
@@ -111,7 +96,7 @@ class Persistence:
 
     # The way back
 
-    def recover(self, engine: "Engine") -> None:
+    def recover(self, engine: Kept) -> None:
         """Bring an engine that has just been made to where the directory's past ends.
 
         Raises:
@@ -153,7 +138,7 @@ class Persistence:
         if new_history or not self.keeps_journal:  # what the disk says must be true when this life ends without a word
             self.take(engine)
 
-    def look_back(self, engine: "Engine", version: int | None, checkpoint: str) -> History:
+    def look_back(self, engine: Kept, version: int | None, checkpoint: str) -> History:
         """Bring back what the shard was at a version, or in a checkpoint, beside the running one.
 
         Raises:
@@ -188,7 +173,7 @@ class Persistence:
 
     # What happens meanwhile
 
-    def start(self, engine: "Engine") -> None:
+    def start(self, engine: Kept) -> None:
         """Begin to take snapshots every period."""
         if self._store is not None:
             self._thread = threading.Thread(target=self._work, args=(engine,), name="snapshots", daemon=True)
@@ -267,7 +252,7 @@ class Persistence:
         """Id of the newest snapshot's checkpoint."""
         return self.last_snapshot.manifest.checkpoint if self.last_snapshot else ""
 
-    def take_asked(self, engine: "Engine", checkpoint: str) -> Snapshot:
+    def take_asked(self, engine: Kept, checkpoint: str) -> Snapshot:
         """Take a snapshot that somebody asked for; raises :class:`Refusal` (``BAD_REQUEST``, ``NOT_DURABLE``)."""
         self._require_store()
         engine.require_model(None)
@@ -278,18 +263,18 @@ class Persistence:
         assert snapshot is not None
         return snapshot
 
-    def follow(self, engine: "Engine", checkpoint: str) -> None:
+    def follow(self, engine: Kept, checkpoint: str) -> None:
         """Take part in a checkpoint of shard 0's that a worker has told of, beside the call that told it."""
         if self._store is None or not checkpoint or engine.is_coordinator or checkpoint == self._followed:
             return
         self._followed = checkpoint
         self._told.set()
 
-    def _next_checkpoint(self, engine: "Engine") -> str:
+    def _next_checkpoint(self, engine: Kept) -> str:
         model = engine.require_model(None)
         return f"e{epoch(model.generation)}-v{model.version}" if engine.is_coordinator else ""
 
-    def take(self, engine: "Engine", checkpoint: str = "", *, clean: bool = False) -> Snapshot | None:
+    def take(self, engine: Kept, checkpoint: str = "", *, clean: bool = False) -> Snapshot | None:
         """Take a snapshot; ``None`` without a directory or a model. The writer is held for a copy only.
 
         Raises:
@@ -300,7 +285,7 @@ class Persistence:
         with self._taking:
             return self._write(engine.writer.run(lambda: self.copy(engine, checkpoint, clean=clean)), engine.metrics)
 
-    def take_inside(self, engine: "Engine") -> None:
+    def take_inside(self, engine: Kept) -> None:
         """Take a snapshot of a model that was just installed, on the writer thread, before anybody is told of it.
 
         Raises:
@@ -313,7 +298,7 @@ class Persistence:
         except StorageError as error:
             raise _not_durable(error) from error
 
-    def copy(self, engine: "Engine", checkpoint: str, *, clean: bool) -> Moment:
+    def copy(self, engine: Kept, checkpoint: str, *, clean: bool) -> Moment:
         """Copy the shard as it is now, and begin another segment behind it; on the writer thread."""
         assert self._store is not None
         assert engine.model is not None
@@ -321,50 +306,8 @@ class Persistence:
             segment = self._store.rotate()
             self._bytes_behind = self.journal_bytes
             weight, buffers = engine.buffers.export() if engine.buffers else (0.0, {})
-        model, layout = engine.model, engine.model.layout
-        known, last_pushes = engine.membership.remembered()
-        manifest = Manifest(
-            checkpoint=checkpoint,
-            segment=segment,
-            version=model.version,
-            generation=model.generation,
-            start=model.span.start,
-            length=model.span.length,
-            shard_index=self._settings.shard_index,
-            num_shards=self._settings.num_shards,
-            layout=layout_to_plain(layout),
-            run_id=engine.run.run_id,
-            run_state=engine.run.state.value,
-            method=engine.run.method,
-            method_settings=engine.run.method_settings,
-            samples=engine.run.samples,
-            pushes=[
-                KnownPush(
-                    worker_id=identity.worker_id,
-                    incarnation=identity.incarnation,
-                    step=record.step,
-                    version=record.answer.version if record.answer else 0,
-                    staleness=record.answer.staleness if record.answer else 0,
-                    buffer_step=record.buffer_step,
-                )
-                for identity, record in known
-            ],
-            last_pushes=dict(last_pushes),
-            workers=[
-                LiveWorker(
-                    worker_id=member.identity.worker_id,
-                    incarnation=member.identity.incarnation,
-                    index_codecs=sorted(member.index_codecs),
-                    clock=member.clock,
-                )
-                for member in engine.membership.members()
-            ],
-            buffer_weight=weight,
-            clean=clean,
-            created_unix_seconds=time.time(),
-        )
-        tensors = {THETA: model.theta.clone()}
-        return Moment(manifest, tensors | {f"{BUFFER_PREFIX}{name}": value for name, value in buffers.items()})
+        place = (self._settings.shard_index, self._settings.num_shards)
+        return moment_of(engine, engine.model, place, segment, (weight, buffers), checkpoint, clean=clean)
 
     def _note(self, snapshot: Snapshot, metrics: Metrics) -> None:
         self.last_snapshot = snapshot
@@ -387,7 +330,7 @@ class Persistence:
         )
         return snapshot
 
-    def _work(self, engine: "Engine") -> None:
+    def _work(self, engine: Kept) -> None:
         """Shard 0 takes a checkpoint every period; the others when they are told of one, or long after nobody did."""
         period = self._settings.snapshot_seconds * (1 if engine.is_coordinator else _PATIENCE)
         tried = time.monotonic()
@@ -420,7 +363,7 @@ class Persistence:
         if self._store is not None:
             self._store.close()
 
-    def close(self, engine: "Engine") -> None:
+    def close(self, engine: Kept) -> None:
         """Take the last snapshot, after the writer has stopped, and let the directory go."""
         self.stop()
         if self._store is None:

@@ -1,0 +1,110 @@
+"""A shard at one moment, copied: what a snapshot is made of."""
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pscore.modelfile import StateDict
+from psservice.buffers import BufferAverage
+from psservice.durability.snapshots import KnownPush, LiveWorker, Manifest
+from psservice.history import BUFFER_PREFIX, THETA, History, layout_to_plain
+from psservice.membership import Membership
+from psservice.metrics import Metrics
+from psservice.run import Run
+from psservice.shard.model import ModelShard
+from psservice.shard.writer import Writer
+
+
+class Kept(Protocol):
+    """What of an engine is kept, and how it is brought back."""
+
+    device: torch.device
+    is_coordinator: bool
+    model: ModelShard | None
+    buffers: BufferAverage | None
+    run: Run
+    membership: Membership
+    writer: Writer
+    metrics: Metrics
+
+    def adopt(self, history: History) -> None:
+        """Become what a history has been replayed to."""
+
+    def require_model(self, generation: int | None) -> ModelShard:
+        """Return the model; raises :class:`Refusal` where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A shard at one version, copied, and ready to be written."""
+
+    manifest: Manifest
+    tensors: dict[str, torch.Tensor]
+
+
+def moment_of(
+    engine: Kept,
+    model: ModelShard,
+    place: tuple[int, int],
+    segment: int,
+    buffers: tuple[float, StateDict],
+    checkpoint: str,
+    *,
+    clean: bool,
+) -> Moment:
+    """Copy a shard; on the writer thread.
+
+    Args:
+        engine: whose it is.
+        model: its model.
+        place: its number, and of how many.
+        segment: of the journal, that begins behind this moment.
+        buffers: weight and values of the average of buffers.
+        checkpoint: to which it belongs, or nothing.
+        clean: whether nothing follows in this life of the server.
+    """
+    known, last_pushes = engine.membership.remembered()
+    manifest = Manifest(
+        checkpoint=checkpoint,
+        segment=segment,
+        version=model.version,
+        generation=model.generation,
+        start=model.span.start,
+        length=model.span.length,
+        shard_index=place[0],
+        num_shards=place[1],
+        layout=layout_to_plain(model.layout),
+        run_id=engine.run.run_id,
+        run_state=engine.run.state.value,
+        method=engine.run.method,
+        method_settings=engine.run.method_settings,
+        samples=engine.run.samples,
+        pushes=[
+            KnownPush(
+                worker_id=identity.worker_id,
+                incarnation=identity.incarnation,
+                step=record.step,
+                version=record.answer.version if record.answer else 0,
+                staleness=record.answer.staleness if record.answer else 0,
+                buffer_step=record.buffer_step,
+            )
+            for identity, record in known
+        ],
+        last_pushes=dict(last_pushes),
+        workers=[
+            LiveWorker(
+                worker_id=member.identity.worker_id,
+                incarnation=member.identity.incarnation,
+                index_codecs=sorted(member.index_codecs),
+                clock=member.clock,
+            )
+            for member in engine.membership.members()
+        ],
+        buffer_weight=buffers[0],
+        clean=clean,
+        created_unix_seconds=time.time(),
+    )
+    tensors = {THETA: model.theta.clone()}
+    return Moment(manifest, tensors | {f"{BUFFER_PREFIX}{name}": value for name, value in buffers[1].items()})
