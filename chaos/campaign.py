@@ -88,7 +88,12 @@ class Result:
     @property
     def good(self) -> bool:
         """Whether every promise was kept."""
-        return not self.failures and self.generations == 1 and all(verdict.good for verdict in self.verdicts)
+        return (
+            not self.failures
+            and self.generations == 1
+            and bool(self.verdicts)
+            and all(verdict.good for verdict in self.verdicts)
+        )
 
     def total(self, what: str) -> int:
         """Sum a figure of the verdicts."""
