@@ -137,6 +137,7 @@ class Campaign:
             lease_seconds=LEASE_SECONDS,
             snapshot_seconds=2,
             keep_snapshots=2,
+            ledger_multiple=20,  # replies stay sparse differences, also across a restart
         )
         with ExitStack() as stack:
             servers = stack.enter_context(self.servers)
