@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+import grpc
 from rich.console import Console
 
 from benchmarks import machine
@@ -17,6 +18,9 @@ from chaos import report
 from chaos.campaign import Campaign, Plan, Result
 from chaos.disk import Disk
 from chaos.fulldisk import FullDisk
+from chaos.pusher import LeaseLostError, RefusedError, StuckError
+from chaos.servers import StartFailedError
+from chaos.team import TrainerFailedError
 from chaos.training import Training
 
 _KINDS = ((2, "interval"), (1, "always"), (1, "interval"), (2, "always"))
@@ -26,6 +30,7 @@ _SCENARIOS = ("kills", "disk", "training")
 _TRAINING = "psclient, 2 shards"
 _TRAINING_SHARE, _MOST_TRAINERS = 8, 4  # a trainer costs seconds of a core to start
 _NARROWEST = 160
+_BROKEN = (StartFailedError, TrainerFailedError, RefusedError, StuckError, LeaseLostError, grpc.RpcError)
 _NOTES = (
     "a push counts once a shard; repeats: answers to pushes that were answered before, on a connection of their own",
     "models compared: replicas and downloads at the version they claimed, against the reference's, bit for bit",
@@ -51,20 +56,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Progress(len(plans) + len({"disk", "training"} & {*options.only})) as progress:
         for number, plan in enumerate(plans):
             progress.section(plan.name)
-            results.append(Campaign(plan, directory / f"campaign-{number}", progress.say).run())
+            results.append(_run(Campaign(plan, directory / f"campaign-{number}", progress.say)))
         if "disk" in options.only:
             progress.section("full disk")
             plan = _plan(options, "full disk", 1, "interval", 3)
             with Disk(directory / "disk") as disk:
                 campaign = FullDisk(plan, directory / "full-disk", progress.say, disk.path / "data")
                 campaign.disk = disk
-                results.append(campaign.run())
+                results.append(_run(campaign))
             notes.append(f"full disk: {disk.kind}")
         if "training" in options.only:
             progress.section(_TRAINING)
             kills = max(1, options.kills // _TRAINING_SHARE)
             plan = _plan(options, _TRAINING, 2, "interval", kills, workers=min(options.workers, _MOST_TRAINERS))
-            results.append(Training(plan, directory / "training", progress.say).run())
+            results.append(_run(Training(plan, directory / "training", progress.say)))
     facts["seconds"] = time.monotonic() - started
     console = Console()
     if not console.is_terminal:
@@ -77,6 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = "" if good and not options.keep else f"; books and logs: {directory}"
     console.print(f"\n{facts['seconds']:.0f} s; written: {options.output / 'chaos.json'}{where}", highlight=False)
     return 0 if good else 1
+
+
+def _run(scenario: Campaign | Training) -> Result:
+    """Run one campaign; where it cannot be brought to its end, that is its result."""
+    try:
+        return scenario.run()
+    except _BROKEN as error:
+        scenario.result.failures.append(f"{type(error).__name__}: {error}")
+        return scenario.result
 
 
 def _plans(options: argparse.Namespace) -> list[Plan]:

@@ -88,7 +88,12 @@ class Result:
     @property
     def good(self) -> bool:
         """Whether every promise was kept."""
-        return not self.failures and self.generations == 1 and all(verdict.good for verdict in self.verdicts)
+        return (
+            not self.failures
+            and self.generations == 1
+            and bool(self.verdicts)
+            and all(verdict.good for verdict in self.verdicts)
+        )
 
     def total(self, what: str) -> int:
         """Sum a figure of the verdicts."""
@@ -132,6 +137,7 @@ class Campaign:
             lease_seconds=LEASE_SECONDS,
             snapshot_seconds=2,
             keep_snapshots=2,
+            ledger_multiple=20,  # replies stay sparse differences, also across a restart
         )
         with ExitStack() as stack:
             servers = stack.enter_context(self.servers)

@@ -104,6 +104,9 @@ class Crew:
 
     def _note_end(self, member: _Member) -> None:
         """Note a worker that ended by itself with an error."""
+        early = member.process.poll() == -signal.SIGTERM  # told to leave before it could listen: it has done nothing
+        if early and not book_path(self._directory, member.name, member.life).exists():
+            return
         if member.process.poll():
             self.failures.append(f"{member.name}, life {member.life}, ended with status {member.process.returncode}")
 

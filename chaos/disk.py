@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import shutil
 import subprocess
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +26,9 @@ class Disk:
         """Mount it, or do without."""
         path.mkdir(parents=True)
         self.path = path
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(path)], capture_output=True, check=False
+        self._mounted = shutil.which("mount") is not None and not subprocess.call(
+            ["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(path)], stderr=subprocess.DEVNULL
         )
-        self._mounted = mounted.returncode == 0
         self.kind = (
             f"a file system of {SIZE_BYTES >> 20} MiB that is filled to the last byte"
             if self._mounted

@@ -31,7 +31,9 @@ _PATIENCE_SECONDS = 120.0
 _TRY_AGAIN = frozenset({"", "BUSY", "DRAINING", "NOT_DURABLE", "WORKER_ALIVE"})
 """Reasons that time mends; empty where the call failed below the protocol."""
 _OF_THE_NETWORK = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
-_REPEAT_SHARE, _TWICE_SHARE, _PULL_SHARE = 0.10, 0.05, 0.25
+_REPEAT_SHARE, _TWICE_SHARE = 0.10, 0.05
+_PULL_SHARES = 0.04, 0.25, 0.5
+"""How often a life pulls: one that does so rarely asks for what changed before a restart and before a snapshot."""
 _INHERIT_SHARE = 0.6
 """How often a new life settles its predecessor's doubts itself, instead of leaving them to the end."""
 
@@ -139,6 +141,7 @@ class Pusher:
         self._noise = np.random.default_rng(rng.getrandbits(64))
         self._incarnation = str(uuid.UUID(int=rng.getrandbits(128)))
         self._run, self._step = "", 0
+        self._pull_share = rng.choice(_PULL_SHARES)
         self._shards = [_Shard(i) for i in range(len(caller.lines))]
         for shard in reversed(self._shards):
             joined = caller.join(shard.index, name, self._incarnation)
@@ -159,7 +162,7 @@ class Pusher:
         self._step += 1
         for shard in self._shards:
             self._push(shard)
-            if self._rng.random() < _PULL_SHARE:
+            if self._rng.random() < self._pull_share:
                 self._pull(shard)
         stop.wait(self._rng.uniform(0, 2 * self._pause))
 
@@ -216,11 +219,11 @@ class Pusher:
     def _draw(self, length: int) -> tuple[Offsets | None, Floats]:
         """Draw a push: mostly few entries, at times thousands, all of them, none, or values at the edge of fp32."""
         kind, noise = self._rng.random(), self._noise
-        if kind < 0.04:
+        if kind < 0.003:
             return None, noise.normal(0, 1e-3, length).astype(np.float32)
-        if kind < 0.07:
+        if kind < 0.03:
             return np.empty(0, np.uint32), np.empty(0, np.float32)
-        count = int(noise.integers(length // 8, length // 2)) if kind < 0.15 else int(noise.integers(1, 400))
+        count = int(noise.integers(length // 8, length // 2)) if kind < 0.08 else int(noise.integers(1, 400))
         offsets = np.sort(noise.choice(length, min(count, length), replace=False)).astype(np.uint32)
         values = noise.normal(0, 1e-2, len(offsets)).astype(np.float32)
         if kind > 0.9:  # denormals, signed zeros, and magnitudes that swallow what was there

@@ -34,7 +34,7 @@ def show(console: Console, results: Sequence[Result], notes: Sequence[str]) -> N
         table.add_column(title, justify="right")
     for result in results:
         figures = [f"{result.total(name):,}" for name, _ in _FIGURES]
-        identical = all(verdict.bit_identical for verdict in result.verdicts)
+        identical = bool(result.verdicts) and all(verdict.bit_identical for verdict in result.verdicts)
         kills = str(result.faults["servers killed"])
         table.add_row(result.name, kills, *figures, "yes" if identical else "NO", f"{result.seconds:.0f}")
     console.print(table)
