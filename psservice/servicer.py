@@ -16,7 +16,7 @@ from pscore.codecs.names import (
     VALUE_CODECS,
 )
 from pscore.frames import WireForm
-from pscore.layout import Span
+from pscore.layout import ModelLayout, Span
 from pscore.messages import PROTOCOL_VERSION, layout_from_message, layout_to_message
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
@@ -60,6 +60,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         self._settings = engine.settings
         self._metrics = engine.metrics
         self._inflight = InFlight(engine.settings.inflight_bytes)
+        self._sized: tuple[ModelLayout | None, int] = (None, largest_stream(None, 0))
         self._metrics.bytes_in_flight.set_function(lambda: self._inflight.bytes)
         self._started = time.monotonic()
 
@@ -366,8 +367,12 @@ class ParameterServerServicer(ParameterServerServiceServicer):
 
     @property
     def _largest_stream(self) -> int:
-        layout = self._engine.layout
-        return self._settings.stream_bytes or largest_stream(layout, self._engine.span.length if layout else 0)
+        layout, nbytes = self._sized
+        if self._engine.layout is not layout:
+            layout = self._engine.layout
+            nbytes = largest_stream(layout, self._engine.span.length)
+            self._sized = layout, nbytes
+        return self._settings.stream_bytes or nbytes
 
     @contextmanager
     def _admitted(self, context: grpc.ServicerContext, rpc: str) -> Iterator[Caller]:

@@ -7,15 +7,18 @@ import sys
 import threading
 import urllib.request
 
+import grpc
 import pytest
 import torch
 
 import psclient
-from psclient.errors import HeldBackError, UpdateTooLargeError
+from psclient.errors import HeldBackError, UpdateTooLargeError, from_rpc_error
 from psclient.local import LocalServer
 from psclient.settings import ClientSettings
+from pscore.reasons import Reason
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate import call
+from tests.system.test_raw_client import RawWorker
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
 
 HASTY = ClientSettings(deadline_seconds=5, connect_seconds=30, patience_seconds=0.5, dense_below=0)
@@ -126,6 +129,47 @@ def test_one_that_gives_up_says_for_whom_it_waited_and_loses_nothing():
         torch.testing.assert_close(total + given, held - parameter.detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_who_is_held_back_is_told_at_the_header_and_a_repeat_is_answered_all_the_same():
+    with LocalServer(ssp_bound=1, lease_seconds=60) as server:
+        workers = [RawWorker(server.addresses[0], name) for name in ("fast", "slow")]
+        for worker in workers:
+            worker.join()
+        fast = workers[0]
+        first, done = fast.push([1], [1.0]), threading.Event()
+        header = pb.PushHeader(identity=fast.identity, step=2, generation=fast.generation)
+
+        def header_alone():
+            yield pb.PushSparseRequest(header=header)
+            done.wait(20)
+
+        with pytest.raises(grpc.RpcError) as caught:
+            fast.stub.PushSparse(header_alone(), timeout=20)
+        done.set()
+        failure = from_rpc_error(caught.value)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (failure.reason, 0 < failure.retry_seconds <= 1) == (Reason.TOO_FAR_AHEAD, True)
+        fast.step -= 1
+        again = fast.push([1], [1.0])
+        assert (again.version, again.repeated_push) == (first.version, True)
+
+
+def test_clocks_survive_the_death_of_the_server(tmp_path):
+    patient = HASTY.model_copy(update={"patience_seconds": 4.0})  # dialling anew takes a part of it
+    with LocalServer(ssp_bound=2, lease_seconds=60, down_mode="exact", data_dir=tmp_path) as server:
+        parameter, fast = dropping(server, "fast", patient)
+        other, slow = dropping(server, "slow")
+        for _ in range(2):
+            step(parameter, fast)
+        server.processes[0].kill()
+        server.restart(0)
+        slow.pull()  # the server is back
+        with pytest.raises(HeldBackError):
+            step(parameter, fast)
+        step(other, slow)
+        fast.pull()  # completes the push that was held back
+        assert fast.version == 4
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_push_that_is_too_stale_goes_back_and_training_goes_on(shards, overlap):
@@ -192,8 +236,9 @@ def test_an_update_that_is_too_large_is_an_error_with_both_numbers(overlap):
         assert torch.equal(parameter, torch.full((200,), -0.1))
 
 
-def test_two_workers_within_a_bound_of_one_take_turns():
-    with LocalServer(ssp_bound=1, lease_seconds=60, down_mode="exact") as server:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_two_workers_within_a_bound_of_one_take_turns(shards):
+    with LocalServer(shards=shards, ssp_bound=1, lease_seconds=60, down_mode="exact") as server:
         pairs = [dropping(server, f"w{i}") for i in range(2)]
 
         def train(parameter, optimizer):

@@ -5,14 +5,17 @@ import uuid
 import zlib
 
 import grpc
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import psclient
 from psclient.errors import Transient, from_rpc_error
+from psclient.local import LocalServer
 from pscore.reasons import Reason
 from pscore.v1 import parameter_server_pb2 as pb
+from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.server import Server
 from psservice.settings import ServerSettings
 from tests.system.test_raw_client import TIMEOUT, N, RawWorker
@@ -44,6 +47,10 @@ def joined(server, size=N):
     return worker
 
 
+ONE = b"\0\0\x80\x3f"
+DENSE = {"index_codec": pb.INDEX_CODEC_DENSE, "value_codec": pb.VALUE_CODEC_FP32}
+
+
 def header(worker, step=1):
     plan = [pb.Group(start=0, length=worker.size)]
     return pb.PushSparseRequest(
@@ -52,9 +59,7 @@ def header(worker, step=1):
 
 
 def chunk(worker, first, count):
-    values = b"\0\0\x80\x3f" * count
-    dense = {"index_codec": pb.INDEX_CODEC_DENSE, "value_codec": pb.VALUE_CODEC_FP32, "values": values}
-    return pb.PushSparseRequest(chunk=pb.Chunk(start=first, length=count, count=count, **dense))
+    return pb.PushSparseRequest(chunk=pb.Chunk(start=first, length=count, count=count, **DENSE, values=ONE * count))
 
 
 class Stalling:
@@ -219,8 +224,7 @@ def test_every_worker_is_busy_while_one_holds_the_total_and_that_one_gets_throug
         yield chunk(worker, 0, N // 2)
         rest.wait(TIMEOUT)
         yield chunk(worker, N // 2, N // 2)
-        values = b"\0\0\x80\x3f" * N
-        yield pb.PushSparseRequest(commit=pb.Commit(chunks=2, entries=N, crc32=zlib.crc32(values)))
+        yield pb.PushSparseRequest(commit=pb.Commit(chunks=2, entries=N, crc32=zlib.crc32(ONE * N)))
 
     call = worker.stub.PushSparse.future(in_two_parts(), timeout=TIMEOUT)
     wait_until(lambda: in_flight(server) > 9_000)
@@ -273,6 +277,46 @@ def test_workers_train_however_small_the_limits_are(start):
     for optimizer in optimizers:
         optimizer.close()
     wait_until(lambda: in_flight(server) == 0)
+
+
+def test_memory_stays_flat_however_many_streams_are_broken_off():
+    size = 200_000
+    with LocalServer(lease_seconds=120, stream_idle_seconds=IDLE, stream_bytes=8 << 20) as server:
+        parameter = torch.nn.Parameter(torch.zeros(size))
+        optimizer = psclient.ASGD([parameter], lr=0.1, server=server, worker="good", settings=QUICK)
+        process = psutil.Process(server.processes[0].pid)
+        channel = grpc.insecure_channel(server.addresses[0])
+        stub = ParameterServerServiceStub(channel)
+        shard = optimizer._cluster.shards[0]
+        opening = pb.PushHeader(identity=optimizer._membership.identity, generation=shard.generation)
+        opening.step = 1 << 40
+        opening.plan.add(start=0, length=size)
+        values = ONE * size
+
+        def broken(kind):
+            yield pb.PushSparseRequest(header=opening)
+            if kind == "horde":
+                for first in range(5_000):
+                    yield pb.PushSparseRequest(chunk=pb.Chunk(start=first, length=1, count=1, **DENSE, values=ONE))
+            else:
+                yield pb.PushSparseRequest(chunk=pb.Chunk(start=0, length=size, count=size, **DENSE, values=values))
+
+        def round_of_them():
+            for kind in ("horde", *["cut"] * 10):
+                with pytest.raises(grpc.RpcError):
+                    stub.PushSparse(broken(kind), timeout=TIMEOUT)
+            parameter.grad = torch.ones(size)
+            optimizer.step()
+
+        for _ in range(5):
+            round_of_them()
+        before, threads = process.memory_info().rss, process.num_threads()
+        for _ in range(15):
+            round_of_them()
+        assert optimizer.version == 20
+        assert process.memory_info().rss - before < 24 << 20  # a leak of every tenth stream would be more
+        assert process.num_threads() <= threads + 64
+        channel.close()
 
 
 def test_nothing_is_left_in_flight_by_a_whole_training(start):
