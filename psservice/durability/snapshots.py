@@ -160,6 +160,12 @@ def found(directory: Path) -> list[Snapshot]:
     return sorted(snapshots, key=lambda snapshot: snapshot.manifest.segment)
 
 
+def last_number(directory: Path) -> int:
+    """Return the highest number in the names of snapshots, readable or not; 0 where there is none."""
+    heads = (path.name.partition("-v")[0] for path in directory.glob("[0-9]*-v*"))
+    return max((int(head) for head in heads if head.isdecimal()), default=0)
+
+
 def prune(directory: Path, keep: int) -> list[Snapshot]:
     """Remove all but the newest ``keep`` snapshots, and what dead writers left; return those that stay."""
     snapshots = found(directory)
