@@ -286,6 +286,11 @@ class Store:
         except OSError as error:
             raise StorageError(f"cannot write to {self.directory / 'journal'}: {error.strerror}") from error
         self._promise()
+        try:  # in every mode: without it, a power cut would be judged by the promise of the life before
+            sync_file(segment_path(self.directory / "journal", number))
+            sync_directory(self.directory / "journal")
+        except OSError as error:
+            raise StorageError(f"cannot force {self.directory / 'journal'} to the disk: {error.strerror}") from error
 
     def append(self, kind: int, body: Body) -> int:
         """Append one record, where there is a journal; return its number. See :meth:`Journal.append`."""

@@ -1,5 +1,6 @@
 """What the disk holds where a server died at an unlucky moment, and what the next ones make of it."""
 
+import json
 import os
 import shutil
 
@@ -182,3 +183,27 @@ def test_lives_may_differ_in_how_they_keep(modes, stopped, directory):
         directory = directory if stopped else image
     with Shard(directory, durability="journal") as last:
         assert bits(theta(last)) == former
+
+
+@pytest.mark.parametrize("fsync", ["interval", "never"])
+def test_a_life_is_judged_by_its_own_promise(fsync, directory, monkeypatch):
+    with Shard(directory, fsync="always") as engine:
+        begin(engine)
+        copy = after_a_crash(directory)
+    forced = {}
+    monkeypatch.setattr(store, "sync_file", lambda path: forced.update({path: path.stat().st_size}))
+    with Shard(copy, fsync=fsync):
+        last = segment_path(journal_of(copy), segment_numbers(journal_of(copy))[-1])
+        assert forced[last] == last.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "change", [{"run_state": "evil"}, {"start": -5}, {"segment": 1 << 80}, {"generation": -1}, {"version": -1}]
+)
+def test_a_manifest_that_makes_no_sense_is_not_begun_from(change, directory):
+    with Shard(directory) as engine:
+        begin(engine)
+    for path in directory.glob("*/snapshots/*/manifest.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(store.StorageError):
+        Shard(directory)
