@@ -71,6 +71,8 @@ def open_channel(address: str, security: Security, options: OptionPairs = ()) ->
             raise ChannelError(
                 f"the token would travel to {address} in plaintext; name the server's CA (tls_ca), or use no token"
             )
+        if token:  # gRPC would go through the proxy of the environment, to loopback too, and the token with it
+            options = [*options, ("grpc.enable_http_proxy", 0)]
         channel = grpc.insecure_channel(address, options=options)
     else:
         if (security.cert is None) != (security.key is None):

@@ -99,6 +99,15 @@ def read(path: Path) -> StateDict:
     return state
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Read what a model file, or a part, says of itself; raises :class:`ModelFileError` where it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise ModelFileError(f"cannot read {path}: {error}") from error
+
+
 def read_parts(paths: Iterable[Path]) -> StateDict:
     """Join the parts of all shards into one state dict.
 

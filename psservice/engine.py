@@ -131,6 +131,7 @@ class Engine:
             self.writer.close()
             self.persistence.abandon()
             raise
+        self._end_again()
         self.persistence.start(self)
         threading.Thread(target=self._end_leases, name="lease-reaper", daemon=True).start()
 
@@ -166,7 +167,11 @@ class Engine:
             self.run.agree(method, method_settings, replace=alone)
             if not self.membership.is_live(identity):
                 self.membership.join(identity)
-                self.persistence.joined(identity, index_codecs)
+                try:
+                    self.persistence.joined(identity, index_codecs)
+                except Refusal:  # else the next attempt would find a lease that no restart knows of
+                    self.membership.leave(identity)
+                    raise
             self.membership.join(identity).index_codecs = index_codecs
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
@@ -323,21 +328,24 @@ class Engine:
 
     def exchange_buffers(self, identity: Identity, generation: int, step: int, samples: int, data: bytes) -> bytes:
         """Average a worker's buffers in, once a step and not after the run's end, and return the average."""
-        buffers = self.require_buffers(identity, generation)
+        self.require_buffers(identity, generation)
         record = self.membership.record(identity)
         live = len(self.membership)
         with self.persistence.averaging:
+            buffers = self.require_buffers(identity, generation)  # a rollback may have put others there meanwhile
             if samples and step > record.buffer_step and self.run.state is RunState.TRAINING:
                 buffers.check(data)
                 self.persistence.averaged(identity, step, samples, data, live)
                 buffers.contribute(data, samples, live)
                 record.buffer_step = step
+        self.persistence.wait()
         return buffers.packed()
 
     def copy_model(self) -> ModelCopy:
         """Copy the shard's values at the current version."""
         model = self.require_model(None)
         version, values = self.writer.run(lambda: (model.version, model.theta.clone()))
+        self.persistence.wait()
         return ModelCopy(model, version, values, self.buffers.state() if self.buffers else {})
 
     def roll_back(self, version: int | None, checkpoint: str) -> ModelShard:
@@ -376,6 +384,7 @@ class Engine:
         """End the run, write the final model if asked to, and return its path."""
         self.require_model(None)
         self.writer.run(self._end_run)
+        self.persistence.wait()
         return self._final_model.wait()
 
     def close(self) -> None:
@@ -472,10 +481,24 @@ class Engine:
         self.persistence.finished(self.run.run_id)
         self.run.state = RunState.FINISHED
         log.info("run finished", extra={"version": model.version, "samples": self.run.samples})
+        self._write_final_model(model)
+
+    def _write_final_model(self, model: ModelShard) -> None:
         self._final_model.begin(
             lambda: ModelCopy(model, model.version, model.theta.clone(), self.buffers.state() if self.buffers else {}),
             self.run.run_id,
         )
+
+    def _end_again(self) -> None:
+        """After a restart, do what the end of the run was to do: the server may have died in the middle of it."""
+        if self.model is None:
+            return
+        if self.run.state is RunState.TRAINING and self.run.is_over(self.model.version):
+            self.writer.run(self._end_run)
+        elif self.run.state is RunState.FINISHED and not self._final_model.is_there(
+            self.run.run_id, self.model.version
+        ):
+            self._write_final_model(self.model)
 
     def _expired(self, member: Member) -> None:
         self.persistence.left(member.identity)

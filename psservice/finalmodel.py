@@ -39,6 +39,16 @@ class FinalModel:
         self._whole = num_shards == 1
         self._thread: threading.Thread | None = None
 
+    def is_there(self, run_id: str, version: int) -> bool:
+        """Tell whether the file is that of this run at this version, or none was asked for."""
+        if self._path is None:
+            return True
+        try:
+            found = modelfile.read_metadata(self._path)
+        except modelfile.ModelFileError:
+            return False
+        return (found.get("run_id"), found.get("version")) == (run_id, str(version))
+
     def begin(self, copy: Callable[[], ModelCopy], run_id: str) -> None:
         """Take a copy now, if there is something to write, and write it in a thread of its own."""
         if self._path is not None:

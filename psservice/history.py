@@ -253,7 +253,12 @@ class History:
                 f"it is version {answer.version} of generation {header.generation}, and follows version "
                 f"{self.model.version} of {self.model.generation}"
             )
-        self.model.apply(on_device(merge(self.span, segments), self.model.theta.device))
+        update = on_device(merge(self.span, segments), self.model.theta.device)
+        try:
+            self.model.apply(update)
+        except Refusal as error:  # refused then too, and the server died before it had cut the record off
+            log.warning("a push that was refused is left out", extra={"offset": record.offset, "why": str(error)})
+            return
         self.run_id = self.run_id or header.identity.run_id  # a shard that follows learns it from its workers
         identity = _identity(header.identity)
         known = self.pushes.setdefault(identity, PushRecord())

@@ -106,7 +106,7 @@ class Persistence:
             return
         past = self._store.past(self._settings.recover)
         if past.snapshot is None:
-            self._store.begin(past.last_segment + 1)
+            self._store.begin(past.next_number)
             return
         manifest = past.snapshot.manifest
         self._require_ours(manifest)
@@ -117,12 +117,15 @@ class Persistence:
                 said = time.monotonic()
                 log.info("replaying the journal", extra={"version": version, "records": history.replayed})
         history.remember_supports()
+        if self._settings.fsync != "never":  # the next segment's promise is for what is served from now on, old or new
+            past.sync()
         untouched = manifest.clean and past.last_segment <= manifest.segment
-        new_history = past.lost or not (untouched or nothing_was_lost(past.last_promise))
+        lost = past.lost or not past.reaches_the_newest_snapshot
+        new_history = lost or not (untouched or nothing_was_lost(past.last_promise))
         if new_history:  # versions that workers have seen may be gone: the same numbers will mean other values
             history.model.generation = sibling_generation(manifest.generation)
         engine.adopt(history)
-        self._store.begin(max(past.last_segment + 1, manifest.segment))
+        self._store.begin(past.next_number)
         self._note(past.snapshot, engine.metrics)
         log.info(
             "recovered",

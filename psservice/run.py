@@ -97,6 +97,10 @@ class Run:
     def count(self, version: int, samples: int) -> bool:
         """Count a push; return True if it has brought the run to its end."""
         self.samples += samples
+        return self.is_over(version)
+
+    def is_over(self, version: int) -> bool:
+        """Tell whether what was counted brings the run to its end."""
         return bool(
             (self.end_versions and version >= self.end_versions)
             or (self.end_samples and self.samples >= self.end_samples)

@@ -54,8 +54,10 @@ def publish(path: Path, fill: Callable[[Path], Any]) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory of plain files; what cannot be removed stays."""
+    """Remove a directory of plain files, which loses its name first; what cannot be removed stays, for another time."""
     try:
+        if not path.name.startswith("."):
+            path = path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"))
         for file in path.iterdir():
             file.unlink(missing_ok=True)
         path.rmdir()

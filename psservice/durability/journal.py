@@ -149,21 +149,22 @@ class Journal:
         """
         with self._lock:
             self._require_whole()
-            old, old_path = self._descriptor, self._path
+            old = self._descriptor
+            try:  # first: a torn tail with another segment behind it would be taken for damage
+                if self._fsync != "never":
+                    os.fsync(old)
+                    self._durable = self._appended
+                    self._changed.notify_all()
+            except OSError as error:
+                self._break(f"fsync of {self._path}: {error.strerror}")
+                raise JournalError(str(self._broken), final=True) from error
             self.number += 1
             try:
                 self._descriptor, self._path, self._mark, self._size = self._open_segment()
             except OSError as error:
                 self.number -= 1
                 raise JournalError(f"cannot begin a segment of the journal: {error.strerror}", final=False) from error
-            try:
-                if self._fsync != "never":
-                    os.fsync(old)
-                    self._durable = self._appended
-            except OSError as error:
-                self._break(f"fsync of {old_path}: {error.strerror}")
-            finally:
-                os.close(old)
+            os.close(old)
             return self.number
 
     def cut_before(self, number: int) -> None:

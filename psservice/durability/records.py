@@ -118,7 +118,11 @@ class Segment:
         Raises:
             DamagedError: a record does not check and there are others behind it.
         """
-        with self.path.open("rb") as file:
+        try:
+            file = self.path.open("rb")
+        except OSError as error:  # a running server may have removed it meanwhile
+            raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
+        with file:
             size = os.fstat(file.fileno()).st_size
             head = file.read(HEAD_BYTES)
             if not head.startswith(MAGIC) or len(head) < HEAD_BYTES:

@@ -9,10 +9,10 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 
 MANIFEST_NAME, TENSORS_NAME = "manifest.json", "state.safetensors"
 _READ_BYTES = 1 << 22
+
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Strict(BaseModel):
@@ -79,19 +82,19 @@ class Manifest(_Strict):
 
     format: Literal[1] = 1
     checkpoint: str
-    segment: int
-    version: int
-    generation: int
-    start: int
-    length: int
-    shard_index: int
-    num_shards: int
+    segment: _Count
+    version: _Count
+    generation: Annotated[int, Field(ge=0, lt=1 << 64)]
+    start: _Count
+    length: _Count
+    shard_index: _Count
+    num_shards: _Count
     layout: dict[str, Any]
     run_id: str
-    run_state: str
+    run_state: Literal["empty", "training", "finished"]
     method: str
     method_settings: dict[str, str]
-    samples: int
+    samples: _Count
     pushes: list[KnownPush]
     last_pushes: dict[str, tuple[str, int]]
     workers: list[LiveWorker]
@@ -158,6 +161,12 @@ def found(directory: Path) -> list[Snapshot]:
             continue
         snapshots.append(Snapshot(path, manifest))
     return sorted(snapshots, key=lambda snapshot: snapshot.manifest.segment)
+
+
+def last_number(directory: Path) -> int:
+    """Return the highest number in the names of snapshots, readable or not; 0 where there is none."""
+    heads = (path.name.partition("-v")[0] for path in directory.glob("[0-9]*-v*"))
+    return max((int(head) for head in heads if head.isdecimal()), default=0)
 
 
 def prune(directory: Path, keep: int) -> list[Snapshot]:

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from psservice.durability import snapshots
-from psservice.durability.files import StorageError, lock, sync_file
+from psservice.durability.files import StorageError, lock, sync_directory, sync_file
 from psservice.durability.journal import FsyncMode, Journal, JournalError, segment_numbers, segment_path
 from psservice.durability.records import Body, DamagedError, Record, Segment
 from psservice.durability.snapshots import Manifest, Snapshot
@@ -89,7 +89,7 @@ class Past:
     ) -> None:
         """Find and read the snapshot."""
         self._mode, self._mend = mode, mend
-        self._journal = directory / "journal"
+        self._journal, self._snapshots = directory / "journal", directory / "snapshots"
         self.snapshot: Snapshot | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.lost = False
@@ -111,7 +111,7 @@ class Past:
                 continue
             self.snapshot = snapshot
             break
-        if found and self.snapshot is None:
+        if self.snapshot is None and snapshots.last_number(self._snapshots):
             raise StorageError(
                 f"no snapshot in {directory / 'snapshots'} can be read; restore one from a copy, or begin anew in an "
                 "empty --data-dir"
@@ -121,10 +121,36 @@ class Past:
             self._until = newest.manifest.segment
             self._forgive(DamagedError(newest.path / snapshots.TENSORS_NAME, 0, "the model began anew with it"))
 
+    def sync(self) -> None:
+        """Force the segments behind the snapshot to the disk: the life that wrote them may have died before it did.
+
+        Raises:
+            StorageError: that is not possible, so nobody knows what a power cut would leave.
+        """
+        first = self.snapshot.manifest.segment if self.snapshot is not None else 0
+        try:
+            for number in segment_numbers(self._journal):
+                if number >= first:
+                    sync_file(segment_path(self._journal, number))
+        except OSError as error:
+            raise StorageError(f"cannot force {self._journal} to the disk: {error.strerror}") from error
+
     @property
     def last_segment(self) -> int:
         """Number of the newest segment; 0 where there is none."""
         return max(segment_numbers(self._journal), default=0)
+
+    @property
+    def next_number(self) -> int:
+        """The number of the segment to begin: behind all others, and not before any snapshot, readable or not."""
+        return max(self.last_segment + 1, snapshots.last_number(self._snapshots))
+
+    @property
+    def reaches_the_newest_snapshot(self) -> bool:
+        """Whether the journal goes on to where a newer snapshot than the one begun from was taken, if there is one."""
+        assert self.snapshot is not None
+        newest = snapshots.last_number(self._snapshots)
+        return newest <= max(self.snapshot.manifest.segment, self.last_segment)
 
     def records(self) -> Iterator[Record]:
         """Yield what was appended since the snapshot, in order.
@@ -164,8 +190,7 @@ class Past:
                 extra={"file": str(segment.path), "offset": segment.good, "why": segment.torn},
             )
             if self._mend:
-                os.truncate(segment.path, segment.good)
-                sync_file(segment.path)
+                _cut(segment)
 
     def earlier(self) -> Iterator[Record]:
         """Yield what is still kept from before the snapshot, as far as it can be read; nothing rests on it."""
@@ -261,6 +286,11 @@ class Store:
         except OSError as error:
             raise StorageError(f"cannot write to {self.directory / 'journal'}: {error.strerror}") from error
         self._promise()
+        try:  # in every mode: without it, a power cut would be judged by the promise of the life before
+            sync_file(segment_path(self.directory / "journal", number))
+            sync_directory(self.directory / "journal")
+        except OSError as error:
+            raise StorageError(f"cannot force {self.directory / 'journal'} to the disk: {error.strerror}") from error
 
     def append(self, kind: int, body: Body) -> int:
         """Append one record, where there is a journal; return its number. See :meth:`Journal.append`."""
@@ -329,6 +359,16 @@ def boot_id() -> str:
 def nothing_was_lost(promise: Mapping[str, str]) -> bool:
     """Tell whether every record that was ever visible to a worker is still there: the machine lived, or fsync did."""
     return promise.get("fsync") == "always" or bool(promise.get("boot_id") and promise["boot_id"] == boot_id())
+
+
+def _cut(segment: Segment) -> None:
+    """Cut a torn tail off; a file without a whole head goes, since with another behind it it would look damaged."""
+    if segment.good:
+        os.truncate(segment.path, segment.good)
+        sync_file(segment.path)
+    else:
+        segment.path.unlink()
+        sync_directory(segment.path.parent)
 
 
 def _promise(body: bytes) -> dict[str, str]:

@@ -1,0 +1,81 @@
+"""What an engine had promised where it died at an unlucky moment, and what the next one keeps of it."""
+
+import shutil
+
+import pytest
+import torch
+from engine_makers import ANNA, BERT, join, present, reason_of
+from service_makers import sparse_push
+from test_recovery import LAYOUT, Shard, after_a_crash, assert_same, begin, send
+
+from pscore import modelfile
+from pscore.buffers import pack
+from pscore.reasons import Reason
+from psservice.durability import journal as journal_module
+from psservice.run import RunState
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "live"
+
+
+def test_a_lease_that_could_not_be_written_down_is_not_granted(directory, monkeypatch):
+    with Shard(directory) as engine:
+        begin(engine)
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(journal_module.os, "writev", full)
+            assert reason_of(join, engine, LAYOUT, BERT) is Reason.NOT_DURABLE
+        join(engine, LAYOUT, BERT)
+        with Shard(after_a_crash(directory)) as again:
+            assert_same(again, engine)
+
+
+def test_buffers_that_meet_a_rollback_go_nowhere(directory, monkeypatch):
+    with Shard(directory) as engine:
+        begin(engine)
+        generation, rolled = present(engine), []
+        real = engine.membership.record
+
+        def record(identity):
+            if not rolled:
+                rolled.append(engine.roll_back(0, ""))
+            return real(identity)
+
+        monkeypatch.setattr(engine.membership, "record", record)
+        data = pack([torch.ones(3), torch.ones(2, dtype=torch.float16), torch.tensor(1)])
+        assert reason_of(engine.exchange_buffers, ANNA, generation, 1, 5, data) is Reason.STALE_GENERATION
+        with Shard(after_a_crash(directory)) as again:
+            assert_same(again, engine)
+
+
+def test_a_run_that_ended_as_the_server_died_is_ended_by_the_next(directory, monkeypatch, tmp_path):
+    options = {"end_versions": 2, "final_model": tmp_path / "final.safetensors"}
+    with Shard(directory, **options) as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        before = directory.with_name("before")
+        monkeypatch.setattr(engine, "_end_run", lambda: shutil.copytree(directory, before))
+        send(engine, 2, sparse_push(engine.span, 0.5, 2))
+    with Shard(before, **options) as again:
+        assert (again.run.state, again.model.version) == (RunState.FINISHED, 2)
+        assert again.finish() == str(options["final_model"])
+        options["final_model"].write_bytes(b"of another run")  # as if it had died before that was written
+        behind = directory.with_name("behind")
+        shutil.copytree(before, behind)
+    with Shard(behind, **options) as third:
+        assert third.finish() == str(options["final_model"])
+        assert modelfile.read_metadata(options["final_model"])["version"] == "2"
+
+
+def test_a_download_waits_for_the_disk_as_a_pull_does(directory, monkeypatch):
+    with Shard(directory, fsync="always") as engine:
+        begin(engine)
+        waited = []
+        monkeypatch.setattr(engine.persistence, "wait", lambda: waited.append(True))
+        engine.copy_model()
+        assert waited
