@@ -205,5 +205,6 @@ def _bind(server: grpc.Server, address: str, flag: str, credentials: grpc.Server
     except RuntimeError as error:
         raise StartError(
             f"cannot listen on {address} ({flag}): is another server running there? Choose another port, or 0 for any"
+            + ("; or do --tls-cert and --tls-key not belong together?" if credentials else "")
         ) from error
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
