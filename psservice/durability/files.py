@@ -72,7 +72,7 @@ def lock(directory: Path) -> int:
         StorageError: another process has it, or it cannot be written.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # models are not for everybody
         descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise StorageError(f"cannot write to {directory} (--data-dir): {error.strerror}") from error
