@@ -84,8 +84,7 @@ class InProcessShard:
 
         def open_push(header: pb.PushHeader) -> PushReader:
             self.engine.check_push(self.identity, header.step)
-            plan = [Span(group.start, group.start + group.length) for group in header.plan]
-            return PushReader(plan, self.engine.span)
+            return PushReader.of(header, self.engine.span)
 
         header, _, segments = read_push(iter(messages), open_push)
         return header, segments

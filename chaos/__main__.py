@@ -2,12 +2,10 @@
 
 import argparse
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import grpc
 from rich.console import Console
@@ -19,7 +17,7 @@ from chaos.campaign import Campaign, Plan, Result
 from chaos.disk import Disk
 from chaos.fulldisk import FullDisk
 from chaos.pusher import LeaseLostError, RefusedError, StuckError
-from chaos.servers import StartFailedError
+from chaos.servers import StartFailedError, end_on_sigterm
 from chaos.team import TrainerFailedError
 from chaos.training import Training
 
@@ -45,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run every campaign; 0 where every promise was kept."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
-    signal.signal(signal.SIGTERM, _end)  # as Ctrl-C does: what was started is stopped, what was mounted is unmounted
+    end_on_sigterm()  # as Ctrl-C does: what was started is stopped, what was mounted is unmounted
     facts = machine.describe(given) | {"command": " ".join(["python -m chaos", *given]), "seed": options.seed}
     directory: Path = options.output / "work"
     shutil.rmtree(directory, ignore_errors=True)
@@ -119,10 +117,6 @@ def _plan(options: argparse.Namespace, name: str, shards: int, fsync: str, kills
         pause=options.pause,
         seed=options.seed,
     )
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:

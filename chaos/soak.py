@@ -7,7 +7,6 @@ after another: half of them leave in order, half are killed. Writes ``runs/soak/
 import argparse
 import json
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -16,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from benchmarks import machine, plots
 from benchmarks.progress import Progress
 from benchmarks.section import Plot
 from chaos.samples import Sample, Trend, look, trend
-from chaos.servers import Servers
+from chaos.servers import Servers, end_on_sigterm
 from chaos.team import Team, Trainer
 
 _SAMPLE_SECONDS, _WINDOW_SECONDS = 1.0, 5.0
@@ -188,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Soak; 0 where everything stays flat."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
-    signal.signal(signal.SIGTERM, _end)
+    end_on_sigterm()
     facts = machine.describe(given) | {"command": " ".join(["python -m chaos.soak", *given])}
     work: Path = options.output / "work"
     shutil.rmtree(work, ignore_errors=True)
@@ -264,10 +262,6 @@ def _page(facts: dict[str, Any], verdict: str, trends: Sequence[Trend], drawings
         f"<h1>Soak: {verdict}</h1>\n<p>{about}</p>\n{figures}\n<table>\n<thead><tr>{heads}</tr></thead>\n"
         f"<tbody>\n{rows}\n</tbody>\n</table>\n</main>\n</body>\n</html>\n"
     )
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:

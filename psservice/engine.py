@@ -165,14 +165,15 @@ class Engine:
             elif self.layout is None or alone:
                 self.layout = layout
             self.run.agree(method, method_settings, replace=alone)
-            if not self.membership.is_live(identity):
-                self.membership.join(identity)
+            known = self.membership.is_live(identity)
+            member = self.membership.join(identity)
+            if not known:
                 try:
                     self.persistence.joined(identity, index_codecs)
                 except Refusal:  # else the next attempt would find a lease that no restart knows of
                     self.membership.leave(identity)
                     raise
-            self.membership.join(identity).index_codecs = index_codecs
+            member.index_codecs = index_codecs
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
             last_push = self.membership.last_push(identity.worker_id)
@@ -438,11 +439,10 @@ class Engine:
 
     def _install_start(self, layout: ModelLayout, start: modelstart.Start) -> None:
         flat, buffers = modelstart.fit(layout, start.tensors, with_buffers=self.settings.buffers != "none")
-        span = layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
         self.layout = layout
         self._install(
             layout,
-            flat[span.start : span.end],
+            flat[self.span.start : self.span.end],
             buffers if self.is_coordinator else [],
             next_generation(0),
             start.version,

@@ -219,9 +219,7 @@ class History:
         *requests, answer = messages_in(record.body)
         header, _, segments = read_push(
             iter([pb.PushSparseRequest.FromString(data) for data in requests]),
-            lambda opened: PushReader(
-                [Span(group.start, group.start + group.length) for group in opened.plan], self.span
-            ),
+            lambda opened: PushReader.of(opened, self.span),
         )
         segments.sort(key=lambda segment: segment.span.start)
         return header, segments, pb.PushSparseResponse.FromString(answer)

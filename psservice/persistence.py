@@ -277,7 +277,7 @@ class Persistence:
         model = engine.require_model(None)
         return f"e{epoch(model.generation)}-v{model.version}" if engine.is_coordinator else ""
 
-    def take(self, engine: Kept, checkpoint: str = "", *, clean: bool = False) -> Snapshot | None:
+    def take(self, engine: Kept, checkpoint: str = "") -> Snapshot | None:
         """Take a snapshot; ``None`` without a directory or a model. The writer is held for a copy only.
 
         Raises:
@@ -286,7 +286,7 @@ class Persistence:
         if self._store is None or engine.model is None:
             return None
         with self._taking:
-            return self._write(engine.writer.run(lambda: self.copy(engine, checkpoint, clean=clean)), engine.metrics)
+            return self._write(engine.writer.run(lambda: self.copy(engine, checkpoint, clean=False)), engine.metrics)
 
     def take_inside(self, engine: Kept) -> None:
         """Take a snapshot of a model that was just installed, on the writer thread, before anybody is told of it.

@@ -200,7 +200,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 engine.check_push(identity, header.step)
                 if header.step == 0:
                     raise Refusal(Reason.BAD_REQUEST, "steps count from 1")
-                return PushReader([Span(group.start, group.start + group.length) for group in header.plan], engine.span)
+                return PushReader.of(header, engine.span, keep=engine.persistence.keeps_journal)
 
             header, reader, segments = read_push(charged(request_iterator, charge), open_push)
             identity = self._identity(caller, header.identity)

@@ -17,12 +17,23 @@ class PushReader:
     Args:
         plan: the header's groups.
         span: what the shard owns.
+        keep: whether :attr:`messages` are kept, for the journal.
 
     Raises:
         Refusal: ``BAD_REQUEST`` where groups leave the shard or overlap.
+
+    Attributes:
+        arrivals: when each group was whole, nanoseconds after the header.
+        bytes: of the stream so far.
+        messages: the stream as it came, where it is kept.
     """
 
-    def __init__(self, plan: list[Span], span: Span) -> None:
+    @classmethod
+    def of(cls, header: pb.PushHeader, span: Span, *, keep: bool = False) -> "PushReader":
+        """Return a reader for what follows a header."""
+        return cls([Span(group.start, group.start + group.length) for group in header.plan], span, keep=keep)
+
+    def __init__(self, plan: list[Span], span: Span, *, keep: bool = False) -> None:
         """Check the plan."""
         for group in plan:
             if not (span.start <= group.start and group.end <= span.end):
@@ -40,7 +51,7 @@ class PushReader:
         self.arrivals = [0] * len(plan)
         self.bytes = 0
         self.messages: list[pb.PushSparseRequest] = []
-        """The stream as it came, for the journal."""
+        self._keep = keep
 
     def read(self, chunk: pb.Chunk) -> None:
         """Take one chunk in; raises :class:`Refusal`."""
@@ -50,9 +61,10 @@ class PushReader:
         self.arrivals[chunk.group] = time.perf_counter_ns() - self._started
 
     def took(self, request: pb.PushSparseRequest) -> None:
-        """Count and keep a message of the stream."""
+        """Count a message of the stream, and keep it where they are kept."""
         self.bytes += wire_bytes(request)
-        self.messages.append(request)
+        if self._keep:
+            self.messages.append(request)
 
     def finish(self, commit: pb.Commit) -> list[Segment]:
         """Check the commit and return every segment."""

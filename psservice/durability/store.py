@@ -21,13 +21,12 @@ import torch
 
 from psservice.durability import snapshots
 from psservice.durability.files import StorageError, lock, sync_directory, sync_file
-from psservice.durability.journal import FsyncMode, Journal, JournalError, segment_numbers, segment_path
+from psservice.durability.journal import FsyncMode, Journal, segment_numbers, segment_path
 from psservice.durability.records import Body, DamagedError, Record, Segment
 from psservice.durability.snapshots import Manifest, Snapshot
 
 log = logging.getLogger(__name__)
 
-Durability = Literal["journal", "snapshot", "none"]
 RecoverMode = Literal["strict", "last-good"]
 
 OPENED = 0
@@ -377,6 +376,3 @@ def _promise(body: bytes) -> dict[str, str]:
     except ValueError:
         return {}
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
-
-
-__all__ = ["Durability", "JournalError", "Past", "RecoverMode", "StorageError", "Store", "StoreSettings"]

@@ -39,7 +39,7 @@ def push_messages(groups=GROUPS):
 
 def take_push(messages):
     def open_push(header):
-        return PushReader([Span(group.start, group.start + group.length) for group in header.plan], SHARD)
+        return PushReader.of(header, SHARD)
 
     return read_push(iter(messages), open_push)
 

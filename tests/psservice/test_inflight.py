@@ -172,7 +172,7 @@ def test_a_horde_of_tiny_chunks_is_refused_while_it_is_small():
     readers = []
 
     def open_push(header):
-        readers.append(PushReader([span], span))
+        readers.append(PushReader([span], span, keep=True))
         return readers[0]
 
     ledger = InFlight(1 << 40)

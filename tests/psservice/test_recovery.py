@@ -12,7 +12,7 @@ from service_makers import BF16, F16, F32, bits, layout_of, sparse_push
 
 from pscore import frames
 from pscore.buffers import pack
-from pscore.layout import Span, TensorSpec
+from pscore.layout import TensorSpec
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
@@ -78,7 +78,7 @@ def send(engine, step, segment, who=ANNA, **options):
     messages = stream(engine, step, segment, who, **options)
     header, reader, segments = read_push(
         iter(messages),
-        lambda header: PushReader([Span(g.start, g.start + g.length) for g in header.plan], engine.span),
+        lambda header: PushReader.of(header, engine.span, keep=True),
     )
     return engine.commit(
         Push(who, header.step, header.generation, header.base_version, header.samples, segments, reader.messages)
