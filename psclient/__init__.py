@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from psclient.methods.dgs import DGS
     from psclient.methods.gradient_dropping import GradientDropping
     from psclient.methods.momentum_sgd import MomentumSGD
+    from psclient.methods.outer import Outer
+    from psclient.methods.server_optimizer import ServerOptimizer
+    from psclient.methods.ssgd import SSGD
+    from psclient.rounds import Rounds
     from psclient.schedules import VersionClock
     from psclient.settings import ClientSettings
 
@@ -28,6 +32,10 @@ _HOMES = {
     "DGS": "psclient.methods.dgs",
     "GradientDropping": "psclient.methods.gradient_dropping",
     "MomentumSGD": "psclient.methods.momentum_sgd",
+    "Outer": "psclient.methods.outer",
+    "Rounds": "psclient.rounds",
+    "SSGD": "psclient.methods.ssgd",
+    "ServerOptimizer": "psclient.methods.server_optimizer",
     "ClientSettings": "psclient.settings",
     "LocalServer": "psclient.local",
     "VersionClock": "psclient.schedules",
@@ -40,10 +48,14 @@ __all__ = [
     "ASGD",
     "DGC",
     "DGS",
+    "SSGD",
     "ClientSettings",
     "GradientDropping",
     "LocalServer",
     "MomentumSGD",
+    "Outer",
+    "Rounds",
+    "ServerOptimizer",
     "VersionClock",
     "__version__",
     "download",
