@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from psclient.methods.dgs import DGS
     from psclient.methods.gradient_dropping import GradientDropping
     from psclient.methods.momentum_sgd import MomentumSGD
+    from psclient.node import NodeOptimizer
+    from psclient.nodegroup import node_group
     from psclient.schedules import VersionClock
     from psclient.settings import ClientSettings
 
@@ -30,8 +32,10 @@ _HOMES = {
     "MomentumSGD": "psclient.methods.momentum_sgd",
     "ClientSettings": "psclient.settings",
     "LocalServer": "psclient.local",
+    "NodeOptimizer": "psclient.node",
     "VersionClock": "psclient.schedules",
     "download": "psclient.export",
+    "node_group": "psclient.nodegroup",
     "save": "psclient.export",
 }
 _MODULES = ("errors", "schedules")
@@ -44,10 +48,12 @@ __all__ = [
     "GradientDropping",
     "LocalServer",
     "MomentumSGD",
+    "NodeOptimizer",
     "VersionClock",
     "__version__",
     "download",
     "errors",
+    "node_group",
     "save",
     "schedules",
 ]
