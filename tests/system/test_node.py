@@ -1,5 +1,11 @@
 """Processes of a node are one worker: real processes that average over gloo, and real servers."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +15,8 @@ from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate import call
 from tests.system.node_processes import launch
 from tests.system.tools import QUICK, make_data, make_model, train_step
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def status(server: LocalServer) -> pb.GetStatusResponse:
@@ -108,3 +116,17 @@ def test_who_is_left_behind_gets_an_error_in_time(tmp_path, abandoned_server, sc
 def abandoned_server():
     with LocalServer() as server:
         yield server
+
+
+def test_the_script_of_the_documentation_trains_under_torchrun(tmp_path):
+    page = (ROOT / "docs" / "nodes.md").read_text()
+    (tmp_path / "train.py").write_text(page.split("```python\n")[1].split("```")[0])
+    with LocalServer() as server:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+        environment = dict(os.environ) | {"PSCLIENT_SERVER": server.server, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(launcher, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        loss, version, samples = re.findall(r": loss ([\d.]+), version (\d+), (\d+) samples", done.stdout)[0]
+        assert (int(version), int(samples)) == (30, 30 * 2 * 64)
+        assert float(loss) < 1.2
+        assert status(server).version == 30
