@@ -16,8 +16,11 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from psclient.errors import NodeBrokenError
 
-_BUCKET_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 16
 """Tensors below this travel together: a message for each bias would cost more than copying it."""
+
+_BUCKET_BYTES = 1 << 20
+"""At most so much of them in one message."""
 
 
 class NodeLink:
@@ -76,21 +79,26 @@ class NodeLink:
     def spread(self, tensors: Sequence[torch.Tensor]) -> None:
         """Write the leader's tensors over everybody's; all have the same ones, in the same order."""
         with self._whole("pass the parameters on"):
-            for bucket in _buckets(tensors):
-                flat = _bytes(bucket[0]) if len(bucket) == 1 and bucket[0].is_contiguous() else None
-                if flat is not None:
-                    dist.broadcast(flat, self.ranks[0], group=self._group)
+            under_way = [(bucket, *self._broadcast(bucket)) for bucket in _buckets(tensors)]
+            for bucket, joined, work in under_way:
+                work.wait()
+                if joined is None or self.leads:
                     continue
-                flat = torch.cat([_bytes(tensor.contiguous()) for tensor in bucket])
-                dist.broadcast(flat, self.ranks[0], group=self._group)
-                if not self.leads:
-                    parts = torch.split(flat, [tensor.nbytes for tensor in bucket])
-                    for tensor, part in zip(bucket, parts, strict=True):
-                        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a part may be unaligned
+                parts = torch.split(joined, [tensor.nbytes for tensor in bucket])
+                for tensor, part in zip(bucket, parts, strict=True):
+                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a part may be unaligned
 
     def close(self) -> None:
         """End the connections; whoever waits for this process then knows at once."""
         self._words = None
+
+    def _broadcast(self, bucket: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, dist.Work]:
+        """Begin to send a bucket; return where it travels (``None``: in the tensor itself), and what to wait for."""
+        in_place = len(bucket) == 1 and bucket[0].is_contiguous()
+        flat = _bytes(bucket[0]) if in_place else torch.cat([_bytes(tensor.contiguous()) for tensor in bucket])
+        work = dist.broadcast(flat, self.ranks[0], group=self._group, async_op=True)
+        assert work is not None
+        return None if in_place else flat, work
 
     def _open(self) -> dist.ProcessGroup:
         if self._words is None:
@@ -116,7 +124,7 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for tensor in tensors:
         if not tensor.numel():
             continue
-        if tensor.nbytes >= _BUCKET_BYTES:
+        if tensor.nbytes >= _SMALL_BYTES:
             yield [tensor]
             continue
         if small and (

@@ -136,7 +136,7 @@ def test_a_node_that_was_launched_alone_is_not_called_rank_0(alone, monkeypatch)
 
 
 def test_small_tensors_travel_together_and_large_ones_alone():
-    small, large = [torch.zeros(100_000) for _ in range(4)], torch.zeros(1_000_000)
+    small, large = [torch.zeros(10_000) for _ in range(30)], torch.zeros(20_000)
     found = list(_buckets([*small[:2], torch.zeros(0), large, *small[2:]]))
     shapes = [[tensor.numel() for tensor in bucket] for bucket in found]
-    assert shapes == [[1_000_000], [100_000] * 2, [100_000] * 2]
+    assert shapes == [[20_000], [10_000] * 26, [10_000] * 4]  # 1 MiB holds 26 of them

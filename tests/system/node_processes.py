@@ -123,6 +123,27 @@ def meets_errors(rank: int, server: str) -> Any:
     return found
 
 
+def outlasts_a_standstill(rank: int, server: str, server_pid: str) -> Any:
+    """The server stands still for longer than the node's patience, and goes on."""
+    hasty = QUICK.model_copy(update={"deadline_seconds": 1.0, "patience_seconds": 1.5})
+    ddp = DistributedDataParallel(make_model(rank, batch_norm=False))
+    found: dict[str, Any] = {}
+    with dgs(ddp, server, settings=hasty) as optimizer:
+        train_step(ddp, optimizer, *half(rank))
+        dist.barrier()
+        if rank == 0:
+            os.kill(int(server_pid), signal.SIGSTOP)
+        x, y = half(rank)
+        found["error"] = described(caught(lambda: train_step(ddp, optimizer, x, y)))
+        if rank == 0:
+            os.kill(int(server_pid), signal.SIGCONT)
+        dist.barrier()
+        optimizer.step()  # the same gradients, which are pushed once
+        train_step(ddp, optimizer, x, y)
+        found |= {"version": optimizer.version, "samples": optimizer.totals.samples, "parameters": parameters(ddp)}
+    return found
+
+
 def two_nodes(rank: int, server: str) -> Any:
     """Ranks 0 and 1 are a node, 2 and 3 another."""
     model = make_model(rank, batch_norm=False)

@@ -83,6 +83,19 @@ def test_all_processes_meet_the_same_end_and_the_same_errors(tmp_path):
         assert "differs from that of rank 0" in found["other models"][1]
 
 
+def test_a_node_goes_on_after_its_server_was_silent(tmp_path):
+    model = make_model(batch_norm=False)
+    with LocalServer(down_mode="exact", lease_seconds=60) as server:
+        pid = str(server.processes[0].pid)
+        leader, follower = launch("outlasts_a_standstill", 2, tmp_path, server.server, pid)
+        assert leader["error"] == follower["error"]
+        assert leader["error"][0] == "ServerUnreachableError"
+        assert leader["error"][2]["address"] == server.addresses[0]
+        assert (leader["version"], leader["samples"]) == (follower["version"], follower["samples"]) == (3, 3 * 256)
+        assert status(server).samples == 3 * 256
+        assert_equal(leader["parameters"], follower["parameters"], of_server(server, model))
+
+
 def test_two_nodes_share_one_server(tmp_path):
     with LocalServer(down_mode="exact") as server:
         found = launch("two_nodes", 4, tmp_path, server.server)
