@@ -1,6 +1,6 @@
-"""The processes of nodes, for tests: ``python -m tests.system.node_processes SCENARIO RANKS FOLDER SERVER``.
+"""The processes of nodes, for tests: ``python -m tests.system.node_processes SCENARIOS RANKS FOLDER SERVER``.
 
-Torch is loaded once, and each rank is a fork of that; what its scenario returns lies in ``FOLDER/rank`` afterwards.
+Torch is loaded once, and each rank is a fork of that; what it returns lies in ``FOLDER/scenario/rank``.
 """
 
 import copy
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,19 @@ RANKS_PER_NODE = 2
 
 def launch(scenario: str, ranks: int, folder: Path, *servers: str) -> list[Any]:
     """Run a scenario; return what each rank has found, ``None`` for one that was killed."""
-    command = [sys.executable, "-m", "tests.system.node_processes", scenario, str(ranks), str(folder), *servers]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return launch_all([scenario], ranks, folder, *servers)[scenario]
+
+
+def launch_all(scenarios: Sequence[str], ranks: int, folder: Path, *servers: str) -> dict[str, list[Any]]:
+    """Run scenarios beside one another."""
+    command = [sys.executable, "-m", "tests.system.node_processes", ",".join(scenarios), str(ranks), str(folder)]
+    done = subprocess.run([*command, *servers], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    files = [folder / str(rank) for rank in range(ranks)]
-    return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+    return {scenario: [_found(folder / scenario / str(rank)) for rank in range(ranks)] for scenario in scenarios}
+
+
+def _found(file: Path) -> Any:
+    return torch.load(file, weights_only=False) if file.exists() else None
 
 
 def parameters(model: nn.Module) -> list[torch.Tensor]:
@@ -212,17 +220,22 @@ def _rank(scenario: str, rank: int, ranks: int, folder: str, servers: list[str])
 
 
 def main() -> int:
-    """Start the ranks, and end those that have not ended once one of them has."""
-    scenario, ranks, folder, *servers = sys.argv[1:]
+    """Start the ranks of every scenario at once, and kill what is left after a minute."""
+    scenarios, ranks, folder, *servers = sys.argv[1:]
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # loads the half of torch that waits for an optimizer
     fork = multiprocessing.get_context("fork")
-    arguments = [(scenario, rank, int(ranks), folder, servers) for rank in range(int(ranks))]
-    processes = [fork.Process(target=_rank, args=one) for one in arguments]
+    processes = []
+    for scenario in scenarios.split(","):
+        place = f"{folder}/{scenario}"
+        Path(place).mkdir()
+        for rank in range(int(ranks)):
+            processes.append(fork.Process(target=_rank, args=(scenario, rank, int(ranks), place, servers)))
     for process in processes:
         process.start()
-    failed = 0
+    end = time.monotonic() + 60
     for process in processes:
-        process.join(60)
-        failed |= process.exitcode not in (0, -signal.SIGKILL, 128 + signal.SIGTERM)
+        process.join(max(0.0, end - time.monotonic()))
+    failed = any(process.exitcode not in (0, -signal.SIGKILL, 128 + signal.SIGTERM) for process in processes)
     for process in processes:
         process.kill()
     return failed
