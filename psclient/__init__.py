@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from psclient.methods.outer import Outer
     from psclient.methods.server_optimizer import ServerOptimizer
     from psclient.methods.ssgd import SSGD
+    from psclient.node import NodeOptimizer
+    from psclient.nodegroup import node_group
     from psclient.rounds import Rounds
     from psclient.schedules import VersionClock
     from psclient.settings import ClientSettings
@@ -38,8 +40,10 @@ _HOMES = {
     "ServerOptimizer": "psclient.methods.server_optimizer",
     "ClientSettings": "psclient.settings",
     "LocalServer": "psclient.local",
+    "NodeOptimizer": "psclient.node",
     "VersionClock": "psclient.schedules",
     "download": "psclient.export",
+    "node_group": "psclient.nodegroup",
     "save": "psclient.export",
 }
 _MODULES = ("errors", "schedules")
@@ -53,6 +57,7 @@ __all__ = [
     "GradientDropping",
     "LocalServer",
     "MomentumSGD",
+    "NodeOptimizer",
     "Outer",
     "Rounds",
     "ServerOptimizer",
@@ -60,6 +65,7 @@ __all__ = [
     "__version__",
     "download",
     "errors",
+    "node_group",
     "save",
     "schedules",
 ]

@@ -186,6 +186,17 @@ class AccessError(SparsepsError):
     """The server does not let this caller in: no token, a wrong one, or one for something else."""
 
 
+class NodeBrokenError(SparsepsError):
+    """Another process of this node is gone, or silent for too long; this one's optimizer cannot go on."""
+
+    def __init__(self, what: str) -> None:
+        """Say what happened and what to do."""
+        super().__init__(
+            f"{what}; look at the first error in the node's logs. End this process, so that the launcher (torchrun) "
+            "starts the whole node again: the server keeps the model, and other nodes train on"
+        )
+
+
 class Transient(Exception):  # noqa: N818 - never leaves the library: it is answered with another attempt
     """A call failed in a way that trying again may mend."""
 
