@@ -23,6 +23,7 @@ from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceServicer
 from pscore.version import __version__
+from psservice.datamessages import answer_to_message, finished_of, wish_of
 from psservice.engine import Engine, Push
 from psservice.inflight import Charge, InFlight, charged, largest_stream, segments_bytes
 from psservice.membership import Identity, Member
@@ -200,6 +201,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 engine.check_push(identity, header.step)
                 if header.step == 0:
                     raise Refusal(Reason.BAD_REQUEST, "steps count from 1")
+                finished_of(header)  # refused here, before the rest of it is received
                 return PushReader.of(header, engine.span, keep=engine.persistence.keeps_journal)
 
             header, reader, segments = read_push(charged(request_iterator, charge), open_push)
@@ -213,6 +215,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                     header.samples,
                     segments,
                     reader.messages,
+                    finished_of(header),
                 )
             )
             if repeated:
@@ -289,6 +292,17 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 message = pb.ExchangeBuffersResponse(buffers=piece)
                 self._count("ExchangeBuffers", None, sent=frames.wire_bytes(message))
                 yield message
+
+    def LeaseSamples(  # noqa: N802
+        self, request: pb.LeaseSamplesRequest, context: grpc.ServicerContext
+    ) -> pb.LeaseSamplesResponse:
+        """Hand samples out."""
+        engine = self._engine
+        with self._admitted(context, "LeaseSamples") as caller:
+            leased = engine.lease_samples(self._identity(caller, request.identity), wish_of(request))
+            answer = answer_to_message(leased, len(engine.membership))
+            answer.run_state = _RUN_STATES[engine.run.state]
+            return answer
 
     def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.GetStatusResponse:  # noqa: N802
         """Report."""

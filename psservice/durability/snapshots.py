@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from psservice.durability.files import StorageError, publish, remove_directory
+from psservice.durability.keptdata import KeptDataset
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Manifest(_Strict):
         pushes: what is remembered of each incarnation, least recent first.
         last_pushes: by worker name: incarnation and step of the last push, least recent first.
         workers: who held a lease.
+        datasets: whose samples are whose; none in what an older server wrote.
         buffer_weight: weight of the average of buffers.
         clean: taken when the server was told to stop, with nothing applied afterwards.
         created_unix_seconds: when.
@@ -98,6 +100,7 @@ class Manifest(_Strict):
     pushes: list[KnownPush]
     last_pushes: dict[str, tuple[str, int]]
     workers: list[LiveWorker]
+    datasets: list[KeptDataset] = []
     buffer_weight: float
     clean: bool
     created_unix_seconds: float

@@ -1,0 +1,326 @@
+"""Which samples of which epoch are whose: data that workers take in shares, while they come and go.
+
+A dataset is a size; an epoch is every place in its order once. Workers know the order, this room only places. A place
+is fresh, held by one worker, returned by one that is gone, or finished; it never is two of these, and it leaves the
+epoch only by being finished, which a push of its holder does when it is applied.
+
+Everything here is a value: an operation returns the dataset as it is afterwards, so that a caller can write down what
+happened before it is so. Which operation comes first is decided by the shard's writer thread.
+"""
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
+
+from pscore.ranges import Ranges
+from pscore.reasons import Reason, Refusal
+from psservice.membership import Identity
+
+MOST_DATASETS = 64
+"""Datasets of a run."""
+
+MOST_SIZE, MOST_EPOCHS, MOST_SAMPLES = 1 << 48, 1 << 32, 1 << 24
+"""Samples of a dataset, its epochs, and samples that one call may ask for."""
+
+MOST_RANGES = 4096
+"""Ranges that a worker may hold of a dataset, and that one message may name."""
+
+_MOST_UNFINISHED = 64  # epochs at once: a worker that finishes nothing must not fill the memory with them
+_MOST_GRANTED = 64  # ranges; more than one only where dead workers have left pieces
+_SMALLEST_PART = 128  # of what was asked for
+
+Share = Mapping[int, Ranges]
+"""Places by epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all workers must agree on.
+
+    Attributes:
+        size: samples of the dataset.
+        seed: of the order.
+        shuffle: whether there is an order other than the dataset's own.
+    """
+
+    size: int
+    seed: int
+    shuffle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request for samples.
+
+    Attributes:
+        dataset: its name.
+        plan: as the worker has it.
+        epoch: the newest that is wanted; ``None`` for the newest that has begun.
+        samples: at most so many.
+        held: everything that the worker knows it holds.
+    """
+
+    dataset: str
+    plan: Plan
+    epoch: int | None
+    samples: int
+    held: Share
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One epoch that is not finished.
+
+    Attributes:
+        fresh: every place from here on has never been handed out.
+        held: by whom.
+        returned: unfinished places of workers that are gone, longest gone first.
+    """
+
+    fresh: int = 0
+    held: Mapping[Identity, Ranges] = field(default_factory=dict)
+    returned: Mapping[Identity, Ranges] = field(default_factory=dict)
+
+    def left(self, size: int) -> int:
+        """Count what can be handed out."""
+        return size - self.fresh + sum(ranges.total for ranges in self.returned.values())
+
+    def is_finished(self, size: int) -> bool:
+        """Tell whether every place is finished."""
+        return self.fresh == size and not self.held and not self.returned
+
+    def elsewhere(self, identity: Identity) -> int:
+        """Count what others hold."""
+        return sum(ranges.total for holder, ranges in self.held.items() if holder != identity)
+
+    def without(self, gone: Set[Identity]) -> "Epoch":
+        """Take back what these workers hold."""
+        back = {
+            holder: ranges | self.returned.get(holder, Ranges())
+            for holder, ranges in self.held.items()
+            if holder in gone
+        }
+        held = {holder: ranges for holder, ranges in self.held.items() if holder not in gone}
+        return replace(self, held=held, returned={**self.returned, **back})
+
+    def claimed(self, identity: Identity, ranges: Ranges) -> "Epoch":
+        """Let a worker that was thought dead keep what nobody has taken meanwhile."""
+        kept = self.returned.get(identity, Ranges()) & ranges
+        return replace(
+            self,
+            held=_changed(self.held, identity, lambda before: before | kept),
+            returned=_changed(self.returned, identity, lambda before: before - kept),
+        )
+
+    def given(self, identity: Identity, ranges: Ranges) -> "Epoch":
+        """Hand places out that are fresh or returned."""
+        returned = {holder: left for holder, before in self.returned.items() if (left := before - ranges)}
+        fresh = max([self.fresh, *(end for _, end in ranges)])
+        return Epoch(fresh, _changed(self.held, identity, lambda before: before | ranges), returned)
+
+    def finished(self, identity: Identity, ranges: Ranges) -> "Epoch":
+        """Finish what of these places is this worker's, or was and is nobody's since."""
+        return replace(
+            self,
+            held=_changed(self.held, identity, lambda before: before - ranges),
+            returned=_changed(self.returned, identity, lambda before: before - ranges),
+        )
+
+    def choose(self, count: int, size: int) -> Ranges:
+        """Pick places to hand out: returned ones first, then fresh ones."""
+        chosen = Ranges()
+        for ranges in self.returned.values():
+            chosen = chosen | ranges.first(count - chosen.total)
+        chosen = Ranges(chosen.pairs[:_MOST_GRANTED])
+        return chosen | Ranges([(self.fresh, min(size, self.fresh + max(0, count - chosen.total)))])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker is told; see ``LeaseSamplesResponse``."""
+
+    granted: Share
+    lost: Share
+    epoch: int
+    elsewhere: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """A dataset's state.
+
+    Attributes:
+        plan: what all agree on.
+        newest: the newest epoch that has begun.
+        epochs: those that are not finished, by number.
+    """
+
+    plan: Plan
+    newest: int
+    epochs: Mapping[int, Epoch]
+
+    @classmethod
+    def begun(cls, plan: Plan, epoch: int) -> "Dataset":
+        """Return a new one, at the beginning of an epoch."""
+        return cls(plan, epoch, {epoch: Epoch()})
+
+    @property
+    def holders(self) -> frozenset[Identity]:
+        """Who holds anything."""
+        return frozenset(holder for epoch in self.epochs.values() for holder in epoch.held)
+
+    def held_by(self, identity: Identity) -> dict[int, Ranges]:
+        """Return what a worker holds."""
+        return {number: epoch.held[identity] for number, epoch in self.epochs.items() if identity in epoch.held}
+
+    def settled(self, identity: Identity, claim: Share, gone: Set[Identity]) -> "Dataset":
+        """Take back what workers held that are gone, then let ``identity`` keep what of its claim nobody has."""
+        epochs = {number: epoch.without(gone) for number, epoch in self.epochs.items()}
+        for number, ranges in claim.items():
+            if number in epochs:
+                epochs[number] = epochs[number].claimed(identity, ranges)
+        return replace(self, epochs=epochs)
+
+    def given(self, identity: Identity, share: Share) -> "Dataset":
+        """Hand places out; an epoch begins with its first."""
+        epochs = dict(self.epochs)
+        for number, ranges in share.items():
+            epochs[number] = epochs.get(number, Epoch()).given(identity, ranges)
+        return replace(self, epochs=epochs, newest=max([self.newest, *share]))
+
+    def finished(self, identity: Identity, share: Share) -> "Dataset":
+        """Finish what of these places is a worker's.
+
+        Raises:
+            Refusal: ``BAD_REQUEST``, where so many pieces would be left that no honest worker leaves them.
+        """
+        epochs = dict(self.epochs)
+        for number, ranges in share.items():
+            if number in epochs:
+                epochs[number] = epochs[number].finished(identity, ranges)
+        after = replace(self, epochs={n: epoch for n, epoch in epochs.items() if not epoch.is_finished(self.plan.size)})
+        shares = [shares.get(identity, Ranges()) for each in epochs.values() for shares in (each.held, each.returned)]
+        if sum(map(len, shares)) > MOST_RANGES:
+            raise Refusal(
+                Reason.BAD_REQUEST, f"the samples that are reported finished leave more than {MOST_RANGES} pieces"
+            )
+        return after
+
+    def share_for(self, identity: Identity, wish: Wish, live: int) -> dict[int, Ranges]:
+        """Choose what to hand a worker: of the oldest epoch first, less where little is left of it."""
+        if not wish.samples or sum(map(len, self.held_by(identity).values())) > MOST_RANGES - _MOST_GRANTED:
+            return {}
+        goal = self.newest if wish.epoch is None else wish.epoch
+        open_epochs = dict(self.epochs)
+        if goal > self.newest and len(open_epochs) < _MOST_UNFINISHED:
+            open_epochs[self.newest + 1] = Epoch()
+        for number in sorted(open_epochs):
+            left = open_epochs[number].left(self.plan.size)
+            if number <= goal and left:
+                smallest = max(1, wish.samples // _SMALLEST_PART)
+                count = min(wish.samples, max(smallest, -(-left // (2 * max(1, live)))))
+                return {number: open_epochs[number].choose(count, self.plan.size)}
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """What comes of a wish.
+
+    Attributes:
+        answer: for the worker.
+        gone: the workers whose shares were taken back before.
+        after: the dataset then.
+        changed: whether it is another one, so that it must be written down.
+    """
+
+    answer: Answer
+    gone: frozenset[Identity]
+    after: Dataset
+    changed: bool
+
+
+class Datasets:
+    """The datasets of a run, by name. Belongs to the writer thread."""
+
+    def __init__(self, known: Mapping[str, Dataset] | None = None) -> None:
+        """Begin with what is known from before."""
+        self._known = dict(known or {})
+
+    def lease(self, identity: Identity, wish: Wish, live: Set[Identity]) -> Leased:
+        """Decide on a wish; nothing is changed before :meth:`put`.
+
+        Args:
+            identity: who asks; alive.
+            wish: what for.
+            live: all workers that are alive.
+
+        Raises:
+            Refusal: ``SETTINGS_MISMATCH``, ``BAD_REQUEST``.
+        """
+        known = self._known.get(wish.dataset)
+        before = known or self._begin(wish)
+        _require_same(wish, before.plan)
+        gone = before.holders - live
+        now = before.settled(identity, wish.held, gone)
+        granted = _less(now.held_by(identity), wish.held)  # an answer that was lost
+        if not granted:
+            granted = now.share_for(identity, wish, len(live))
+        now = now.given(identity, granted)
+        goal = now.newest if wish.epoch is None else wish.epoch
+        elsewhere = sum(each.elsewhere(identity) for number, each in now.epochs.items() if number <= goal)
+        answer = Answer(granted, _less(wish.held, now.held_by(identity)), now.newest, elsewhere)
+        return Leased(answer, gone, now, now != known)
+
+    def redo(self, identity: Identity, wish: Wish, granted: Share, gone: Set[Identity]) -> None:
+        """Do again what :meth:`lease` once decided."""
+        dataset = self._known.get(wish.dataset) or self._begin(wish)
+        self.put({wish.dataset: dataset.settled(identity, wish.held, gone).given(identity, granted)})
+
+    def finish(self, identity: Identity, finished: Mapping[str, Share]) -> dict[str, Dataset]:
+        """Return the datasets as they are when a worker has finished samples; nothing is changed before :meth:`put`.
+
+        Raises:
+            Refusal: ``BAD_REQUEST``.
+        """
+        return {
+            name: self._known[name].finished(identity, share) for name, share in finished.items() if name in self._known
+        }
+
+    def put(self, after: Mapping[str, Dataset]) -> None:
+        """Let datasets be as they are afterwards."""
+        self._known.update(after)
+
+    def all(self) -> dict[str, Dataset]:
+        """Return every dataset by name."""
+        return dict(self._known)
+
+    def _begin(self, wish: Wish) -> Dataset:
+        """Begin a dataset, where the worker is: a server that kept nothing has forgotten the epochs before."""
+        if len(self._known) >= MOST_DATASETS:
+            raise Refusal(Reason.BAD_REQUEST, f"a run has at most {MOST_DATASETS} datasets; use one name for one")
+        return Dataset.begun(wish.plan, wish.epoch or 0)
+
+
+def _require_same(wish: Wish, ours: Plan) -> None:
+    for setting in ("size", "seed", "shuffle"):
+        mine, theirs = getattr(ours, setting), getattr(wish.plan, setting)
+        if mine != theirs:
+            raise Refusal(
+                Reason.SETTINGS_MISMATCH,
+                f"dataset {wish.dataset!r} of this run has {setting} {mine}, the worker's has {theirs}",
+                setting=setting,
+            )
+
+
+def _less(share: Share, other: Share) -> dict[int, Ranges]:
+    return {n: rest for n, ranges in sorted(share.items()) if (rest := ranges - other.get(n, Ranges()))}
+
+
+def _changed(
+    shares: Mapping[Identity, Ranges], identity: Identity, change: Callable[[Ranges], Ranges]
+) -> dict[Identity, Ranges]:
+    """Return shares with one of them changed, and without it where nothing is left."""
+    ranges = change(shares.get(identity, Ranges()))
+    if ranges:
+        return {**shares, identity: ranges}
+    return {holder: each for holder, each in shares.items() if holder != identity}
