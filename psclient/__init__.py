@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from psclient.methods.dgs import DGS
     from psclient.methods.gradient_dropping import GradientDropping
     from psclient.methods.momentum_sgd import MomentumSGD
+    from psclient.sampler import ElasticSampler
     from psclient.schedules import VersionClock
     from psclient.settings import ClientSettings
 
@@ -29,6 +30,7 @@ _HOMES = {
     "GradientDropping": "psclient.methods.gradient_dropping",
     "MomentumSGD": "psclient.methods.momentum_sgd",
     "ClientSettings": "psclient.settings",
+    "ElasticSampler": "psclient.sampler",
     "LocalServer": "psclient.local",
     "VersionClock": "psclient.schedules",
     "download": "psclient.export",
@@ -41,6 +43,7 @@ __all__ = [
     "DGC",
     "DGS",
     "ClientSettings",
+    "ElasticSampler",
     "GradientDropping",
     "LocalServer",
     "MomentumSGD",

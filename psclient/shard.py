@@ -130,7 +130,14 @@ class ShardClient:
             link_bytes_per_second=self.uplink.bytes_per_second,
         )
 
-    def open_push(self, identity: pb.WorkerIdentity, step: int, samples: int, plan: list[Span]) -> None:
+    def open_push(
+        self,
+        identity: pb.WorkerIdentity,
+        step: int,
+        samples: int,
+        plan: list[Span],
+        finished: list[pb.FinishedSamples],
+    ) -> None:
         """Begin to stream a push: the header goes out now, chunks as they are handed in."""
         generation = self.generation  # read once: a fetch on another thread may join again
         self.in_doubt = PushPart(step, generation, group_bytes=[0] * len(plan))
@@ -146,6 +153,7 @@ class ShardClient:
             base_version=self.version,
             samples=samples,
             plan=[pb.Group(start=group.start, length=group.length) for group in plan],
+            finished=finished,
         )
         self._send(pb.PushSparseRequest(header=header))
 
