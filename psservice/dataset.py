@@ -26,7 +26,7 @@ MOST_RANGES = 4096
 
 _MOST_UNFINISHED = 64  # epochs at once: a worker that finishes nothing must not fill the memory with them
 _MOST_GRANTED = 64  # ranges; more than one only where dead workers have left pieces
-_SMALLEST_PART = 128  # of what was asked for
+_SMALLEST = 8  # samples, at the end of an epoch, where the worker has asked for many: a call for each is too dear
 
 Share = Mapping[int, Ranges]
 """Places by epoch."""
@@ -216,8 +216,8 @@ class Dataset:
         for number in sorted(open_epochs):
             left = open_epochs[number].left(self.plan.size)
             if number <= goal and left:
-                smallest = max(1, wish.samples // _SMALLEST_PART)
-                count = min(wish.samples, max(smallest, -(-left // (2 * max(1, live)))))
+                fair = -(-left // (2 * max(1, live)))
+                count = min(wish.samples, max(fair, min(_SMALLEST, wish.samples // 16)))
                 return {number: open_epochs[number].choose(count, self.plan.size)}
         return {}
 
