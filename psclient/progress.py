@@ -42,6 +42,12 @@ class Progress:
         self._trained: dict[str, Share] = {}
         self._pushed: dict[str, Share] = {}
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything that was trained is acknowledged."""
+        with self._lock:
+            return not any(self._trained.values())
+
     def draw(self, dataset: str, epoch: int, place: int) -> None:
         """Note that a place goes to the loader."""
         with self._lock:

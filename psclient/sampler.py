@@ -98,6 +98,7 @@ class ElasticSampler(Sampler[int]):
         if goal is None:
             goal = self._ask(None).epoch
         while goal < count:
+            self._hand_in()
             if self._await_samples(goal):
                 self._goal = goal
                 yield goal
@@ -127,6 +128,8 @@ class ElasticSampler(Sampler[int]):
                 yield sample
                 if self._pass != this_pass:  # another loop has taken over
                     return
+                if self._lease.in_question:
+                    break
         self._goal = goal + 1
 
     # Inner parts
@@ -159,6 +162,12 @@ class ElasticSampler(Sampler[int]):
                 self._undrawn.popleft()
             self._progress.draw(self._lease.dataset, piece.epoch, place)
             yield sample
+
+    def _hand_in(self) -> None:
+        """Give nobody a reason to wait for this worker: end the last push, and send again what was refused."""
+        for send in (self._optimizer.pull, self._optimizer.flush):
+            if not self._progress.is_settled:
+                send()
 
     def _await_samples(self, goal: int) -> bool:
         """Wait until there are samples of an epoch for this worker, or all that others hold are finished."""

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import psclient
 from psclient.local import LocalServer
+from pscore.v1 import parameter_server_pb2 as pb
 from psservice.cli import main
-from tests.system.tools import QUICK, make_data, make_model, train_step
+from psservice.operate import call
+from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
 
 COUNT = 120
 
@@ -175,6 +177,23 @@ def test_epochs_gives_what_comes_back_in_another_pass(server):
         assert stays.trained + gone.trained == times(1)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_epochs_sends_again_what_was_refused_at_the_end(overlap):
+    with LocalServer(down_mode="exact", max_staleness=1) as server, Worker(server, overlap=overlap) as worker:
+        other = make_model(batch_norm=False)
+        with psclient.ASGD(
+            other.parameters(), lr=0.01, model=other, server=server.server, worker="other", settings=QUICK
+        ) as others:
+            for _ in worker.sampler.epochs(1):
+                for number, (x, y, _) in enumerate(worker.loader):
+                    if number == COUNT // 8 - 1:
+                        for _ in range(3):
+                            train_step(other, others, *make_data())
+                    train_step(worker.model, worker.optimizer, x, y)
+        assert worker.optimizer.totals.refused >= 1
+        assert worker.held() == 0
+
+
 def test_epochs_says_who_holds_it_up(server):
     impatient = QUICK.model_copy(update={"patience_seconds": 1.0})
     with Worker(server, "hangs") as hangs, Worker(server, "waits") as waits:
@@ -187,6 +206,26 @@ def test_epochs_says_who_holds_it_up(server):
         with pytest.raises(psclient.errors.EpochHeldUpError) as raised:
             next(epochs)
         assert raised.value.samples == COUNT - waits.trained.total() - 8
+
+
+def test_who_was_silent_for_too_long_trains_a_batch_twice_and_no_more(monkeypatch):
+    with LocalServer(down_mode="exact", lease_seconds=2.0) as server:  # noqa: SIM117
+        with Worker(server, "silent", lease_samples=64) as silent, Worker(server, "other") as other:
+            steps = silent.steps()
+            assert len([*islice(steps, 2)]) == 2
+            with monkeypatch.context() as patch:
+                patch.setattr(silent.optimizer._membership.leases, "_renew", lambda: None)
+                wait_until(lambda: [each.worker_id for each in status(server).workers] == ["other"])
+            others = other.steps()
+            assert len([*islice(others, 3)]) == 3
+            while any([*islice(steps, 1), *islice(others, 1)]):
+                pass
+            assert silent.trained | other.trained == times(1)
+            assert (silent.trained & other.trained).total() == 8
+
+
+def status(server):
+    return call(server.addresses[0], "GetStatus", pb.GetStatusRequest(), 10.0)
 
 
 def test_a_killed_server_hands_out_nothing_twice(tmp_path):
