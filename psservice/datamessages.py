@@ -15,13 +15,13 @@ from psservice.dataset import (
     MOST_SIZE,
     Dataset,
     Datasets,
-    Epoch,
     Leased,
     Plan,
     Share,
     Wish,
 )
 from psservice.durability.keptdata import KeptDataset, KeptEpoch, KeptShare
+from psservice.epoch import Epoch
 from psservice.membership import Identity
 
 _LONGEST_NAME = 256

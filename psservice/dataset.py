@@ -1,18 +1,18 @@
 """Which samples of which epoch are whose: data that workers take in shares, while they come and go.
 
-A dataset is a size; an epoch is every place in its order once. Workers know the order, this room only places. A place
-is fresh, held by one worker, returned by one that is gone, or finished; it never is two of these, and it leaves the
-epoch only by being finished, which a push of its holder does when it is applied.
+A dataset is a size; an epoch (:mod:`psservice.epoch`) is every place in its order once. Workers know the order, this
+room only places.
 
 Everything here is a value: an operation returns the dataset as it is afterwards, so that a caller can write down what
 happened before it is so. Which operation comes first is decided by the shard's writer thread.
 """
 
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
 
 from pscore.ranges import Ranges
 from pscore.reasons import Reason, Refusal
+from psservice.epoch import MOST_GRANTED, Epoch
 from psservice.membership import Identity
 
 MOST_DATASETS = 64
@@ -25,7 +25,6 @@ MOST_RANGES = 4096
 """Ranges that a worker may hold of a dataset, and that one message may name."""
 
 _MOST_UNFINISHED = 64  # epochs at once: a worker that finishes nothing must not fill the memory with them
-_MOST_GRANTED = 64  # ranges; more than one only where dead workers have left pieces
 _SMALLEST = 8  # samples, at the end of an epoch, where the worker has asked for many: a call for each is too dear
 
 Share = Mapping[int, Ranges]
@@ -64,74 +63,6 @@ class Wish:
     epoch: int | None
     samples: int
     held: Share
-
-
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """One epoch that is not finished.
-
-    Attributes:
-        fresh: every place from here on has never been handed out.
-        held: by whom.
-        returned: unfinished places of workers that are gone, longest gone first.
-    """
-
-    fresh: int = 0
-    held: Mapping[Identity, Ranges] = field(default_factory=dict)
-    returned: Mapping[Identity, Ranges] = field(default_factory=dict)
-
-    def left(self, size: int) -> int:
-        """Count what can be handed out."""
-        return size - self.fresh + sum(ranges.total for ranges in self.returned.values())
-
-    def is_finished(self, size: int) -> bool:
-        """Tell whether every place is finished."""
-        return self.fresh == size and not self.held and not self.returned
-
-    def elsewhere(self, identity: Identity) -> int:
-        """Count what others hold."""
-        return sum(ranges.total for holder, ranges in self.held.items() if holder != identity)
-
-    def without(self, gone: Set[Identity]) -> "Epoch":
-        """Take back what these workers hold."""
-        back = {
-            holder: ranges | self.returned.get(holder, Ranges())
-            for holder, ranges in self.held.items()
-            if holder in gone
-        }
-        held = {holder: ranges for holder, ranges in self.held.items() if holder not in gone}
-        return replace(self, held=held, returned={**self.returned, **back})
-
-    def claimed(self, identity: Identity, ranges: Ranges) -> "Epoch":
-        """Let a worker that was thought dead keep what nobody has taken meanwhile."""
-        kept = self.returned.get(identity, Ranges()) & ranges
-        return replace(
-            self,
-            held=_changed(self.held, identity, lambda before: before | kept),
-            returned=_changed(self.returned, identity, lambda before: before - kept),
-        )
-
-    def given(self, identity: Identity, ranges: Ranges) -> "Epoch":
-        """Hand places out that are fresh or returned."""
-        returned = {holder: left for holder, before in self.returned.items() if (left := before - ranges)}
-        fresh = max([self.fresh, *(end for _, end in ranges)])
-        return Epoch(fresh, _changed(self.held, identity, lambda before: before | ranges), returned)
-
-    def finished(self, identity: Identity, ranges: Ranges) -> "Epoch":
-        """Finish what of these places is this worker's, or was and is nobody's since."""
-        return replace(
-            self,
-            held=_changed(self.held, identity, lambda before: before - ranges),
-            returned=_changed(self.returned, identity, lambda before: before - ranges),
-        )
-
-    def choose(self, count: int, size: int) -> Ranges:
-        """Pick places to hand out: returned ones first, then fresh ones."""
-        chosen = Ranges()
-        for ranges in self.returned.values():
-            chosen = chosen | ranges.first(count - chosen.total)
-        chosen = Ranges(chosen.pairs[:_MOST_GRANTED])
-        return chosen | Ranges([(self.fresh, min(size, self.fresh + max(0, count - chosen.total)))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +138,7 @@ class Dataset:
 
     def share_for(self, identity: Identity, wish: Wish, live: int) -> dict[int, Ranges]:
         """Choose what to hand a worker: of the oldest epoch first, less where little is left of it."""
-        if not wish.samples or sum(map(len, self.held_by(identity).values())) > MOST_RANGES - _MOST_GRANTED:
+        if not wish.samples or sum(map(len, self.held_by(identity).values())) > MOST_RANGES - MOST_GRANTED:
             return {}
         goal = self.newest if wish.epoch is None else wish.epoch
         open_epochs = dict(self.epochs)
@@ -314,13 +245,3 @@ def _require_same(wish: Wish, ours: Plan) -> None:
 
 def _less(share: Share, other: Share) -> dict[int, Ranges]:
     return {n: rest for n, ranges in sorted(share.items()) if (rest := ranges - other.get(n, Ranges()))}
-
-
-def _changed(
-    shares: Mapping[Identity, Ranges], identity: Identity, change: Callable[[Ranges], Ranges]
-) -> dict[Identity, Ranges]:
-    """Return shares with one of them changed, and without it where nothing is left."""
-    ranges = change(shares.get(identity, Ranges()))
-    if ranges:
-        return {**shares, identity: ranges}
-    return {holder: each for holder, each in shares.items() if holder != identity}
