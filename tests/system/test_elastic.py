@@ -228,6 +228,17 @@ def status(server):
     return call(server.addresses[0], "GetStatus", pb.GetStatusRequest(), 10.0)
 
 
+def test_of_two_shards_the_first_knows_the_samples(tmp_path):
+    with LocalServer(shards=2, down_mode="exact", data_dir=tmp_path) as server, Worker(server) as worker:
+        steps = worker.steps()
+        assert len([*islice(steps, 4)]) == 4
+        server.processes[1].send_signal(signal.SIGKILL)
+        server.restart(1)
+        assert sum(steps) == COUNT - 32
+        assert worker.trained == times(1)
+        assert worker.held() == 0
+
+
 def test_a_killed_server_hands_out_nothing_twice(tmp_path):
     with LocalServer(down_mode="exact", data_dir=tmp_path) as server, Worker(server) as worker:
         for number, _ in enumerate(worker.steps()):
