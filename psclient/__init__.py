@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from psclient.node import NodeOptimizer
     from psclient.nodegroup import node_group
     from psclient.rounds import Rounds
+    from psclient.sampler import ElasticSampler
     from psclient.schedules import VersionClock
     from psclient.settings import ClientSettings
 
@@ -39,6 +40,7 @@ _HOMES = {
     "SSGD": "psclient.methods.ssgd",
     "ServerOptimizer": "psclient.methods.server_optimizer",
     "ClientSettings": "psclient.settings",
+    "ElasticSampler": "psclient.sampler",
     "LocalServer": "psclient.local",
     "NodeOptimizer": "psclient.node",
     "VersionClock": "psclient.schedules",
@@ -54,6 +56,7 @@ __all__ = [
     "DGS",
     "SSGD",
     "ClientSettings",
+    "ElasticSampler",
     "GradientDropping",
     "LocalServer",
     "MomentumSGD",
