@@ -44,9 +44,7 @@ class Campaign:
         failures: what went wrong, in words; a further call of the comparison tries it again.
     """
 
-    def __init__(
-        self, plan: Plan, ledger: Ledger, watcher: Watcher, do: Callable[[Spec], Outcome] = execute
-    ) -> None:
+    def __init__(self, plan: Plan, ledger: Ledger, watcher: Watcher, do: Callable[[Spec], Outcome] = execute) -> None:
         """Begin with nothing done."""
         self.plan = plan
         self.runs: list[Run] = []

@@ -28,7 +28,8 @@ def batches(batch_size: int, seed: int, worker: int, workers: int) -> Iterator[t
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = share[torch.randperm(len(share), generator=generator)]
-        for chosen in order.split(batch_size)[: len(order) // batch_size]:
+        for start in range(0, len(order) - batch_size + 1, batch_size):
+            chosen = order[start : start + batch_size]
             yield images[chosen], labels[chosen]
 
 

@@ -1,4 +1,4 @@
-"""The source of Python's standard library, byte by byte, and a small GRU: a task that no run here comes to the end of."""
+"""The source of Python's standard library, byte by byte, and a small GRU: no run here learns it to the end."""
 
 import functools
 import hashlib
@@ -12,7 +12,11 @@ from torch import nn
 WINDOW_BYTES = 24
 TEST_WINDOWS = 512
 _TRAIN_BYTES, _HELD_OUT_BYTES = 2_000_000, 150_000
-_EVERY, _TEST, _VALIDATION = 10, 0, 5  # of ten files, in the order of their names, one to test with and one to choose by
+_EVERY, _TEST, _VALIDATION = (
+    10,
+    0,
+    5,
+)  # of ten files, in the order of their names, one to test with and one to choose by
 
 
 class ByteModel(nn.Module):

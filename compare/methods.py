@@ -86,9 +86,7 @@ def _sgd(setup: Setup) -> Made:
 
 def _asgd(setup: Setup) -> Made:
     return _scheduled(
-        psclient.ASGD(
-            setup.model.parameters(), setup.rate, setup.momentum, model=setup.model, **setup.connection
-        )
+        psclient.ASGD(setup.model.parameters(), setup.rate, setup.momentum, model=setup.model, **setup.connection)
     )
 
 

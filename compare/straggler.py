@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from compare.campaign import Watcher
 from compare.ledger import Ledger
 from compare.methods import METHODS, Method, Setup
@@ -28,7 +30,9 @@ _SETTLING_SECONDS = 1.5  # the first steps, in which the slow worker is not yet 
 _START_SECONDS = 60.0
 _EXPECTED_SECONDS = 2.0  # beside the timed ones
 
-BOUNDED = Method("asgd_bounded", "ASGD, --ssp-bound 4", METHODS["asgd"].make, (0.0,), server=lambda workers: {"ssp_bound": 4})
+BOUNDED = Method(
+    "asgd_bounded", "ASGD, --ssp-bound 4", METHODS["asgd"].make, (0.0,), server=lambda workers: {"ssp_bound": 4}
+)
 """Timed here alone: a bound on clocks is what lets one slow worker hold the others of an asynchronous method."""
 
 
@@ -128,7 +132,7 @@ def work(connection: Connection, timing: Timing, worker: int, address: str) -> N
     settled, steps = begun, 0
     while now < begun + total:
         optimizer.zero_grad()
-        loss_of(model, next(draws)).backward()
+        torch.autograd.backward(loss_of(model, next(draws)))
         time.sleep(max(0.0, now + pace - time.perf_counter()))  # the rest of the device's step
         optimizer.step()
         now = time.perf_counter()

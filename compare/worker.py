@@ -9,10 +9,10 @@ import numpy
 import numpy.typing
 import torch
 
-import psclient
 from compare.methods import METHODS, Setup
 from compare.spec import Spec
 from compare.tasks import TASKS, loss_of
+from psclient import settings as client_settings
 from psclient.errors import NonFiniteGradientError
 from psclient.optimizer import ParameterServerOptimizer
 
@@ -75,7 +75,7 @@ def work(connection: Connection, spec: Spec, worker: int, address: str) -> None:
             if not math.isfinite(loss.item()):
                 told.diverged = True
                 break
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             if schedule is not None:
                 schedule.step()
@@ -97,7 +97,7 @@ def work(connection: Connection, spec: Spec, worker: int, address: str) -> None:
 
 def connection_to(address: str, worker: int) -> dict[str, object]:
     """Return how an optimizer reaches its server; loopback stands for a slow network, so indices are packed tightly."""
-    settings = psclient.ClientSettings(
+    settings = client_settings.load(
         index_codec="rice",
         connect_seconds=CALL_SECONDS,
         deadline_seconds=CALL_SECONDS,
