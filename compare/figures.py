@@ -62,6 +62,7 @@ def _bytes(tasks: Sequence[Task], entries: Sequence[Entry]) -> Figure:
         _single(plane, task, here)
         plane.set_xscale("log")
         plane.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        plane.xaxis.set_minor_formatter(NullFormatter())
         plane.set_xlabel(f"MB both ways, {most} workers together")
         _label(plane, task)
     return _legend(figure, planes)
