@@ -53,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     written = report.write(options.output, facts, report.figures(campaign, effects), text)
     written += figures.draw(options.output, entries(campaign.runs), effects)
     if options.page is not None:
-        report.into_page(options.page, text)
-        written += [options.page, *figures.draw(options.page.parent, entries(campaign.runs), effects)]
+        drawn = figures.draw(options.page.parent, entries(campaign.runs), effects)
+        report.into_page(options.page, text, drawn)
+        written += [options.page, *drawn]
     console = Console()
     if not console.is_terminal:
         console = Console(width=_NARROWEST)
@@ -83,9 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m compare", description="Compare the training methods. What was done is not done again."
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="five minutes: 4 workers, 2 seeds, a quarter of the samples"
-    )
+    parser.add_argument("--quick", action="store_true", help="five minutes: 4 workers, 2 seeds, fewer samples")
     parser.add_argument(
         "--only", nargs="+", choices=_PARTS, default=list(_PARTS), metavar="PART", help=", ".join(_PARTS)
     )

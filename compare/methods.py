@@ -26,8 +26,6 @@ class Setup:
         rate: the method's learning rate, momentum not yet taken into account.
         momentum: its momentum.
         density: share of the entries that a sparse method sends.
-        steps: of this worker, in the whole run.
-        workers: in the run.
         connection: the keywords that every method takes: server, worker's name, settings.
     """
 
@@ -35,8 +33,6 @@ class Setup:
     rate: float
     momentum: float
     density: float
-    steps: int
-    workers: int
     connection: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -57,7 +53,6 @@ class Method:
         make: see :class:`Setup` and :class:`Made`.
         momenta: to search among; the first is the one that the learning rate is searched with.
         kind: single (no server), asynchronous or synchronous.
-        sparse: its pushes are a selection of the given density.
         rate_scale: what the task's rates are multiplied by, for a method whose rate is on another scale than SGD's.
         server: settings of its server, by the number of workers.
     """
@@ -67,13 +62,8 @@ class Method:
     make: Callable[[Setup], Made]
     momenta: tuple[float, ...] = (0.6, 0.3, 0.9)
     kind: Kind = "asynchronous"
-    sparse: bool = False
     rate_scale: float = 1.0
     server: Callable[[int], dict[str, object]] = field(default=lambda workers: {})
-
-    def runs_with(self, workers: int) -> bool:
-        """Tell whether there is such a run: a single node has one worker."""
-        return workers == 1 or self.kind != "single"
 
 
 def _scheduled(optimizer: torch.optim.Optimizer) -> Made:
@@ -118,9 +108,9 @@ METHODS = {
     method.key: method
     for method in (
         Method("sgd", "SGD, one node", _sgd, kind="single"),
-        Method("dgs", "DGS", _with_momentum(psclient.DGS), sparse=True),
-        Method("dgc", "DGC", _with_momentum(psclient.DGC), sparse=True),
-        Method("gradient_dropping", "Gradient Dropping", _gradient_dropping, momenta=(0.0,), sparse=True),
+        Method("dgs", "DGS", _with_momentum(psclient.DGS)),
+        Method("dgc", "DGC", _with_momentum(psclient.DGC)),
+        Method("gradient_dropping", "Gradient Dropping", _gradient_dropping, momenta=(0.0,)),
         Method("asgd", "ASGD", _asgd, momenta=(0.0, 0.3, 0.6)),
     )
 }

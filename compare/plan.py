@@ -59,8 +59,8 @@ QUICK = Plan(
     workers=(4,),
     tuned_at=(4,),
     seeds=(0, 1),
-    samples=4096,
-    search_samples=2048,
+    samples=3072,
+    search_samples=1536,
     momenta=False,
-    straggler_seconds=3.0,
+    straggler_seconds=2.0,
 )

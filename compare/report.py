@@ -75,13 +75,14 @@ def notes(campaign: Campaign) -> list[str]:
         "pushes and pulls of all workers; the first upload and downloads of the model are left out.",
         "Staleness counts the pushes of others between a worker's replica and its push; seconds are those of training "
         "on this machine, all processes on its cores, and say little about a cluster.",
+        *tables.verdicts(pairings(campaign.runs)),
         *(TASKS[key].source() for key in plan.tasks),
         *(f"FAILED: {failure}" for failure in campaign.failures),
     ]
 
 
-def markdown(facts: dict[str, Any], found: Sequence[Table], said: Sequence[str], level: int = 1) -> str:
-    """Return the tables and notes, under headings from this level on."""
+def markdown(facts: dict[str, Any], found: Sequence[Table], said: Sequence[str]) -> str:
+    """Return the tables and notes."""
     lines = []
     for table in found:
         lines += [f"**{table.title}**", "", _line(table.columns)]
@@ -103,8 +104,13 @@ def write(directory: Path, facts: dict[str, Any], measured: dict[str, Any], text
     return [directory / name for name in texts]
 
 
-def into_page(page: Path, text: str) -> None:
-    """Put the tables into a page, between its two marks, in the place of what was there.
+def into_page(page: Path, text: str, drawn: Sequence[Path]) -> None:
+    """Put figures and tables into a page, between its two marks, in the place of what was there.
+
+    Args:
+        page: where to.
+        text: the tables.
+        drawn: the figures, in the page's own directory.
 
     Raises:
         ValueError: the page has no such marks.
@@ -113,7 +119,8 @@ def into_page(page: Path, text: str) -> None:
     if old.count(_BEGIN) != 1 or old.count(_END) != 1:
         raise ValueError(f"{page} needs one {_BEGIN} and one {_END}")
     before, after = old.split(_BEGIN)[0], old.split(_END)[1]
-    page.write_text(f"{before}{_BEGIN}\n\n{text}\n{_END}{after}", encoding="utf-8")
+    shown = "".join(f"![{path.stem.replace('-', ' ')}]({path.name})\n\n" for path in drawn)
+    page.write_text(f"{before}{_BEGIN}\n\n{shown}{text}\n{_END}{after}", encoding="utf-8")
 
 
 def _plain(entry: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-RATE_FACTOR = math.sqrt(10)
+RATE_FACTOR = 2.0
 MOST_BEYOND = 2
 
 Trial = Callable[[float, float], float | None]

@@ -121,8 +121,6 @@ def work(connection: Connection, timing: Timing, worker: int, address: str) -> N
         _RATE * (1 - method.momenta[0]) * method.rate_scale,
         method.momenta[0],
         timing.density,
-        round(total / STEP_SECONDS),
-        WORKERS,
         connection_to(address, worker),
     )
     optimizer: Any = method.make(setup).optimizer

@@ -56,6 +56,22 @@ def differences(pairings: Sequence[Pairing]) -> list[Table]:
     return found
 
 
+def verdicts(pairings: Sequence[Pairing]) -> list[str]:
+    """Say, for each number of workers, where the subject is worse than a rival by more than one standard error."""
+    subject = METHODS[SUBJECT].title
+    said = []
+    for workers in sorted({pairing.workers for pairing in pairings}):
+        worse = [
+            f"{METHODS[pairing.rival].title} ({TASKS[pairing.task].title})"
+            for pairing in pairings
+            if pairing.workers == workers and pairing.difference.verdict == "worse"
+        ]
+        where = f"worse than {', '.join(worse)}" if worse else "not worse than any rival"
+        count = "one worker" if workers == 1 else f"{workers} workers"
+        said.append(f"With {count}, {subject} is {where}, by more than one paired standard error.")
+    return said
+
+
 def stragglers(effects: Sequence[Effect]) -> list[Table]:
     """Return the table of the slow worker, or none."""
     if not effects:

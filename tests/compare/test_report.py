@@ -42,6 +42,7 @@ def test_the_tables_say_who_is_better(work):
     assert "| ASGD | −0.190 ± 0.006, worse |" in text
     assert "| DGC | diverged, better |" in text
     assert "(1 diverged)" in text
+    assert "DGS is worse than ASGD (Python source, byte by byte), by more than one" in text
     assert "| DGS | 50.0 | 49.0 | 98% | yes |" in text
     assert "| ASGD, --ssp-bound 4 | 50.0 | 6.0 | 12% | no |" in text
 
@@ -69,9 +70,10 @@ def test_figures_are_small(work, tmp_path):
 def test_a_page_takes_the_new_tables_in(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nafter\n")
-    report.into_page(page, "new")
-    report.into_page(page, "newer")
-    assert page.read_text() == "before\n<!-- measured: begin -->\n\nnewer\n<!-- measured: end -->\nafter\n"
+    report.into_page(page, "new", [])
+    report.into_page(page, "newer", [tmp_path / "compare-bytes.png"])
+    shown = "![compare bytes](compare-bytes.png)\n\nnewer"
+    assert page.read_text() == f"before\n<!-- measured: begin -->\n\n{shown}\n<!-- measured: end -->\nafter\n"
     page.write_text("no marks")
     with pytest.raises(ValueError, match="needs one"):
-        report.into_page(page, "new")
+        report.into_page(page, "new", [])
