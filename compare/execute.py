@@ -13,7 +13,7 @@ from compare.spec import Outcome, Spec
 from compare.tasks import TASKS
 from compare.worker import Told
 
-_START_SECONDS, _STEP_SECONDS = 60.0, 1.0
+_START_SECONDS, _STEP_SECONDS = 120.0, 0.1
 
 
 def execute(spec: Spec) -> Outcome:

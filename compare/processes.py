@@ -16,7 +16,7 @@ from benchmarks.children import Child, ChildFailedError
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["compare.preload"])
-_START_SECONDS, _STOP_SECONDS = 60.0, 30.0
+_START_SECONDS, _STOP_SECONDS = 120.0, 30.0
 
 __all__ = ["Child", "ChildFailedError", "server"]
 
