@@ -14,6 +14,7 @@ from compare.methods import METHODS
 from compare.results import entries, pairings
 from compare.straggler import Effect
 from compare.tasks import TASKS
+from compare.worker import LARGEST_NORM
 
 _BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -24,6 +25,7 @@ def figures(campaign: Campaign, effects: Sequence[Effect]) -> dict[str, Any]:
     return {
         "settings": asdict(plan)
         | {
+            "clip_norm": LARGEST_NORM,
             "tasks": {
                 key: {"title": TASKS[key].title, "metric": TASKS[key].metric, "batch_size": TASKS[key].batch_size}
                 | {"rates": TASKS[key].rates, "data": TASKS[key].source()}

@@ -18,6 +18,8 @@ from psclient.optimizer import ParameterServerOptimizer
 
 CALL_SECONDS = 60.0
 """Longest wait of a worker for its server."""
+LARGEST_NORM = 1.0
+"""Of the gradient that a worker hands to its method."""
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ def work(connection: Connection, spec: Spec, worker: int, address: str) -> None:
                 told.diverged = True
                 break
             torch.autograd.backward(loss)
+            clip(model)
             optimizer.step()
             if schedule is not None:
                 schedule.step()
@@ -91,6 +94,11 @@ def work(connection: Connection, spec: Spec, worker: int, address: str) -> None:
         told.refused = served.totals.refused
     told.seconds = time.perf_counter() - started
     connection.send(told)
+
+
+def clip(model: torch.nn.Module) -> None:
+    """Bound the norm of a gradient: a stale step too far is then a setback, and not the end of a run."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM, error_if_nonfinite=False)
 
 
 def connection_to(address: str, worker: int) -> dict[str, object]:
