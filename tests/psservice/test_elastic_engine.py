@@ -31,7 +31,9 @@ def finish(engine, step, share, who=ANNA):
         iter(messages), lambda opened: PushReader.of(opened, engine.span, keep=engine.persistence.keeps_journal)
     )
     done = finished_of(header)
-    return engine.commit(Push(who, step, header.generation, header.base_version, 1, segments, reader.messages, done))
+    return engine.commit(
+        Push(who, step, header.generation, header.base_version, 1, segments, reader.messages, finished=done)
+    )
 
 
 def held(engine, who=ANNA):
