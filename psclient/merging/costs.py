@@ -10,7 +10,7 @@ shards are behind the same network card, so all of them are one link.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -21,6 +21,7 @@ from psclient.merging.trace import PushTiming, Trace
 from psclient.merging.workload import Floats, Workload
 
 _REMEMBERED = 15
+_REST = 0.02  # seconds after which a link is not busy with a message before
 _GAIN = 0.15  # of a new observation in a moving average
 
 
@@ -73,8 +74,8 @@ class CostMeter:
     def __init__(self, elements: Floats) -> None:
         """Begin with guesses that the first steps replace."""
         self._elements = elements
-        self._selecting = RecursiveLeastSquares((2e-4, 5e-5, 1e-9), (1e-2, 1e-2, 1e-7), 1e-4)
-        self._sending = RecursiveLeastSquares((1e-4, 1e-8), (2e-2, 1e-6), 1e-4)
+        self._selecting = RecursiveLeastSquares((2e-4, 5e-5, 1e-9), (1e-2, 1e-2, 1e-7), 1e-3)
+        self._sending = RecursiveLeastSquares((1e-4, 1e-8), (2e-2, 1e-6), 1e-3)
         self._lead, self._tail = _Recent(), _Recent()
         count = len(elements)
         self._trained = np.zeros(count)
@@ -143,32 +144,58 @@ class CostMeter:
     def _learn_selecting(self, trace: Trace) -> None:
         """A group's work begins when its gradients are there and the group before it is done."""
         before = 0.0
+        run = _Run(self._selecting, 3)
         for number in sorted(trace.done, key=lambda number: trace.done[number]):
-            began = max(before or trace.begun[number], trace.group_ready(number))
+            ready = trace.group_ready(number)
             if not before:
                 self._lead.take(trace.begun[number] - trace.opening)
-            before = trace.done[number]
+                before = trace.begun[number]
+            if ready > before:
+                run.end()
+            began, before = max(before, ready), trace.done[number]
             members = [trace.elements[position] for position in trace.groups[number] if position in trace.elements]
-            self._selecting.observe((1.0, len(members), sum(members)), before - began)
+            run.add((1.0, len(members), sum(members)), before - began)
+        run.end()
 
     def _learn_sending(self, timing: PushTiming) -> None:
         """Arrivals are counted from the header's, which had its own start-up; queued groups show the whole cost.
 
         A group that left before the one in front of it was there has waited for it: the time between the two arrivals
-        is its ``message + byte·bytes``. One that left when the link had surely come to rest met the same start-up as
-        the header: it shows ``byte·bytes`` alone. Between the two nothing is learnt.
+        is its ``message + byte·bytes``. One that left when the link had long come to rest met the same start-up as the
+        header: it shows ``byte·bytes`` alone. Between the two, it may have waited or not, and nothing is learnt.
         """
         order = sorted(range(len(timing.left)), key=lambda place: timing.left[place])
         before = 0.0
+        run = _Run(self._sending, 2)
         for place in order:
             left, arrived, nbytes = timing.left[place], timing.arrived[place], timing.group_bytes[place]
             if left < 0:
                 continue
             if before >= left:
-                self._sending.observe((1.0, nbytes), arrived - before)
-            elif before < left - 2 * self.costs.message:
-                self._sending.observe((0.0, nbytes), arrived - left)
+                run.add((1.0, nbytes), arrived - before)
+            else:
+                run.end()
+                if left - before > max(_REST, 2 * self.costs.message):
+                    self._sending.observe((0.0, nbytes), arrived - left)
             before = max(before, arrived)
+        run.end()
+
+
+class _Run:
+    """Groups that followed one another without a pause: one sample, since what one is late the next makes up for."""
+
+    def __init__(self, fit: RecursiveLeastSquares, features: int) -> None:
+        self._fit = fit
+        self._features, self._seconds = np.zeros(features), 0.0
+
+    def add(self, features: Sequence[float], seconds: float) -> None:
+        self._features += features
+        self._seconds += seconds
+
+    def end(self) -> None:
+        if self._features.any():
+            self._fit.observe(self._features.tolist(), self._seconds)
+        self._features, self._seconds = np.zeros(len(self._features)), 0.0
 
 
 def last_arrival(trace: Trace, header: float) -> float:

@@ -126,7 +126,7 @@ class Planner:
                 elif self._age % _CHECK_STEPS == 0 and self._has_drifted():
                     self._choose()
 
-    def cuts(self, rule: Rule) -> Cuts:
+    def cuts(self, rule: str) -> Cuts:
         """Return the groups that a rule makes of the costs that are known now, in backward order."""
         if rule in self._fixed:
             return plans.cuts_of(self._fixed[rule])
@@ -140,6 +140,7 @@ class Planner:
         with self._lock:
             self._probes.clear()
             self._due, self._held = False, True
+            self._seen.clear()
             self._take(groups, rule)
 
     # Inner parts

@@ -6,29 +6,31 @@ import numpy as np
 
 from psclient.merging.workload import Floats
 
-_RELATIVE_ERROR = 0.3  # what a sample's error is expected to be, as a share of what is predicted
-_CLIP = 3.0  # standard errors; a sample that is further off counts as if it were no further
+_CLIP = 4.0  # times the usual error; a sample that is further off counts as if it were no further
+_TRUSTED = 8  # samples until the usual error is known
+_ERROR_GAIN = 0.05
 
 
 class RecursiveLeastSquares:
     """Fits ``y ≈ coefficients · features``, coefficients ≥ 0, to samples of which recent ones count most.
 
-    Samples are weighed by their expected error, and large errors are clipped: times on a busy machine have a long tail.
-    What is forgotten is bounded: a direction that no sample shows keeps what was known of it.
+    Large errors are clipped: times on a busy machine have a long tail. What is forgotten is bounded: a direction that
+    no sample shows keeps what was known of it.
 
     Args:
         guess: coefficients before the first sample.
         spread: how far off each guess may be.
-        floor: the least that a sample is expected to be off by, in units of ``y`` over the relative error.
+        error: what a sample is off by, about, in units of ``y``: how fast the guesses are given up.
         memory: calls of :meth:`fade` after which a sample counts ``1/e`` of what it did.
     """
 
-    def __init__(self, guess: Sequence[float], spread: Sequence[float], floor: float, memory: float = 20.0) -> None:
+    def __init__(self, guess: Sequence[float], spread: Sequence[float], error: float, memory: float = 20.0) -> None:
         """Begin with the guess."""
         self._scale = np.array(spread, dtype=np.float64)  # coefficients are kept in these units, all alike
         self._theta = np.array(guess, dtype=np.float64) / self._scale
         self._covariance = np.eye(len(self._scale))
-        self._floor, self._keep = floor, 1 - 1 / memory
+        self._own, self._keep = error**2, 1 - 1 / memory
+        self._usual, self._samples = 0.0, 0
 
     @property
     def coefficients(self) -> Floats:
@@ -58,10 +60,13 @@ class RecursiveLeastSquares:
         phi = np.array(features, dtype=np.float64) * self._scale
         predicted = float(phi @ self._theta)
         along = self._covariance @ phi
-        own = (_RELATIVE_ERROR * max(predicted, self._floor)) ** 2
-        variance = float(phi @ along) + own
-        bound = _CLIP * variance**0.5
-        innovation = min(max(value - predicted, -bound), bound)
-        self._theta = self._theta + along * (innovation / variance)
+        variance = float(phi @ along) + self._own
+        error = value - predicted
+        if self._samples >= _TRUSTED:
+            bound = _CLIP * self._usual
+            error = min(max(error, -bound), bound)
+        self._samples += 1
+        self._usual += max(_ERROR_GAIN, 1 / self._samples) * (abs(value - predicted) - self._usual)
+        self._theta = self._theta + along * (error / variance)
         gain = np.eye(len(phi)) - np.outer(along / variance, phi)
-        self._covariance = gain @ self._covariance @ gain.T + np.outer(along, along) * (own / variance**2)
+        self._covariance = gain @ self._covariance @ gain.T + np.outer(along, along) * (self._own / variance**2)
