@@ -110,9 +110,7 @@ def inception_v4() -> PaperModel:
             35,
             [[(96, 1, 1)], [(64, 1, 1), (96, 3, 3)], [(64, 1, 1), (96, 3, 3), (96, 3, 3)], [(96, 1, 1)]],
         )
-    channels += _branches(
-        built, "reduction_a", channels, 17, [[(384, 3, 3)], [(192, 1, 1), (224, 3, 3), (256, 3, 3)]]
-    )
+    channels += _branches(built, "reduction_a", channels, 17, [[(384, 3, 3)], [(192, 1, 1), (224, 3, 3), (256, 3, 3)]])
     for number in range(7):
         channels = _branches(
             built,
@@ -127,7 +125,11 @@ def inception_v4() -> PaperModel:
             ],
         )
     channels += _branches(
-        built, "reduction_b", channels, 8, [[(192, 1, 1), (192, 3, 3)], [(256, 1, 1), (256, 1, 7), (320, 7, 1), (320, 3, 3)]]
+        built,
+        "reduction_b",
+        channels,
+        8,
+        [[(192, 1, 1), (192, 3, 3)], [(256, 1, 1), (256, 1, 7), (320, 7, 1), (320, 3, 3)]],
     )
     for number in range(3):
         channels = _inception_c(built, f"inception_c.{number}", channels)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import psclient
 from benchmarks.mgs.backward import SleepingBackward
 from benchmarks.mgs.models import PaperModel
+from benchmarks.mgs.quiet import QuietGate
 from benchmarks.mgs.slowlink import slow_link
 from benchmarks.synthetic import Noise, SyntheticModel
 from psclient.merging.costs import Costs
@@ -36,12 +37,12 @@ class Outcome:
     """What became of one rule.
 
     Attributes:
-        groups: of its plan.
+        groups: of its plan in the last round; the two rules that plan do so before each round.
         exposed: measured seconds from the last gradient to the answer, step by step.
         predicted: the same, as predicted before each step.
     """
 
-    groups: int
+    groups: int = 0
     exposed: list[float] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)
 
@@ -56,10 +57,13 @@ class Run:
     """All rules of one model on one link.
 
     Attributes:
+        model: what was pushed.
+        link: which way.
         backward: seconds.
         outcomes: by rule.
         costs: as measured at the end.
         planning: seconds that the exact plan took to make.
+        noisy: share of the steps before which the machine did not come to rest.
     """
 
     model: PaperModel
@@ -68,6 +72,7 @@ class Run:
     outcomes: dict[str, Outcome]
     costs: Costs
     planning: float
+    noisy: float
 
 
 def compare(
@@ -92,6 +97,7 @@ def compare(
         say: shows what is going on.
         has_time: where it says no, the rounds so far are enough; three are always made.
     """
+    gate = QuietGate()
     synthetic = SyntheticModel(model.layout)
     compute = SleepingBackward(synthetic, Noise(model.layout, seed), model.work, backward)
     say(f"{model.name}: start the server, upload")
@@ -102,21 +108,24 @@ def compare(
         ) as optimizer:
             for step in range(_WARM_STEPS):
                 say(f"{model.name}: measure costs, step {step + 1} of {_WARM_STEPS}")
+                gate.wait()
                 compute.run()
                 optimizer.step()
             optimizer.pull()
             planning = optimizer.plan.planning_seconds
             planner, exchange = optimizer._planner, optimizer._exchange
-            groups = {rule: groups_of(planner.cuts(rule)) for rule in RULES}
-            outcomes = {rule: Outcome(len(groups[rule])) for rule in RULES}
+            outcomes = {rule: Outcome() for rule in RULES}
             for turn in range(_SETTLING_ROUNDS + rounds):
                 if turn >= _SETTLING_ROUNDS + 3 and not has_time():
                     break
                 say(f"{model.name}: round {turn + 1} of {_SETTLING_ROUNDS + rounds}")
                 for rule in _turned(RULES, turn):
-                    planner.hold(groups[rule], rule)
+                    groups = groups_of(planner.cuts(rule))
+                    outcomes[rule].groups = len(groups)
+                    planner.hold(groups, rule)
                     exchange.regroup()
                     predicted = optimizer.plan.predicted_exposed
+                    gate.wait()
                     compute.run()
                     optimizer.step()
                     optimizer.pull()  # so that nothing of it goes on beside the next
@@ -128,7 +137,7 @@ def compare(
                         outcomes[rule].predicted.append(predicted)
             costs = optimizer.plan.costs
             assert costs is not None
-            return Run(model, link, backward, outcomes, costs, planning)
+            return Run(model, link, backward, outcomes, costs, planning, gate.noisy)
 
 
 def _turned(rules: Sequence[str], turn: int) -> Sequence[str]:

@@ -165,7 +165,7 @@ class CostMeter:
         header: it shows ``byte·bytes`` alone. Between the two, it may have waited or not, and nothing is learnt.
         """
         order = sorted(range(len(timing.left)), key=lambda place: timing.left[place])
-        before = 0.0
+        before, rest = 0.0, max(_REST, 2 * self.costs.message)
         run = _Run(self._sending, 2)
         for place in order:
             left, arrived, nbytes = timing.left[place], timing.arrived[place], timing.group_bytes[place]
@@ -175,7 +175,7 @@ class CostMeter:
                 run.add((1.0, nbytes), arrived - before)
             else:
                 run.end()
-                if left - before > max(_REST, 2 * self.costs.message):
+                if left - before > rest:
                     self._sending.observe((0.0, nbytes), arrived - left)
             before = max(before, arrived)
         run.end()

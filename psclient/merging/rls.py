@@ -24,7 +24,7 @@ class RecursiveLeastSquares:
         memory: calls of :meth:`fade` after which a sample counts ``1/e`` of what it did.
     """
 
-    def __init__(self, guess: Sequence[float], spread: Sequence[float], error: float, memory: float = 20.0) -> None:
+    def __init__(self, guess: Sequence[float], spread: Sequence[float], error: float, memory: float = 10.0) -> None:
         """Begin with the guess."""
         self._scale = np.array(spread, dtype=np.float64)  # coefficients are kept in these units, all alike
         self._theta = np.array(guess, dtype=np.float64) / self._scale
