@@ -26,7 +26,7 @@ from psclient.merging.workload import Workload, predict
 KEY, TITLE = "merging", "Which tensors travel together (MGS-SGD)"
 
 _GIGABIT = 125e6  # bytes a second
-_QUICK, _FULL = ("lstm",), ("resnet50", "inception_v4")
+_QUICK, _FULL = ("resnet50",), ("resnet50", "inception_v4")
 _STARTUP = 5e-3
 _SECONDS_A_WORK = 0.03e-9
 _LEAST_SECONDS = 0.1
@@ -69,7 +69,7 @@ def section(runs: Sequence[Run]) -> Section:
         f"done, at {_SECONDS_A_WORK * 1e12:.0f} ms for a thousand million of them, and no sooner than in "
         f"{_LEAST_SECONDS * 1e3:.0f} ms. Selection is real, on the host.",
         "Predicted: from the costs that were measured up to the step before, by the model that the plan is made with.",
-        "A step begins when a fixed piece of work takes next to its shortest time, or after two seconds: "
+        "A step begins when a fixed piece of work takes next to its shortest time, or after a second: "
         + ", ".join(f"{each.noisy:.0%}" for each in runs)
         + " of the steps began on a machine that was busy with something else.",
         f"Rounds: {', '.join(str(len(each.outcomes['pareto'].exposed)) for each in runs)}. "

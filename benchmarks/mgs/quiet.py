@@ -6,7 +6,7 @@ import numpy as np
 
 _SLOWER = 1.25
 _PIECES = 6
-_PATIENCE_SECONDS = 2.0
+_PATIENCE_SECONDS = 1.0
 
 
 class QuietGate:

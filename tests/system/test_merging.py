@@ -40,8 +40,7 @@ def every_grouping(count):
         yield tuple(range(count - end, count - start) for start, end in itertools.pairwise(cuts))
 
 
-@pytest.mark.parametrize("select_over", ["tensor", "group"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "select_over"), [(False, "tensor"), (True, "tensor"), (True, "group")])
 def test_what_was_accumulated_is_applied_or_held_through_plans_that_change_at_every_step(overlap, select_over):
     shuffled = random.Random(0).sample(list(every_grouping(len(SIZES))), 20)
     generator, model = torch.Generator().manual_seed(0), Apart()
