@@ -6,7 +6,7 @@ import numpy as np
 
 from psclient.merging.workload import Floats
 
-_CLIP = 2.5  # times the usual error; a sample that is further off counts as if it were no further
+_CLIP = 4.0  # times the usual error; a sample that is further off counts as if it were no further
 _TRUSTED = 8  # samples until the usual error is known
 _ERROR_GAIN = 0.05
 
