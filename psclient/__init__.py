@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from psclient.methods.dgs import DGS
     from psclient.methods.gradient_dropping import GradientDropping
     from psclient.methods.momentum_sgd import MomentumSGD
+    from psclient.methods.wagma import WAGMA
     from psclient.schedules import VersionClock
     from psclient.settings import ClientSettings
 
@@ -28,6 +29,7 @@ _HOMES = {
     "DGS": "psclient.methods.dgs",
     "GradientDropping": "psclient.methods.gradient_dropping",
     "MomentumSGD": "psclient.methods.momentum_sgd",
+    "WAGMA": "psclient.methods.wagma",
     "ClientSettings": "psclient.settings",
     "LocalServer": "psclient.local",
     "VersionClock": "psclient.schedules",
@@ -40,6 +42,7 @@ __all__ = [
     "ASGD",
     "DGC",
     "DGS",
+    "WAGMA",
     "ClientSettings",
     "GradientDropping",
     "LocalServer",
