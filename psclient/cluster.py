@@ -111,13 +111,15 @@ class Cluster:
 
     # Pushing and pulling
 
-    def open_push(self, step: int, samples: int, groups: Sequence[Span]) -> list[dict[int, int]]:
+    def open_push(
+        self, step: int, samples: int, learning_rate: float, groups: Sequence[Span]
+    ) -> list[dict[int, int]]:
         """Begin a push at every shard; return, for each shard, which place each group has in its plan."""
         places = []
         for shard in self.shards:
             parts = {number: group.intersect(shard.span) for number, group in enumerate(groups)}
             parts = {number: part for number, part in parts.items() if part.length}
-            shard.open_push(self.membership.identity, step, samples, list(parts.values()))
+            shard.open_push(self.membership.identity, step, samples, learning_rate, list(parts.values()))
             places.append({number: place for place, number in enumerate(parts)})
         return places
 

@@ -25,7 +25,7 @@ _TRANSIENT = frozenset(
     }
 )
 
-_LATER = frozenset({Reason.BUSY, Reason.TOO_FAR_AHEAD, Reason.DRAINING, Reason.NOT_DURABLE})
+_LATER = frozenset({Reason.BUSY, Reason.TOO_FAR_AHEAD, Reason.ROUND_OPEN, Reason.DRAINING, Reason.NOT_DURABLE})
 """Reasons for which the same call will do later."""
 
 
@@ -80,7 +80,7 @@ class ServerUnreachableError(SparsepsError):
 
 
 class HeldBackError(ServerUnreachableError):
-    """The run's bound on leads (``--ssp-bound``) has held this worker back for longer than its patience.
+    """Slower workers have held this one back for longer than its patience: a bound on leads, or a synchronous round.
 
     As after any :class:`ServerUnreachableError`, the optimizer stays usable, and the next ``step()`` goes on.
     """
@@ -89,8 +89,8 @@ class HeldBackError(ServerUnreachableError):
         """Say how long, for whom, and what to do."""
         SparsepsError.__init__(
             self,
-            f"waited {seconds:.0f} s for slower workers ({address}: {why}); look after the slowest one, or start the "
-            f"server with a larger --ssp-bound. {hint}",
+            f"waited {seconds:.0f} s for slower workers ({address}: {why}); look after the slowest one, or allow more: "
+            f"a larger --ssp-bound, or psclient.Rounds with a quorum or a time limit. {hint}",
         )
         self.address = address
         self.seconds = seconds
@@ -216,7 +216,8 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
 
 def out_of_patience(address: str, seconds: float, last: Transient, hint: str) -> ServerUnreachableError:
     """Return the error of an undertaking whose last attempt, after ``seconds`` in all, has failed like this."""
-    kind = HeldBackError if last.reason is Reason.TOO_FAR_AHEAD else ServerUnreachableError
+    held_back = last.reason in (Reason.TOO_FAR_AHEAD, Reason.ROUND_OPEN)
+    kind = HeldBackError if held_back else ServerUnreachableError
     return kind(address, seconds, str(last), hint)
 
 

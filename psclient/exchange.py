@@ -56,10 +56,10 @@ class Exchange:
         """True while the last push is not settled."""
         return self._cluster.in_doubt
 
-    def open(self, samples: int) -> StepReport:
+    def open(self, samples: int, learning_rate: float) -> StepReport:
         """Begin the push of a new step; the last one must be settled."""
         self.step += 1
-        self._pusher.open(self.step, samples)
+        self._pusher.open(self.step, samples, learning_rate)
         return StepReport(self.step)
 
     def send_gradients(
@@ -103,6 +103,7 @@ class Exchange:
         if outcome.answers:
             self.acknowledged_step = self.step
             report.staleness = max(answer.staleness for answer in outcome.answers.values())
+            report.applied_scale = min(answer.applied_scale or 1.0 for answer in outcome.answers.values())
         if outcome.error is not None:
             raise from_refusal(outcome.error) from None
 

@@ -32,7 +32,7 @@ class ParamGroups:
     def of(self, parameter: torch.Tensor) -> Group | None:
         """Return a parameter's hyper-parameters as the schedulers left them; ``None`` for one that is not trained."""
         group = self._group_of.get(id(parameter))
-        return None if group is None else {**group, "lr": float(group["lr"])}
+        return None if group is None else {**group, "lr": float(group.get("lr", 1.0))}
 
     def set_density(self, density: float) -> None:
         """Give every group a density.

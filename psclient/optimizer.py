@@ -21,6 +21,7 @@ from psclient.lifecycle import Lifecycle
 from psclient.methods.base import Group, Sent, Sparse, State, Step
 from psclient.model import SampleCounter, describe
 from psclient.report import StepReport, Totals
+from psclient.rounds import Rounds
 from psclient.session import Server, open_session, server_string
 from psclient.settings import ClientSettings
 from psclient.state import PushMark, last_applied, restore_memories, split, stale_residuals, taken_back
@@ -47,6 +48,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         worker: this worker's name; see :class:`~psclient.ClientSettings`.
         overlap: push while backward goes on, and fetch the reply while the next step computes: every gradient is one
             step staler, and gradients must not be touched between ``backward()`` and ``step()``.
+        rounds: train synchronously; the default is to apply each push as it comes.
         settings: everything else about the connection.
 
     Raises:
@@ -65,10 +67,17 @@ class ParameterServerOptimizer(Optimizer, ABC):
         server: Server | None = None,
         worker: str | None = None,
         overlap: bool = False,
+        rounds: Rounds | None = None,
         settings: ClientSettings | None = None,
     ) -> None:
         """Join the server, and upload the model or take over the server's."""
+        if overlap and rounds is not None:
+            raise ConfigurationError(
+                "overlap=True makes every gradient one step staler, and a synchronous round takes none that is stale; "
+                "leave overlap or rounds out"
+            )
         self._joined = False
+        self._rounds = rounds
         defaults["density"] = density(1) if callable(density) else density
         super().__init__(params, defaults)
         resolved = client_settings.resolve(settings, server_string(server), worker)
@@ -77,7 +86,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         session = open_session(type(self), self.agreed_settings(), self._model, self._groups, self.state, resolved)
         self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
         self._compressor = session.compressor
-        self._stepper = Stepper(self._model, self._groups, session, density if callable(density) else None)
+        schedule = density if callable(density) else None
+        self._stepper = Stepper(self._model, self._groups, session, schedule, self.sent_learning_rate)
         self._lifecycle = Lifecycle(
             self,
             session.own_server,
@@ -113,7 +123,12 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def agreed_settings(self) -> dict[str, str]:
         """Return the settings in which all workers of a run must agree."""
         momenta = [str(float(group["momentum"])) for group in self.param_groups if "momentum" in group]
-        return {"momentum": ",".join(momenta)} if momenta else {}
+        agreed = {"momentum": ",".join(momenta)} if momenta else {}
+        return agreed | ({"rounds": self._rounds.agreed()} if self._rounds is not None else {})
+
+    def sent_learning_rate(self) -> float:
+        """Return the learning rate that pushed values carry, for DC-ASGD: that of the first param group."""
+        return float(self.param_groups[0]["lr"])
 
     def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
         """Return a factor for all gradients of this step; 1 unless the method clips."""

@@ -34,9 +34,9 @@ class Pusher:
         self._spans = [Span(layout.offsets[group.start], layout.offsets[group.stop]) for group in self.groups]
         self._places: list[dict[int, int]] = []
 
-    def open(self, step: int, samples: int) -> None:
+    def open(self, step: int, samples: int, learning_rate: float) -> None:
         """Begin a push at every shard."""
-        self._places = self._cluster.open_push(step, samples, self._spans)
+        self._places = self._cluster.open_push(step, samples, learning_rate, self._spans)
 
     def send(
         self, report: StepReport, number: int, sent: Sequence[tuple[int, Sent]], *, exact: bool = False

@@ -130,7 +130,9 @@ class ShardClient:
             link_bytes_per_second=self.uplink.bytes_per_second,
         )
 
-    def open_push(self, identity: pb.WorkerIdentity, step: int, samples: int, plan: list[Span]) -> None:
+    def open_push(
+        self, identity: pb.WorkerIdentity, step: int, samples: int, learning_rate: float, plan: list[Span]
+    ) -> None:
         """Begin to stream a push: the header goes out now, chunks as they are handed in."""
         generation = self.generation  # read once: a fetch on another thread may join again
         self.in_doubt = PushPart(step, generation, group_bytes=[0] * len(plan))
@@ -145,6 +147,7 @@ class ShardClient:
             generation=generation,
             base_version=self.version,
             samples=samples,
+            learning_rate=learning_rate,
             plan=[pb.Group(start=group.start, length=group.length) for group in plan],
         )
         self._send(pb.PushSparseRequest(header=header))

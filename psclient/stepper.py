@@ -41,17 +41,25 @@ class Stepper:
         groups: with which hyper-parameters.
         session: the worker's parts.
         schedule: the density of each step; ``None`` leaves it to the param groups.
+        learning_rate: returns the learning rate that pushed values carry.
 
     Attributes:
         report: what the last step did.
         totals: sums over all steps.
     """
 
-    def __init__(self, model: TrainedModel, groups: ParamGroups, session: Session, schedule: Schedule | None) -> None:
+    def __init__(
+        self,
+        model: TrainedModel,
+        groups: ParamGroups,
+        session: Session,
+        schedule: Schedule | None,
+        learning_rate: Callable[[], float],
+    ) -> None:
         """Prepare; :meth:`start` follows the joining."""
         self.report = StepReport(0)
         self.totals = Totals()
-        self._model, self._groups, self._schedule = model, groups, schedule
+        self._model, self._groups, self._schedule, self._learning_rate = model, groups, schedule, learning_rate
         self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
         self._samples: SampleCounter | None = None
         self._samples_since_exchange = 0
@@ -98,7 +106,7 @@ class Stepper:
         self.rest()
         if self._membership.run_finished:
             return
-        report = self.report = self._exchange.open(samples=0)
+        report = self.report = self._exchange.open(0, self._learning_rate())
         self._push(report, lambda number: self._exchange.send_held(report, number))
         self.totals.add(report)
 
@@ -226,7 +234,7 @@ class Stepper:
         samples = counted if samples is None else samples
         self._samples_since_exchange += samples
         self.totals.samples += samples
-        return self._exchange.open(samples)
+        return self._exchange.open(samples, self._learning_rate())
 
     def _push(self, report: StepReport, send: Callable[[int], None]) -> None:
         """Send every group of the open push, commit, and settle."""

@@ -37,6 +37,7 @@ class Reason(Enum):
     NOT_DURABLE = ("UNAVAILABLE", "come back after the delay; see to the server's disk (--data-dir) if it stays so")
     TOO_STALE = ("ABORTED", "give the update back to the residual, pull, and go on")
     TOO_FAR_AHEAD = ("RESOURCE_EXHAUSTED", "come back after the delay; slower workers catch up meanwhile")
+    ROUND_OPEN = ("RESOURCE_EXHAUSTED", "come back after the delay; the round waits for other workers")
     UPDATE_TOO_LARGE = ("INVALID_ARGUMENT", "lower the learning rate or clip gradients, or raise --max-update-norm")
     DRAINING = ("UNAVAILABLE", "the server is stopping; wait until it is back")
 

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -28,13 +29,14 @@ from psservice.history import History, on_device
 from psservice.membership import Identity, Member, Membership, PushAnswer
 from psservice.metrics import Metrics, Traffic
 from psservice.persistence import Persistence
+from psservice.roundkeeper import RoundKeeper
 from psservice.rules.admission import Admission
+from psservice.rules.regime import Regime
 from psservice.rules.reply import reply_rule
-from psservice.rules.update import subtract
 from psservice.run import Run, RunState
 from psservice.settings import ServerSettings
 from psservice.shard.difference import DownSettings
-from psservice.shard.model import ModelShard
+from psservice.shard.model import Correction, ModelShard
 from psservice.shard.replies import Reply, TopKSettings, answer
 from psservice.shard.writer import Writer
 from psservice.uploadturn import UploadTurn
@@ -64,6 +66,8 @@ class Push:
     segments: list[Segment]
     messages: Sequence[Message] = ()
     """The stream as it came, for the journal."""
+    learning_rate: float = 0.0
+    """That the values carry; 0 where it is not known."""
 
 
 class Engine:
@@ -124,7 +128,10 @@ class Engine:
         self._upload_turn = UploadTurn(self.membership.is_live)
         self._join_lock = threading.Lock()
         self._stop = threading.Event()
+        self.regime = Regime()
+        self._scaling = settings.scaling
         self.persistence = Persistence(settings, on_health)
+        self._rounds = RoundKeeper(self.membership, self.persistence, self.writer, metrics, self._round_closed)
         try:
             self.persistence.recover(self)
         except BaseException:
@@ -155,16 +162,18 @@ class Engine:
             )
         with self._join_lock:
             self._require_serving()
+            regime = Regime.of(method_settings)
             others = any(member.identity != identity for member in self.membership.members())
             alone = self.model is None and not others and self._start is None
             if self.layout is not None and not alone:
                 self._require_same_model(self.layout, layout)
+            self.run.agree(method, method_settings, replace=alone or self._start is not None)
+            self.regime = regime
             if self._start is not None:
                 self._install_start(layout, self._start)
                 self._start = None
             elif self.layout is None or alone:
                 self.layout = layout
-            self.run.agree(method, method_settings, replace=alone)
             known = self.membership.is_live(identity)
             member = self.membership.join(identity)
             if not known:
@@ -186,6 +195,8 @@ class Engine:
         """End a lease; unknown ones are ignored, so that leaving twice is harmless."""
         if self.membership.leave(identity):
             self.persistence.left(identity)
+            with suppress(Refusal):
+                self._rounds.look(lambda: self.model, self.regime.rounds)
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker left", extra={"worker": identity.worker_id})
 
@@ -266,24 +277,28 @@ class Engine:
                     Reason.VERSION_IN_FUTURE, f"base version {push.base_version}, the server has {model.version}"
                 )
             staleness = model.version - push.base_version
-            self.admission.require_fresh(staleness)
+            self.admission.require_fresh(staleness, in_rounds=model.round is not None)
             self._require_in_step(member)
             self.admission.require_small(norm)
-            number = self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0))
+            factor = self._scaling.factor(staleness, member.interval_seconds, self.membership.intervals())
+            number = self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
             started = time.perf_counter_ns()
             try:
-                version = model.apply(update)
+                version = model.take(
+                    push.identity.worker_id, update, Correction(factor, push.base_version, push.learning_rate)
+                )
             except BaseException:
                 self.persistence.take_back(number)
                 raise
-            answer = PushAnswer(version, staleness, time.perf_counter_ns() - started)
+            answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
             self.membership.remember_push(push.identity, push.step, answer)
             member.last_step, member.staleness = push.step, staleness
-            member.pushes += 1
             self.membership.tick(member)
             member.samples += push.samples
-            self.metrics.observe_push(answer)
-            if self.run.count(version, push.samples):
+            self.metrics.observe_push(answer, model.version)
+            over = self.run.count(model.version, push.samples)
+            self._rounds.close_if_due(model, self.regime.rounds)
+            if over:
                 self._end_run()
             return answer, False
 
@@ -303,6 +318,7 @@ class Engine:
     ) -> Reply:
         """Answer a pull, exactly or top-k."""
         member = self.membership.require(identity)
+        self._await_round(identity)
         form = WireForm(allowed=member.index_codecs, link_bytes_per_second=link_bytes_per_second)
         reply = answer(
             self.require_model(generation),
@@ -318,6 +334,15 @@ class Engine:
         member.reply_mode, member.reply_density = reply.mode, reply.density
         self.metrics.observe_pull(reply)
         return reply
+
+    def _await_round(self, identity: Identity) -> None:
+        self._rounds.look(lambda: self.model, self.regime.rounds)
+        if self.model is not None and self.run.state is RunState.TRAINING:
+            self._rounds.require_closed(self.model, identity.worker_id)
+
+    def _round_closed(self, model: ModelShard) -> None:
+        if self.run.is_over(model.version):
+            self._end_run()
 
     def require_buffers(self, identity: Identity, generation: int) -> BufferAverage:
         """Return the buffers for an exchange; raises :class:`Refusal` where there are none here."""
@@ -428,6 +453,7 @@ class Engine:
         manifest = history.manifest
         self.layout, self.model, self.buffers = history.layout, history.model, history.buffers
         self.run.restore(history.run_id, history.run_state, manifest.method, manifest.method_settings, history.samples)
+        self.regime = Regime.of(manifest.method_settings)
         live = [live.identity for live in history.workers.values()]
         for member in self.membership.restore(history.pushes, history.last_pushes, live):
             live_then = history.workers[member.identity.worker_id]
@@ -458,8 +484,8 @@ class Engine:
             flat.to(self.device, torch.float32).clone(),
             generation=generation,
             version=version,
-            ledger_multiple=self.settings.ledger_multiple,
-            update=subtract,
+            settings=self.settings.shard,
+            regime=self.regime,
         )
         self.buffers = BufferAverage(layout.buffers, buffers) if buffers else None
         self.run.started()
@@ -475,9 +501,11 @@ class Engine:
 
     def _end_run(self) -> None:
         """End the run; on the writer thread, so that the final model is the one at the last version."""
-        if self.run.state is RunState.FINISHED:
-            return
         model = self.require_model(None)
+        if not self.run.is_finished:
+            self._rounds.close(model)  # may be what ends the run
+        if self.run.is_finished:
+            return
         self.persistence.finished(self.run.run_id)
         self.run.state = RunState.FINISHED
         log.info("run finished", extra={"version": model.version, "samples": self.run.samples})
@@ -511,3 +539,5 @@ class Engine:
     def _end_leases(self) -> None:
         while not self._stop.wait(min(1.0, self.settings.lease_seconds / 4)):
             self.metrics.live_workers.set(len(self.membership))
+            with suppress(Refusal):  # busy, or not durable: the next look finds it due still
+                self._rounds.look(lambda: self.model, self.regime.rounds)

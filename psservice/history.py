@@ -27,19 +27,22 @@ from psservice.durability.snapshots import Manifest, Snapshot, found
 from psservice.durability.store import Past, pasts
 from psservice.membership import Identity, PushAnswer, PushRecord
 from psservice.rules.admission import first_clock
-from psservice.rules.update import UpdateRule
+from psservice.rules.regime import Regime
+from psservice.rules.update.base import RuleState
 from psservice.run import RunState
 from psservice.shard.ledger import Support
-from psservice.shard.model import ModelShard
+from psservice.shard.model import Correction, ModelShard, ShardSettings
 from psservice.streams import PushReader, read_push
 
 log = logging.getLogger(__name__)
 
-PUSHED, AVERAGED, JOINED, LEFT, FINISHED = range(1, 6)
-"""What a record says: a push was applied, buffers were averaged in, a lease began or ended, the run is over."""
+PUSHED, AVERAGED, JOINED, LEFT, FINISHED, ROUND = range(1, 7)
+"""What a record says: a push was taken, buffers were averaged in, a lease began or ended, the run is over, a round was
+closed."""
 
-THETA, BUFFER_PREFIX = "theta", "buffer."
-"""Names of a snapshot's tensors: the shard's parameters, fp32 ``[length]``, and each buffer of the average."""
+THETA, BUFFER_PREFIX, MEMORY_PREFIX = "theta", "buffer.", "memory."
+"""Names of a snapshot's tensors: the shard's parameters, fp32 ``[length]``, each buffer of the average, and what the
+update rule and an open round remember."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -95,8 +98,7 @@ class History:
     Args:
         past: the directory; its snapshot is there.
         device: where the parameters are to live.
-        ledger_multiple: see :class:`~psservice.shard.model.ModelShard`.
-        update: the run's update rule.
+        settings: what the shard keeps.
 
     Raises:
         StorageError: the snapshot does not make sense.
@@ -112,7 +114,7 @@ class History:
         replayed: records done again.
     """
 
-    def __init__(self, past: Past, device: torch.device, ledger_multiple: float, update: UpdateRule) -> None:
+    def __init__(self, past: Past, device: torch.device, settings: ShardSettings) -> None:
         """Begin at the snapshot."""
         assert past.snapshot is not None
         self._past = past
@@ -130,9 +132,14 @@ class History:
             theta.to(device),
             generation=manifest.generation,
             version=manifest.version,
-            ledger_multiple=ledger_multiple,
-            update=update,
+            settings=settings,
+            regime=Regime.of(manifest.method_settings),
         )
+        memory = {n.removeprefix(MEMORY_PREFIX): t for n, t in tensors.items() if n.startswith(MEMORY_PREFIX)}
+        try:
+            self.model.restore(RuleState(manifest.memory, memory))
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise StorageError(f"{self.snapshot.path}: the update rule's state cannot be read: {error}") from error
         values = {name.removeprefix(BUFFER_PREFIX): t for name, t in tensors.items() if name.startswith(BUFFER_PREFIX)}
         self.buffers = (
             BufferAverage(self.layout.buffers, [values[spec.name] for spec in self.layout.buffers])
@@ -148,7 +155,9 @@ class History:
             (
                 Identity(push.worker_id, push.incarnation),
                 PushRecord(
-                    push.step, PushAnswer(push.version, push.staleness, 0) if push.step else None, push.buffer_step
+                    push.step,
+                    PushAnswer(push.version, push.staleness, 0, push.applied_scale) if push.step else None,
+                    push.buffer_step,
                 ),
             )
             for push in manifest.pushes
@@ -196,6 +205,8 @@ class History:
 
     def remember_supports(self) -> None:
         """Let the ledger reach back before the snapshot, as far as the journal is kept: diffs stay sparse."""
+        if not self.model.versions_are_pushes:
+            return
         supports: list[tuple[int, Support]] = []
         expected: int | None = None
         for record in self._past.earlier():
@@ -241,6 +252,8 @@ class History:
                 del self.workers[identity.worker_id]
         elif record.kind == FINISHED:
             self.run_state = RunState.FINISHED
+        elif record.kind == ROUND:
+            self._do_round(record)
         else:
             raise ValueError(f"records of kind {record.kind} are not known to this version of the server")
 
@@ -252,15 +265,19 @@ class History:
                 f"{self.model.version} of {self.model.generation}"
             )
         update = on_device(merge(self.span, segments), self.model.theta.device)
+        correction = Correction(answer.applied_scale or 1.0, header.base_version, header.learning_rate)
         try:
-            self.model.apply(update)
+            self.model.take(header.identity.worker_id, update, correction)
         except Refusal as error:  # refused then too, and the server died before it had cut the record off
             log.warning("a push that was refused is left out", extra={"offset": record.offset, "why": str(error)})
             return
         self.run_id = self.run_id or header.identity.run_id  # a shard that follows learns it from its workers
         identity = _identity(header.identity)
         known = self.pushes.setdefault(identity, PushRecord())
-        known.step, known.answer = header.step, PushAnswer(answer.version, answer.staleness, 0)
+        known.step, known.answer = (
+            header.step,
+            PushAnswer(answer.version, answer.staleness, 0, answer.applied_scale or 1.0),
+        )
         self.pushes.move_to_end(identity)
         self.last_pushes[identity.worker_id] = (identity.incarnation, header.step)
         self.last_pushes.move_to_end(identity.worker_id)
@@ -268,6 +285,13 @@ class History:
         if live is not None and live.identity == identity:
             live.clock += 1
         self.samples += header.samples
+
+    def _do_round(self, record: Record) -> None:
+        (data,) = messages_in(record.body)
+        version = pb.PushSparseResponse.FromString(data).version
+        if self.model.round is None or version != self.model.version + 1:
+            raise ValueError(f"a round that makes version {version} follows version {self.model.version}")
+        self.model.close_round()
 
     def _do_buffers(self, record: Record) -> None:
         if self.buffers is None:
@@ -278,16 +302,14 @@ class History:
         self.pushes.setdefault(_identity(header.identity), PushRecord()).buffer_step = header.step
 
 
-def at_version(
-    directory: Path, version: int, device: torch.device, ledger_multiple: float, update: UpdateRule
-) -> History:
+def at_version(directory: Path, version: int, device: torch.device, settings: ShardSettings) -> History:
     """Bring a shard back as it was at a version, in its newest history that had it.
 
     Raises:
         StorageError: no snapshot and journal that are kept cover it.
     """
     for past in pasts(directory, lambda manifest: manifest.version <= version):
-        history = History(past, device, ledger_multiple, update)
+        history = History(past, device, settings)
         try:
             for _ in history.replay(version):
                 pass
@@ -298,23 +320,21 @@ def at_version(
     raise StorageError(f"version {version} is not covered by what {directory} keeps: {_covered(directory)}")
 
 
-def newest(directory: Path, device: torch.device, ledger_multiple: float, update: UpdateRule) -> History:
+def newest(directory: Path, device: torch.device, settings: ShardSettings) -> History:
     """Bring a shard back to its last version; raises :class:`StorageError` where nothing is kept or it is damaged."""
     past = Past(directory)
     if past.snapshot is None:
         raise StorageError(f"{directory} holds no model yet")
-    history = History(past, device, ledger_multiple, update)
+    history = History(past, device, settings)
     for _ in history.replay():
         pass
     return history
 
 
-def at_checkpoint(
-    directory: Path, checkpoint: str, device: torch.device, ledger_multiple: float, update: UpdateRule
-) -> History:
+def at_checkpoint(directory: Path, checkpoint: str, device: torch.device, settings: ShardSettings) -> History:
     """Bring a shard back as it was in a checkpoint; raises :class:`StorageError` where it is not kept."""
     for past in pasts(directory, lambda manifest: manifest.checkpoint == checkpoint):
-        return History(past, device, ledger_multiple, update)
+        return History(past, device, settings)
     raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {_covered(directory)}")
 
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 from pscore.reasons import Reason, Refusal
 from psservice.rules.admission import Pace, first_clock
 from psservice.rules.reply import ReplyRule
+from psservice.rules.staleness import smoothed
 from psservice.shard.replies import Downlink, ReplyMode
 
 Key = TypeVar("Key")
@@ -38,6 +39,7 @@ class PushAnswer:
     version: int
     staleness: int
     apply_nanoseconds: int
+    applied_scale: float = 1.0
 
 
 @dataclass(slots=True)
@@ -77,6 +79,8 @@ class Member:
     """Pushes since it joined, counted from the slowest live clock at that time."""
     clock_moved: float = 0.0
     """When it last pushed, or joined."""
+    interval_seconds: float = 0.0
+    """Mean time between its pushes; 0 before the second."""
 
 
 @dataclass
@@ -192,8 +196,16 @@ class Membership:
     def tick(self, member: Member) -> None:
         """Move a member's clock: a push of it was applied."""
         with self._lock:
+            now = self.clock()
+            if member.pushes:
+                member.interval_seconds = smoothed(member.interval_seconds, now - member.clock_moved)
+            member.pushes += 1
             member.clock += 1
-            member.clock_moved = self.clock()
+            member.clock_moved = now
+
+    def intervals(self) -> list[float]:
+        """Return the mean time between pushes of each live member, seconds; 0 where it is not known yet."""
+        return [member.interval_seconds for member in self.members()]
 
     def clock_spread(self) -> int:
         """Return how many pushes the slowest live member is behind the fastest."""

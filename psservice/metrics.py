@@ -10,6 +10,7 @@ from psservice.shard.replies import Reply
 
 _STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+_SCALE_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5, 2.0, 5.0)
 _DENSITY_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
@@ -48,6 +49,18 @@ class Metrics:
         self.staleness = Histogram(
             "psservice_staleness", "Versions between base and push", buckets=_STALENESS_BUCKETS, registry=registry
         )
+        self.round_contributors = Histogram(
+            "psservice_round_contributors",
+            "Workers whose update is in a synchronous round",
+            buckets=_STALENESS_BUCKETS,
+            registry=registry,
+        )
+        self.applied_scale = Histogram(
+            "psservice_applied_scale",
+            "What pushes were multiplied by because of staleness or speed",
+            buckets=_SCALE_BUCKETS,
+            registry=registry,
+        )
         self.apply_seconds = Histogram(
             "psservice_apply_seconds", "Time of the writer to apply a push", buckets=_SECONDS_BUCKETS, registry=registry
         )
@@ -82,10 +95,11 @@ class Metrics:
         self.snapshot_version.set(version)
         self.snapshot_unix_seconds.set(unix_seconds)
 
-    def observe_push(self, answer: PushAnswer) -> None:
-        """Count a push that was applied."""
+    def observe_push(self, answer: PushAnswer, version: int) -> None:
+        """Count a push that was taken; ``version`` is the shard's now."""
         self.pushes.inc()
-        self.version.set(answer.version)
+        self.version.set(version)
+        self.applied_scale.observe(answer.applied_scale)
         self.staleness.observe(answer.staleness)
         self.apply_seconds.observe(answer.apply_nanoseconds / 1e9)
 

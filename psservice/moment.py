@@ -9,7 +9,7 @@ import torch
 from pscore.modelfile import StateDict
 from psservice.buffers import BufferAverage
 from psservice.durability.snapshots import KnownPush, LiveWorker, Manifest
-from psservice.history import BUFFER_PREFIX, THETA, History, layout_to_plain
+from psservice.history import BUFFER_PREFIX, MEMORY_PREFIX, THETA, History, layout_to_plain
 from psservice.membership import Membership
 from psservice.metrics import Metrics
 from psservice.run import Run
@@ -65,6 +65,7 @@ def moment_of(
         checkpoint: to which it belongs, or nothing.
         clean: whether nothing follows in this life of the server.
     """
+    memory = model.export()
     known, last_pushes = engine.membership.remembered()
     manifest = Manifest(
         checkpoint=checkpoint,
@@ -88,6 +89,7 @@ def moment_of(
                 step=record.step,
                 version=record.answer.version if record.answer else 0,
                 staleness=record.answer.staleness if record.answer else 0,
+                applied_scale=record.answer.applied_scale if record.answer else 1.0,
                 buffer_step=record.buffer_step,
             )
             for identity, record in known
@@ -102,9 +104,11 @@ def moment_of(
             )
             for member in engine.membership.members()
         ],
+        memory=dict(memory.plain),
         buffer_weight=buffers[0],
         clean=clean,
         created_unix_seconds=time.time(),
     )
     tensors = {THETA: model.theta.clone()}
-    return Moment(manifest, tensors | {f"{BUFFER_PREFIX}{name}": value for name, value in buffers[1].items()})
+    tensors |= {f"{BUFFER_PREFIX}{name}": value for name, value in buffers[1].items()}
+    return Moment(manifest, tensors | {f"{MEMORY_PREFIX}{name}": value for name, value in memory.tensors.items()})

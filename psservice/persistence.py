@@ -27,6 +27,7 @@ from psservice.history import (
     JOINED,
     LEFT,
     PUSHED,
+    ROUND,
     History,
     add_message,
     at_checkpoint,
@@ -36,7 +37,6 @@ from psservice.history import (
 from psservice.membership import Identity, PushAnswer
 from psservice.metrics import Metrics
 from psservice.moment import Kept, Moment, moment_of
-from psservice.rules.update import subtract
 from psservice.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Persistence:
             return
         manifest = past.snapshot.manifest
         self._require_ours(manifest)
-        history = History(past, engine.device, self._settings.ledger_multiple, subtract)
+        history = History(past, engine.device, self._settings.shard)
         started = said = time.monotonic()
         for version in history.replay():
             if time.monotonic() - said > _PROGRESS_SECONDS:
@@ -151,8 +151,8 @@ class Persistence:
         with self._taking:  # nothing is removed meanwhile
             try:
                 if version is not None:
-                    return at_version(directory, version, engine.device, self._settings.ledger_multiple, subtract)
-                return at_checkpoint(directory, checkpoint, engine.device, self._settings.ledger_multiple, subtract)
+                    return at_version(directory, version, engine.device, self._settings.shard)
+                return at_checkpoint(directory, checkpoint, engine.device, self._settings.shard)
             except StorageError as error:
                 raise Refusal(Reason.BAD_REQUEST, str(error)) from error
 
@@ -194,7 +194,9 @@ class Persistence:
         """
         if body is None:
             return 0
-        said = pb.PushSparseResponse(version=answer.version, staleness=answer.staleness)
+        said = pb.PushSparseResponse(
+            version=answer.version, staleness=answer.staleness, applied_scale=answer.applied_scale
+        )
         return self._append(PUSHED, add_message(body, said))
 
     def take_back(self, number: int) -> None:
@@ -227,6 +229,11 @@ class Persistence:
         """Write the run's end down; raises :class:`Refusal` (``NOT_DURABLE``)."""
         if self.keeps_journal:
             self._append(FINISHED, body_of([pb.FinishRunRequest(run_id=run_id)]))
+
+    def closed_round(self, version: int) -> None:
+        """Write down that a round is closed, before it is; raises :class:`Refusal` (``NOT_DURABLE``)."""
+        if self.keeps_journal:
+            self._append(ROUND, body_of([pb.PushSparseResponse(version=version)]))
 
     def wait(self) -> None:
         """Wait until everything that was written before this call is as durable as was promised.

@@ -9,7 +9,7 @@ import torch
 from pscore import modelfile
 from psservice.durability.files import StorageError
 from psservice.history import History, at_checkpoint, at_version, newest
-from psservice.rules.update import subtract
+from psservice.shard.model import ShardSettings
 
 
 def shard_directories(data_dir: Path) -> list[Path]:
@@ -36,11 +36,11 @@ def histories(data_dir: Path, version: int | None = None, checkpoint: str = "") 
     brought: list[History] = []
     for directory in shard_directories(data_dir):
         if version is not None:
-            history = at_version(directory, version, torch.device("cpu"), 1.0, subtract)
+            history = at_version(directory, version, torch.device("cpu"), ShardSettings())
         elif checkpoint:
-            history = at_checkpoint(directory, checkpoint, torch.device("cpu"), 1.0, subtract)
+            history = at_checkpoint(directory, checkpoint, torch.device("cpu"), ShardSettings())
         else:
-            history = newest(directory, torch.device("cpu"), 1.0, subtract)
+            history = newest(directory, torch.device("cpu"), ShardSettings())
         runs = {each.run_id for each in (*brought, history)} - {""}  # a shard that was just begun may not know it yet
         if brought and (len(runs) > 1 or history.layout.fingerprint != brought[0].layout.fingerprint):
             raise StorageError(f"{directory} belongs to another run than {brought[0].snapshot.path.parents[1]}")

@@ -37,6 +37,11 @@ class Run:
         self.method = ""
         self.method_settings: dict[str, str] = {}
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether it is over."""
+        return self.state is RunState.FINISHED
+
     def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
         """Check the run that a caller names; raises :class:`Refusal` (``RUN_MISMATCH``).
 

@@ -1,5 +1,6 @@
 """The RPC layer: translates messages to calls of the engine and back, and does nothing else."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -200,6 +201,8 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 engine.check_push(identity, header.step)
                 if header.step == 0:
                     raise Refusal(Reason.BAD_REQUEST, "steps count from 1")
+                if not 0 <= header.learning_rate < math.inf:
+                    raise Refusal(Reason.BAD_REQUEST, f"{header.learning_rate} is no learning rate")
                 return PushReader.of(header, engine.span, keep=engine.persistence.keeps_journal)
 
             header, reader, segments = read_push(charged(request_iterator, charge), open_push)
@@ -213,6 +216,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                     header.samples,
                     segments,
                     reader.messages,
+                    header.learning_rate,
                 )
             )
             if repeated:
@@ -224,6 +228,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 repeated_push=repeated,
                 group_arrival_nanoseconds=reader.arrivals,
                 apply_nanoseconds=answer.apply_nanoseconds,
+                applied_scale=answer.applied_scale,
                 live_workers=len(engine.membership),
                 run_state=_RUN_STATES[engine.run.state],
             )

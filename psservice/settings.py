@@ -13,6 +13,8 @@ from pscore.codecs.names import VALUE_CODECS
 from pscore.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from pscore.layered_settings import LayeredSettings
 from pscore.selectors import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
+from psservice.rules.staleness import StalenessScaling
+from psservice.shard.model import ShardSettings
 
 ENVIRONMENT_PREFIX = "PSSERVICE_"
 
@@ -116,6 +118,18 @@ class ServerSettings(LayeredSettings):
         ge=0,
         description="pushes that a worker may be ahead of the slowest live one; 0 for no bound",
     )
+    staleness_step: Literal["fixed", "adaptive"] = Field(
+        "fixed", description="whether a push that is staler than workers make it is scaled down: (W - 1) / staleness"
+    )
+    rescale_speed: bool = Field(
+        False, description="scale each push by its worker's time between pushes over the mean: fast ones count less"
+    )
+    delay_compensation: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="lambda of DC-ASGD, 0.04 in the paper: corrects stale pushes to first order; 0 for none",
+    )
     max_update_norm: float = Field(
         0.0,
         ge=0,
@@ -156,6 +170,16 @@ class ServerSettings(LayeredSettings):
         None, ge=0, description="file descriptor to which one line of JSON with the bound addresses is written"
     )
     parent_pid: int | None = Field(None, ge=1, description="stop when this process is no longer the parent")
+
+    @property
+    def shard(self) -> ShardSettings:
+        """What a shard keeps beside its parameters."""
+        return ShardSettings(self.ledger_multiple, self.delay_compensation)
+
+    @property
+    def scaling(self) -> StalenessScaling:
+        """How pushes are scaled."""
+        return StalenessScaling(self.staleness_step == "adaptive", self.rescale_speed)
 
     @model_validator(mode="after")
     def _check_together(self) -> "ServerSettings":

@@ -359,6 +359,8 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """The worker would be too many pushes ahead of the slowest live one; RetryInfo says when to come back."""
     REFUSAL_REASON_UPDATE_TOO_LARGE: _RefusalReason.ValueType  # 26
     """The L2 norm of the update is above the run's limit."""
+    REFUSAL_REASON_ROUND_OPEN: _RefusalReason.ValueType  # 27
+    """The worker has contributed to a round that waits for others; RetryInfo says when to ask again."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a call was refused; travels as the reason of google.rpc.ErrorInfo."""
@@ -417,6 +419,8 @@ REFUSAL_REASON_TOO_FAR_AHEAD: RefusalReason.ValueType  # 25
 """The worker would be too many pushes ahead of the slowest live one; RetryInfo says when to come back."""
 REFUSAL_REASON_UPDATE_TOO_LARGE: RefusalReason.ValueType  # 26
 """The L2 norm of the update is above the run's limit."""
+REFUSAL_REASON_ROUND_OPEN: RefusalReason.ValueType  # 27
+"""The worker has contributed to a round that waits for others; RetryInfo says when to ask again."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 @_typing.final
@@ -1215,6 +1219,7 @@ class PushHeader(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The worker's step; rises within an incarnation."""
     generation: _builtins.int
@@ -1223,6 +1228,8 @@ class PushHeader(_message.Message):
     """Version of this shard that the replica has."""
     samples: _builtins.int
     """Samples that this step has consumed."""
+    learning_rate: _builtins.float
+    """Learning rate that the values carry, for DC-ASGD; 0 where it is not known."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who pushes."""
@@ -1240,10 +1247,11 @@ class PushHeader(_message.Message):
         base_version: _builtins.int = ...,
         samples: _builtins.int = ...,
         plan: _abc.Iterable[Global___Group] | None = ...,
+        learning_rate: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "generation", b"generation", "identity", b"identity", "plan", b"plan", "samples", b"samples", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "generation", b"generation", "identity", b"identity", "learning_rate", b"learning_rate", "plan", b"plan", "samples", b"samples", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1300,8 +1308,9 @@ class PushSparseResponse(_message.Message):
     APPLY_NANOSECONDS_FIELD_NUMBER: _builtins.int
     LIVE_WORKERS_FIELD_NUMBER: _builtins.int
     RUN_STATE_FIELD_NUMBER: _builtins.int
+    APPLIED_SCALE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Version after it."""
+    """Version after it; in a synchronous round, the version that the round will make."""
     staleness: _builtins.int
     """Pushes of others applied between the replica's version and this push."""
     repeated_push: _builtins.bool
@@ -1312,6 +1321,8 @@ class PushSparseResponse(_message.Message):
     """Workers alive."""
     run_state: Global___RunState.ValueType
     """Where the run is."""
+    applied_scale: _builtins.float
+    """What the server has multiplied the push by, because of its staleness or its worker's speed."""
     @_builtins.property
     def group_arrival_nanoseconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """When each group of the plan had wholly arrived, nanoseconds after the header."""
@@ -1326,10 +1337,11 @@ class PushSparseResponse(_message.Message):
         apply_nanoseconds: _builtins.int = ...,
         live_workers: _builtins.int = ...,
         run_state: Global___RunState.ValueType = ...,
+        applied_scale: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_nanoseconds", b"apply_nanoseconds", "group_arrival_nanoseconds", b"group_arrival_nanoseconds", "live_workers", b"live_workers", "repeated_push", b"repeated_push", "run_state", b"run_state", "staleness", b"staleness", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_scale", b"applied_scale", "apply_nanoseconds", b"apply_nanoseconds", "group_arrival_nanoseconds", b"group_arrival_nanoseconds", "live_workers", b"live_workers", "repeated_push", b"repeated_push", "run_state", b"run_state", "staleness", b"staleness", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

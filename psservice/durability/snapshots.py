@@ -39,6 +39,7 @@ class KnownPush(_Strict):
     step: int
     version: int
     staleness: int
+    applied_scale: float
     buffer_step: int
 
 
@@ -74,6 +75,7 @@ class Manifest(_Strict):
         pushes: what is remembered of each incarnation, least recent first.
         last_pushes: by worker name: incarnation and step of the last push, least recent first.
         workers: who held a lease.
+        memory: what the update rule and an open round remember beside their tensors.
         buffer_weight: weight of the average of buffers.
         clean: taken when the server was told to stop, with nothing applied afterwards.
         created_unix_seconds: when.
@@ -98,6 +100,7 @@ class Manifest(_Strict):
     pushes: list[KnownPush]
     last_pushes: dict[str, tuple[str, int]]
     workers: list[LiveWorker]
+    memory: dict[str, Any]
     buffer_weight: float
     clean: bool
     created_unix_seconds: float

@@ -61,8 +61,19 @@ class Admission:
     ssp_bound: int = 0
     max_update_norm: float = 0.0
 
-    def require_fresh(self, staleness: int) -> None:
-        """Apply the cut-off; raises :class:`Refusal` (``TOO_STALE``)."""
+    def require_fresh(self, staleness: int, *, in_rounds: bool = False) -> None:
+        """Apply the cut-off, and in synchronous training that of a round that is closed.
+
+        Raises:
+            Refusal: ``TOO_STALE``.
+        """
+        if in_rounds and staleness:
+            raise Refusal(
+                Reason.TOO_STALE,
+                f"{staleness} rounds were closed since the worker's pull; what it computed is too late for them",
+                staleness=str(staleness),
+                max_staleness="0",
+            )
         if self.max_staleness and staleness > self.max_staleness:
             raise Refusal(
                 Reason.TOO_STALE,

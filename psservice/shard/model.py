@@ -4,15 +4,49 @@ Every method that reads or writes ``theta`` is called on the writer thread (:mod
 other, so each sees, and leaves behind, exactly one version.
 """
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 
 import torch
 
 from pscore.layout import ModelLayout, Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
-from psservice.rules.update import UpdateRule
+from psservice.rules.regime import Regime
+from psservice.rules.rounds import Round
+from psservice.rules.update.base import Place, RuleState
 from psservice.shard.ledger import Support, UpdateLedger, union
+from psservice.shard.past_values import Overwritten, PastValues, compensated
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSettings:
+    """What a shard keeps beside its parameters.
+
+    Attributes:
+        ledger_multiple: entries that the ledger remembers, as a multiple of the shard's elements.
+        delay_compensation: ``λ`` of DC-ASGD; where it is not 0, as many overwritten values are kept too.
+    """
+
+    ledger_multiple: float = 1.0
+    delay_compensation: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What the server does to a push before it is applied, because of its age or its worker.
+
+    Attributes:
+        factor: what it is multiplied by.
+        base_version: what the gradient was taken at; ``None`` where that is of no interest.
+        learning_rate: that the push carries; 0 where it is not known.
+    """
+
+    factor: float = 1.0
+    base_version: int | None = None
+    learning_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +73,15 @@ class ModelShard:
         values: initial values, fp32 ``[span.length]``; taken over, on the device where the shard is to live.
         generation: which upload this is.
         version: where to count from.
-        ledger_multiple: entries that the ledger remembers, as a multiple of ``span.length``.
-        update: the run's update rule.
+        settings: what is kept.
+        regime: how updates are taken.
+
+    Raises:
+        Refusal: ``BAD_REQUEST``, where regime and model do not go together.
+
+    Attributes:
+        round: the open round; ``None`` where training is asynchronous.
+        spread: whether the last update came sparse and changed everything.
     """
 
     def __init__(
@@ -51,8 +92,8 @@ class ModelShard:
         *,
         generation: int,
         version: int,
-        ledger_multiple: float,
-        update: UpdateRule,
+        settings: ShardSettings,
+        regime: Regime,
     ) -> None:
         """Take the values over."""
         self.layout = layout
@@ -60,25 +101,119 @@ class ModelShard:
         self.generation = generation
         self.version = version
         self.theta = values
-        self.ledger = UpdateLedger(span.length, max(1, int(ledger_multiple * span.length)), version)
-        self._update = update
+        limit = max(1, int(settings.ledger_multiple * span.length))
+        self.ledger = UpdateLedger(span.length, limit, version)
+        self.spread = False
+        self.round = Round(span, values.device) if regime.rounds is not None else None
+        self._rule = regime.rule(Place(layout, span, values))
+        self._compensation = settings.delay_compensation
+        self._past = PastValues(limit) if settings.delay_compensation else None
         self._offset_dtype = torch.int32 if span.length < 2**31 else torch.int64
 
+    def take(self, worker: str, push: Segment | None, correction: Correction | None = None) -> int:
+        """Take a push in: apply it, or add it to the open round.
+
+        Args:
+            worker: whose.
+            push: over the shard's span; ``None``: it had no entries.
+            correction: what is done to it before.
+
+        Returns:
+            The version that has it, which with a round is the one after its close.
+
+        Raises:
+            Refusal: ``NON_FINITE``; nothing is changed.
+        """
+        if push is not None and correction is not None:
+            push = self._corrected(push, correction)
+        if self.round is None:
+            return self.apply(push)
+        self.round.add(worker, push)
+        return self.version + 1
+
     def apply(self, push: Segment | None) -> int:
-        """Apply one push over the shard's span (``None``: it had no entries) and return the new version."""
-        support = self.support_of(push)
-        if push is not None:
-            self._update(self.theta, push)
+        """Apply one update over the shard's span (``None``: it has no entries) and return the new version."""
+        before = None if self._past is None else self._before(push)
+        support = self._rule.apply(push)
+        self.spread = self._rule.spreads and push is not None and push.offsets is not None
+        if self._past is not None and before is not None:
+            self._past.note(before)
+        return self._advance(support)
+
+    def close_round(self) -> int:
+        """Apply the mean of the open round and return the new version.
+
+        A mean that would take a parameter out of its range is dropped: those who contributed were told that it counts,
+        and nobody is left to refuse it to.
+        """
+        assert self.round is not None
+        mean = self.round.close()
+        try:
+            return self.apply(mean)
+        except Refusal as error:
+            log.error("a round was dropped", extra={"version": self.version + 1, "why": str(error)})
+            return self._advance(self.support_of(None))
+
+    def support_of(self, push: Segment | None) -> Support:
+        """Return what a push names, as the ledger keeps it."""
+        if push is None:
+            return torch.empty(0, dtype=self._offset_dtype)
+        return None if push.offsets is None else push.offsets.to(self._offset_dtype)
+
+    @property
+    def versions_are_pushes(self) -> bool:
+        """Whether each version is one push and changed what that push names."""
+        return self.round is None and not self._rule.spreads
+
+    def export(self) -> RuleState:
+        """Copy everything that later versions depend on beside the parameters."""
+        parts = {"rule": self._rule.export()}
+        if self.round is not None:
+            parts["round"] = self.round.export()
+        if self._past is not None:
+            parts["past"] = self._past.export()
+        return RuleState(
+            {name: dict(state.plain) for name, state in parts.items()},
+            {f"{name}.{key}": tensor for name, state in parts.items() for key, tensor in state.tensors.items()},
+        )
+
+    def restore(self, state: RuleState) -> None:
+        """Take over what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
+        device = self.theta.device
+
+        def part(name: str) -> RuleState:
+            prefix = f"{name}."
+            tensors = {n.removeprefix(prefix): t.to(device) for n, t in state.tensors.items() if n.startswith(prefix)}
+            return RuleState(state.plain[name], tensors)
+
+        if "rule" in state.plain:
+            self._rule.restore(part("rule"))
+        if self.round is not None and "round" in state.plain:
+            self.round.restore(part("round"))
+        if self._past is not None and "past" in state.plain:
+            self._past.restore(part("past"), device)
+
+    def _advance(self, support: Support) -> int:
         # The ledger first: who reads beside the writer must not see a version of which the ledger does not know.
         self.ledger.append(self.version + 1, support)
         self.version += 1
         return self.version
 
-    def support_of(self, push: Segment | None) -> Support:
-        """Return what a push touches, as the ledger keeps it."""
-        if push is None:
-            return torch.empty(0, dtype=self._offset_dtype)
-        return None if push.offsets is None else push.offsets.to(self._offset_dtype)
+    def _before(self, push: Segment | None) -> Overwritten:
+        """Copy what an update is about to overwrite."""
+        if push is not None and (push.offsets is None or self._rule.spreads):
+            return Overwritten(self.version + 1, None, self.theta.clone())
+        values = self.theta[push.offsets] if push is not None else self.theta[:0]
+        return Overwritten(self.version + 1, self.support_of(push), values)
+
+    def _corrected(self, push: Segment, correction: Correction) -> Segment:
+        values = push.values if correction.factor == 1 else push.values * correction.factor
+        if self._past is not None and correction.base_version is not None and correction.learning_rate > 0:
+            base = self._past.at(self.theta, correction.base_version, self.version, push.offsets)
+            if base is not None:
+                now = self.theta if push.offsets is None else self.theta[push.offsets]
+                values = compensated(values, now, base, self._compensation, correction.learning_rate)
+        return push if values is push.values else replace(push, values=values)
 
     def difference(self, early_version: int, early: Support) -> Difference:
         """Read the values at the current version wherever they changed since a base version.

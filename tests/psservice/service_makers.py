@@ -11,9 +11,9 @@ from pscore.layout import ModelLayout, Span, TensorSpec
 from pscore.segment import Segment
 from pscore.selectors import SELECTORS
 from pscore.v1 import parameter_server_pb2 as pb
-from psservice.rules.update import subtract
+from psservice.rules.regime import Regime
 from psservice.shard.difference import DownSettings
-from psservice.shard.model import ModelShard
+from psservice.shard.model import ModelShard, ShardSettings
 from psservice.shard.replies import Downlink, ReplyMode, TopKSettings, answer
 from psservice.shard.writer import Writer
 
@@ -37,8 +37,8 @@ def shard_of(layout, values, *, num_shards=1, index=0, ledger_multiple=100.0, ve
         values[span.start : span.end].clone(),
         generation=1,
         version=version,
-        ledger_multiple=ledger_multiple,
-        update=subtract,
+        settings=ShardSettings(ledger_multiple=ledger_multiple),
+        regime=Regime(),
     )
 
 

@@ -16,7 +16,7 @@ from psservice.durability import files, snapshots, store
 from psservice.durability import journal as journal_module
 from psservice.durability.journal import segment_numbers, segment_path
 from psservice.history import History
-from psservice.rules.update import subtract
+from psservice.shard.model import ShardSettings
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_a_segment_that_was_removed_meanwhile_is_said_to_be(directory):
     with Shard(directory) as engine:
         begin(engine)
         past = store.Past(directory / "shard-0-of-1")
-        history = History(past, torch.device("cpu"), 1.0, subtract)
+        history = History(past, torch.device("cpu"), ShardSettings())
         real = store.segment_numbers
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(store, "segment_numbers", lambda path: [*real(path), 999])

@@ -1,0 +1,83 @@
+"""Keeping synchronous rounds: who has contributed, when a round closes, and who waits for that."""
+
+from collections.abc import Callable
+
+from pscore.reasons import Reason, Refusal
+from psservice.membership import Membership
+from psservice.metrics import Metrics
+from psservice.persistence import Persistence
+from psservice.rules.rounds import RoundSettings
+from psservice.shard.model import ModelShard
+from psservice.shard.writer import Writer
+
+
+class RoundKeeper:
+    """Closes the rounds of one shard; each shard decides for itself.
+
+    A round may become due by a push, by the death of the one that it waits for, and by the clock; nobody in a call
+    waits for that: whoever has contributed asks again.
+
+    Args:
+        membership: who is alive.
+        persistence: a close is written down before it is done.
+        writer: where it is done.
+        metrics: told of it.
+        on_close: called on the writer thread after each close.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        persistence: Persistence,
+        writer: Writer,
+        metrics: Metrics,
+        on_close: Callable[[ModelShard], None],
+    ) -> None:
+        """Nothing is open."""
+        self._membership, self._persistence, self._writer, self._metrics = membership, persistence, writer, metrics
+        self._on_close = on_close
+
+    def is_due(self, model: ModelShard, settings: RoundSettings) -> bool:
+        """Tell whether the open round closes."""
+        if model.round is None or not model.round.contributors:
+            return False
+        live = [member.identity.worker_id for member in self._membership.members()]
+        first = model.version == 0
+        return settings.is_due(model.round.contributors, live, model.round.age_seconds, first=first)
+
+    def close_if_due(self, model: ModelShard, settings: RoundSettings | None) -> None:
+        """Close the round where it is due; on the writer thread."""
+        if settings is not None and self.is_due(model, settings):
+            self.close(model)
+
+    def close(self, model: ModelShard) -> None:
+        """Close the round with what is there; on the writer thread. Raises :class:`Refusal` (``NOT_DURABLE``)."""
+        if model.round is None or not model.round.contributors:
+            return
+        self._metrics.round_contributors.observe(len(model.round.contributors))
+        self._persistence.closed_round(model.version + 1)
+        self._metrics.version.set(model.close_round())
+        self._on_close(model)
+
+    def look(self, current: Callable[[], ModelShard | None], settings: RoundSettings | None) -> None:
+        """Close the round where it is due, from any thread."""
+        model = current()
+        if model is None or settings is None or not self.is_due(model, settings):
+            return
+
+        def close() -> None:
+            if current() is model:
+                self.close_if_due(model, settings)
+
+        self._writer.run(close)
+
+    def require_closed(self, model: ModelShard, worker: str) -> None:
+        """Send a worker away that has contributed to the open round; raises :class:`Refusal` (``ROUND_OPEN``)."""
+        open_round = model.round
+        if open_round is not None and worker in open_round.contributors:
+            raise Refusal(
+                Reason.ROUND_OPEN,
+                f"the round of version {model.version + 1} has {len(open_round.contributors)} contributions and waits "
+                f"for others of {len(self._membership)} workers",
+                retry_seconds=open_round.retry_seconds,
+            )

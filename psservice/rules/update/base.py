@@ -1,0 +1,69 @@
+"""What an update rule is: a shard's parameters, what a push does to them, and what must survive a restart."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from pscore.layout import ModelLayout, Span
+from pscore.segment import Segment
+from psservice.shard.ledger import Support
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a rule works on.
+
+    Attributes:
+        layout: of the whole model.
+        span: what the shard owns of it.
+        theta: its parameters, fp32 ``[span.length]``; changed in place.
+    """
+
+    layout: ModelLayout
+    span: Span
+    theta: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RuleState:
+    """What a rule remembers from push to push.
+
+    Attributes:
+        plain: values that JSON can hold.
+        tensors: by name; copies.
+    """
+
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class UpdateRule(Protocol):
+    """Does one thing with every push. Called on the writer thread, or where nobody else has the shard.
+
+    Attributes:
+        spreads: whether a sparse push changes more than the entries that it names.
+    """
+
+    spreads: bool
+
+    def apply(self, push: Segment | None) -> Support:
+        """Change the parameters; return which may have changed.
+
+        Args:
+            push: over the whole shard, fp32 on the parameters' device; ``None``: it had no entries.
+
+        Raises:
+            Refusal: ``NON_FINITE``, where a parameter would leave the range of fp32; nothing is changed.
+        """
+
+    def export(self) -> RuleState:
+        """Copy what is remembered."""
+
+    def restore(self, state: RuleState) -> None:
+        """Take over what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
+
+
+RuleMaker = Callable[[Place], UpdateRule]
+"""Makes a run's rule for a shard; raises :class:`~pscore.reasons.Refusal` where rule and model do not go together."""

@@ -1,0 +1,44 @@
+"""``θ −= p``: the rule of every method whose worker sends learning rate times direction."""
+
+import torch
+
+from pscore.kernels import backend_of
+from pscore.reasons import Reason, Refusal
+from pscore.segment import Segment
+from psservice.rules.update.base import Place, RuleState
+from psservice.shard.ledger import Support
+
+_LARGE = 1e30  # smaller values cannot take a parameter out of its range, nor can many of them in a lifetime
+
+
+class Subtract:
+    """``θ −= p``."""
+
+    spreads = False
+
+    def __init__(self, place: Place) -> None:
+        """Work on these parameters."""
+        self._theta = place.theta
+        self._offset_dtype = torch.int32 if place.span.length < 2**31 else torch.int64
+
+    def apply(self, push: Segment | None) -> Support:
+        """Subtract; what the push names has changed."""
+        if push is None:
+            return torch.empty(0, dtype=self._offset_dtype)
+        theta = self._theta
+        if push.entries and bool(push.values.abs().max() > _LARGE):
+            before = theta if push.offsets is None else theta[push.offsets]
+            if not bool((before - push.values).isfinite().all()):
+                raise Refusal(Reason.NON_FINITE, "this push would take a parameter out of the range of fp32")
+        if push.offsets is None:
+            theta.sub_(push.values)
+            return None
+        backend_of(theta).subtract_at(theta, push.offsets, push.values)
+        return push.offsets.to(self._offset_dtype)
+
+    def export(self) -> RuleState:
+        """Nothing is remembered."""
+        return RuleState()
+
+    def restore(self, state: RuleState) -> None:
+        """Nothing is remembered."""

@@ -1,0 +1,269 @@
+"""A ``torch.optim`` optimizer on the server, with a scheduler: workers push gradients, the server takes the steps.
+
+Absent entries of a sparse push are gradients of zero, so a step changes nearly everything; ``lazy`` touches only the
+entries that were sent, parameters and optimizer state alike.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from pscore.layout import Span
+from pscore.reasons import Reason, Refusal
+from pscore.segment import Segment
+from psservice.rules.update.base import Place, RuleMaker, RuleState
+from psservice.rules.update.specs import ELEMENTWISE, LAZY, OptimizerSpec, SchedulerSpec, check_options
+from psservice.shard.ledger import Support
+
+_LARGEST_GRADIENT = 1e18  # its square is finite
+_LARGEST_PARAMETER = 1e30  # a step of a sane rate does not take it out of its range
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that share options.
+
+    Attributes:
+        tensors: positions in the layout, ascending.
+        options: where they differ from the optimizer's.
+    """
+
+    tensors: tuple[int, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSettings:
+    """What a run says of its optimizer.
+
+    Attributes:
+        optimizer: which.
+        groups: what is trained; empty for every tensor.
+        scheduler: drives the learning rate, or nothing does.
+        every: versions between two steps of the scheduler.
+        lazy: whether a sparse push touches only its own entries.
+    """
+
+    optimizer: OptimizerSpec
+    groups: tuple[Group, ...]
+    scheduler: SchedulerSpec | None
+    every: int
+    lazy: bool
+
+
+def maker(settings: Mapping[str, str]) -> RuleMaker:
+    """Read ``optimizer``, ``groups``, ``scheduler``, ``scheduler_every`` and ``lazy`` of the method settings.
+
+    Raises:
+        Refusal: ``BAD_REQUEST``.
+    """
+    spec = OptimizerSpec.parse(settings.get("optimizer", ""))
+    scheduler = SchedulerSpec.parse(settings["scheduler"]) if settings.get("scheduler") else None
+    every = settings.get("scheduler_every", "1")
+    if not every.isdigit() or not 1 <= int(every) < 1 << 48:
+        raise Refusal(Reason.BAD_REQUEST, f"scheduler_every must be a number of versions, not {every!r}")
+    lazy = settings.get("lazy", "false") == "true"
+    if lazy and spec.name not in LAZY:
+        raise Refusal(Reason.BAD_REQUEST, f"{spec.name} cannot be lazy; {', '.join(sorted(LAZY))} can")
+    read = TorchSettings(spec, _groups(spec.name, settings.get("groups", "")), scheduler, int(every), lazy)
+    return lambda place: TorchOptimizer(place, read)
+
+
+def _groups(name: str, text: str) -> tuple[Group, ...]:
+    if not text:
+        return ()
+    try:
+        found = [
+            Group(tuple(each["tensors"]), check_options(name, each.get("options", {}))) for each in json.loads(text)
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Refusal(Reason.BAD_REQUEST, f"the optimizer's groups cannot be read: {error}") from error
+    positions = [position for group in found for position in group.tensors]
+    if any(not isinstance(p, int) or isinstance(p, bool) or p < 0 for p in positions):
+        raise Refusal(Reason.BAD_REQUEST, "the optimizer's groups name tensors by their positions in the layout")
+    if len(set(positions)) < len(positions):
+        raise Refusal(Reason.BAD_REQUEST, "a tensor is in more than one of the optimizer's groups")
+    return tuple(found)
+
+
+class TorchOptimizer:
+    """Steps a ``torch.optim`` optimizer with every push as its gradient.
+
+    Neighbouring tensors of a group are stepped as one where the optimizer works element by element.
+
+    Args:
+        place: the parameters.
+        settings: which optimizer, and how.
+
+    Raises:
+        Refusal: ``BAD_REQUEST``, where optimizer and model do not go together.
+    """
+
+    def __init__(self, place: Place, settings: TorchSettings) -> None:
+        """Make the optimizer over views of the parameters."""
+        self._place, self._settings = place, settings
+        self._pieces: list[tuple[Span, torch.Tensor]] = []
+        joined = settings.optimizer.name in ELEMENTWISE
+        groups = settings.groups or (Group(tuple(range(len(place.layout.parameters))), {}),)
+        if any(group.tensors and max(group.tensors) >= len(place.layout.parameters) for group in groups):
+            raise Refusal(Reason.BAD_REQUEST, "the optimizer's groups name tensors that the model does not have")
+        made = []
+        for group in groups:
+            pieces = list(self._joined(group) if joined else self._whole(group))
+            self._pieces += pieces
+            if pieces:
+                made.append({**group.options, "params": [tensor for _, tensor in pieces]})
+        self._optimizer: Optimizer | None = settings.optimizer.make(made) if made else None
+        self._scheduler = settings.scheduler.make(self._optimizer) if settings.scheduler and self._optimizer else None
+        self._updates = 0
+        self.spreads = not settings.lazy
+        self._dtype = torch.int32 if place.span.length < 2**31 else torch.int64
+
+    def apply(self, push: Segment | None) -> Support:
+        """Take one step; a push without entries is none."""
+        if push is None or self._optimizer is None:
+            return torch.empty(0, dtype=self._dtype)
+        self._require_sane(push)
+        support: Support
+        if self._settings.lazy and push.offsets is not None:
+            support = self._step_lazily(self._optimizer, push)
+        else:
+            self._step(self._optimizer, push)
+            support = None
+        self._updates += 1
+        if self._scheduler is not None and self._updates % self._settings.every == 0:
+            self._advance_schedule(1)
+        return support
+
+    def export(self) -> RuleState:
+        """Copy the optimizer's state; the schedule is where the number of updates puts it."""
+        tensors: dict[str, torch.Tensor] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        for number, (_, tensor) in enumerate(self._pieces):
+            for name, value in (self._optimizer.state[tensor] if self._optimizer else {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{number}.{name}"] = value.detach().clone()
+                else:
+                    plain.setdefault(str(number), {})[name] = value
+        return RuleState({"updates": self._updates, "state": plain}, tensors)
+
+    def restore(self, state: RuleState) -> None:
+        """Take the optimizer's state over, and step the scheduler to where it was."""
+        restored: dict[int, dict[str, Any]] = {int(n): dict(values) for n, values in state.plain["state"].items()}
+        for name, tensor in state.tensors.items():
+            number, _, key = name.partition(".")
+            restored.setdefault(int(number), {})[key] = tensor
+        self._updates = int(state.plain["updates"])
+        if self._scheduler is not None:
+            self._advance_schedule(self._updates // self._settings.every)
+        if self._optimizer is not None:
+            whole = self._optimizer.state_dict()
+            order = [tensor for group in self._optimizer.param_groups for tensor in group["params"]]
+            places = {id(tensor): place for place, tensor in enumerate(order)}
+            whole["state"] = {places[id(self._pieces[n][1])]: values for n, values in restored.items()}
+            self._optimizer.load_state_dict(whole)
+
+    # Inner parts
+
+    def _joined(self, group: Group) -> Iterator[tuple[Span, torch.Tensor]]:
+        """Yield a group's runs of neighbouring tensors inside the shard, flat."""
+        layout, span = self._place.layout, self._place.span
+        runs: list[Span] = []
+        for position in sorted(group.tensors):
+            tensor = layout.span(position)
+            if runs and runs[-1].end == tensor.start:
+                runs[-1] = Span(runs[-1].start, tensor.end)
+            else:
+                runs.append(tensor)
+        for run in runs:
+            inside = run.intersect(span)
+            if inside.length:
+                yield inside, self._view(inside)
+
+    def _whole(self, group: Group) -> Iterator[tuple[Span, torch.Tensor]]:
+        """Yield a group's tensors inside the shard, in their shapes."""
+        layout = self._place.layout
+        for position in sorted(group.tensors):
+            tensor = layout.span(position)
+            inside = tensor.intersect(self._place.span)
+            if not inside.length:
+                continue
+            spec = layout.parameters[position]
+            if inside != tensor:
+                raise Refusal(
+                    Reason.BAD_REQUEST,
+                    f"{self._settings.optimizer.name} needs tensors whole, and {spec.name!r} is cut between two "
+                    f"shards; use one shard, or one of {', '.join(sorted(ELEMENTWISE))}",
+                )
+            yield inside, self._view(inside).view(spec.shape)
+
+    def _view(self, span: Span) -> torch.Tensor:
+        start = self._place.span.start
+        return self._place.theta[span.start - start : span.end - start]
+
+    def _require_sane(self, push: Segment) -> None:
+        if push.entries and bool(push.values.abs().max() > _LARGEST_GRADIENT):
+            raise Refusal(Reason.NON_FINITE, f"a gradient above {_LARGEST_GRADIENT:g} is not taken")
+        if bool(self._place.theta.abs().max() > _LARGEST_PARAMETER):
+            raise Refusal(Reason.NON_FINITE, f"a parameter has grown above {_LARGEST_PARAMETER:g}")
+
+    def _step(self, optimizer: Optimizer, push: Segment) -> None:
+        """Step with the push as the whole gradient, zero where it has no entry."""
+        for span, tensor in self._pieces:
+            part = push.clip(span)
+            if part is not None and part.offsets is None and part.span == span:
+                tensor.grad = part.values.view(tensor.shape)
+                continue
+            gradient = torch.zeros_like(tensor).view(-1)
+            if part is not None:
+                shift = part.span.start - span.start
+                if part.offsets is None:
+                    gradient[shift : shift + part.span.length] = part.values
+                else:
+                    gradient[part.offsets + shift] = part.values
+            tensor.grad = gradient.view(tensor.shape)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _step_lazily(self, optimizer: Optimizer, push: Segment) -> Support:
+        """Step the sent entries as if they were the whole of their tensors."""
+        touched = []
+        group_of = {id(t): group for group in optimizer.param_groups for t in group["params"]}
+        for span, tensor in self._pieces:
+            part = push.clip(span)
+            if part is None or part.offsets is None:
+                continue
+            offsets = part.offsets + (part.span.start - span.start)
+            state = optimizer.state[tensor]
+            full = {name for name, value in state.items() if _like(value, tensor)}
+            small = tensor[offsets]
+            small.grad = part.values
+            options = {name: value for name, value in group_of[id(tensor)].items() if name != "params"}
+            kind: type[Any] = type(optimizer)
+            stand_in: Optimizer = kind([{**options, "params": [small]}])
+            stand_in.state[small] = {n: value[offsets] if n in full else value for n, value in state.items()}
+            stand_in.step()
+            tensor[offsets] = small
+            for name, value in stand_in.state[small].items():
+                if _like(value, small) and value.dim():
+                    state.setdefault(name, torch.zeros_like(tensor))[offsets] = value
+                else:
+                    state[name] = value
+            touched.append(offsets + (span.start - self._place.span.start))
+        return torch.cat(touched).to(self._dtype) if touched else torch.empty(0, dtype=self._dtype)
+
+    def _advance_schedule(self, steps: int) -> None:
+        assert self._scheduler is not None
+        with warnings.catch_warnings():  # torch would have its own optimizer stepped first
+            warnings.simplefilter("ignore")
+            for _ in range(steps):
+                self._scheduler.step()
+
+
+def _like(value: object, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
