@@ -58,7 +58,7 @@ class Exchange:
 
     def open(self, samples: int, learning_rate: float) -> StepReport:
         """Begin the push of a new step; the last one must be settled."""
-        self.step += 1
+        self.step = max(self.step + 1, self._cluster.membership.first_step)
         self._pusher.open(self.step, samples, learning_rate)
         return StepReport(self.step)
 

@@ -146,6 +146,10 @@ class Freezing:
         for worker in frozen.fresh:
             self._began[worker] = now
 
+    def abandon(self) -> None:
+        """Let all open rounds go: nobody waits any more."""
+        self._open.clear()
+
     def export(self) -> dict[str, Any]:
         """Return everything but times, as JSON can hold it."""
         rounds = [
