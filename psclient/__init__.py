@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from psclient.methods.dgs import DGS
     from psclient.methods.gradient_dropping import GradientDropping
     from psclient.methods.momentum_sgd import MomentumSGD
+    from psclient.methods.outer import Outer
+    from psclient.methods.server_optimizer import ServerOptimizer
+    from psclient.methods.ssgd import SSGD
     from psclient.methods.wagma import WAGMA
+    from psclient.rounds import Rounds
     from psclient.schedules import VersionClock
     from psclient.settings import ClientSettings
 
@@ -29,6 +33,10 @@ _HOMES = {
     "DGS": "psclient.methods.dgs",
     "GradientDropping": "psclient.methods.gradient_dropping",
     "MomentumSGD": "psclient.methods.momentum_sgd",
+    "Outer": "psclient.methods.outer",
+    "Rounds": "psclient.rounds",
+    "SSGD": "psclient.methods.ssgd",
+    "ServerOptimizer": "psclient.methods.server_optimizer",
     "WAGMA": "psclient.methods.wagma",
     "ClientSettings": "psclient.settings",
     "LocalServer": "psclient.local",
@@ -42,11 +50,15 @@ __all__ = [
     "ASGD",
     "DGC",
     "DGS",
+    "SSGD",
     "WAGMA",
     "ClientSettings",
     "GradientDropping",
     "LocalServer",
     "MomentumSGD",
+    "Outer",
+    "Rounds",
+    "ServerOptimizer",
     "VersionClock",
     "__version__",
     "download",

@@ -111,9 +111,7 @@ class Cluster:
 
     # Pushing and pulling
 
-    def open_push(
-        self, step: int, samples: int, learning_rate: float, groups: Sequence[Span]
-    ) -> list[dict[int, int]]:
+    def open_push(self, step: int, samples: int, learning_rate: float, groups: Sequence[Span]) -> list[dict[int, int]]:
         """Begin a push at every shard; return, for each shard, which place each group has in its plan."""
         places = []
         for shard in self.shards:

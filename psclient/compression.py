@@ -192,7 +192,7 @@ class Compressor:
             group = self._group_of(parameter)
             if position not in gradients or group is None:
                 continue
-            decayed = parameter.detach().reshape(-1) if group["weight_decay"] else None
+            decayed = parameter.detach().reshape(-1) if group.get("weight_decay") else None
             step = Step(gradients[position].detach().reshape(-1), decayed, clip)
             state = self.memories[parameter]
             said[position] = (self._method.accumulate(state, group, step), state)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
 from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
+from psclient.gradients import gather
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import check_hyperparameters
 from psclient.lifecycle import Lifecycle
@@ -56,6 +57,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
     """
 
     name: ClassVar[str]
+    asynchronous: ClassVar[bool] = True
+    """Whether all workers' updates meet in one model one by one, which adds momentum of its own."""
 
     def __init__(
         self,
@@ -87,7 +90,15 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
         self._compressor = session.compressor
         schedule = density if callable(density) else None
-        self._stepper = Stepper(self._model, self._groups, session, schedule, self.sent_learning_rate)
+        self._stepper = Stepper(
+            self._model,
+            self._groups,
+            session,
+            schedule,
+            self.sent_learning_rate,
+            self.pushed_gradients,
+            synchronous=rounds is not None or not self.asynchronous,
+        )
         self._lifecycle = Lifecycle(
             self,
             session.own_server,
@@ -133,6 +144,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
         """Return a factor for all gradients of this step; 1 unless the method clips."""
         return 1.0
+
+    def pushed_gradients(self, positions: range) -> dict[int, torch.Tensor]:
+        """Return what these tensors of the layout have to push, by position: their gradients, as they are."""
+        return gather(self._model, self._groups, positions)
 
     # What a training loop uses
 

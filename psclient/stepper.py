@@ -16,7 +16,7 @@ from psclient.errors import (
     RunFinishedError,
     ServerUnreachableError,
 )
-from psclient.gradients import Interrupted, finite, gather
+from psclient.gradients import Interrupted, finite
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import MomentumAdvice
 from psclient.model import SampleCounter, TrainedModel
@@ -42,6 +42,8 @@ class Stepper:
         session: the worker's parts.
         schedule: the density of each step; ``None`` leaves it to the param groups.
         learning_rate: returns the learning rate that pushed values carry.
+        synchronous: whether updates are gathered in rounds, or go to a model of the worker's own.
+        gradients: returns what tensors of the layout have to push, by position, as it is; costs nothing.
 
     Attributes:
         report: what the last step did.
@@ -55,11 +57,15 @@ class Stepper:
         session: Session,
         schedule: Schedule | None,
         learning_rate: Callable[[], float],
+        gradients: Callable[[range], dict[int, torch.Tensor]],
+        *,
+        synchronous: bool,
     ) -> None:
         """Prepare; :meth:`start` follows the joining."""
         self.report = StepReport(0)
         self.totals = Totals()
         self._model, self._groups, self._schedule, self._learning_rate = model, groups, schedule, learning_rate
+        self._gather, self._synchronous = gradients, synchronous
         self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
         self._samples: SampleCounter | None = None
         self._samples_since_exchange = 0
@@ -264,7 +270,8 @@ class Stepper:
         self.totals.add(report)
         self.totals.upload_bytes = self._membership.upload_bytes
         self.totals.refused = self._exchange.refused
-        self._momentum_advice.check(self._membership.live_workers, self._groups.all)
+        if not self._synchronous:
+            self._momentum_advice.check(self._membership.live_workers, self._groups.all)
         self._interrupted.clear()
 
     def _exchange_at_end(self, samples: int) -> None:
@@ -287,6 +294,3 @@ class Stepper:
             return self._begin()
 
         return Overlap(self._exchange, trained, begin, self._gather, lambda found: finite(self._model, found))
-
-    def _gather(self, positions: range) -> dict[int, torch.Tensor]:
-        return gather(self._model, self._groups, positions)

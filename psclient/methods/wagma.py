@@ -47,6 +47,7 @@ class WAGMA(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "wagma"
+    asynchronous: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -66,6 +67,8 @@ class WAGMA(ParameterServerOptimizer):
             raise ConfigurationError("nesterov needs a momentum above 0")
         if group_size < 0 or group_size == 1:
             raise ConfigurationError(f"group_size must be 0 (chosen by the number of workers) or above 1: {group_size}")
+        if connection.get("rounds") is not None:
+            raise ConfigurationError("WAGMA averages models in groups; rounds= is for methods that share one model")
         if tau < 0:
             raise ConfigurationError(f"tau must be at least 0, not {tau}")
         if late not in ("replace", "paper"):

@@ -1,0 +1,224 @@
+"""Outer: local steps with any torch optimizer, then one push of the difference (DiLoCo and SparseLoCo family)."""
+
+import json
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+
+from psclient.errors import ConfigurationError, ServerUnreachableError, SparsepsError
+from psclient.gradients import Interrupted, gather
+from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
+from psclient.optimizer import Density, ParameterServerOptimizer
+from pscore.kernels.base import Feed
+
+
+class Outer(ParameterServerOptimizer):
+    """Outer: ``H`` steps on this machine, then the difference goes to the server, whose own optimizer takes a step.
+
+    DiLoCo (Douillard et al., 2023; arXiv 2311.08105), and with a density below 1 SparseLoCo (arXiv 2508.15706). Per
+    tensor, every ``H`` steps::
+
+        Δ = θ_start − θ_local                       # what the inner optimizer has done, as a descent direction
+        e = β·e + Δ
+        send s = Q(p) of p = top ρ of |e|;  e[sent] = 0
+        server: one step of SGD(lr, momentum, nesterov) with s (per round: the mean of s) as its gradient
+        θ_start = θ_local = what the server answers
+
+    Asynchronous unless ``rounds`` is given. In a training loop it stands where the inner optimizer stood, which keeps
+    its schedulers::
+
+        inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        optimizer = psclient.Outer(inner, period=50, model=model, server="host:50051")
+
+    Args:
+        inner: takes the local steps; everything that it trains is trained.
+        period: ``H``, local steps from one push to the next.
+        lr: learning rate of the server's step.
+        momentum: of the server's step.
+        nesterov: whether that momentum is Nesterov's; without momentum it means nothing.
+        density: ``ρ``; a number, or a function of the number of the push.
+        decay: ``β``, what is left of the error of the last push; 1 loses nothing.
+        **connection: see :class:`~psclient.optimizer.ParameterServerOptimizer`; ``overlap`` is not to be had.
+    """
+
+    name: ClassVar[str] = "outer"
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        period: int,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        density: Density = 1.0,
+        decay: float = 1.0,
+        **connection: Any,
+    ) -> None:
+        """Join the server; see the class."""
+        if not isinstance(period, int) or period < 1:
+            raise ConfigurationError(f"period must be a number of local steps, at least 1, not {period!r}")
+        if not 0 <= decay <= 1:
+            raise ConfigurationError(f"decay must be from 0 to 1, not {decay!r}")
+        if connection.get("overlap"):
+            raise ConfigurationError("overlap=True pushes gradients, and local steps push none; leave it out")
+        self.inner, self.period = inner, period
+        self._local_steps = 0
+        self._deltas: dict[int, torch.Tensor] = {}
+        self._interrupted = Interrupted()
+        options = {"lr": lr, "momentum": momentum, "nesterov": nesterov and momentum > 0}
+        self._agreed = {"update": "torch", "optimizer": json.dumps({"name": "SGD", "options": options})}
+        params = [{"params": list(group["params"])} for group in inner.param_groups]
+        super().__init__(params, {"decay": decay}, density, **connection)
+        self._start = [parameter.detach().clone() for parameter in self._model.parameters]
+
+    def agreed_settings(self) -> dict[str, str]:
+        """Workers must agree on the server's step, the period and the decay."""
+        positions = {id(parameter): position for position, parameter in enumerate(self._model.parameters)}
+        trained = sorted(positions[id(each)] for group in self.param_groups for each in group["params"])
+        groups = json.dumps([{"tensors": trained, "options": {}}])
+        period, decay = str(self.period), str(float(self.param_groups[0]["decay"]))
+        return super().agreed_settings() | self._agreed | {"groups": groups, "period": period, "decay": decay}
+
+    def sent_learning_rate(self) -> float:
+        """A difference is a gradient to the server's optimizer, so that DC-ASGD sees a rate of 1."""
+        return 1.0
+
+    def pushed_gradients(self, positions: range) -> dict[int, torch.Tensor]:
+        """Return the differences that are to be pushed."""
+        return {position: self._deltas[position] for position in positions if position in self._deltas}
+
+    @property
+    def local_steps(self) -> int:
+        """Steps of the inner optimizer since the last push."""
+        return self._local_steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
+        """Take a local step, and every ``period`` of them push and take the server's answer over.
+
+        Args:
+            closure: recomputes the loss, as for any torch optimizer.
+            samples: not to be given: samples are counted at ``model``'s forward.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            NonFiniteGradientError: the local steps have led to a parameter that is not finite; they are undone.
+            ServerUnreachableError: no server within the patience; call again to go on, nothing is lost.
+            RunFinishedError: the run was over before this push.
+        """
+        if samples is not None:
+            raise ConfigurationError("Outer counts samples at the forward of model=; leave samples out")
+        self._require_open()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = gather(self._model, self._groups, range(len(self._model.parameters)))
+        if self._deltas:  # the last push was not brought to its end
+            self._push()
+        if self._interrupted.holds(gradients):
+            self._interrupted.clear()
+            return loss
+        self.inner.step()
+        self._local_steps += 1
+        if self._local_steps >= self.period:
+            self._interrupted.note(gradients)
+            self._deltas = self._take_back()
+            self._local_steps = 0
+            self._push()
+            self._interrupted.clear()
+        return loss
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Push what the local steps have done so far and everything that this worker still holds, at density 1."""
+        self._require_open()
+        if self._deltas:
+            self._push()
+        for position, delta in self._take_back().items():
+            parameter = self._model.parameters[position]
+            memory(self.state[parameter], "residual", parameter).add_(delta.reshape(-1))
+        self._local_steps = 0
+        super().flush()
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Bring the parameters up to the server's; the local steps since the last push stay, on top of them."""
+        self._require_open()
+        if self._deltas:
+            self._push()
+        ahead = self._take_back()
+        try:
+            super().pull()
+            self._begin_here()
+        finally:
+            for position, delta in ahead.items():
+                parameter = self._model.parameters[position]
+                parameter.sub_(delta.to(parameter.dtype))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the outer state as any method's, and the inner optimizer's under ``inner``.
+
+        Local steps since the last push are not in it: a worker that resumes begins at the server's model.
+        """
+        return super().state_dict() | {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take both optimizers' states over."""
+        outer = {name: value for name, value in state_dict.items() if name != "inner"}
+        if "inner" not in state_dict:
+            raise ConfigurationError("this state is another optimizer's: it has no inner")
+        super().load_state_dict(outer)
+        self.inner.load_state_dict(state_dict["inner"])
+
+    @staticmethod
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
+        """``e = β·e + Δ``; at ρ = 1 all of it is sent."""
+        if group["density"] < 1:
+            e = memory(state, "residual", step.gradient)
+            if group["decay"] != 1:
+                e.mul_(group["decay"])
+            return Sparse(e, Feed(step.gradient, step.clip))
+        d = step.gradient.float()
+        return state.pop("residual").mul_(group["decay"]).add_(d) if "residual" in state else d.clone()
+
+    @staticmethod
+    def held(state: State, group: Group) -> Sparse | None:
+        """Return the error."""
+        return Sparse(state["residual"]) if "residual" in state else None
+
+    @staticmethod
+    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
+        """``e += s``."""
+        add(memory(state, "residual", like), returned)
+
+    # Inner parts
+
+    def _take_back(self) -> dict[int, torch.Tensor]:
+        """Undo the local steps, so that the parameters are what the server knows; return the differences."""
+        deltas = {}
+        for position, (parameter, start) in enumerate(zip(self._model.parameters, self._start, strict=True)):
+            if parameter in self._groups and parameter.numel():
+                deltas[position] = start.float() - parameter.float()
+                parameter.copy_(start)
+        return deltas
+
+    def _push(self) -> None:
+        """Push the differences, or bring a push of them to its end that a lost server has interrupted."""
+        try:
+            with self._working():
+                self._stepper.step(None, self.gradient_scale)
+        except SparsepsError as error:
+            if not isinstance(error, ServerUnreachableError):
+                self._deltas = {}
+            raise
+        self._deltas = {}
+        self._begin_here()
+
+    def _begin_here(self) -> None:
+        for parameter, start in zip(self._model.parameters, self._start, strict=True):
+            start.copy_(parameter)

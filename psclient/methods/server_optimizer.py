@@ -1,0 +1,121 @@
+"""ServerOptimizer: workers push gradients, and a ``torch.optim`` optimizer on the server takes the steps."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from psclient.errors import ConfigurationError
+from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
+from psclient.optimizer import Density, ParameterServerOptimizer
+from pscore.kernels.base import Feed
+
+_WORKERS_OWN = frozenset({"params", "density"})
+
+
+class ServerOptimizer(ParameterServerOptimizer):
+    """A ``torch.optim`` optimizer that runs on the server, on sparse or dense gradients, as they come or per round.
+
+    Per tensor, on every worker::
+
+        r += g
+        send s = Q(p) of p = top ρ of |r|;  r[sent] = 0
+        server: one step of the named optimizer with s (per round: the mean of s) as its gradient
+
+    The optimizer's state lives on the server only, once for all workers, and is part of its snapshots. Absent entries
+    of a sparse push are gradients of zero, so a step changes everything and replies are best cut to their largest
+    differences, which the server's ``--down-mode auto`` does by itself then; ``lazy`` touches only what was sent.
+
+    The learning rate is the server's: give it, and a scheduler by name, here. A scheduler on the worker would drive
+    nothing, and there is no ``lr`` in the param groups for one to find.
+
+    Args:
+        params: parameters or param groups; a group's own options (``{"params": …, "weight_decay": 0.0}``) go to the
+            server's optimizer.
+        optimizer: name of a class in ``torch.optim``: ``"SGD"``, ``"RMSprop"``, ``"AdamW"``, …
+        options: its options by name; numbers, words and lists of them.
+        scheduler: a class in ``torch.optim.lr_scheduler`` by name with its options, ``("StepLR", {"step_size": 100})``;
+            for ``SequentialLR`` and ``ChainedScheduler`` with a third entry, the list of the schedulers inside.
+        scheduler_every: versions of the model between two steps of the scheduler.
+        lazy: step only the entries of a sparse push, parameters and state alike.
+        density: ``ρ``; a number, or a function of the step.
+        **connection: ``rounds=psclient.Rounds()`` for one step a round; see
+            :class:`~psclient.optimizer.ParameterServerOptimizer`.
+
+    Raises:
+        ConfigurationError: an option cannot be sent.
+        RefusedError: the server does not know the optimizer, or torch does not take the options.
+    """
+
+    name: ClassVar[str] = "server_optimizer"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        scheduler: tuple[Any, ...] | str | None = None,
+        scheduler_every: int = 1,
+        lazy: bool = False,
+        density: Density = 1.0,
+        **connection: Any,
+    ) -> None:
+        """Join the server; see the class."""
+        self._agreed = {
+            "update": "torch",
+            "optimizer": _json({"name": optimizer, "options": dict(options or {})}, "options"),
+            "scheduler": _json(_scheduler(scheduler), "scheduler") if scheduler is not None else "",
+            "scheduler_every": str(scheduler_every),
+            "lazy": "true" if lazy else "false",
+        }
+        super().__init__(params, {}, density, **connection)
+
+    def agreed_settings(self) -> dict[str, str]:
+        """Workers must agree on everything about the server's optimizer."""
+        positions = {id(parameter): position for position, parameter in enumerate(self._model.parameters)}
+        groups = []
+        for group in self.param_groups:
+            own = {name: value for name, value in group.items() if name not in _WORKERS_OWN}
+            groups.append({"tensors": sorted(positions[id(each)] for each in group["params"]), "options": own})
+        return super().agreed_settings() | self._agreed | {"groups": _json(groups, "param groups")}
+
+    def sent_learning_rate(self) -> float:
+        """A gradient carries no learning rate, so that DC-ASGD sees a rate of 1."""
+        return 1.0
+
+    @staticmethod
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
+        """``r += g``; at ρ = 1 all of ``r`` is sent."""
+        if group["density"] < 1:
+            return Sparse(memory(state, "residual", step.gradient), Feed(step.gradient, step.clip))
+        g = step.gradient.float()
+        return state.pop("residual").add_(g) if "residual" in state else g.clone()
+
+    @staticmethod
+    def held(state: State, group: Group) -> Sparse | None:
+        """Return the residual; the server takes a step with it."""
+        return Sparse(state["residual"]) if "residual" in state else None
+
+    @staticmethod
+    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
+        """``r += s``."""
+        add(memory(state, "residual", like), returned)
+
+
+def _scheduler(said: tuple[Any, ...] | str) -> dict[str, Any]:
+    words = (said,) if isinstance(said, str) else said
+    name, options, inner = (*words, {}, ())[:3] if words else ("", {}, ())
+    found: dict[str, Any] = {"name": name, "options": dict(options)}
+    return found | ({"schedulers": [_scheduler(each) for each in inner]} if inner else {})
+
+
+def _json(value: Any, what: str) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"the {what} of the server's optimizer must be numbers, words and lists of them: {error}"
+        ) from error
