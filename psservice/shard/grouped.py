@@ -238,11 +238,10 @@ class GroupedShard(ModelShard):
         included = sorted((*frozen.fresh, *frozen.stale))
         total = self._sum(included)
         for worker in frozen.stale:
+            kept = Kept(total, len(included))
             if self._late == "replace":
-                others = [other for other in included if other != worker]
-                self._kept[worker][frozen.iteration] = Kept(self._sum(others), len(others))
-            else:
-                self._kept[worker][frozen.iteration] = Kept(total, len(included))
+                kept = Kept(total - self._models[worker].theta, len(included) - 1)
+            self._kept[worker][frozen.iteration] = kept
         for worker in frozen.absent:
             self._kept[worker][frozen.iteration] = Kept(total, len(included))
         if len(included) > 1:
