@@ -59,12 +59,18 @@ def begin(engine, who=ANNA):
     upload(engine, values(), who, join(engine, LAYOUT, who).generation, buffers=START)
 
 
-def stream(engine, step, segment, who=ANNA, base=0, samples=1, codec=None):
+def stream(engine, step, segment, who=ANNA, base=0, samples=1, codec=None, learning_rate=0.0):
     """The messages of a push."""
     identity = pb.WorkerIdentity(run_id=engine.run.run_id, worker_id=who.worker_id, incarnation=who.incarnation)
     plan = [pb.Group(start=engine.span.start, length=engine.span.length)]
     header = pb.PushHeader(
-        identity=identity, step=step, generation=present(engine), base_version=base, samples=samples, plan=plan
+        identity=identity,
+        step=step,
+        generation=present(engine),
+        base_version=base,
+        samples=samples,
+        plan=plan,
+        learning_rate=learning_rate,
     )
     messages, checksum = [pb.PushSparseRequest(header=header)], frames.Checksum()
     for chunk, _ in frames.encode(segment, frames.WireForm(codec), chunk_bytes=256) if segment else ():
@@ -81,7 +87,16 @@ def send(engine, step, segment, who=ANNA, **options):
         lambda header: PushReader.of(header, engine.span, keep=True),
     )
     return engine.commit(
-        Push(who, header.step, header.generation, header.base_version, header.samples, segments, reader.messages)
+        Push(
+            who,
+            header.step,
+            header.generation,
+            header.base_version,
+            header.samples,
+            segments,
+            reader.messages,
+            header.learning_rate,
+        )
     )
 
 

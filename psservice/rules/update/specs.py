@@ -18,10 +18,12 @@ _NOT_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "different
 _NEEDS_CODE = frozenset({"LambdaLR", "MultiplicativeLR"})
 _NEEDS_A_METRIC = frozenset({"ReduceLROnPlateau"})
 _NOT_SCHEDULERS = frozenset({"LRScheduler", "_LRScheduler"})
-_LARGEST_RATE = 1e3
 _MOST_NESTED = 4
 _MOST_BYTES = 64 << 10
 _MOST_SCHEDULERS = 16
+
+LARGEST_RATE = 1e3
+"""Of a learning rate, given or scheduled."""
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
@@ -68,6 +70,19 @@ class OptimizerSpec:
         except (TypeError, ValueError, RuntimeError) as error:
             raise _bad(f"torch.optim.{self.name} does not take that: {error}") from error
 
+    def try_out(self, scheduler: "SchedulerSpec | None") -> None:
+        """Make both over one element and step the scheduler; raises :class:`Refusal` (``BAD_REQUEST``)."""
+        optimizer = self.make([{"params": [torch.zeros(1, 1)]}])
+        if scheduler is None:
+            return
+        made = scheduler.make(optimizer)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                made.step()
+        except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError) as error:
+            raise _bad(f"lr_scheduler.{scheduler.name} cannot be stepped: {error}") from error
+
 
 def check_options(name: str, options: object) -> dict[str, Any]:
     """Return an optimizer's options, all of them known, finite and sane; raises :class:`Refusal` (``BAD_REQUEST``)."""
@@ -78,8 +93,8 @@ def check_options(name: str, options: object) -> dict[str, Any]:
         if option not in known:
             raise _bad(f"{name} has no option {option!r} that can be set here; it has {', '.join(sorted(known))}")
         _require_plain(f"{name}.{option}", value)
-        if option == "lr" and not 0 <= _number(value) <= _LARGEST_RATE:
-            raise _bad(f"lr of {name} must be from 0 to {_LARGEST_RATE:g}, not {value!r}")
+        if option == "lr" and not 0 <= _number(value) <= LARGEST_RATE:
+            raise _bad(f"lr of {name} must be from 0 to {LARGEST_RATE:g}, not {value!r}")
         if option == "eps" and not all(_number(one) > 0 for one in _flat(value)):
             raise _bad(f"eps of {name} must be above 0: a gradient of zero would make a parameter NaN")
     return options

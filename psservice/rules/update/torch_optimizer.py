@@ -5,6 +5,7 @@ entries that were sent, parameters and optimizer state alike.
 """
 
 import json
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from psservice.rules.update.base import Place, RuleMaker, RuleState
-from psservice.rules.update.specs import ELEMENTWISE, LAZY, OptimizerSpec, SchedulerSpec, check_options
+from psservice.rules.update.specs import ELEMENTWISE, LARGEST_RATE, LAZY, OptimizerSpec, SchedulerSpec, check_options
 from psservice.shard.ledger import Support
+
+log = logging.getLogger(__name__)
 
 _LARGEST_GRADIENT = 1e18  # its square is finite
 _LARGEST_PARAMETER = 1e30  # a step of a sane rate does not take it out of its range
@@ -64,6 +67,7 @@ def maker(settings: Mapping[str, str]) -> RuleMaker:
     """
     spec = OptimizerSpec.parse(settings.get("optimizer", ""))
     scheduler = SchedulerSpec.parse(settings["scheduler"]) if settings.get("scheduler") else None
+    spec.try_out(scheduler)
     every = settings.get("scheduler_every", "1")
     if not every.isdigit() or not 1 <= int(every) < 1 << 48:
         raise Refusal(Reason.BAD_REQUEST, f"scheduler_every must be a number of versions, not {every!r}")
@@ -209,7 +213,7 @@ class TorchOptimizer:
     def _require_sane(self, push: Segment) -> None:
         if push.entries and bool(push.values.abs().max() > _LARGEST_GRADIENT):
             raise Refusal(Reason.NON_FINITE, f"a gradient above {_LARGEST_GRADIENT:g} is not taken")
-        if bool(self._place.theta.abs().max() > _LARGEST_PARAMETER):
+        if not bool(self._place.theta.abs().max() <= _LARGEST_PARAMETER):
             raise Refusal(Reason.NON_FINITE, f"a parameter has grown above {_LARGEST_PARAMETER:g}")
 
     def _step(self, optimizer: Optimizer, push: Segment) -> None:
@@ -258,11 +262,19 @@ class TorchOptimizer:
         return torch.cat(touched).to(self._dtype) if touched else torch.empty(0, dtype=self._dtype)
 
     def _advance_schedule(self, steps: int) -> None:
+        """Step the scheduler; one that is at its end (``OneCycleLR``) leaves the rate where it is."""
         assert self._scheduler is not None
+        assert self._optimizer is not None
         with warnings.catch_warnings():  # torch would have its own optimizer stepped first
             warnings.simplefilter("ignore")
             for _ in range(steps):
-                self._scheduler.step()
+                try:
+                    self._scheduler.step()
+                except ValueError as error:
+                    log.debug("the schedule is at its end", extra={"why": str(error)})
+                    return
+                for group in self._optimizer.param_groups:
+                    group["lr"] = min(group["lr"], LARGEST_RATE)
 
 
 def _like(value: object, tensor: torch.Tensor) -> bool:

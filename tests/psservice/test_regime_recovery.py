@@ -1,0 +1,131 @@
+"""A shard with a memory (optimizer state, an open round, past values) comes back with it, to the last bit."""
+
+import json
+
+import pytest
+import torch
+from engine_makers import ANNA, BERT, join, theta, upload
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from service_makers import bits, sparse_push
+from test_recovery import LAYOUT, START, Shard, after_a_crash, send, values
+
+from pscore.reasons import Refusal
+from pscore.segment import Segment
+
+ADAM = {"update": "torch", "optimizer": json.dumps({"name": "Adam", "options": {"lr": 0.01}})}
+RMSPROP = {
+    "update": "torch",
+    "optimizer": json.dumps({"name": "RMSprop", "options": {"lr": 0.01, "momentum": 0.9}}),
+    "scheduler": json.dumps({"name": "StepLR", "options": {"step_size": 2, "gamma": 0.5}}),
+    "scheduler_every": "2",
+}
+ADAFACTOR = {"update": "torch", "optimizer": json.dumps({"name": "Adafactor", "options": {"lr": 0.01}})}
+ROUNDS = {"rounds": json.dumps({"quorum": 0, "seconds": 0, "start_workers": 1})}
+
+REGIMES = {
+    "adam": (ADAM, {}),
+    "rmsprop with a schedule": (RMSPROP, {}),
+    "lazy adam": (ADAM | {"lazy": "true"}, {}),
+    "adafactor": (ADAFACTOR, {}),
+    "rounds": (ROUNDS, {}),
+    "rounds of adam": (ADAM | ROUNDS, {}),
+    "delay compensation": ({}, {"delay_compensation": 0.5}),
+    "compensation and scaling": ({}, {"delay_compensation": 0.5, "staleness_step": "adaptive", "rescale_speed": True}),
+    "compensated adam": (ADAM, {"delay_compensation": 0.5}),
+}
+
+scripts = st.lists(
+    st.tuples(
+        st.sampled_from(["sparse", "sparse", "dense", "empty", "snapshot", "leave", "join"]),
+        st.integers(0, 1),
+        st.integers(0, 99),
+    ),
+    max_size=20,
+)
+
+
+def begin_regime(engine, method_settings):
+    for who in (ANNA, BERT):
+        outcome = join(engine, LAYOUT, who, "some", method_settings)
+        if outcome.state == "upload":
+            upload(engine, values(), who, outcome.generation, buffers=START)
+
+
+def play(engine, script, method_settings, steps):
+    """Do a script; pushes may be stale, and come twice in a round."""
+    for action, number, seed in script:
+        who = (ANNA, BERT)[number]
+        try:
+            if action == "snapshot":
+                engine.persistence.take(engine)
+            elif action == "leave":
+                engine.leave(who)
+            elif action == "join":
+                join(engine, LAYOUT, who, "some", method_settings)
+            else:
+                steps[who] += 1
+                segment = {
+                    "sparse": lambda seed=seed: sparse_push(engine.span, 0.3, seed),
+                    "dense": lambda seed=seed: Segment(engine.span, None, values(seed)),
+                    "empty": lambda: None,
+                }[action]()
+                stale = 0 if engine.model.round is not None else seed % 3
+                base = max(0, engine.model.version - stale)
+                send(engine, steps[who], segment, who, base=base, samples=1 + seed, learning_rate=0.1)
+        except Refusal:
+            pass
+
+
+@pytest.mark.parametrize("name", REGIMES)
+@given(script=scripts, after=scripts)
+@settings(deadline=None, max_examples=12)
+def test_the_next_server_goes_on_with_the_same_bits(name, script, after, tmp_path_factory):
+    method_settings, options = REGIMES[name]
+    directory = tmp_path_factory.mktemp("data") / "live"
+    with Shard(directory, **options) as engine:
+        begin_regime(engine, method_settings)
+        steps = {ANNA: 0, BERT: 0}
+        play(engine, script, method_settings, steps)
+        with Shard(after_a_crash(directory), **options) as again:
+            assert bits(theta(again)) == bits(theta(engine))
+            assert again.model.version == engine.model.version
+            if engine.model.round is not None:
+                assert again.model.round.contributors == engine.model.round.contributors
+            if options.get("rescale_speed"):
+                return  # times between pushes are measured anew
+            later = [action for action in after if action[0] != "snapshot"]
+            play(again, later, method_settings, dict(steps))
+            play(engine, later, method_settings, dict(steps))
+            assert bits(theta(again)) == bits(theta(engine))
+
+
+@pytest.mark.parametrize("name", ["adam", "rounds of adam", "delay compensation"])
+def test_a_rollback_takes_the_memory_back_too(name, tmp_path):
+    method_settings, options = REGIMES[name]
+    first = [("sparse", 0, 1), ("dense", 1, 2), ("sparse", 0, 3), ("sparse", 1, 4)]
+    later = [("sparse", 0, 5), ("dense", 1, 6), ("sparse", 0, 7), ("sparse", 1, 8)]
+    steps = {ANNA: 0, BERT: 0}
+    with Shard(tmp_path / "live", **options) as engine:
+        begin_regime(engine, method_settings)
+        play(engine, first, method_settings, steps)
+        at = engine.model.version
+        play(engine, later, method_settings, steps)
+        once = bits(theta(engine))
+        engine.roll_back(at, "")
+        assert engine.model.version == at
+        play(engine, later, method_settings, steps)
+        assert bits(theta(engine)) == once
+
+
+def test_an_acknowledged_contribution_is_still_in_the_round_after_a_crash(tmp_path):
+    with Shard(tmp_path / "live") as engine:
+        begin_regime(engine, ROUNDS)
+        answer, _ = send(engine, 1, Segment(engine.span, None, values(1)), ANNA)
+        assert (answer.version, engine.model.version) == (1, 0)
+        with Shard(after_a_crash(tmp_path / "live")) as again:
+            _, repeated = send(again, 1, Segment(again.span, None, values(1)), ANNA)
+            assert repeated
+            send(again, 1, Segment(again.span, None, values(2)), BERT)
+            assert again.model.version == 1
+            torch.testing.assert_close(theta(again), values() - (values(1) + values(2)) / 2)

@@ -1,0 +1,258 @@
+"""Synchronous training through real servers: what large-batch SGD does, and what a slow or dead worker means."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import psclient
+from psclient.errors import ConfigurationError, HeldBackError, SettingsMismatchError
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+
+WORKERS, STEPS, SHARE = 4, 12, 16
+
+
+def model():
+    return make_model(batch_norm=False)
+
+
+def share(worker, step):
+    """A worker's part of the batch of a step."""
+    x, y = make_data(seed=step, count=WORKERS * SHARE)
+    return x[worker::WORKERS], y[worker::WORKERS]
+
+
+def train(server, worker, steps, make, on_step=lambda optimizer: None):
+    mine = model()
+    with make(mine, server, f"worker-{worker}") as optimizer:
+        for step in range(steps):
+            train_step(mine, optimizer, *share(worker, step))
+            on_step(optimizer)
+    return mine
+
+
+def in_threads(server, make, workers=WORKERS, steps=STEPS):
+    found = {}
+
+    def run(worker):
+        found[worker] = train(server, worker, steps, make)
+
+    threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == workers
+    return found
+
+
+def ssgd(rounds=None, **options):
+    settings = {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.01} | options
+    rounds = rounds or psclient.Rounds(start_workers=WORKERS)
+
+    def make(mine, server, worker):
+        return psclient.SSGD(
+            mine.parameters(), model=mine, server=server, worker=worker, rounds=rounds, settings=QUICK, **settings
+        )
+
+    return make
+
+
+def large_batches(steps=STEPS):
+    one = model()
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+    for step in range(steps):
+        train_step(one, optimizer, *make_data(seed=step, count=WORKERS * SHARE))
+    return one
+
+
+def ddp_worker(rank, store, found):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    parallel = DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+    for step in range(STEPS):
+        x, y = make_data(seed=step, count=WORKERS * SHARE)
+        train_step(parallel, optimizer, x[rank::2], y[rank::2])
+    if rank == 0:
+        torch.save(parallel.module.state_dict(), found)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_it_is_sgd_on_the_batches_of_all_workers_together(shards):
+    expected = large_batches()
+    with psclient.LocalServer(shards=shards) as server:
+        replicas = in_threads(server.server, ssgd())
+        for replica in replicas.values():
+            assert_same_parameters(replica, server.server)
+            for mine, theirs in zip(replica.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_it_is_what_distributed_data_parallel_does(tmp_path):
+    store, found = tmp_path / "store", tmp_path / "model.pt"
+    processes = mp.start_processes(ddp_worker, (str(store), str(found)), nprocs=2, join=False, start_method="spawn")
+    with psclient.LocalServer() as server:
+        replica = in_threads(server.server, ssgd())[0]
+    while not processes.join(timeout=60):
+        pass
+    theirs = torch.load(found, weights_only=True)
+    for name, mine in replica.state_dict().items():
+        torch.testing.assert_close(mine, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ssgd", "dgs", "dgc", "gradient_dropping", "asgd"])
+def test_every_method_trains_in_rounds_dense_or_sparse(kind):
+    methods = {
+        "ssgd": lambda m, **c: psclient.SSGD(m.parameters(), lr=0.1, density=0.1, **c),
+        "dgs": lambda m, **c: psclient.DGS(m.parameters(), lr=0.1, density=0.1, **c),
+        "dgc": lambda m, **c: psclient.DGC(m.parameters(), lr=0.3, momentum=0.5, density=0.1, **c),
+        "gradient_dropping": lambda m, **c: psclient.GradientDropping(m.parameters(), lr=0.2, density=0.1, **c),
+        "asgd": lambda m, **c: psclient.ASGD(m.parameters(), lr=0.2, **c),
+    }
+
+    def make(mine, server, worker):
+        return methods[kind](
+            mine, model=mine, server=server, worker=worker, rounds=psclient.Rounds(start_workers=2), settings=QUICK
+        )
+
+    def loss_of(one):
+        x, y = make_data(seed=77)
+        with torch.no_grad():
+            return nn.functional.cross_entropy(one(x), y).item()
+
+    with psclient.LocalServer(down_mode="exact") as server:
+        replicas = in_threads(server.server, make, workers=2, steps=40)
+        assert_same_parameters(replicas[0], server.server)
+    assert loss_of(replicas[0]) < 0.7 * loss_of(model())
+
+
+def test_with_a_backup_worker_the_fast_ones_do_not_wait_and_the_late_update_is_kept():
+    with psclient.LocalServer() as server:
+        slow, fast = model(), model()
+        make = ssgd(psclient.Rounds(quorum=1), momentum=0.0, weight_decay=0.0)
+        with make(slow, server.server, "slow") as behind, make(fast, server.server, "fast") as ahead:
+            loss = nn.functional.cross_entropy(slow(share(0, 0)[0]), share(0, 0)[1])
+            loss.backward()
+            for step in range(5):
+                train_step(fast, ahead, *share(1, step))
+            assert ahead.version == 5
+            before = [parameter.detach().clone() for parameter in slow.parameters()]
+            behind.step()
+            assert behind.report.refused == 1
+            assert behind.version == 5, "it has caught up"
+            held = [behind.state[parameter]["residual"] for parameter in slow.parameters()]
+            for residual, parameter in zip(held, slow.parameters(), strict=True):
+                assert torch.equal(residual, parameter.grad.reshape(-1))
+            assert any(not torch.equal(b, p) for b, p in zip(before, slow.parameters(), strict=True))
+            at_five = [parameter.detach().clone() for parameter in slow.parameters()]
+            gradients = [parameter.grad.clone() for parameter in slow.parameters()]
+            train_step(slow, behind, *share(0, 1))
+            assert behind.version == 6
+            for was, late, parameter in zip(at_five, gradients, slow.parameters(), strict=True):
+                torch.testing.assert_close(parameter, was - 0.2 * (late + parameter.grad), rtol=1e-4, atol=1e-6)
+
+
+def a_worker_until_told(server, steps_before_stop, told):
+    torch.set_num_threads(1)
+    mine = model()
+    with ssgd(psclient.Rounds(start_workers=2))(mine, server, "mortal") as optimizer:
+        for step in range(1000):
+            train_step(mine, optimizer, *share(1, step))
+            if step + 1 == steps_before_stop:
+                told.set()
+
+
+def test_a_killed_worker_holds_the_round_up_for_its_lease_and_no_longer():
+    context = mp.get_context("spawn")
+    told = context.Event()
+    with psclient.LocalServer(lease_seconds=1.0) as server:
+        other = context.Process(target=a_worker_until_told, args=(server.server, 3, told), daemon=True)
+        other.start()
+
+        def kill_it(optimizer):
+            if told.is_set() and other.is_alive():
+                os.kill(other.pid, signal.SIGKILL)
+                other.join()
+
+        deadline = time.monotonic() + 60
+        mine = model()
+        with ssgd(psclient.Rounds(start_workers=2))(mine, server.server, "survivor") as optimizer:
+            alone = 0
+            while alone < 5:
+                assert time.monotonic() < deadline
+                train_step(mine, optimizer, *share(0, optimizer.report.step))
+                kill_it(optimizer)
+                alone += not other.is_alive()
+            assert optimizer.live_workers == 1
+            assert_same_parameters(mine, server.server)
+
+
+def test_whoever_waits_too_long_for_the_others_is_told_for_whom():
+    impatient = QUICK.model_copy(update={"patience_seconds": 0.5})
+    with psclient.LocalServer() as server:
+        mine, other = model(), model()
+        with (
+            ssgd()(other, server.server, "other"),
+            psclient.SSGD(mine.parameters(), lr=0.1, model=mine, server=server, worker="me", settings=impatient) as me,
+        ):
+            with pytest.raises(HeldBackError, match="waited"):
+                train_step(mine, me, *share(0, 0))
+
+
+def test_workers_must_agree_on_their_rounds():
+    with psclient.LocalServer() as server:
+        one, two = model(), model()
+        with ssgd(psclient.Rounds(quorum=2))(one, server.server, "one"):
+            with pytest.raises(SettingsMismatchError, match="rounds"):
+                ssgd(psclient.Rounds(quorum=3))(two, server.server, "two")
+            with pytest.raises(SettingsMismatchError):
+                psclient.DGS(two.parameters(), lr=0.1, model=two, server=server, worker="three", settings=QUICK)
+
+
+def test_rounds_and_overlap_do_not_go_together():
+    mine = model()
+    with pytest.raises(ConfigurationError, match="overlap"):
+        psclient.DGS(mine.parameters(), lr=0.1, model=mine, overlap=True, rounds=psclient.Rounds())
+
+
+@pytest.mark.parametrize("wrong", [{"quorum": -1}, {"seconds": -1.0}, {"seconds": float("inf")}, {"start_workers": 0}])
+def test_rounds_out_of_their_range_are_refused_at_once(wrong):
+    with pytest.raises(ConfigurationError):
+        psclient.Rounds(**wrong)
+
+
+def test_a_killed_server_comes_back_with_the_open_round(tmp_path):
+    with psclient.LocalServer(data_dir=tmp_path, lease_seconds=30) as server:
+        one, two = model(), model()
+        make = ssgd(psclient.Rounds(start_workers=2))
+        with make(one, server.server, "one") as first, make(two, server.server, "two") as second:
+            waiting = threading.Thread(target=train_step, args=(one, first, *share(0, 0)), daemon=True)
+            waiting.start()
+            wait_until(lambda: psclient_status(server).workers[0].pushes == 1)
+            server.processes[0].kill()
+            server.restart()
+            train_step(two, second, *share(1, 0))
+            waiting.join(30)
+            assert not waiting.is_alive()
+            assert_same_parameters(one, server.server)
+            assert_same_parameters(two, server.server)
+            assert first.version == second.version == 1
+
+
+def psclient_status(server):
+    import grpc
+
+    from pscore.v1 import parameter_server_pb2 as pb
+    from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        return ParameterServerServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10)
