@@ -1,7 +1,8 @@
 """When the rounds of WAGMA-SGD freeze: who has come, who is waited for, and over whom is averaged. No tensors here.
 
 A round is one group at one iteration. The first member to push opens it, and starts a window of grace; it freezes when
-every member has come, or the window has ended. A global round has no window: it waits for all that are alive.
+every member has come that has pushed the iteration before, or the window has ended: who is further behind cannot come
+in time. A global round has no window: it waits for all that are alive.
 """
 
 import time
@@ -194,8 +195,11 @@ class Freezing:
             return False
         if round_.members == round_.fresh:
             return True
-        grace = self._times.grace_seconds([*round_.members])
-        return not round_.is_global and self._clock() - round_.since >= grace
+        if round_.is_global:
+            return False
+        if all(self.reached[worker] < round_.iteration - 1 for worker in round_.members - round_.fresh):
+            return True
+        return self._clock() - round_.since >= self._times.grace_seconds([*round_.members])
 
     def _strike(self, round_: Round, worker: str) -> None:
         """Take a worker out of a round that it will not come to, or is dead for."""

@@ -67,6 +67,18 @@ def test_the_first_waits_for_its_grace_and_no_longer():
     assert not rounds.arrive("b", 12)  # late: it need not wait
 
 
+def test_who_is_an_iteration_behind_is_not_even_given_the_grace():
+    rounds, clock = rounds_of("a", "b")
+    steady(rounds, clock, ("a", "b"), range(12))
+    rounds.arrive("a", 12)
+    clock.now += 1.0
+    assert freeze_all(rounds) == [Frozen(12, ("a",), ("b",), ())]
+    rounds.arrive("a", 13)
+    assert freeze_all(rounds) == [Frozen(13, ("a",), ("b",), ())]
+    rounds.arrive("a", 15)  # but in a global round it is waited for
+    assert freeze_all(rounds) == []
+
+
 def test_a_global_round_waits_for_all_that_live_however_long():
     rounds, clock = rounds_of(*ALL)
     for worker in ALL[:3]:
