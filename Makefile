@@ -9,14 +9,14 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=$${MK
 
 STAMP := $(VENV)/.sparseps-installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
-SOURCES := pscore psservice psclient tests examples benchmarks chaos tools
+SOURCES := pscore psservice psclient tests examples benchmarks chaos compare tools
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test fuzz fuzz-service chaos soak lint format stubs bench wheel clean
+.PHONY: help venv quickstart test fuzz fuzz-service chaos soak lint format stubs bench compare wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'ARGS="..." goes to the program behind quickstart, test, fuzz, chaos, soak and bench; PYTHON=python3.12 picks the interpreter.'
+	@echo 'ARGS="..." goes to the program behind quickstart, test, fuzz, chaos, soak, bench and compare; PYTHON=python3.12 picks the interpreter.'
 
 venv: $(STAMP) ## Set up .venv with the tested versions of everything
 
@@ -65,6 +65,9 @@ stubs: venv ## Regenerate the gRPC stubs from proto/
 
 bench: venv ## Run the benchmarks and write runs/bench/report.html; QUICK=1 takes two minutes
 	@$(VENV)/bin/python -m benchmarks.bench $(if $(QUICK),--quick) $(ARGS)
+
+compare: venv ## Compare the training methods into runs/compare; an hour, QUICK=1 takes five minutes; goes on where it was
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m compare $(if $(QUICK),--quick) $(ARGS)
 
 fuzz-service: venv ## Call the whole service with nearly right messages; ARGS="--inputs N"
 	@$(VENV)/bin/python -m tests.hostile.service $(ARGS)

@@ -4,6 +4,7 @@ They are forked from a server process that has imported torch and the library on
 """
 
 import multiprocessing
+import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -87,6 +88,7 @@ class _Failure:
 
 
 def _run(connection: Connection, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends its children
     torch.set_num_threads(1)
     try:
         work(connection, *arguments)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from psclient.methods.server_optimizer import ServerOptimizer
     from psclient.methods.ssgd import SSGD
     from psclient.methods.wagma import WAGMA
+    from psclient.node import NodeOptimizer
+    from psclient.nodegroup import node_group
     from psclient.rounds import Rounds
+    from psclient.sampler import ElasticSampler
     from psclient.schedules import VersionClock
     from psclient.settings import ClientSettings
 
@@ -39,9 +42,12 @@ _HOMES = {
     "ServerOptimizer": "psclient.methods.server_optimizer",
     "WAGMA": "psclient.methods.wagma",
     "ClientSettings": "psclient.settings",
+    "ElasticSampler": "psclient.sampler",
     "LocalServer": "psclient.local",
+    "NodeOptimizer": "psclient.node",
     "VersionClock": "psclient.schedules",
     "download": "psclient.export",
+    "node_group": "psclient.nodegroup",
     "save": "psclient.export",
 }
 _MODULES = ("errors", "schedules")
@@ -53,9 +59,11 @@ __all__ = [
     "SSGD",
     "WAGMA",
     "ClientSettings",
+    "ElasticSampler",
     "GradientDropping",
     "LocalServer",
     "MomentumSGD",
+    "NodeOptimizer",
     "Outer",
     "Rounds",
     "ServerOptimizer",
@@ -63,6 +71,7 @@ __all__ = [
     "__version__",
     "download",
     "errors",
+    "node_group",
     "save",
     "schedules",
 ]

@@ -14,6 +14,7 @@ from psclient.errors import LeaseLostError, ServerFaultError, from_refusal
 from psclient.jobs import JobThread
 from psclient.membership import SLOWEST_BYTES_A_SECOND, Membership
 from psclient.model import NamedBuffers
+from psclient.progress import Progress
 from psclient.replica import Replica
 from psclient.shard import REJOIN_REASONS, PulledReply, PushPart, ShardClient
 from pscore.layout import Span
@@ -46,6 +47,9 @@ class Cluster:
         membership: this worker's place there.
         replica: the model.
         buffers: the model's persistent buffers, in layout order.
+
+    Attributes:
+        progress: what has become of the samples that this worker was handed.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Cluster:
         self.shards = tuple(shards)
         self.membership = membership
         self.exchange = BufferExchange(buffers)
+        self.progress = Progress()
         self._replica = replica
         for shard, span in zip(self.shards, replica.layout.shard_spans(len(self.shards)), strict=True):
             shard.span = span
@@ -114,10 +119,12 @@ class Cluster:
     def open_push(self, step: int, samples: int, learning_rate: float, groups: Sequence[Span]) -> list[dict[int, int]]:
         """Begin a push at every shard; return, for each shard, which place each group has in its plan."""
         places = []
+        finished = self.progress.open_push(samples)
         for shard in self.shards:
             parts = {number: group.intersect(shard.span) for number, group in enumerate(groups)}
             parts = {number: part for number, part in parts.items() if part.length}
-            shard.open_push(self.membership.identity, step, samples, learning_rate, list(parts.values()))
+            told = finished if shard is self.membership.coordinator else []
+            shard.open_push(self.membership.identity, step, samples, learning_rate, list(parts.values()), told)
             places.append({number: place for place, number in enumerate(parts)})
         return places
 
@@ -157,6 +164,8 @@ class Cluster:
         for shard, answer in zip(waiting, answers, strict=True):
             if isinstance(answer, pb.PushSparseResponse):
                 outcome.answers[shard.index] = answer
+                if shard is self.membership.coordinator:
+                    self.progress.acknowledged()
                 self.membership.live_workers = max(1, answer.live_workers)
                 self.membership.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
                 continue

@@ -96,6 +96,24 @@ class HeldBackError(ServerUnreachableError):
         self.seconds = seconds
 
 
+class EpochHeldUpError(SparsepsError):
+    """Other workers hold samples and have finished none of them for a long time.
+
+    Attributes:
+        epoch: the epoch of the samples, or an earlier one.
+        samples: how many they hold.
+    """
+
+    def __init__(self, epoch: int, samples: int, seconds: float) -> None:
+        """Say what is waited for, how long, and what to do."""
+        super().__init__(
+            f"other workers hold {samples} samples up to epoch {epoch} and do not finish them, {seconds:.0f} s long; "
+            "stop those that hang (`psservice status` shows each worker's last step), or raise "
+            "PSCLIENT_PATIENCE_SECONDS. Nothing is lost: iterate again to go on"
+        )
+        self.epoch, self.samples = epoch, samples
+
+
 class ServerNotReadyError(SparsepsError):
     """The server answers, but has no model, and another worker that should upload it does not finish."""
 
@@ -184,6 +202,17 @@ class NonFiniteGradientError(SparsepsError):
 
 class AccessError(SparsepsError):
     """The server does not let this caller in: no token, a wrong one, or one for something else."""
+
+
+class NodeBrokenError(SparsepsError):
+    """Another process of this node is gone, or silent for too long; this one's optimizer cannot go on."""
+
+    def __init__(self, what: str) -> None:
+        """Say what happened and what to do."""
+        super().__init__(
+            f"{what}; look at the first error in the node's logs. End this process, so that the launcher (torchrun) "
+            "starts the whole node again: the server keeps the model, and other nodes train on"
+        )
 
 
 class Transient(Exception):  # noqa: N818 - never leaves the library: it is answered with another attempt

@@ -5,6 +5,7 @@ The rules are those of docs/protocol.md, *Joining*; this file is where a worker 
 
 import logging
 import math
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,6 +70,7 @@ class Membership:
         live_workers: workers alive, as last heard.
         run_finished: whether the run is over, as last heard.
         first_step: the lowest number that the next step should have, as said at the last join.
+        joins: how often it has joined; after another time, what it held before may be others'.
         last_push_record: (incarnation, step) of the last push that the coordinator knew under this name at the first
             join.
     """
@@ -98,6 +100,8 @@ class Membership:
         self._method = method
         self._method_settings = dict(method_settings)
         self._joined = False
+        self.joins = 0
+        self._joining = threading.Lock()
         self.leases = LeaseThread(self.shards, self.identity)
         self._hurry_until = math.inf
         self.upload_bytes = 0
@@ -150,6 +154,11 @@ class Membership:
         Raises:
             SparsepsError: unreachable, another model, another method, a living worker of the same name.
         """
+        with self._joining:  # a push, a fetch and a sampler may find out in three threads that they must
+            self._join()
+            self.joins += 1
+
+    def _join(self) -> None:
         seconds = self.settings.patience_seconds if self._joined else self.settings.connect_seconds
         started = time.monotonic()
         if self._joined:

@@ -143,6 +143,11 @@ class SampleCounter:
         self._count = 0
         self._handle = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
+    @property
+    def waiting(self) -> int:
+        """Samples that have passed since the last call of :meth:`take`."""
+        return self._count
+
     def take(self) -> int:
         """Return the samples since the last call, at least 1 (a step without a forward that was seen)."""
         count, self._count = self._count, 0

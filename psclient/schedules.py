@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from psclient.node import NodeOptimizer
 from psclient.optimizer import ParameterServerOptimizer
 
 DensitySchedule = Callable[[int], float]
@@ -48,7 +49,7 @@ class VersionClock:
     """
 
     scheduler: Any
-    optimizer: ParameterServerOptimizer
+    optimizer: ParameterServerOptimizer | NodeOptimizer
     versions_per_step: int = 1
     steps: int = 0
 

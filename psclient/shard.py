@@ -131,7 +131,13 @@ class ShardClient:
         )
 
     def open_push(
-        self, identity: pb.WorkerIdentity, step: int, samples: int, learning_rate: float, plan: list[Span]
+        self,
+        identity: pb.WorkerIdentity,
+        step: int,
+        samples: int,
+        learning_rate: float,
+        plan: list[Span],
+        finished: list[pb.FinishedSamples],
     ) -> None:
         """Begin to stream a push: the header goes out now, chunks as they are handed in."""
         generation = self.generation  # read once: a fetch on another thread may join again
@@ -149,6 +155,7 @@ class ShardClient:
             samples=samples,
             learning_rate=learning_rate,
             plan=[pb.Group(start=group.start, length=group.length) for group in plan],
+            finished=finished,
         )
         self._send(pb.PushSparseRequest(header=header))
 

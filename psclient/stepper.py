@@ -79,6 +79,11 @@ class Stepper:
         """True where a backward pass has handed gradients over, and the step has not ended."""
         return self._overlap is not None and self._overlap.begun
 
+    @property
+    def samples_waiting(self) -> int:
+        """Samples that have passed through the model, and whose step is still to come."""
+        return 0 if self._samples is None else self._samples.waiting
+
     def start(self, samples: SampleCounter | None, *, overlap: bool) -> None:
         """Take the server's model over, after joining, and begin to count samples."""
         self._samples = samples

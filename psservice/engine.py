@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from google.protobuf.message import Message
@@ -24,6 +24,7 @@ from pscore.segment import Segment, merge
 from pscore.selectors import SELECTORS
 from psservice import modelstart
 from psservice.buffers import BufferAverage
+from psservice.dataset import Datasets, Leased, Share, Wish
 from psservice.finalmodel import FinalModel, ModelCopy
 from psservice.groupkeeper import GroupKeeper
 from psservice.history import History, on_device
@@ -74,6 +75,8 @@ class Push:
     """The stream as it came, for the journal."""
     learning_rate: float = 0.0
     """That the values carry; 0 where it is not known."""
+    finished: Mapping[str, Share] = field(default_factory=dict)
+    """Samples that it finishes, by dataset."""
 
 
 class Engine:
@@ -121,6 +124,7 @@ class Engine:
         self.model: ModelShard | None = None
         self.layout: ModelLayout | None = None
         self.buffers: BufferAverage | None = None
+        self.datasets = Datasets()
         self.draining = False
         self._final_model = FinalModel(settings.final_model, settings.shard_index, settings.num_shards)
         self._topk = TopKSettings(
@@ -290,6 +294,7 @@ class Engine:
             self._require_in_step(member)
             self.admission.require_small(norm)
             factor = self._scaling.factor(staleness, member.interval_seconds, self.membership.intervals())
+            datasets = self.datasets.finish(push.identity, push.finished)
             number = self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
             started = time.perf_counter_ns()
             try:
@@ -300,6 +305,7 @@ class Engine:
                 raise
             answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
             self.membership.remember_push(push.identity, push.step, answer)
+            self.datasets.put(datasets)
             member.last_step, member.staleness = push.step, staleness
             self.membership.tick(member)
             member.samples += push.samples
@@ -377,6 +383,31 @@ class Engine:
         self.persistence.wait()
         return buffers.packed()
 
+    def lease_samples(self, identity: Identity, wish: Wish) -> Leased:
+        """Hand a worker samples to train; on the writer thread, so that the order with pushes is that of the journal.
+
+        Raises:
+            Refusal: ``SETTINGS_MISMATCH`` where the worker has another dataset, ``BAD_REQUEST``, ``NOT_DURABLE``.
+        """
+        self._require_serving()
+        if not self.is_coordinator:
+            raise Refusal(Reason.BAD_REQUEST, "shard 0 hands out samples; the others know of none")
+
+        def lease() -> Leased:
+            self.membership.require(identity)
+            self.require_model(None)
+            live = {member.identity for member in self.membership.members()}
+            over = self.run.state is RunState.FINISHED
+            leased = self.datasets.lease(identity, replace(wish, samples=0) if over else wish, live)
+            if leased.changed:
+                self.persistence.leased(identity, wish, leased)
+                self.datasets.put({wish.dataset: leased.after})
+            return leased
+
+        leased = self.writer.run(lease)
+        self.persistence.wait()
+        return leased
+
     def copy_model(self) -> ModelCopy:
         """Copy the shard's values at the current version."""
         model = self.require_model(None)
@@ -399,6 +430,7 @@ class Engine:
             with self._join_lock:
                 old = self.require_model(None)
                 before = self.model, self.buffers, self.run.state, self.run.samples
+                datasets, self.datasets = self.datasets, history.datasets
                 history.model.generation = next_generation(old.generation)
                 self.model, self.buffers = history.model, history.buffers
                 self.run.state, self.run.samples = history.run_state, history.samples
@@ -406,6 +438,7 @@ class Engine:
                     self.persistence.take_inside(self)
                 except BaseException:
                     self.model, self.buffers, self.run.state, self.run.samples = before
+                    self.datasets = datasets
                     raise
                 self.membership.reset_downlinks()
                 self.metrics.version.set(history.model.version)
@@ -462,6 +495,7 @@ class Engine:
         """Become what a history has been replayed to; before anything is served, or on the writer thread."""
         manifest = history.manifest
         self.layout, self.model, self.buffers = history.layout, history.model, history.buffers
+        self.datasets = history.datasets
         self.run.restore(history.run_id, history.run_state, manifest.method, manifest.method_settings, history.samples)
         self.regime = Regime.of(manifest.method_settings)
         live = [live.identity for live in history.workers.values()]

@@ -21,6 +21,7 @@ from pscore.reasons import Refusal
 from pscore.segment import Segment, merge
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.buffers import BufferAverage
+from psservice.datamessages import brought_back, finished_of, redo
 from psservice.durability.files import StorageError
 from psservice.durability.records import Body, DamagedError, Record
 from psservice.durability.snapshots import Manifest, Snapshot, found
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 PUSHED, AVERAGED, JOINED, LEFT, FINISHED, ROUND, GROUPS = range(1, 8)
 """What a record says: a push was taken, buffers were averaged in, a lease began or ended, the run is over, a round was
 closed, something was decided in the groups."""
+
+LEASED = 10
+"""What a record says: samples were handed out."""
 
 THETA, BUFFER_PREFIX, MEMORY_PREFIX = "theta", "buffer.", "memory."
 """Names of a snapshot's tensors: the shard's parameters, fp32 ``[length]``, each buffer of the average, and what the
@@ -112,6 +116,7 @@ class History:
         pushes: what is remembered of each incarnation.
         last_pushes: by worker name.
         workers: who holds a lease, by name.
+        datasets: whose samples are whose.
         replayed: records done again.
     """
 
@@ -170,6 +175,7 @@ class History:
             )
             for worker in manifest.workers
         }
+        self.datasets = brought_back(manifest.datasets)
         self.replayed = 0
 
     @property
@@ -260,6 +266,8 @@ class History:
             if not isinstance(self.model, GroupedShard):
                 raise ValueError("the shard has no groups")
             self.model.decide(Decision.from_bytes(record.body))
+        elif record.kind == LEASED:
+            redo(self.datasets, messages_in(record.body))
         else:
             raise ValueError(f"records of kind {record.kind} are not known to this version of the server")
 
@@ -279,6 +287,7 @@ class History:
             return
         self.run_id = self.run_id or header.identity.run_id  # a shard that follows learns it from its workers
         identity = _identity(header.identity)
+        self.datasets.put(self.datasets.finish(identity, finished_of(header)))
         known = self.pushes.setdefault(identity, PushRecord())
         known.step, known.answer = (
             header.step,

@@ -8,6 +8,8 @@ import torch
 
 from pscore.modelfile import StateDict
 from psservice.buffers import BufferAverage
+from psservice.datamessages import kept
+from psservice.dataset import Datasets
 from psservice.durability.snapshots import KnownPush, LiveWorker, Manifest
 from psservice.history import BUFFER_PREFIX, MEMORY_PREFIX, THETA, History, layout_to_plain
 from psservice.membership import Membership
@@ -24,6 +26,7 @@ class Kept(Protocol):
     is_coordinator: bool
     model: ModelShard | None
     buffers: BufferAverage | None
+    datasets: Datasets
     run: Run
     membership: Membership
     writer: Writer
@@ -105,6 +108,7 @@ def moment_of(
             for member in engine.membership.members()
         ],
         memory=dict(memory.plain),
+        datasets=kept(engine.datasets),
         buffer_weight=buffers[0],
         clean=clean,
         created_unix_seconds=time.time(),

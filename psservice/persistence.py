@@ -16,6 +16,8 @@ from google.protobuf.message import Message
 from pscore.generation import epoch, sibling_generation
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice.datamessages import record_of
+from psservice.dataset import Leased, Wish
 from psservice.durability.files import StorageError
 from psservice.durability.journal import JournalError
 from psservice.durability.records import Body
@@ -26,6 +28,7 @@ from psservice.history import (
     FINISHED,
     GROUPS,
     JOINED,
+    LEASED,
     LEFT,
     PUSHED,
     ROUND,
@@ -218,6 +221,11 @@ class Persistence:
         if self.keeps_journal:
             codecs = [cast("pb.IndexCodec.ValueType", codec) for codec in sorted(index_codecs)]
             self._append(JOINED, body_of([pb.JoinRequest(identity=_named(identity), index_codecs=codecs)]))
+
+    def leased(self, identity: Identity, wish: Wish, leased: Leased) -> None:
+        """Write down that samples are handed out; raises :class:`Refusal` (``NOT_DURABLE``)."""
+        if self.keeps_journal:
+            self._append(LEASED, body_of(record_of(identity, wish, leased)))
 
     def left(self, identity: Identity) -> None:
         """Write the end of a lease down; where that fails, the lease ends once more after a restart."""

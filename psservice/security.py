@@ -47,6 +47,7 @@ REQUIRED: dict[str, Role] = {
     "PushSparse": Role.WORKER,
     "PullDiff": Role.WORKER,
     "ExchangeBuffers": Role.WORKER,
+    "LeaseSamples": Role.WORKER,
     "FinishRun": Role.WORKER,  # workers tell the other shards of the end
     "TakeSnapshot": Role.ADMIN,
     "RestoreModel": Role.ADMIN,

@@ -24,6 +24,7 @@ from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceServicer
 from pscore.version import __version__
+from psservice.datamessages import answer_to_message, finished_of, wish_of
 from psservice.engine import Engine, Push
 from psservice.inflight import Charge, InFlight, charged, largest_stream, segments_bytes
 from psservice.membership import Identity, Member
@@ -204,6 +205,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                     raise Refusal(Reason.BAD_REQUEST, "steps count from 1")
                 if not 0 <= header.learning_rate < math.inf:
                     raise Refusal(Reason.BAD_REQUEST, f"{header.learning_rate} is no learning rate")
+                finished_of(header)  # refused here, before the rest of it is received
                 return PushReader.of(header, engine.span, keep=engine.persistence.keeps_journal)
 
             header, reader, segments = read_push(charged(request_iterator, charge), open_push)
@@ -218,6 +220,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                     segments,
                     reader.messages,
                     header.learning_rate,
+                    finished_of(header),
                 )
             )
             if repeated:
@@ -295,6 +298,17 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 message = pb.ExchangeBuffersResponse(buffers=piece)
                 self._count("ExchangeBuffers", None, sent=frames.wire_bytes(message))
                 yield message
+
+    def LeaseSamples(  # noqa: N802
+        self, request: pb.LeaseSamplesRequest, context: grpc.ServicerContext
+    ) -> pb.LeaseSamplesResponse:
+        """Hand samples out."""
+        engine = self._engine
+        with self._admitted(context, "LeaseSamples") as caller:
+            leased = engine.lease_samples(self._identity(caller, request.identity), wish_of(request))
+            answer = answer_to_message(leased, len(engine.membership))
+            answer.run_state = _RUN_STATES[engine.run.state]
+            return answer
 
     def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.GetStatusResponse:  # noqa: N802
         """Report."""

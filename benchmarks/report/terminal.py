@@ -18,12 +18,13 @@ def show(facts: dict[str, Any], sections: Sequence[Section], console: Console) -
     for number, section in enumerate(sections, start=1):
         console.print(f"\n{number}. {section.title}", style="bold", markup=False)
         for table in section.tables:
-            console.print(_rich(table))
+            console.print(rich_table(table))
         for note in section.notes:
             console.print(f"- {note}", markup=False, highlight=False, style="dim")
 
 
-def _rich(table: Table) -> RichTable:
+def rich_table(table: Table) -> RichTable:
+    """Return a table as rich draws it."""
     drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE)
     for i, column in enumerate(table.columns):
         drawn.add_column(column, justify="right" if i else "left", no_wrap=bool(i))

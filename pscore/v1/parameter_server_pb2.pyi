@@ -1212,6 +1212,64 @@ class Group(_message.Message):
 Global___Group: _TypeAlias = Group  # noqa: Y015
 
 @_typing.final
+class SampleRange(_message.Message):
+    """Neighbouring samples of one epoch, by their places in its order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The epoch, counted from 0."""
+    start: _builtins.int
+    """Place of the first sample."""
+    count: _builtins.int
+    """Samples."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        start: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "epoch", b"epoch", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleRange: _TypeAlias = SampleRange  # noqa: Y015
+
+@_typing.final
+class FinishedSamples(_message.Message):
+    """Samples that are trained once the push that names them is applied."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
+    dataset: _builtins.str
+    """Name of the dataset."""
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
+        """Which samples; those that the worker does not hold are passed over."""
+
+    def __init__(
+        self,
+        *,
+        dataset: _builtins.str = ...,
+        ranges: _abc.Iterable[Global___SampleRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "ranges", b"ranges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FinishedSamples: _TypeAlias = FinishedSamples  # noqa: Y015
+
+@_typing.final
 class PushHeader(_message.Message):
     """First message of a push."""
 
@@ -1224,6 +1282,7 @@ class PushHeader(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The worker's step; rises within an incarnation."""
     generation: _builtins.int
@@ -1242,6 +1301,10 @@ class PushHeader(_message.Message):
     def plan(self) -> _containers.RepeatedCompositeFieldContainer[Global___Group]:
         """The groups that follow: disjoint, inside the shard's range, each sent in ascending order."""
 
+    @_builtins.property
+    def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedSamples]:
+        """To shard 0: samples that this push finishes. They are finished if, and only if, it is applied."""
+
     def __init__(
         self,
         *,
@@ -1252,10 +1315,11 @@ class PushHeader(_message.Message):
         samples: _builtins.int = ...,
         plan: _abc.Iterable[Global___Group] | None = ...,
         learning_rate: _builtins.float = ...,
+        finished: _abc.Iterable[Global___FinishedSamples] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "generation", b"generation", "identity", b"identity", "learning_rate", b"learning_rate", "plan", b"plan", "samples", b"samples", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "finished", b"finished", "generation", b"generation", "identity", b"identity", "learning_rate", b"learning_rate", "plan", b"plan", "samples", b"samples", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1582,6 +1646,112 @@ class ExchangeBuffersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExchangeBuffersResponse: _TypeAlias = ExchangeBuffersResponse  # noqa: Y015
+
+@_typing.final
+class LeaseSamplesRequest(_message.Message):
+    """Asks for samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    DATASET_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    SHUFFLE_FIELD_NUMBER: _builtins.int
+    HAS_EPOCH_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    dataset: _builtins.str
+    """Name of the dataset; the first worker to name it brings it."""
+    size: _builtins.int
+    """Its samples; all workers must agree."""
+    seed: _builtins.int
+    """Of the order of each epoch, which workers compute; all must agree."""
+    shuffle: _builtins.bool
+    """Whether there is an order other than the dataset's own; all must agree."""
+    has_epoch: _builtins.bool
+    """False to ask for the newest epoch that has begun."""
+    epoch: _builtins.int
+    """Samples of this epoch or of earlier ones are wanted; it begins when nothing of those before it is left to hand out."""
+    samples: _builtins.int
+    """At most so many samples; 0 to hear only what has become of those held."""
+    @_builtins.property
+    def identity(self) -> Global___WorkerIdentity:
+        """Who asks."""
+
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
+        """All that the worker has been handed and has not finished. What the server has handed it beyond that, in an answer
+        that was lost, is handed out again.
+        """
+
+    def __init__(
+        self,
+        *,
+        identity: Global___WorkerIdentity | None = ...,
+        dataset: _builtins.str = ...,
+        size: _builtins.int = ...,
+        seed: _builtins.int = ...,
+        shuffle: _builtins.bool = ...,
+        has_epoch: _builtins.bool = ...,
+        epoch: _builtins.int = ...,
+        samples: _builtins.int = ...,
+        held: _abc.Iterable[Global___SampleRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "epoch", b"epoch", "has_epoch", b"has_epoch", "held", b"held", "identity", b"identity", "samples", b"samples", "seed", b"seed", "shuffle", b"shuffle", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseSamplesRequest: _TypeAlias = LeaseSamplesRequest  # noqa: Y015
+
+@_typing.final
+class LeaseSamplesResponse(_message.Message):
+    """Samples to be trained by this worker alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRANTED_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SAMPLES_ELSEWHERE_FIELD_NUMBER: _builtins.int
+    RETRY_SECONDS_FIELD_NUMBER: _builtins.int
+    RUN_STATE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The newest epoch that has begun."""
+    samples_elsewhere: _builtins.int
+    """Unfinished samples of the epochs asked for that others hold; they are handed out again if their workers die."""
+    retry_seconds: _builtins.float
+    """Where nothing was granted: when to ask again, seconds."""
+    run_state: Global___RunState.ValueType
+    """Where the run is."""
+    @_builtins.property
+    def granted(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
+        """In the order in which to train them; none where nothing of the epochs asked for is left to hand out."""
+
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
+        """Of what the worker said that it holds: what it no longer does, because its lease had ended or the server went back."""
+
+    def __init__(
+        self,
+        *,
+        granted: _abc.Iterable[Global___SampleRange] | None = ...,
+        lost: _abc.Iterable[Global___SampleRange] | None = ...,
+        epoch: _builtins.int = ...,
+        samples_elsewhere: _builtins.int = ...,
+        retry_seconds: _builtins.float = ...,
+        run_state: Global___RunState.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "granted", b"granted", "lost", b"lost", "retry_seconds", b"retry_seconds", "run_state", b"run_state", "samples_elsewhere", b"samples_elsewhere"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseSamplesResponse: _TypeAlias = LeaseSamplesResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

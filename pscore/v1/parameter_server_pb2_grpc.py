@@ -75,6 +75,11 @@ class ParameterServerServiceStub(object):
                 request_serializer=pscore_dot_v1_dot_parameter__server__pb2.ExchangeBuffersRequest.SerializeToString,
                 response_deserializer=pscore_dot_v1_dot_parameter__server__pb2.ExchangeBuffersResponse.FromString,
                 _registered_method=True)
+        self.LeaseSamples = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/LeaseSamples',
+                request_serializer=pscore_dot_v1_dot_parameter__server__pb2.LeaseSamplesRequest.SerializeToString,
+                response_deserializer=pscore_dot_v1_dot_parameter__server__pb2.LeaseSamplesResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/sparseps.v1.ParameterServerService/GetStatus',
                 request_serializer=pscore_dot_v1_dot_parameter__server__pb2.GetStatusRequest.SerializeToString,
@@ -157,6 +162,13 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeaseSamples(self, request, context):
+        """Hands a worker samples of a dataset's epoch, until it has finished them or is gone. Shard 0 only. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Reports versions, workers, bytes.
         """
@@ -227,6 +239,11 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.ExchangeBuffers,
                     request_deserializer=pscore_dot_v1_dot_parameter__server__pb2.ExchangeBuffersRequest.FromString,
                     response_serializer=pscore_dot_v1_dot_parameter__server__pb2.ExchangeBuffersResponse.SerializeToString,
+            ),
+            'LeaseSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaseSamples,
+                    request_deserializer=pscore_dot_v1_dot_parameter__server__pb2.LeaseSamplesRequest.FromString,
+                    response_serializer=pscore_dot_v1_dot_parameter__server__pb2.LeaseSamplesResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -466,6 +483,33 @@ class ParameterServerService(object):
             '/sparseps.v1.ParameterServerService/ExchangeBuffers',
             pscore_dot_v1_dot_parameter__server__pb2.ExchangeBuffersRequest.SerializeToString,
             pscore_dot_v1_dot_parameter__server__pb2.ExchangeBuffersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaseSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/LeaseSamples',
+            pscore_dot_v1_dot_parameter__server__pb2.LeaseSamplesRequest.SerializeToString,
+            pscore_dot_v1_dot_parameter__server__pb2.LeaseSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,8 @@ class ParameterServerServiceStub:
     """Returns what this worker's replica lacks, in forward order of the layers."""
     ExchangeBuffers: _grpc.StreamStreamMultiCallable[_parameter_server_pb2.ExchangeBuffersRequest, _parameter_server_pb2.ExchangeBuffersResponse]
     """Contributes a worker's buffers to the average and returns the average. Shard 0 only."""
+    LeaseSamples: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.LeaseSamplesRequest, _parameter_server_pb2.LeaseSamplesResponse]
+    """Hands a worker samples of a dataset's epoch, until it has finished them or is gone. Shard 0 only. Idempotent."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.GetStatusRequest, _parameter_server_pb2.GetStatusResponse]
     """Reports versions, workers, bytes."""
     FinishRun: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.FinishRunRequest, _parameter_server_pb2.FinishRunResponse]
@@ -85,6 +87,8 @@ class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
     """Returns what this worker's replica lacks, in forward order of the layers."""
     ExchangeBuffers: _aio.StreamStreamMultiCallable[_parameter_server_pb2.ExchangeBuffersRequest, _parameter_server_pb2.ExchangeBuffersResponse]  # type: ignore[assignment]
     """Contributes a worker's buffers to the average and returns the average. Shard 0 only."""
+    LeaseSamples: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.LeaseSamplesRequest, _parameter_server_pb2.LeaseSamplesResponse]  # type: ignore[assignment]
+    """Hands a worker samples of a dataset's epoch, until it has finished them or is gone. Shard 0 only. Idempotent."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.GetStatusRequest, _parameter_server_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Reports versions, workers, bytes."""
     FinishRun: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.FinishRunRequest, _parameter_server_pb2.FinishRunResponse]  # type: ignore[assignment]
@@ -160,6 +164,14 @@ class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_parameter_server_pb2.ExchangeBuffersResponse], _abc.AsyncIterator[_parameter_server_pb2.ExchangeBuffersResponse]]:
         """Contributes a worker's buffers to the average and returns the average. Shard 0 only."""
+
+    @_abc_1.abstractmethod
+    def LeaseSamples(
+        self,
+        request: _parameter_server_pb2.LeaseSamplesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.LeaseSamplesResponse, _abc.Awaitable[_parameter_server_pb2.LeaseSamplesResponse]]:
+        """Hands a worker samples of a dataset's epoch, until it has finished them or is gone. Shard 0 only. Idempotent."""
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from psservice.durability.files import StorageError, publish, remove_directory
+from psservice.durability.keptdata import KeptDataset
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Manifest(_Strict):
         last_pushes: by worker name: incarnation and step of the last push, least recent first.
         workers: who held a lease.
         memory: what the update rule and an open round remember beside their tensors.
+        datasets: whose samples are whose; none in what an older server wrote.
         buffer_weight: weight of the average of buffers.
         clean: taken when the server was told to stop, with nothing applied afterwards.
         created_unix_seconds: when.
@@ -101,6 +103,7 @@ class Manifest(_Strict):
     last_pushes: dict[str, tuple[str, int]]
     workers: list[LiveWorker]
     memory: dict[str, Any]
+    datasets: list[KeptDataset] = []
     buffer_weight: float
     clean: bool
     created_unix_seconds: float

@@ -20,6 +20,9 @@ from psservice.shard.past_values import Overwritten, PastValues, compensated
 
 log = logging.getLogger(__name__)
 
+_SPARSE = 0.25
+"""Share of the elements up to which a push is one whose answer should not be dense."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardSettings:
@@ -136,7 +139,7 @@ class ModelShard:
         """Apply one update over the shard's span (``None``: it has no entries) and return the new version."""
         before = None if self._past is None else self._before(push)
         support = self._rule.apply(push)
-        self.spread = self._rule.spreads and push is not None and push.offsets is not None
+        self.spread = self._rule.spreads and push is not None and push.entries <= _SPARSE * self.span.length
         if self._past is not None and before is not None:
             self._past.note(before)
         return self._advance(support)

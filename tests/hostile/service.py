@@ -122,6 +122,7 @@ class Service:
             base_version=0,
             samples=1,
             plan=[pb.Group(start=0, length=LAYOUT.size)],
+            finished=[pb.FinishedSamples(dataset="train", ranges=[pb.SampleRange(start=7 * self.step, count=9)])],
         )
         messages, checksum = [pb.PushSparseRequest(header=header)], frames.Checksum()
         for chunk, _ in frames.encode(Segment(self.span, offsets, values), chunk_bytes=chance.choice((128, 1 << 20))):
@@ -149,6 +150,17 @@ class Service:
             "ExchangeBuffers": lambda: [
                 pb.ExchangeBuffersRequest(header=buffers),
                 pb.ExchangeBuffersRequest(buffers=pb.BytesChunk(data=bytes(20))),
+            ],
+            "LeaseSamples": lambda: [
+                pb.LeaseSamplesRequest(
+                    identity=identity,
+                    dataset="train",
+                    size=1000,
+                    has_epoch=True,
+                    epoch=chance.randrange(3),
+                    samples=chance.randrange(100),
+                    held=[pb.SampleRange(start=chance.randrange(900), count=chance.randrange(1, 100))],
+                )
             ],
             "GetStatus": lambda: [pb.GetStatusRequest()],
             "FinishRun": lambda: [pb.FinishRunRequest(run_id="another")],

@@ -121,6 +121,7 @@ def assert_same(again: Engine, engine: Engine) -> None:
         for one in (again, engine)
     ]
     assert live[0] == live[1]
+    assert again.datasets.all() == engine.datasets.all()
     mine, theirs = again.membership.remembered(), engine.membership.remembered()
     assert mine[1] == theirs[1]
     plain = [

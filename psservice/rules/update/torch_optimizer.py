@@ -98,8 +98,6 @@ def _groups(name: str, text: str) -> tuple[Group, ...]:
 class TorchOptimizer:
     """Steps a ``torch.optim`` optimizer with every push as its gradient.
 
-    Neighbouring tensors of a group are stepped as one where the optimizer works element by element.
-
     Args:
         place: the parameters.
         settings: which optimizer, and how.
@@ -112,13 +110,12 @@ class TorchOptimizer:
         """Make the optimizer over views of the parameters."""
         self._place, self._settings = place, settings
         self._pieces: list[tuple[Span, torch.Tensor]] = []
-        joined = settings.optimizer.name in ELEMENTWISE
         groups = settings.groups or (Group(tuple(range(len(place.layout.parameters))), {}),)
         if any(group.tensors and max(group.tensors) >= len(place.layout.parameters) for group in groups):
             raise Refusal(Reason.BAD_REQUEST, "the optimizer's groups name tensors that the model does not have")
         made = []
         for group in groups:
-            pieces = list(self._joined(group) if joined else self._whole(group))
+            pieces = list(self._tensors(group))
             self._pieces += pieces
             if pieces:
                 made.append({**group.options, "params": [tensor for _, tensor in pieces]})
@@ -174,23 +171,12 @@ class TorchOptimizer:
 
     # Inner parts
 
-    def _joined(self, group: Group) -> Iterator[tuple[Span, torch.Tensor]]:
-        """Yield a group's runs of neighbouring tensors inside the shard, flat."""
-        layout, span = self._place.layout, self._place.span
-        runs: list[Span] = []
-        for position in sorted(group.tensors):
-            tensor = layout.span(position)
-            if runs and runs[-1].end == tensor.start:
-                runs[-1] = Span(runs[-1].start, tensor.end)
-            else:
-                runs.append(tensor)
-        for run in runs:
-            inside = run.intersect(span)
-            if inside.length:
-                yield inside, self._view(inside)
+    def _tensors(self, group: Group) -> Iterator[tuple[Span, torch.Tensor]]:
+        """Yield a group's tensors inside the shard: in their shapes, or flat where a shard's end cuts one.
 
-    def _whole(self, group: Group) -> Iterator[tuple[Span, torch.Tensor]]:
-        """Yield a group's tensors inside the shard, in their shapes."""
+        One by one, and not in long runs: torch's kernels round the last elements of a tensor in another way than those
+        before, so only the same tensors get the same bits as at home.
+        """
         layout = self._place.layout
         for position in sorted(group.tensors):
             tensor = layout.span(position)
@@ -198,13 +184,16 @@ class TorchOptimizer:
             if not inside.length:
                 continue
             spec = layout.parameters[position]
-            if inside != tensor:
+            if inside == tensor:
+                yield inside, self._view(inside).view(spec.shape)
+            elif self._settings.optimizer.name in ELEMENTWISE:
+                yield inside, self._view(inside)
+            else:
                 raise Refusal(
                     Reason.BAD_REQUEST,
                     f"{self._settings.optimizer.name} needs tensors whole, and {spec.name!r} is cut between two "
                     f"shards; use one shard, or one of {', '.join(sorted(ELEMENTWISE))}",
                 )
-            yield inside, self._view(inside).view(spec.shape)
 
     def _view(self, span: Span) -> torch.Tensor:
         start = self._place.span.start
@@ -244,18 +233,19 @@ class TorchOptimizer:
                 continue
             offsets = part.offsets + (part.span.start - span.start)
             state = optimizer.state[tensor]
-            full = {name for name, value in state.items() if _like(value, tensor)}
-            small = tensor[offsets]
+            full = {name for name, value in state.items() if _like(value, tensor) and tensor.dim()}
+            flat = tensor.view(-1)
+            small = flat[offsets]
             small.grad = part.values
             options = {name: value for name, value in group_of[id(tensor)].items() if name != "params"}
             kind: type[Any] = type(optimizer)
             stand_in: Optimizer = kind([{**options, "params": [small]}])
-            stand_in.state[small] = {n: value[offsets] if n in full else value for n, value in state.items()}
+            stand_in.state[small] = {n: value.view(-1)[offsets] if n in full else value for n, value in state.items()}
             stand_in.step()
-            tensor[offsets] = small
+            flat[offsets] = small
             for name, value in stand_in.state[small].items():
                 if _like(value, small) and value.dim():
-                    state.setdefault(name, torch.zeros_like(tensor))[offsets] = value
+                    state.setdefault(name, torch.zeros_like(tensor)).view(-1)[offsets] = value
                 else:
                     state[name] = value
             touched.append(offsets + (span.start - self._place.span.start))

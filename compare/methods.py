@@ -1,0 +1,120 @@
+"""The methods that are compared: how a worker makes its optimizer, and what its server is told.
+
+Adding a method is adding an entry. Every method gets the same number of samples, the same learning-rate search, and, if
+it sends a selection, the same density.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+import psclient
+from psclient.optimizer import ParameterServerOptimizer
+
+Kind = Literal["single", "asynchronous", "synchronous"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What an optimizer is made of.
+
+    Attributes:
+        model: what it trains.
+        rate: the method's learning rate, momentum not yet taken into account.
+        momentum: its momentum.
+        density: share of the entries that a sparse method sends.
+        connection: the keywords that every method takes: server, worker's name, settings.
+    """
+
+    model: nn.Module
+    rate: float
+    momentum: float
+    density: float
+    connection: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Made(NamedTuple):
+    """An optimizer, and the one whose learning rate the worker's schedule moves; ``None`` where the server has it."""
+
+    optimizer: torch.optim.Optimizer
+    scheduled: torch.optim.Optimizer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One entry.
+
+    Attributes:
+        key: its name in settings and files.
+        title: its name for readers.
+        make: see :class:`Setup` and :class:`Made`.
+        momenta: to search among; the first is the one that the learning rate is searched with.
+        kind: single (no server), asynchronous or synchronous.
+        rate_scale: what the task's rates are multiplied by, for a method whose rate is on another scale than SGD's.
+        server: settings of its server, by the number of workers.
+    """
+
+    key: str
+    title: str
+    make: Callable[[Setup], Made]
+    momenta: tuple[float, ...] = (0.6, 0.3, 0.9)
+    kind: Kind = "asynchronous"
+    rate_scale: float = 1.0
+    server: Callable[[int], dict[str, object]] = field(default=lambda workers: {})
+
+
+def _scheduled(optimizer: torch.optim.Optimizer) -> Made:
+    return Made(optimizer, optimizer)
+
+
+def _sgd(setup: Setup) -> Made:
+    return _scheduled(psclient.MomentumSGD(setup.model.parameters(), setup.rate, setup.momentum))
+
+
+def _asgd(setup: Setup) -> Made:
+    return _scheduled(
+        psclient.ASGD(setup.model.parameters(), setup.rate, setup.momentum, model=setup.model, **setup.connection)
+    )
+
+
+def _gradient_dropping(setup: Setup) -> Made:
+    return _scheduled(
+        psclient.GradientDropping(
+            setup.model.parameters(), setup.rate, density=setup.density, model=setup.model, **setup.connection
+        )
+    )
+
+
+def _with_momentum(method: Callable[..., ParameterServerOptimizer]) -> Callable[[Setup], Made]:
+    def make(setup: Setup) -> Made:
+        return _scheduled(
+            method(
+                setup.model.parameters(),
+                setup.rate,
+                setup.momentum,
+                density=setup.density,
+                model=setup.model,
+                **setup.connection,
+            )
+        )
+
+    return make
+
+
+METHODS = {
+    method.key: method
+    for method in (
+        Method("sgd", "SGD, one node", _sgd, kind="single"),
+        Method("dgs", "DGS", _with_momentum(psclient.DGS)),
+        Method("dgc", "DGC", _with_momentum(psclient.DGC)),
+        Method("gradient_dropping", "Gradient Dropping", _gradient_dropping, momenta=(0.0,)),
+        Method("asgd", "ASGD", _asgd, momenta=(0.0, 0.3, 0.6)),
+    )
+}
+"""All methods by key."""
+
+SUBJECT = "dgs"
+"""The method that the others are held against."""

@@ -1,0 +1,90 @@
+"""Sets of positions, as sorted ranges: which samples of an epoch somebody holds."""
+
+from collections.abc import Iterable, Iterator
+
+
+class Ranges:
+    """An immutable set of integers, kept as half-open ranges that are ascending, disjoint and not adjacent.
+
+    Args:
+        pairs: ``(start, end)`` of ranges in any order, which may overlap; empty ones are left out.
+    """
+
+    __slots__ = ("pairs",)
+
+    def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
+        """Sort and join."""
+        joined: list[tuple[int, int]] = []
+        for start, end in sorted(pairs):
+            if start >= end:
+                continue
+            if joined and start <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+            else:
+                joined.append((start, end))
+        self.pairs = tuple(joined)
+
+    @property
+    def total(self) -> int:
+        """How many integers there are."""
+        return sum(end - start for start, end in self.pairs)
+
+    def first(self, count: int) -> "Ranges":
+        """Return the ``count`` lowest integers, or all where there are fewer."""
+        found = []
+        for start, end in self.pairs:
+            if count <= 0:
+                break
+            found.append((start, min(end, start + count)))
+            count -= end - start
+        return Ranges(found)
+
+    def __or__(self, other: "Ranges") -> "Ranges":
+        """Return what is in either."""
+        return Ranges((*self.pairs, *other.pairs))
+
+    def __and__(self, other: "Ranges") -> "Ranges":
+        """Return what is in both."""
+        found, mine, theirs = [], 0, 0
+        while mine < len(self.pairs) and theirs < len(other.pairs):
+            (start, end), (other_start, other_end) = self.pairs[mine], other.pairs[theirs]
+            found.append((max(start, other_start), min(end, other_end)))
+            if end <= other_end:
+                mine += 1
+            else:
+                theirs += 1
+        return Ranges(found)
+
+    def __sub__(self, other: "Ranges") -> "Ranges":
+        """Return what is here and not in the other."""
+        found, theirs = [], 0
+        for start, end in self.pairs:
+            while theirs < len(other.pairs) and other.pairs[theirs][1] <= start:
+                theirs += 1
+            place = theirs
+            while place < len(other.pairs) and other.pairs[place][0] < end:
+                found.append((start, other.pairs[place][0]))
+                start = other.pairs[place][1]
+                place += 1
+            found.append((start, end))
+        return Ranges(found)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Iterate over the ranges."""
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        """Count the ranges."""
+        return len(self.pairs)
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether both hold the same integers."""
+        return isinstance(other, Ranges) and self.pairs == other.pairs
+
+    def __hash__(self) -> int:
+        """Hash the ranges."""
+        return hash(self.pairs)
+
+    def __repr__(self) -> str:
+        """Show the ranges."""
+        return f"Ranges({list(self.pairs)})"

@@ -1,0 +1,197 @@
+"""Data leases as messages, as records of the journal, and as a part of a snapshot's manifest; everything is checked."""
+
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.message import Message
+
+from pscore.ranges import Ranges
+from pscore.reasons import Reason, Refusal
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.dataset import (
+    MOST_DATASETS,
+    MOST_EPOCHS,
+    MOST_RANGES,
+    MOST_SAMPLES,
+    MOST_SIZE,
+    Dataset,
+    Datasets,
+    Leased,
+    Plan,
+    Share,
+    Wish,
+)
+from psservice.durability.keptdata import KeptDataset, KeptEpoch, KeptShare
+from psservice.epoch import Epoch
+from psservice.membership import Identity
+
+_LONGEST_NAME = 256
+_ASKS_A_SECOND = 20  # of all workers together that wait for an epoch's end
+_SHORTEST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 2.0
+
+
+def wish_of(request: pb.LeaseSamplesRequest) -> Wish:
+    """Read a request.
+
+    Raises:
+        Refusal: ``BAD_REQUEST`` where a field is out of its bounds.
+    """
+    _require_name(request.dataset)
+    for what, value, least, most in (
+        ("size", request.size, 1, MOST_SIZE),
+        ("samples", request.samples, 0, MOST_SAMPLES),
+        ("epoch", request.epoch, 0, MOST_EPOCHS - 1),
+    ):
+        if not least <= value <= most:
+            raise Refusal(Reason.BAD_REQUEST, f"{what} is {value}; it must be {least} to {most}")
+    plan = Plan(request.size, request.seed, request.shuffle)
+    epoch = request.epoch if request.has_epoch else None
+    return Wish(request.dataset, plan, epoch, request.samples, share_of(request.held, request.size))
+
+
+def finished_of(header: pb.PushHeader) -> dict[str, Share]:
+    """Read which samples a push finishes, by dataset.
+
+    Raises:
+        Refusal: ``BAD_REQUEST`` where there are too many, or one is out of its bounds.
+    """
+    if len(header.finished) > MOST_DATASETS or sum(len(each.ranges) for each in header.finished) > MOST_RANGES:
+        raise Refusal(Reason.BAD_REQUEST, f"a push finishes at most {MOST_RANGES} ranges of {MOST_DATASETS} datasets")
+    found: dict[str, Share] = {}
+    for each in header.finished:
+        _require_name(each.dataset)
+        if each.dataset in found:
+            raise Refusal(Reason.BAD_REQUEST, f"dataset {each.dataset!r} is named twice")
+        found[each.dataset] = share_of(each.ranges, MOST_SIZE)
+    return found
+
+
+def share_of(messages: Sequence[pb.SampleRange], size: int) -> dict[int, Ranges]:
+    """Read ranges of samples, by epoch; raises :class:`Refusal` (``BAD_REQUEST``) where one leaves the dataset."""
+    if len(messages) > MOST_RANGES:
+        raise Refusal(Reason.BAD_REQUEST, f"{len(messages)} ranges of samples; a message names at most {MOST_RANGES}")
+    pairs: dict[int, list[tuple[int, int]]] = {}
+    for each in messages:
+        end = each.start + each.count
+        if not each.count or end > size or each.epoch >= MOST_EPOCHS:
+            raise Refusal(
+                Reason.BAD_REQUEST,
+                f"a dataset of {size} has no samples [{each.start}, {end}) of epoch {each.epoch}",
+            )
+        pairs.setdefault(each.epoch, []).append((each.start, end))
+    return {epoch: Ranges(found) for epoch, found in pairs.items()}
+
+
+def share_to_messages(share: Share) -> list[pb.SampleRange]:
+    """Write ranges of samples, oldest epoch first."""
+    return [
+        pb.SampleRange(epoch=epoch, start=start, count=end - start)
+        for epoch, ranges in sorted(share.items())
+        for start, end in ranges
+    ]
+
+
+def answer_to_message(leased: Leased, live_workers: int) -> pb.LeaseSamplesResponse:
+    """Write an answer; the delay spreads those that wait, so that together they do not ask too often."""
+    answer = leased.answer
+    retry_seconds = min(_LONGEST_RETRY_SECONDS, max(_SHORTEST_RETRY_SECONDS, live_workers / _ASKS_A_SECOND))
+    return pb.LeaseSamplesResponse(
+        granted=share_to_messages(answer.granted),
+        lost=share_to_messages(answer.lost),
+        epoch=answer.epoch,
+        samples_elsewhere=answer.elsewhere,
+        retry_seconds=0.0 if answer.granted else retry_seconds,
+    )
+
+
+# The journal
+
+
+def record_of(identity: Identity, wish: Wish, leased: Leased) -> list[Message]:
+    """Return the messages of a record: the request, what was granted, and the workers whose shares went back before."""
+    plan = wish.plan
+    request = pb.LeaseSamplesRequest(
+        identity=_named(identity),
+        dataset=wish.dataset,
+        size=plan.size,
+        seed=plan.seed,
+        shuffle=plan.shuffle,
+        has_epoch=wish.epoch is not None,
+        epoch=wish.epoch or 0,
+        held=share_to_messages(wish.held),
+    )
+    response = pb.LeaseSamplesResponse(granted=share_to_messages(leased.answer.granted))
+    return [request, response, *(pb.LeaveRequest(identity=_named(gone)) for gone in leased.gone)]
+
+
+def redo(datasets: Datasets, messages: Sequence[bytes]) -> None:
+    """Do a record again; raises :class:`Refusal` or ``ValueError`` where it makes no sense."""
+    first, second, *others = messages
+    request, response = pb.LeaseSamplesRequest.FromString(first), pb.LeaseSamplesResponse.FromString(second)
+    gone = frozenset(_identity(pb.LeaveRequest.FromString(each).identity) for each in others)
+    datasets.redo(_identity(request.identity), wish_of(request), share_of(response.granted, request.size), gone)
+
+
+# Snapshots
+
+
+def kept(datasets: Datasets) -> list[KeptDataset]:
+    """Return all datasets as they go into a manifest."""
+    return [
+        KeptDataset(
+            name=name,
+            size=each.plan.size,
+            seed=each.plan.seed,
+            shuffle=each.plan.shuffle,
+            newest=each.newest,
+            epochs=[
+                KeptEpoch(
+                    epoch=number,
+                    fresh=epoch.fresh,
+                    held=_kept_shares(epoch.held.items()),
+                    returned=_kept_shares(epoch.returned.items()),
+                )
+                for number, epoch in each.epochs.items()
+            ],
+        )
+        for name, each in datasets.all().items()
+    ]
+
+
+def brought_back(manifest: Iterable[KeptDataset]) -> Datasets:
+    """Return the datasets of a manifest."""
+    return Datasets(
+        {
+            each.name: Dataset(
+                Plan(each.size, each.seed, each.shuffle),
+                each.newest,
+                {
+                    epoch.epoch: Epoch(epoch.fresh, _shares(epoch.held), _shares(epoch.returned))
+                    for epoch in each.epochs
+                },
+            )
+            for each in manifest
+        }
+    )
+
+
+def _kept_shares(shares: Iterable[tuple[Identity, Ranges]]) -> list[KeptShare]:
+    return [
+        KeptShare(worker_id=who.worker_id, incarnation=who.incarnation, ranges=list(ranges)) for who, ranges in shares
+    ]
+
+
+def _shares(found: Iterable[KeptShare]) -> dict[Identity, Ranges]:
+    return {Identity(each.worker_id, each.incarnation): Ranges(each.ranges) for each in found}
+
+
+def _require_name(name: str) -> None:
+    if not name or len(name) > _LONGEST_NAME or not name.isprintable():
+        raise Refusal(Reason.BAD_REQUEST, f"a dataset's name must be 1 to {_LONGEST_NAME} printable characters")
+
+
+def _named(identity: Identity) -> pb.WorkerIdentity:
+    return pb.WorkerIdentity(worker_id=identity.worker_id, incarnation=identity.incarnation)
+
+
+def _identity(message: pb.WorkerIdentity) -> Identity:
+    return Identity(message.worker_id, message.incarnation)

@@ -1,0 +1,142 @@
+"""The parts of a node that need no other process: which ranks it has, what its leader tells, what is refused."""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import psclient
+from psclient import errors
+from psclient.errors import ConfigurationError, NodeBrokenError, SparsepsError
+from psclient.nodegroup import inside, leader_settings, node_ranks
+from psclient.nodelink import _buckets
+from psclient.nodestatus import NodeStatus, ToldError
+from psclient.report import StepReport, Totals
+from psclient.settings import load
+from pscore.reasons import Reason, Refusal
+
+ERRORS = [
+    errors.ModelChangedError("0.weight", "is gone", "put it back"),
+    errors.ServerUnreachableError("host:1", 3.5, "no route", "Try again"),
+    errors.HeldBackError("host:1", 3.5, "slow", "Try again"),
+    errors.FingerprintMismatchError("differs", "0.weight"),
+    errors.NonFiniteGradientError("0.weight"),
+    errors.RefusedError(Refusal(Reason.BAD_CHUNK, "too long")),
+    errors.UpdateTooLargeError(Refusal(Reason.UPDATE_TOO_LARGE, "large", norm="3.0", max_update_norm="1.0")),
+    errors.RunFinishedError("over"),
+    NodeBrokenError("rank 1 is gone"),
+]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A default group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def through(status: NodeStatus) -> NodeStatus:
+    return NodeStatus.decode(status.encode())
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_arrives_as_what_it_was(error):
+    again = through(NodeStatus(error=ToldError.of(error))).error.again()
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+def test_every_error_can_be_made_again_from_its_text():
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SparsepsError)]
+    assert len(kinds) > 10
+    for kind in kinds:
+        again = ToldError(kind.__name__, "what happened", {}).again()
+        assert (type(again), str(again)) == (kind, "what happened")
+
+
+@pytest.mark.parametrize("kind", ["TypeError", "Refusal", "Any", "no such"])
+def test_an_error_of_another_library_says_that_the_leader_failed(kind):
+    again = ToldError(kind, "what happened", {}).again()
+    assert type(again) is NodeBrokenError
+    assert f"{kind}: what happened" in str(again)
+
+
+def test_a_status_arrives_whole():
+    report = StepReport(7, version=9, reply_mode="topk", changed_density=0.25)
+    report.seconds["wait"] = 1.5
+    status = NodeStatus(
+        9, True, 3, "node", "run", "host:1", report, Totals(samples=5), {"lr": 0.1, "nesterov": False}, 1 << 5000 | 5
+    )
+    assert through(status) == status
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "local_size", "ranks"),
+    [(0, 0, 4, range(4)), (3, 3, 4, range(4)), (4, 0, 2, range(4, 6)), (5, 1, 2, range(4, 6))],
+)
+def test_the_ranks_of_a_node_are_neighbours(rank, local_rank, local_size, ranks):
+    """A node of four and a node of two."""
+    environment = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size)}
+    assert node_ranks(rank, 6, environment) == ranks
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({}, "not set"),
+        ({"LOCAL_RANK": "0"}, "not set"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "do not fit"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}, "do not fit"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}, "do not fit"),
+    ],
+)
+def test_ranks_that_nobody_tells_or_that_do_not_fit_are_refused(environment, problem):
+    with pytest.raises(ConfigurationError, match=problem):
+        node_ranks(0, 2, environment)
+
+
+def test_a_node_needs_torch_distributed():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match="init_process_group"):
+        psclient.NodeOptimizer(psclient.ASGD, model.parameters(), lr=0.1, model=model, server="host:1")
+    with pytest.raises(ConfigurationError, match="init_process_group"):
+        psclient.node_group()
+
+
+def test_the_group_and_the_module_are_those_of_ddp(alone):
+    model = nn.Linear(2, 2)
+    own = dist.new_group([0])
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=own)
+    assert inside(ddp, None) == inside(ddp, own) == (model, own)
+    assert inside(model, None) == (model, dist.group.WORLD)
+    with pytest.raises(ConfigurationError, match="not the one"):
+        inside(ddp, dist.group.WORLD)
+
+
+def test_overlap_and_embedded_servers_are_refused(alone):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match="before DDP has averaged"):
+        psclient.NodeOptimizer(psclient.ASGD, model.parameters(), lr=0.1, server="host:1", overlap=True)
+    with pytest.raises(ConfigurationError, match="psservice serve"):
+        psclient.NodeOptimizer(psclient.ASGD, model.parameters(), lr=0.1)
+
+
+def test_a_node_that_was_launched_alone_is_not_called_rank_0(alone, monkeypatch):
+    """Every node's launcher counts from 0 then."""
+    settings = load(server="host:1")
+    monkeypatch.setenv("RANK", "0")
+    assert leader_settings(settings, dist.group.WORLD).worker not in ("", "rank-0")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
+    assert leader_settings(settings, dist.group.WORLD).worker == "job-3"
+    assert leader_settings(load(server="host:1", worker="mine"), dist.group.WORLD).worker == "mine"
+
+
+def test_small_tensors_travel_together_and_large_ones_alone():
+    small, large = [torch.zeros(10_000) for _ in range(30)], torch.zeros(20_000)
+    found = list(_buckets([*small[:2], torch.zeros(0), large, *small[2:]]))
+    shapes = [[tensor.numel() for tensor in bucket] for bucket in found]
+    assert shapes == [[20_000], [10_000] * 26, [10_000] * 4]  # 1 MiB holds 26 of them

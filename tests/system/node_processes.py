@@ -1,0 +1,245 @@
+"""The processes of nodes, for tests: ``python -m tests.system.node_processes SCENARIOS RANKS FOLDER SERVER``.
+
+Torch is loaded once, and each rank is a fork of that; what it returns lies in ``FOLDER/scenario/rank``.
+"""
+
+import copy
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import psclient
+from psclient.errors import SparsepsError
+from tests.system.tools import QUICK, make_data, make_model, train_step
+
+RANKS_PER_NODE = 2
+
+
+def launch(scenario: str, ranks: int, folder: Path, *servers: str) -> list[Any]:
+    """Run a scenario; return what each rank has found, ``None`` for one that was killed."""
+    return launch_all([scenario], ranks, folder, *servers)[scenario]
+
+
+def launch_all(scenarios: Sequence[str], ranks: int, folder: Path, *servers: str) -> dict[str, list[Any]]:
+    """Run scenarios beside one another."""
+    command = [sys.executable, "-m", "tests.system.node_processes", ",".join(scenarios), str(ranks), str(folder)]
+    done = subprocess.run([*command, *servers], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return {scenario: [_found(folder / scenario / str(rank)) for rank in range(ranks)] for scenario in scenarios}
+
+
+def _found(file: Path) -> Any:
+    return torch.load(file, weights_only=False) if file.exists() else None
+
+
+def parameters(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def half(rank: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's half of its node's batch."""
+    x, y = make_data(seed)
+    rows = slice(rank % 2, None, 2)
+    return x[rows], y[rows]
+
+
+def caught(call: Callable[[], Any]) -> SparsepsError | None:
+    try:
+        call()
+    except SparsepsError as error:
+        return error
+    return None
+
+
+def described(error: SparsepsError | None) -> tuple[str, str, dict[str, Any]]:
+    return type(error).__name__, str(error), {} if error is None else dict(vars(error))
+
+
+def dgs(model: nn.Module, server: str, **options: Any) -> psclient.NodeOptimizer:
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    options = {"lr": 0.1, "momentum": 0.5, "density": 0.1, "settings": QUICK} | options
+    return psclient.NodeOptimizer(psclient.DGS, module.parameters(), model=model, server=server, **options)
+
+
+def trains(rank: int, server: str) -> Any:
+    """A node trains, and its state goes from one optimizer to the next."""
+    ddp = DistributedDataParallel(make_model(rank, batch_norm=False))
+    with dgs(ddp, server, worker="node") as optimizer:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        for _ in range(6):
+            train_step(ddp, optimizer, *half(rank))
+            scheduler.step()
+        found = {"parameters": parameters(ddp), "samples": optimizer.totals.samples, "version": optimizer.version}
+        saved = optimizer.state_dict()
+        if rank == 0:
+            torch.save(saved, "state.pt")
+        found["rate"] = optimizer.param_groups[0]["lr"]
+    dist.barrier()
+    with dgs(ddp, server, worker="node") as optimizer:
+        loaded = torch.load("state.pt")
+        optimizer.load_state_dict(loaded)
+        again = copy.deepcopy(optimizer.state_dict())
+        found["loaded"] = optimizer.param_groups[0]["lr"]
+        found["residuals"] = [state["residual"] for state in again["state"].values()]
+        found["saved residuals"] = [state["residual"] for state in loaded["state"].values()]
+        optimizer.flush()
+        optimizer.pull()
+        found["flushed"] = parameters(ddp)
+    return found
+
+
+def meets_errors(rank: int, server: str) -> Any:
+    """A node with BatchNorm and a frozen layer meets a gradient that is not finite, and the end of the run."""
+    model = make_model(rank)
+    model[0].requires_grad_(False)
+    ddp = DistributedDataParallel(model, forward_sync_buffers=False)
+    optimizer = dgs(ddp, server)
+    found: dict[str, Any] = {"joined": parameters(model)}
+    for _ in range(2):  # buffers are exchanged in the second
+        train_step(ddp, optimizer, *half(rank))
+    found["buffers"] = [buffer.clone() for buffer in model.buffers()]
+    model[1].bias.grad.fill_(float("nan"))
+    found["not finite"] = described(caught(optimizer.step))
+    found["version"] = optimizer.version
+    found["other calls"] = described(caught(optimizer.pull if rank == 0 else optimizer.flush))
+    while not optimizer.finished:
+        train_step(ddp, optimizer, *half(rank))
+    found["end"] = optimizer.version
+    found["finished"] = described(caught(optimizer.step))
+    optimizer.pull()
+    found["parameters"] = parameters(model)
+    if rank == 0:
+        optimizer.close()
+    found["closed"] = described(caught(optimizer.step))
+    dist.barrier()  # the leader's process goes on: the follower has heard from its connection alone
+    optimizer.close()
+    found["closed twice"] = described(caught(optimizer.step))
+    other = make_model(0) if rank == 0 else nn.Sequential(nn.Linear(20, 4))
+    found["other models"] = described(caught(lambda: dgs(other, server)))
+    return found
+
+
+def outlasts_a_standstill(rank: int, server: str, server_pid: str) -> Any:
+    """The server stands still for longer than the node's patience, and goes on."""
+    hasty = QUICK.model_copy(update={"deadline_seconds": 1.0, "patience_seconds": 1.5})
+    ddp = DistributedDataParallel(make_model(rank, batch_norm=False))
+    found: dict[str, Any] = {}
+    with dgs(ddp, server, settings=hasty) as optimizer:
+        train_step(ddp, optimizer, *half(rank))
+        dist.barrier()
+        if rank == 0:
+            os.kill(int(server_pid), signal.SIGSTOP)
+        x, y = half(rank)
+        found["error"] = described(caught(lambda: train_step(ddp, optimizer, x, y)))
+        if rank == 0:
+            os.kill(int(server_pid), signal.SIGCONT)
+        dist.barrier()
+        optimizer.step()  # the same gradients, which are pushed once
+        train_step(ddp, optimizer, x, y)
+        found |= {"version": optimizer.version, "samples": optimizer.totals.samples, "parameters": parameters(ddp)}
+    return found
+
+
+def two_nodes(rank: int, server: str) -> Any:
+    """Ranks 0 and 1 are a node, 2 and 3 another."""
+    model = make_model(rank, batch_norm=False)
+    ddp = DistributedDataParallel(model, process_group=psclient.node_group())
+    optimizer = dgs(ddp, server)
+    joined = parameters(model)
+    dist.barrier()
+    for step in range(4):
+        train_step(ddp, optimizer, *half(rank, seed=rank // 2 + step))
+    dist.barrier()
+    optimizer.pull()
+    found = {"joined": joined, "parameters": parameters(model), "version": optimizer.version}
+    found |= {"worker": optimizer.worker, "live": optimizer.live_workers, "samples": optimizer.totals.samples}
+    dist.barrier()
+    optimizer.close()
+    return found
+
+
+def _is_left(rank: int, server: str, victim: int, number: signal.Signals, *, amid: bool = False) -> Any:
+    """The victim gets a signal; return what the other one meets, and after how many seconds."""
+    model = make_model(batch_norm=False)
+    optimizer = dgs(model, server, timeout_seconds=4.0)
+    model(torch.ones(3, 20)).sum().backward()
+    optimizer.step()
+    if rank == victim:
+        Path("victim").write_text(str(os.getpid()))
+    if rank == victim and not amid:
+        os.kill(os.getpid(), number)
+    if rank == victim:
+        optimizer._leader.step = lambda **_: os.kill(os.getpid(), number)
+    started = time.monotonic()
+    found = {"error": described(caught(optimizer.step)), "seconds": time.monotonic() - started}
+    found["again"] = described(caught(optimizer.step))
+    optimizer.close()
+    if number == signal.SIGSTOP:
+        os.kill(int(Path("victim").read_text()), signal.SIGKILL)
+    return found
+
+
+def follower_dies(rank: int, server: str) -> Any:
+    return _is_left(rank, server, 1, signal.SIGKILL)
+
+
+def follower_stands_still(rank: int, server: str) -> Any:
+    return _is_left(rank, server, 1, signal.SIGSTOP)
+
+
+def leader_dies_in_a_step(rank: int, server: str) -> Any:
+    return _is_left(rank, server, 0, signal.SIGKILL, amid=True)
+
+
+def leader_is_told_to_end_in_a_step(rank: int, server: str) -> Any:
+    return _is_left(rank, server, 0, signal.SIGTERM, amid=True)
+
+
+def _rank(scenario: str, rank: int, ranks: int, folder: str, servers: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    os.environ |= {"LOCAL_RANK": str(rank % RANKS_PER_NODE), "LOCAL_WORLD_SIZE": str(min(ranks, RANKS_PER_NODE))}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    limit = timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=limit)
+    found = globals()[scenario](rank, *servers)
+    torch.save(found, f"{folder}/part-{rank}")
+    Path(f"{folder}/part-{rank}").rename(f"{folder}/{rank}")
+
+
+def main() -> int:
+    """Start the ranks of every scenario at once, and kill what is left after a minute."""
+    scenarios, ranks, folder, *servers = sys.argv[1:]
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # loads the half of torch that waits for an optimizer
+    fork = multiprocessing.get_context("fork")
+    processes = []
+    for scenario in scenarios.split(","):
+        place = f"{folder}/{scenario}"
+        Path(place).mkdir()
+        for rank in range(int(ranks)):
+            processes.append(fork.Process(target=_rank, args=(scenario, rank, int(ranks), place, servers)))
+    for process in processes:
+        process.start()
+    end = time.monotonic() + 60
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    failed = any(process.exitcode not in (0, -signal.SIGKILL, 128 + signal.SIGTERM) for process in processes)
+    for process in processes:
+        process.kill()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Local steps and a push of their difference, through real servers."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import psclient
+from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
+
+ADAM = {"lr": 0.01}
+
+
+def model():
+    return make_model(batch_norm=False)
+
+
+def outer(mine, period=4, inner=None, **options):
+    inner = inner or torch.optim.Adam(mine.parameters(), **ADAM)
+    return psclient.Outer(inner, period, model=mine, **({"settings": QUICK} | options))
+
+
+def values(one):
+    return [parameter.detach().clone() for parameter in one.parameters()]
+
+
+def test_a_plain_outer_step_is_the_inner_optimizer():
+    """lr = 1, no momentum, one worker: the server takes over what the local steps have done."""
+    here, there = model(), model()
+    local = torch.optim.Adam(here.parameters(), **ADAM)
+    with outer(there, lr=1.0, momentum=0.0) as optimizer:
+        for step in range(12):
+            batch = make_data(seed=step, count=32)
+            train_step(here, local, *batch)
+            train_step(there, optimizer, *batch)
+            for mine, expected in zip(there.parameters(), here.parameters(), strict=True):
+                torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+        assert optimizer.version == 3
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_servers_step_is_sgd_on_the_differences(nesterov):
+    """DiLoCo's outer step, worked out by hand with torch.optim.SGD."""
+    here, there = model(), model()
+    outside = [nn.Parameter(value) for value in values(here)]
+    step_out = torch.optim.SGD(outside, lr=0.7, momentum=0.9, nesterov=nesterov)
+    local = torch.optim.Adam(here.parameters(), **ADAM)
+    with outer(there, lr=0.7, momentum=0.9, nesterov=nesterov) as optimizer:
+        for step in range(12):
+            batch = make_data(seed=step, count=32)
+            train_step(here, local, *batch)
+            train_step(there, optimizer, *batch)
+            if step % 4 == 3:
+                for parameter, start in zip(here.parameters(), outside, strict=True):
+                    start.grad = start.detach() - parameter.detach()
+                step_out.step()
+                with torch.no_grad():
+                    for parameter, start in zip(here.parameters(), outside, strict=True):
+                        parameter.copy_(start)
+                for mine, expected in zip(there.parameters(), here.parameters(), strict=True):
+                    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rounds", [None, psclient.Rounds(start_workers=2)])
+@pytest.mark.parametrize("density", [1.0, 0.3])
+def test_two_workers_train(rounds, density):
+    x, y = make_data(seed=77)
+    losses = {}
+
+    def work(server, worker):
+        mine = model()
+        with outer(mine, server=server, worker=f"worker-{worker}", rounds=rounds, density=density) as optimizer:
+            for step in range(80):
+                train_step(mine, optimizer, *make_data(seed=1000 * worker + step, count=32))
+        losses[worker] = nn.functional.cross_entropy(mine(x), y).item()
+
+    with psclient.LocalServer() as server:
+        threads = [threading.Thread(target=work, args=(server, worker), daemon=True) for worker in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    before = nn.functional.cross_entropy(model()(x), y).item()
+    assert len(losses) == 2
+    assert all(loss < 0.7 * before for loss in losses.values())
+
+
+def test_what_is_not_sent_is_kept_and_a_flush_hands_in_everything():
+    mine = model()
+    before = values(mine)
+    done = [torch.zeros_like(value) for value in before]
+    settings = {"lr": 1.0, "momentum": 0.0, "density": 0.05}
+    with psclient.LocalServer(down_mode="exact") as server, outer(mine, 3, server=server, **settings) as optimizer:
+        for step in range(10):
+            x, y = make_data(seed=step, count=32)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(mine(x), y).backward()
+            was = values(mine)
+            optimizer.inner.step()  # what the step will do here, looked at and undone
+            for total, new, old, parameter in zip(done, values(mine), was, mine.parameters(), strict=True):
+                total += new - old
+                parameter.data.copy_(new)
+            optimizer.inner, real = _Done(), optimizer.inner
+            optimizer.step()
+            optimizer.inner = real
+        assert optimizer.local_steps == 1
+        assert any(bool(optimizer.state[p]["residual"].any()) for p in mine.parameters())
+        optimizer.flush()
+        optimizer.pull()
+        assert_same_parameters(mine, server.server)
+        for parameter, start, total in zip(mine.parameters(), before, done, strict=True):
+            assert not optimizer.state[parameter]["residual"].any()
+            torch.testing.assert_close(parameter.detach(), start + total, rtol=1e-4, atol=1e-5)
+
+
+class _Done:
+    """An inner optimizer whose step has been taken already."""
+
+    def step(self):
+        pass
+
+
+def test_a_pull_between_keeps_the_local_steps():
+    one, two = model(), model()
+    with (
+        psclient.LocalServer() as server,
+        outer(one, 4, server=server, worker="one") as first,
+        outer(two, 4, server=server, worker="two", lr=0.7) as second,
+    ):
+        for step in range(4):
+            train_step(two, second, *make_data(seed=step, count=32))
+        moved = [new - old for new, old in zip(values(two), values(model()), strict=True)]
+        for step in range(2):
+            train_step(one, first, *make_data(seed=step, count=32))
+        before = values(one)
+        first.pull()
+        assert first.local_steps == 2
+        for now, was, change in zip(values(one), before, moved, strict=True):
+            torch.testing.assert_close(now, was + change, rtol=1e-4, atol=1e-6)
+
+
+def test_a_lost_server_is_waited_for_and_nothing_is_lost_or_pushed_twice(tmp_path):
+    here, there = model(), model()
+    local = torch.optim.Adam(here.parameters(), **ADAM)
+    hasty = QUICK.model_copy(update={"patience_seconds": 1.0, "deadline_seconds": 1.0})
+    settings = {"lr": 1.0, "momentum": 0.0, "settings": hasty}
+    with psclient.LocalServer(data_dir=tmp_path) as server, outer(there, server=server, **settings) as optimizer:
+        for step in range(8):
+            batch = make_data(seed=step, count=32)
+            train_step(here, local, *batch)
+            if step != 3:
+                train_step(there, optimizer, *batch)
+                continue
+            server.processes[0].kill()
+            server.processes[0].wait()
+            with pytest.raises(ServerUnreachableError):
+                train_step(there, optimizer, *batch)
+            server.restart()
+            optimizer.step()  # once more, as the error says; no gradient has changed since
+            assert optimizer.local_steps == 0
+        assert optimizer.version == 2
+        for mine, expected in zip(there.parameters(), here.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_local_steps_that_lead_nowhere_are_undone():
+    mine = model()
+    inner = torch.optim.SGD(mine.parameters(), lr=0.1)
+    with outer(mine, 2, inner) as optimizer:
+        start = values(mine)
+        train_step(mine, optimizer, *make_data(count=32))
+        with torch.no_grad():
+            mine[0].weight[0, 0] = float("nan")
+        mine.zero_grad()
+        with pytest.raises(NonFiniteGradientError, match=r"0\.weight"):
+            optimizer.step()
+        assert all(torch.equal(now, was) for now, was in zip(values(mine), start, strict=True))
+        for step in range(2):
+            train_step(mine, optimizer, *make_data(seed=step, count=32))
+        assert optimizer.version == 1
+
+
+def test_both_states_are_saved():
+    mine, again = model(), model()
+    with psclient.LocalServer() as server:
+        with outer(mine, density=0.1, server=server, worker="one") as optimizer:
+            for step in range(6):
+                train_step(mine, optimizer, *make_data(seed=step, count=32))
+            saved = optimizer.state_dict()
+        with outer(again, density=0.1, server=server, worker="one") as optimizer:
+            optimizer.load_state_dict(saved)
+            for number, parameter in enumerate(again.parameters()):
+                moments = saved["inner"]["state"][number]["exp_avg"]
+                assert torch.equal(optimizer.inner.state[parameter]["exp_avg"], moments)
+            with pytest.raises(ConfigurationError, match="inner"):
+                optimizer.load_state_dict({name: value for name, value in saved.items() if name != "inner"})
+
+
+def test_a_schedule_drives_the_inner_rate():
+    mine = model()
+    inner = torch.optim.SGD(mine.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    with outer(mine, 2, inner) as optimizer:
+        for step in range(3):
+            train_step(mine, optimizer, *make_data(seed=step, count=32))
+            schedule.step()
+    assert inner.param_groups[0]["lr"] == pytest.approx(0.0125)
+
+
+@pytest.mark.parametrize("wrong", [{"period": 0}, {"period": 2.5}, {"decay": 1.5}, {"overlap": True}, {"density": 0.0}])
+def test_what_makes_no_sense_is_refused_at_once(wrong):
+    with pytest.raises(ConfigurationError):
+        outer(model(), **wrong)
+
+
+def test_samples_are_counted_and_not_given():
+    mine = model()
+    with outer(mine, 2) as optimizer:
+        for step in range(4):
+            train_step(mine, optimizer, *make_data(seed=step, count=32))
+        assert optimizer.totals.samples == 128
+        with pytest.raises(ConfigurationError, match="samples"):
+            optimizer.step(samples=3)
