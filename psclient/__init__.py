@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from psclient.methods.outer import Outer
     from psclient.methods.server_optimizer import ServerOptimizer
     from psclient.methods.ssgd import SSGD
+    from psclient.methods.wagma import WAGMA
     from psclient.node import NodeOptimizer
     from psclient.nodegroup import node_group
     from psclient.rounds import Rounds
@@ -39,6 +40,7 @@ _HOMES = {
     "Rounds": "psclient.rounds",
     "SSGD": "psclient.methods.ssgd",
     "ServerOptimizer": "psclient.methods.server_optimizer",
+    "WAGMA": "psclient.methods.wagma",
     "ClientSettings": "psclient.settings",
     "ElasticSampler": "psclient.sampler",
     "LocalServer": "psclient.local",
@@ -55,6 +57,7 @@ __all__ = [
     "DGC",
     "DGS",
     "SSGD",
+    "WAGMA",
     "ClientSettings",
     "ElasticSampler",
     "GradientDropping",

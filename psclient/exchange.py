@@ -63,7 +63,7 @@ class Exchange:
 
     def open(self, samples: int, learning_rate: float) -> StepReport:
         """Begin the push of a new step; the last one must be settled."""
-        self.step += 1
+        self.step = max(self.step + 1, self._cluster.membership.first_step)
         self._trace = Trace(self.groups, time.perf_counter())
         self._pusher.open(self.step, samples, learning_rate)
         return StepReport(self.step)

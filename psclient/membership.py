@@ -69,6 +69,7 @@ class Membership:
         run_settings: what the coordinator handed out.
         live_workers: workers alive, as last heard.
         run_finished: whether the run is over, as last heard.
+        first_step: the lowest number that the next step should have, as said at the last join.
         joins: how often it has joined; after another time, what it held before may be others'.
         last_push_record: (incarnation, step) of the last push that the coordinator knew under this name at the first
             join.
@@ -91,6 +92,7 @@ class Membership:
         self.run_settings = pb.RunSettings()
         self.live_workers = 0
         self.run_finished = False
+        self.first_step = 0
         self.last_push_record: tuple[str, int] | None = None
         self._run_id = settings.run_id
         self._replica = replica
@@ -191,6 +193,7 @@ class Membership:
         self.leases.renewal_seconds = max(0.1, first.settings.lease_seconds / 3)
         self.live_workers = first.live_workers
         self.run_finished = first.run_state == pb.RUN_STATE_FINISHED
+        self.first_step = first.first_step
         if not self._joined:
             self.last_push_record = (first.last_incarnation, first.last_step) if first.last_step else None
         trained_elsewhere = any(answer.state == pb.JOIN_STATE_READY and answer.version for answer in answers)

@@ -59,6 +59,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
     """
 
     name: ClassVar[str]
+    asynchronous: ClassVar[bool] = True
+    """Whether all workers' updates meet in one model one by one, which adds momentum of its own."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             schedule,
             self.sent_learning_rate,
             self.pushed_gradients,
-            synchronous=rounds is not None,
+            synchronous=rounds is not None or not self.asynchronous,
         )
         self._lifecycle = Lifecycle(
             self,

@@ -42,7 +42,7 @@ class Stepper:
         session: the worker's parts.
         schedule: the density of each step; ``None`` leaves it to the param groups.
         learning_rate: returns the learning rate that pushed values carry.
-        synchronous: whether updates are gathered in rounds.
+        synchronous: whether updates are gathered in rounds, or go to a model of the worker's own.
         gradients: returns what tensors of the layout have to push, by position, as it is; costs nothing.
 
     Attributes:

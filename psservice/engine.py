@@ -26,6 +26,7 @@ from psservice import modelstart
 from psservice.buffers import BufferAverage
 from psservice.dataset import Datasets, Leased, Share, Wish
 from psservice.finalmodel import FinalModel, ModelCopy
+from psservice.groupkeeper import GroupKeeper
 from psservice.history import History, on_device
 from psservice.membership import Identity, Member, Membership, PushAnswer
 from psservice.metrics import Metrics, Traffic
@@ -37,6 +38,7 @@ from psservice.rules.reply import reply_rule
 from psservice.run import Run, RunState
 from psservice.settings import ServerSettings
 from psservice.shard.difference import DownSettings
+from psservice.shard.grouped import make_shard
 from psservice.shard.model import Correction, ModelShard
 from psservice.shard.replies import Reply, TopKSettings, answer
 from psservice.shard.writer import Writer
@@ -47,12 +49,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JoinOutcome:
-    """What a joining worker is told: ``state`` is ready, upload or wait; ``last_push`` is (incarnation, step)."""
+    """What a joining worker is told: ``state`` is ready, upload or wait; ``last_push`` is (incarnation, step).
+
+    ``first_step`` is the lowest number that its next push should have.
+    """
 
     state: str
     generation: int
     version: int
     last_push: tuple[str, int] | None
+    first_step: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,7 @@ class Engine:
         self._scaling = settings.scaling
         self.persistence = Persistence(settings, on_health)
         self._rounds = RoundKeeper(self.membership, self.persistence, self.writer, metrics, self._round_closed)
+        self._groups = GroupKeeper(self.membership, self.persistence, self.writer, metrics)
         try:
             self.persistence.recover(self)
         except BaseException:
@@ -191,7 +198,7 @@ class Engine:
             log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
             last_push = self.membership.last_push(identity.worker_id)
             if self.model is not None:
-                return JoinOutcome("ready", self.model.generation, self.model.version, last_push)
+                return JoinOutcome("ready", self.model.generation, self.model.version, last_push, self.model.first_step)
             generation = self._upload_turn.ask(identity, generation_seen, has_replica) if self.is_coordinator else None
             return JoinOutcome("wait" if generation is None else "upload", generation or 0, 0, last_push)
 
@@ -257,6 +264,7 @@ class Engine:
         member = self.membership.require(identity)
         if step > self.membership.record(identity).step and self.run.state is RunState.TRAINING:
             self._require_in_step(member)
+            self._groups.require_turn(self.model, identity)
 
     def commit(self, push: Push) -> tuple[PushAnswer, bool]:
         """Apply a push once; return the answer and whether this identity had been answered before."""
@@ -280,6 +288,7 @@ class Engine:
                 raise Refusal(
                     Reason.VERSION_IN_FUTURE, f"base version {push.base_version}, the server has {model.version}"
                 )
+            self._groups.admit(model, push.identity)
             staleness = model.version - push.base_version
             self.admission.require_fresh(staleness, in_rounds=model.round is not None)
             self._require_in_step(member)
@@ -289,9 +298,8 @@ class Engine:
             number = self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
             started = time.perf_counter_ns()
             try:
-                version = model.take(
-                    push.identity.worker_id, update, Correction(factor, push.base_version, push.learning_rate)
-                )
+                correction = Correction(factor, push.base_version, push.learning_rate)
+                version = model.take(push.identity.worker_id, update, correction, push.step)
             except BaseException:
                 self.persistence.take_back(number)
                 raise
@@ -304,6 +312,7 @@ class Engine:
             self.metrics.observe_push(answer, model.version)
             over = self.run.count(model.version, push.samples)
             self._rounds.close_if_due(model, self.regime.rounds)
+            self._groups.freeze_due(model)
             if over:
                 self._end_run()
             return answer, False
@@ -326,8 +335,9 @@ class Engine:
         member = self.membership.require(identity)
         self._await_round(identity)
         form = WireForm(allowed=member.index_codecs, link_bytes_per_second=link_bytes_per_second)
+        model, base_version = self._groups.seen_by(self.require_model(generation), member, base_version, acknowledged)
         reply = answer(
-            self.require_model(generation),
+            model,
             self.writer,
             member.downlink,
             self._topk,
@@ -401,7 +411,7 @@ class Engine:
     def copy_model(self) -> ModelCopy:
         """Copy the shard's values at the current version."""
         model = self.require_model(None)
-        version, values = self.writer.run(lambda: (model.version, model.theta.clone()))
+        version, values = self.writer.run(lambda: (model.version, model.current()))
         self.persistence.wait()
         return ModelCopy(model, version, values, self.buffers.state() if self.buffers else {})
 
@@ -512,7 +522,7 @@ class Engine:
         self, layout: ModelLayout, flat: torch.Tensor, buffers: list[torch.Tensor], generation: int, version: int
     ) -> None:
         before = self.model, self.buffers, self.run.state
-        self.model = ModelShard(
+        self.model = make_shard(
             layout,
             self.span,
             flat.to(self.device, torch.float32).clone(),
@@ -542,12 +552,13 @@ class Engine:
             return
         self.persistence.finished(self.run.run_id)
         self.run.state = RunState.FINISHED
+        model.finish()
         log.info("run finished", extra={"version": model.version, "samples": self.run.samples})
         self._write_final_model(model)
 
     def _write_final_model(self, model: ModelShard) -> None:
         self._final_model.begin(
-            lambda: ModelCopy(model, model.version, model.theta.clone(), self.buffers.state() if self.buffers else {}),
+            lambda: ModelCopy(model, model.version, model.current(), self.buffers.state() if self.buffers else {}),
             self.run.run_id,
         )
 

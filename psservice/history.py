@@ -31,15 +31,16 @@ from psservice.rules.admission import first_clock
 from psservice.rules.regime import Regime
 from psservice.rules.update.base import RuleState
 from psservice.run import RunState
+from psservice.shard.grouped import Decision, GroupedShard, make_shard
 from psservice.shard.ledger import Support
-from psservice.shard.model import Correction, ModelShard, ShardSettings
+from psservice.shard.model import Correction, ShardSettings
 from psservice.streams import PushReader, read_push
 
 log = logging.getLogger(__name__)
 
-PUSHED, AVERAGED, JOINED, LEFT, FINISHED, ROUND = range(1, 7)
+PUSHED, AVERAGED, JOINED, LEFT, FINISHED, ROUND, GROUPS = range(1, 8)
 """What a record says: a push was taken, buffers were averaged in, a lease began or ended, the run is over, a round was
-closed."""
+closed, something was decided in the groups."""
 
 LEASED = 10
 """What a record says: samples were handed out."""
@@ -131,7 +132,7 @@ class History:
         theta = tensors.get(THETA)
         if theta is None or theta.dtype != torch.float32 or tuple(theta.shape) != (self.span.length,):
             raise StorageError(f"{self.snapshot.path}: the parameters are not fp32 [{self.span.length}]")
-        self.model = ModelShard(
+        self.model = make_shard(
             self.layout,
             self.span,
             theta.to(device),
@@ -258,8 +259,13 @@ class History:
                 del self.workers[identity.worker_id]
         elif record.kind == FINISHED:
             self.run_state = RunState.FINISHED
+            self.model.finish()
         elif record.kind == ROUND:
             self._do_round(record)
+        elif record.kind == GROUPS:
+            if not isinstance(self.model, GroupedShard):
+                raise ValueError("the shard has no groups")
+            self.model.decide(Decision.from_bytes(record.body))
         elif record.kind == LEASED:
             redo(self.datasets, messages_in(record.body))
         else:
@@ -275,7 +281,7 @@ class History:
         update = on_device(merge(self.span, segments), self.model.theta.device)
         correction = Correction(answer.applied_scale or 1.0, header.base_version, header.learning_rate)
         try:
-            self.model.take(header.identity.worker_id, update, correction)
+            self.model.take(header.identity.worker_id, update, correction, header.step)
         except Refusal as error:  # refused then too, and the server died before it had cut the record off
             log.warning("a push that was refused is left out", extra={"offset": record.offset, "why": str(error)})
             return

@@ -113,6 +113,6 @@ def moment_of(
         clean=clean,
         created_unix_seconds=time.time(),
     )
-    tensors = {THETA: model.theta.clone()}
+    tensors = {THETA: model.current()}
     tensors |= {f"{BUFFER_PREFIX}{name}": value for name, value in buffers[1].items()}
     return Moment(manifest, tensors | {f"{MEMORY_PREFIX}{name}": value for name, value in memory.tensors.items()})

@@ -26,6 +26,7 @@ from psservice.durability.store import Store, StoreSettings, nothing_was_lost, s
 from psservice.history import (
     AVERAGED,
     FINISHED,
+    GROUPS,
     JOINED,
     LEASED,
     LEFT,
@@ -41,6 +42,7 @@ from psservice.membership import Identity, PushAnswer
 from psservice.metrics import Metrics
 from psservice.moment import Kept, Moment, moment_of
 from psservice.settings import ServerSettings
+from psservice.shard.grouped import Decision
 
 log = logging.getLogger(__name__)
 
@@ -242,6 +244,11 @@ class Persistence:
         """Write down that a round is closed, before it is; raises :class:`Refusal` (``NOT_DURABLE``)."""
         if self.keeps_journal:
             self._append(ROUND, body_of([pb.PushSparseResponse(version=version)]))
+
+    def decided(self, decision: Decision) -> None:
+        """Write down what happens in the groups, before it does; raises :class:`Refusal` (``NOT_DURABLE``)."""
+        if self.keeps_journal:
+            self._append(GROUPS, Body.of([decision.to_bytes()]))
 
     def wait(self) -> None:
         """Wait until everything that was written before this call is as durable as was promised.

@@ -51,7 +51,7 @@ def histories(data_dir: Path, version: int | None = None, checkpoint: str = "") 
 def state_of(brought: Sequence[History], *, exact: bool) -> modelfile.StateDict:
     """Join the shards of one model into a state dict; parameters in fp32 if ``exact``, else in their own dtypes."""
     layout, buffers = brought[0].layout, brought[0].buffers
-    flat = torch.cat([history.model.theta for history in brought])
+    flat = torch.cat([history.model.current() for history in brought])
     state = modelfile.assemble(layout, flat, buffers.state().values() if buffers else ())
     if exact:
         for i, spec in enumerate(layout.parameters):

@@ -115,6 +115,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 server_version=__version__,
                 index_codecs=READABLE_INDEX_CODECS,
                 value_codecs=READABLE_VALUE_CODECS,
+                first_step=outcome.first_step,
             )
 
     def RenewLease(self, request: pb.RenewLeaseRequest, context: grpc.ServicerContext) -> pb.RenewLeaseResponse:  # noqa: N802

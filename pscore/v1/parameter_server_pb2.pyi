@@ -694,6 +694,7 @@ class JoinResponse(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     INDEX_CODECS_FIELD_NUMBER: _builtins.int
     VALUE_CODECS_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
     state: Global___JoinState.ValueType
     """What to do next."""
     run_id: _builtins.str
@@ -716,6 +717,8 @@ class JoinResponse(_message.Message):
     """Where the run is."""
     server_version: _builtins.str
     """Version of the server program."""
+    first_step: _builtins.int
+    """The lowest number that the worker's next step should have, so that all count iterations alike; shard 0 decides."""
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Its settings."""
@@ -744,10 +747,11 @@ class JoinResponse(_message.Message):
         server_version: _builtins.str = ...,
         index_codecs: _abc.Iterable[Global___IndexCodec.ValueType] | None = ...,
         value_codecs: _abc.Iterable[Global___ValueCodec.ValueType] | None = ...,
+        first_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "index_codecs", b"index_codecs", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "server_version", b"server_version", "settings", b"settings", "state", b"state", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "server_version", b"server_version", "settings", b"settings", "state", b"state", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -113,13 +113,14 @@ class ModelShard:
         self._past = PastValues(limit) if settings.delay_compensation else None
         self._offset_dtype = torch.int32 if span.length < 2**31 else torch.int64
 
-    def take(self, worker: str, push: Segment | None, correction: Correction | None = None) -> int:
+    def take(self, worker: str, push: Segment | None, correction: Correction | None = None, step: int = 0) -> int:
         """Take a push in: apply it, or add it to the open round.
 
         Args:
             worker: whose.
             push: over the shard's span; ``None``: it had no entries.
             correction: what is done to it before.
+            step: its number; of interest where each worker has a model of its own.
 
         Returns:
             The version that has it, which with a round is the one after its close.
@@ -156,6 +157,18 @@ class ModelShard:
         except Refusal as error:
             log.error("a round was dropped", extra={"version": self.version + 1, "why": str(error)})
             return self._advance(self.support_of(None))
+
+    def current(self) -> torch.Tensor:
+        """Return a copy of the parameters, fp32 ``[span.length]``."""
+        return self.theta.clone()
+
+    @property
+    def first_step(self) -> int:
+        """The lowest number that a new worker's first push should have."""
+        return 1
+
+    def finish(self) -> None:
+        """Take note that the run is over."""
 
     def support_of(self, push: Segment | None) -> Support:
         """Return what a push names, as the ledger keeps it."""

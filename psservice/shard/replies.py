@@ -100,6 +100,19 @@ class Downlink:
     selection: DifferenceSelection | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     _number: int = field(default_factory=lambda: secrets.randbits(48))
+    _fence: tuple[int, int] | None = None
+
+    def has_acknowledged(self, born: int, acknowledged: int) -> bool:
+        """Tell whether a worker has applied a reply that was made since this was first asked about a model.
+
+        Args:
+            born: tells the model from those that were answered from before.
+            acknowledged: number of the last reply that the worker has applied.
+        """
+        if self._fence is None or self._fence[0] != born:
+            self._fence = born, self._number
+            return False
+        return self._fence[1] < acknowledged <= self._number
 
     def next_number(self) -> int:
         """Draw the next reply's number."""

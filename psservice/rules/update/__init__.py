@@ -13,6 +13,7 @@ from psservice.rules.update.subtract import Subtract
 
 _RULES: dict[str, Callable[[Mapping[str, str]], RuleMaker]] = {
     "subtract": lambda settings: Subtract,
+    "average": lambda settings: Subtract,  # from each worker's own model; see psservice.shard.grouped
     "torch": torch_optimizer.maker,
 }
 

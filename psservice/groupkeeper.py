@@ -1,0 +1,101 @@
+"""Keeping WAGMA-SGD's groups: who takes part, which rounds freeze, who waits, and from which model each is answered.
+
+Every decision is written down before it is done (:class:`~psservice.shard.grouped.Decision`). They are made where a
+worker pushes or asks; nobody in a call waits for another: whoever's round is open asks again.
+"""
+
+from pscore.reasons import Reason, Refusal
+from psservice.membership import Identity, Member, Membership
+from psservice.metrics import Metrics
+from psservice.persistence import Persistence
+from psservice.shard.grouped import Decision, GroupedShard
+from psservice.shard.model import ModelShard
+from psservice.shard.writer import Writer
+
+
+class GroupKeeper:
+    """Decides for one shard; each shard for itself. Where workers share one model, its calls do nothing.
+
+    Args:
+        membership: who is alive.
+        persistence: a decision is written down before it is done.
+        writer: where it is done.
+        metrics: told of rounds.
+    """
+
+    def __init__(self, membership: Membership, persistence: Persistence, writer: Writer, metrics: Metrics) -> None:
+        """Nothing is decided."""
+        self._membership, self._persistence, self._writer, self._metrics = membership, persistence, writer, metrics
+
+    def require_turn(self, model: ModelShard | None, identity: Identity) -> None:
+        """Refuse a push at its header that comes while its worker's round is open; from any thread.
+
+        Raises:
+            Refusal: ``ROUND_OPEN``.
+        """
+        if isinstance(model, GroupedShard):
+            self._writer.run(lambda: self.admit(model, identity))
+
+    def admit(self, model: ModelShard, identity: Identity) -> None:
+        """Take a worker in that is new, and see that no round is open for it; on the writer thread.
+
+        Raises:
+            Refusal: ``ROUND_OPEN``; ``NOT_DURABLE``.
+        """
+        if not isinstance(model, GroupedShard):
+            return
+        self._follow_members(model, identity)
+        self.freeze_due(model)
+        waiting = model.rounds.waits(identity.worker_id)
+        if waiting is not None:
+            raise Refusal(
+                Reason.ROUND_OPEN,
+                f"iteration {waiting.iteration} waits for {len(waiting.members) - len(waiting.fresh)} of "
+                f"{len(waiting.members)} workers",
+                retry_seconds=model.rounds.retry_seconds(waiting),
+            )
+
+    def freeze_due(self, model: ModelShard) -> None:
+        """Freeze the rounds that are due; on the writer thread. Raises :class:`Refusal` (``NOT_DURABLE``)."""
+        if not isinstance(model, GroupedShard):
+            return
+        while (frozen := model.rounds.due()) is not None:
+            self._metrics.round_contributors.observe(len(frozen.fresh))
+            self._do(model, Decision("freeze", frozen.fresh[0], iteration=frozen.iteration))
+
+    def seen_by(
+        self, model: ModelShard, member: Member, base_version: int | None, acknowledged: int
+    ) -> tuple[ModelShard, int | None]:
+        """Return the model from which a worker's pull is answered, and the version that its replica has of that.
+
+        Raises:
+            Refusal: ``ROUND_OPEN``.
+        """
+        if not isinstance(model, GroupedShard):
+            return model, base_version
+        worker = member.identity.worker_id
+
+        def look() -> ModelShard:
+            self.admit(model, member.identity)
+            return model.seen_by(worker)
+
+        own = self._writer.run(look)
+        born = model.strangers.get(worker)
+        if born is not None:
+            if not member.downlink.has_acknowledged(born, acknowledged):
+                return own, None
+            model.strangers.pop(worker, None)
+        return own, base_version
+
+    def _follow_members(self, model: GroupedShard, caller: Identity) -> None:
+        """Let go who is no longer alive, and take the caller in."""
+        live = {member.identity.worker_id: member.identity.incarnation for member in self._membership.members()}
+        for worker, incarnation in [*model.incarnations.items()]:
+            if live.get(worker) != incarnation:
+                self._do(model, Decision("leave", worker))
+        if caller.worker_id not in model.incarnations:
+            self._do(model, Decision("enter", caller.worker_id, caller.incarnation))
+
+    def _do(self, model: GroupedShard, decision: Decision) -> None:
+        self._persistence.decided(decision)
+        model.decide(decision)

@@ -1,0 +1,212 @@
+"""WAGMA-SGD with real servers and workers: it trains, waits for nobody but where it should, and survives deaths."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import psclient
+from psclient.errors import HeldBackError
+from psclient.local import LocalServer
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.operate import call
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+
+VICTIM = """
+import sys, torch, psclient
+from tests.system.tools import QUICK, make_data, make_model, train_step
+server, tau = sys.argv[1:3]
+model = make_model(batch_norm=False)
+optimizer = psclient.WAGMA(
+    model.parameters(), lr=0.05, tau=int(tau), model=model, server=server, worker="victim", settings=QUICK)
+while True:
+    print(optimizer.report.step, flush=True)
+    train_step(model, optimizer, *make_data())
+"""
+IMPATIENT = QUICK.model_copy(update={"patience_seconds": 1.5})
+
+
+def start_victim(server, tau):
+    process = subprocess.Popen(
+        [sys.executable, "-c", VICTIM, server.server, str(tau)], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    assert process.stdout.readline().strip() == "0"  # it has joined
+    return process
+
+
+class Worker:
+    """A worker of this process, with data of its own."""
+
+    def __init__(self, server, number=0, **options):
+        options = {"lr": 0.05, "settings": QUICK} | options
+        self.model = make_model(number, batch_norm=False)
+        self.data = make_data(number)
+        self.optimizer = psclient.WAGMA(
+            self.model.parameters(), model=self.model, server=server, worker=f"w{number}", **options
+        )
+
+    def train(self, steps):
+        for _ in range(steps):
+            train_step(self.model, self.optimizer, *self.data)
+
+    def until(self, step):
+        self.train(step - self.optimizer.report.step)
+
+    def accuracy(self):
+        x, y = self.data
+        return (self.model(x).argmax(1) == y).float().mean().item()
+
+    def state(self):
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+
+def together(workers, act):
+    """Let workers act at the same time; return what each has raised, or ``None``."""
+    errors = [None] * len(workers)
+
+    def run(number):
+        try:
+            act(workers[number])
+        except Exception as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(workers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+def all_train(workers, steps):
+    assert together(workers, lambda worker: worker.train(steps)) == [None] * len(workers)
+
+
+def fleet(server, count, **options):
+    return [Worker(server, number, **options) for number in range(count)]
+
+
+def finish(server, workers):
+    """End the run; everybody has the model then."""
+    for address in server.addresses:
+        call(address, "FinishRun", pb.FinishRunRequest(), 10.0)
+    for worker in workers:
+        worker.optimizer.pull()
+        assert_same_parameters(worker.model, server.server)
+        worker.optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"late": "paper", "shards": 2}, {"density": 0.1, "down_mode": "topk", "nesterov": True}, {"overlap": True}],
+    ids=lambda options: "-".join(options),
+)
+def test_four_workers_learn_the_task_together(options):
+    options = dict(options)
+    settings = {key: options.pop(key) for key in ("shards", "down_mode") if key in options}
+    with LocalServer(**settings) as server:
+        workers = fleet(server, 4, tau=3, **options)
+        all_train(workers, 48)
+        assert {worker.optimizer.report.step for worker in workers} == {48}
+        if "shards" in settings:  # answered exactly, and the last step was a global one
+            for name, value in workers[0].state().items():
+                assert all(torch.equal(worker.state()[name], value) for worker in workers)
+            assert workers[0].optimizer.version == 4 * 48
+        finish(server, workers)
+        assert min(worker.accuracy() for worker in workers) > 0.85
+
+
+def test_a_stopped_worker_holds_the_others_up_at_a_global_round_and_nowhere_else():
+    tau = 9
+    with LocalServer(lease_seconds=60) as server:
+        victim = start_victim(server, tau)
+        try:
+            workers = fleet(server, 2, tau=tau)
+            first = max(worker.optimizer._membership.first_step for worker in workers)
+            meeting = -(-first // (tau + 1)) * (tau + 1)  # the first global round of all three
+            assert together(workers, lambda worker: worker.until(meeting)) == [None, None]
+            victim.send_signal(signal.SIGSTOP)
+            assert together(workers, lambda worker: worker.until(meeting + tau)) == [None, None]
+            for worker in workers:
+                worker.optimizer._membership.settings = IMPATIENT
+            held = together(workers, lambda worker: worker.train(1))
+            assert [type(error) for error in held] == [HeldBackError, HeldBackError]
+            assert "waited" in str(held[0])
+            victim.send_signal(signal.SIGCONT)
+            wait_until(lambda: together(workers, lambda worker: worker.optimizer.pull()) == [None, None])
+        finally:
+            victim.kill()
+            victim.wait(30)
+
+
+def test_a_worker_that_dies_frees_those_who_wait_for_it_when_its_lease_ends():
+    with LocalServer(lease_seconds=1.5) as server:
+        victim = start_victim(server, 3)
+        workers = fleet(server, 2, tau=3)
+        victim.kill()
+        victim.wait(30)
+        all_train(workers, 8)  # over two global rounds
+        assert workers[0].optimizer.live_workers == 2
+
+
+class Constant:
+    """A worker with one parameter whose gradient is always the same; rate 1."""
+
+    def __init__(self, server, name, gradient, **options):
+        self.gradient = torch.full((5,), float(gradient))
+        self.parameter = nn.Parameter(torch.full((5,), 8.0))
+        self.optimizer = psclient.WAGMA(
+            [self.parameter], lr=1.0, momentum=0.0, server=server, worker=name, settings=QUICK, **options
+        )
+
+    def step(self):
+        self.parameter.grad = self.gradient.clone()
+        self.optimizer.step()
+        return self.parameter[0].item()
+
+
+@pytest.mark.parametrize(("late", "expected"), [("replace", 8 - (2 + 4) / 2), ("paper", 8 - (2 + 4) / 3)])
+def test_the_rule_for_the_late_through_real_calls(late, expected):
+    with LocalServer() as server:
+        a, b = (Constant(server, name, gradient, late=late) for name, gradient in (("a", 2), ("b", 4)))
+        assert a.step() == 7.0  # with b's first model: no time is known yet, so nobody is waited for
+        assert b.step() == pytest.approx(expected)
+        [model] = psclient.download(server.server).values()
+        torch.testing.assert_close(model, torch.full((5,), (7 + expected) / 2))
+
+
+def test_a_newcomer_begins_with_the_mean_and_takes_part():
+    with LocalServer(down_mode="exact") as server:
+        a, b = (Constant(server, name, gradient, tau=0) for name, gradient in (("a", 1), ("b", 3)))
+        for step in range(1, 4):
+            assert together([a, b], lambda worker: worker.step()) == [None, None]
+            assert a.parameter[0].item() == b.parameter[0].item() == 8 - 2 * step
+        c = Constant(server, "c", 5, tau=0)
+        assert c.parameter[0].item() == 2
+        assert together([a, b, c], lambda worker: worker.step()) == [None] * 3
+        assert c.optimizer.report.step == a.optimizer.report.step == 4
+        assert c.parameter[0].item() == pytest.approx(-1)
+        b.optimizer.close()
+        assert together([a, c], lambda worker: worker.step()) == [None] * 2
+        assert a.parameter[0].item() == c.parameter[0].item() == pytest.approx(-4)
+
+
+def test_a_server_that_is_killed_finds_every_model_again(tmp_path):
+    with LocalServer(data_dir=tmp_path, down_mode="exact", lease_seconds=60) as server:
+        workers = fleet(server, 3, tau=4, density=0.1)
+        all_train(workers, 8)  # in the middle between two global rounds
+        before = [worker.state() for worker in workers]
+        server.processes[0].send_signal(signal.SIGKILL)
+        server.restart(0)
+        for worker, state in zip(workers, before, strict=True):
+            worker.optimizer.pull()
+            assert all(torch.equal(value, state[name]) for name, value in worker.state().items())
+        all_train(workers, 3)
+        assert {worker.optimizer.report.step for worker in workers} == {11}
+        finish(server, workers)
