@@ -67,7 +67,8 @@ class SlowLink:
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         theirs = await asyncio.open_connection("127.0.0.1", self._port)
         ways = [asyncio.ensure_future(self._up(reader, theirs[1])), asyncio.ensure_future(_down(theirs[0], writer))]
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        with contextlib.suppress(asyncio.CancelledError):  # the process ends
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         for way in ways:
             way.cancel()
         writer.close()
