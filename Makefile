@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+TEST_PROCESSES ?= 2
 
 # Processes share the cores of the machine; libraries that take all of them slow one another down.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=$${MKL_NUM_THREADS:-1} \
@@ -37,7 +38,7 @@ quickstart: venv ## Train a small model with a server and workers on this machin
 	@$(VENV)/bin/python examples/quickstart.py $(ARGS)
 
 test: venv ## Run the tests
-	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m pytest $(ARGS)
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(ARGS)
 
 fuzz: venv ## Look for hostile chunks that no test has; ARGS="--seconds 600 --codec rice"
 	@$(PIP) install --quiet -c constraints.txt -e '.[fuzz]'
