@@ -22,6 +22,7 @@ from benchmarks import (
     load,
     machine,
     memory,
+    merging,
     peers,
     report,
     selection,
@@ -35,7 +36,7 @@ from benchmarks.section import Plan, Section
 
 SECTIONS = {
     module.KEY: module
-    for module in (selection, codecs, wire, server, client, memory, growth, load, peers, speedup, accuracy)
+    for module in (selection, codecs, wire, server, client, merging, memory, growth, load, peers, speedup, accuracy)
 }
 _NARROWEST = 120
 

@@ -13,17 +13,18 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "selection": Budget(15, 200),
+    "selection": Budget(13, 200),
     "bytes": Budget(10, 60),
     "wire": Budget(6, 20),
     "server": Budget(8, 90),
     "client": Budget(12, 80),
+    "merging": Budget(16, 160),
     "memory": Budget(11, 110),
     "growth": Budget(5, 60),
-    "load": Budget(14, 190),
-    "peers": Budget(18, 130),
-    "network": Budget(16, 400),
-    "accuracy": Budget(1, 400),
+    "load": Budget(11, 190),
+    "peers": Budget(14, 130),
+    "network": Budget(13, 350),
+    "accuracy": Budget(1, 350),
 }
 """By the key of the section. A section repeats, and goes on to further points, only while its time lasts."""
 

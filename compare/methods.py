@@ -26,6 +26,8 @@ class Setup:
         rate: the method's learning rate, momentum not yet taken into account.
         momentum: its momentum.
         density: share of the entries that a sparse method sends.
+        steps: of each worker.
+        workers: how many there are.
         connection: the keywords that every method takes: server, worker's name, settings.
     """
 
@@ -33,6 +35,8 @@ class Setup:
     rate: float
     momentum: float
     density: float
+    steps: int
+    workers: int
     connection: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -104,6 +108,63 @@ def _with_momentum(method: Callable[..., ParameterServerOptimizer]) -> Callable[
     return make
 
 
+def in_rounds(rounds: psclient.Rounds) -> Callable[[Setup], Made]:
+    """Return what makes an SSGD optimizer with these rounds."""
+
+    def make(setup: Setup) -> Made:
+        return _scheduled(
+            psclient.SSGD(
+                setup.model.parameters(),
+                setup.rate,
+                setup.momentum,
+                rounds=rounds,
+                model=setup.model,
+                **setup.connection,
+            )
+        )
+
+    return make
+
+
+def _server_rmsprop(setup: Setup) -> Made:
+    """The server has the schedule: the same rise and fall, by versions."""
+    versions = setup.steps * setup.workers
+    rise = max(1, versions // 10)
+    schedule = (
+        "SequentialLR",
+        {"milestones": [rise]},
+        [
+            ("LinearLR", {"start_factor": 1 / rise, "total_iters": rise}),
+            ("CosineAnnealingLR", {"T_max": max(1, versions - rise)}),
+        ],
+    )
+    optimizer = psclient.ServerOptimizer(
+        setup.model.parameters(),
+        "RMSprop",
+        {"lr": setup.rate, "momentum": setup.momentum},
+        scheduler=schedule,
+        density=setup.density,
+        model=setup.model,
+        **setup.connection,
+    )
+    return Made(optimizer, None)
+
+
+def _outer(setup: Setup) -> Made:
+    inner = torch.optim.SGD(setup.model.parameters(), setup.rate, setup.momentum)
+    optimizer = psclient.Outer(inner, OUTER_PERIOD, rounds=psclient.Rounds(), model=setup.model, **setup.connection)
+    return Made(optimizer, inner)
+
+
+def _wagma(setup: Setup) -> Made:
+    return _scheduled(
+        psclient.WAGMA(setup.model.parameters(), setup.rate, setup.momentum, model=setup.model, **setup.connection)
+    )
+
+
+OUTER_PERIOD = 8
+"""Local steps between two pushes; the numbers of steps of a run are multiples of it."""
+
 METHODS = {
     method.key: method
     for method in (
@@ -112,6 +173,17 @@ METHODS = {
         Method("dgc", "DGC", _with_momentum(psclient.DGC)),
         Method("gradient_dropping", "Gradient Dropping", _gradient_dropping, momenta=(0.0,)),
         Method("asgd", "ASGD", _asgd, momenta=(0.0, 0.3, 0.6)),
+        Method(
+            "dc_asgd",
+            "DC-ASGD",
+            _asgd,
+            momenta=(0.0, 0.3, 0.6),
+            server=lambda workers: {"delay_compensation": 0.04},
+        ),
+        Method("ssgd", "SSGD", in_rounds(psclient.Rounds()), kind="synchronous"),
+        Method("rmsprop", "RMSprop on the server", _server_rmsprop, momenta=(0.0, 0.3, 0.6), rate_scale=0.01),
+        Method("outer", f"Outer, {OUTER_PERIOD} local steps", _outer, kind="synchronous"),
+        Method("wagma", "WAGMA-SGD", _wagma),
     )
 }
 """All methods by key."""

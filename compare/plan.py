@@ -29,7 +29,7 @@ class Plan:
     tasks: tuple[str, ...] = tuple(TASKS)
     methods: tuple[str, ...] = tuple(METHODS)
     workers: tuple[int, ...] = (1, 2, 4, 8)
-    tuned_at: tuple[int, ...] = (2, 4, 8)
+    tuned_at: tuple[int, ...] = (4, 8)
     seeds: tuple[int, ...] = (0, 1, 2)
     search_seed: int = 100
     samples: int = 16_384

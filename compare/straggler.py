@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+import psclient
 from compare.campaign import Watcher
 from compare.ledger import Ledger
-from compare.methods import METHODS, Method, Setup
+from compare.methods import METHODS, Method, Setup, in_rounds
 from compare.plan import Plan
 from compare.processes import Child, ChildFailedError, server
 from compare.tasks import TASKS, loss_of
@@ -34,6 +35,16 @@ BOUNDED = Method(
     "asgd_bounded", "ASGD, --ssp-bound 4", METHODS["asgd"].make, (0.0,), server=lambda workers: {"ssp_bound": 4}
 )
 """Timed here alone: a bound on clocks is what lets one slow worker hold the others of an asynchronous method."""
+
+BACKED_UP = Method(
+    "ssgd_backup",
+    f"SSGD, {WORKERS - 1} of {WORKERS}",
+    in_rounds(psclient.Rounds(quorum=WORKERS - 1)),
+    kind="synchronous",
+)
+"""Timed here alone: with a backup worker a synchronous round does not wait for the slowest."""
+
+_ONLY_HERE = {method.key: method for method in (BOUNDED, BACKED_UP)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,7 @@ class Effect:
 
 def measure(plan: Plan, ledger: Ledger, watcher: Watcher, failures: list[str]) -> list[Effect]:
     """Time every method that has a server."""
-    chosen = [METHODS[key] for key in plan.methods if METHODS[key].kind != "single"] + [BOUNDED]
+    chosen = [METHODS[key] for key in plan.methods if METHODS[key].kind != "single"] + [*_ONLY_HERE.values()]
     expected = plan.straggler_seconds + _SETTLING_SECONDS + _EXPECTED_SECONDS
     watcher.plan(2 * expected * len(chosen))
     effects = []
@@ -91,7 +102,7 @@ def measure(plan: Plan, ledger: Ledger, watcher: Watcher, failures: list[str]) -
 
 def title_of(effect: Effect) -> str:
     """Return the method's name for readers."""
-    return BOUNDED.title if effect.method == BOUNDED.key else METHODS[effect.method].title
+    return (METHODS | _ONLY_HERE)[effect.method].title
 
 
 def _time(method: Method, timing: Timing) -> float:
@@ -110,7 +121,7 @@ def _time(method: Method, timing: Timing) -> float:
 
 def work(connection: Connection, timing: Timing, worker: int, address: str) -> None:
     """Train at the pace of the device for the given time, and tell how many steps a second that were."""
-    method = BOUNDED if timing.method == BOUNDED.key else METHODS[timing.method]
+    method = (METHODS | _ONLY_HERE)[timing.method]
     task = TASKS[_TASK]
     model = task.initial_model(seed=0)
     draws = task.draws(0, worker, WORKERS)
@@ -121,6 +132,8 @@ def work(connection: Connection, timing: Timing, worker: int, address: str) -> N
         _RATE * (1 - method.momenta[0]) * method.rate_scale,
         method.momenta[0],
         timing.density,
+        int(total / STEP_SECONDS),
+        WORKERS,
         connection_to(address, worker),
     )
     optimizer: Any = method.make(setup).optimizer

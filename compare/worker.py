@@ -58,6 +58,8 @@ def work(connection: Connection, spec: Spec, worker: int, address: str) -> None:
         spec.learning_rate,
         spec.momentum,
         spec.density,
+        spec.steps,
+        spec.workers,
         connection_to(address, worker) if address else {},
     )
     optimizer, scheduled = method.make(setup)

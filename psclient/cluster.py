@@ -13,6 +13,7 @@ from psclient.connection import Patience
 from psclient.errors import LeaseLostError, ServerFaultError, from_refusal
 from psclient.jobs import JobThread
 from psclient.membership import SLOWEST_BYTES_A_SECOND, Membership
+from psclient.merging.trace import PushTiming
 from psclient.model import NamedBuffers
 from psclient.progress import Progress
 from psclient.replica import Replica
@@ -127,6 +128,11 @@ class Cluster:
             shard.open_push(self.membership.identity, step, samples, learning_rate, list(parts.values()), told)
             places.append({number: place for place, number in enumerate(parts)})
         return places
+
+    @property
+    def timings(self) -> list[PushTiming]:
+        """When the groups of the last push left and arrived, by shard."""
+        return [shard.timing for shard in self.shards]
 
     def abandon_push(self) -> list[PushPart]:
         """Break off a push that has no commit yet, and return its parts."""

@@ -147,6 +147,8 @@ class Compressor:
         memories: each parameter's state.
         group_of: the hyper-parameters of a trained parameter now; ``None`` for a frozen one.
         choice: how entries are chosen.
+        density_of: the density of the tensor at a position, where it has one of its own; ``None`` leaves it to its
+            hyper-parameters.
 
     Attributes:
         memories: may be replaced between two steps.
@@ -159,6 +161,7 @@ class Compressor:
         memories: MutableMapping[torch.Tensor, State],
         group_of: Callable[[torch.Tensor], Group | None],
         choice: Choice,
+        density_of: Callable[[int], float | None],
     ) -> None:
         """Keep references."""
         self._method = method
@@ -166,6 +169,7 @@ class Compressor:
         self.memories = memories
         self._group_of = group_of
         self._choice = choice
+        self._density_of = density_of
 
     def compress(
         self, positions: Iterable[int], gradients: Mapping[int, torch.Tensor], clip: float, tally: Tally
@@ -196,7 +200,9 @@ class Compressor:
             step = Step(gradients[position].detach().reshape(-1), decayed, clip)
             state = self.memories[parameter]
             said[position] = (self._method.accumulate(state, group, step), state)
-            alike.setdefault((group["density"], parameter.device), []).append(position)
+            own = self._density_of(position)
+            density = group["density"] if own is None else own
+            alike.setdefault((density, parameter.device), []).append(position)
         sent: dict[int, Sent] = {}
         for (density, _), members in alike.items():
             found = compress([said[position] for position in members], density, self._choice, tally)

@@ -13,6 +13,8 @@ import torch
 from psclient.cluster import Cluster
 from psclient.compression import Compressor, Tally
 from psclient.errors import from_refusal
+from psclient.merging.planner import Planner
+from psclient.merging.trace import Trace
 from psclient.push import Pusher
 from psclient.report import StepReport
 from psclient.shard import PulledReply, PushPart
@@ -29,6 +31,7 @@ class Exchange:
         cluster: where to.
         pusher: cuts and encodes.
         compressor: selects, and takes back what did not arrive.
+        planner: which tensors go together; learns what that costs.
 
     Attributes:
         step: the last step that was begun.
@@ -36,7 +39,7 @@ class Exchange:
         refused: parts of pushes that went back into the residual, so far.
     """
 
-    def __init__(self, cluster: Cluster, pusher: Pusher, compressor: Compressor) -> None:
+    def __init__(self, cluster: Cluster, pusher: Pusher, compressor: Compressor, planner: Planner) -> None:
         """Begin at step 0."""
         self.step = 0
         self.acknowledged_step = 0
@@ -44,6 +47,8 @@ class Exchange:
         self._cluster = cluster
         self._pusher = pusher
         self._compressor = compressor
+        self._planner = planner
+        self._trace = Trace(pusher.groups, 0.0)
         self._committed = self._settling = 0.0
 
     @property
@@ -59,19 +64,37 @@ class Exchange:
     def open(self, samples: int, learning_rate: float) -> StepReport:
         """Begin the push of a new step; the last one must be settled."""
         self.step = max(self.step + 1, self._cluster.membership.first_step)
+        self._trace = Trace(self.groups, time.perf_counter())
         self._pusher.open(self.step, samples, learning_rate)
         return StepReport(self.step)
+
+    def regroup(self) -> None:
+        """Between two steps: cut the next push as the planner says."""
+        if self._planner.advance():
+            self._pusher.regroup(self._planner.groups)
+
+    def begin_group(self, number: int) -> None:
+        """Note that work on a group of the open push begins."""
+        self._trace.begun.setdefault(number, time.perf_counter())
+
+    def note_gradients(self, moments: Mapping[int, float]) -> None:
+        """Note when the gradients of the open push were ready, by position; left out where all were there before."""
+        self._trace.ready = moments
 
     def send_gradients(
         self, report: StepReport, number: int, gradients: Mapping[int, torch.Tensor], clip: float
     ) -> None:
         """Accumulate the gradients of a group (finite, by position), select, and send what was selected."""
         tally = Tally()
+        self.begin_group(number)
         with report.timed("select"):
             sent = self._compressor.compress(self.groups[number], gradients, clip, tally)
         report.wanted_entries += tally.wanted
         report.selected_entries += tally.selected
         self._compressor.give_back(self._pusher.send(report, number, sent))
+        self._trace.entries.update((position, entry.values.numel()) for position, entry in sent)
+        self._trace.elements.update((position, gradients[position].numel()) for position, _ in sent)
+        self._trace.done[number] = time.perf_counter()
 
     def send_held(self, report: StepReport, number: int) -> None:
         """Send everything that the tensors of a group hold, in fp32: a flush must leave nothing behind."""
@@ -100,10 +123,15 @@ class Exchange:
         self.give_back(outcome.refused)
         report.refused = len(outcome.refused)
         self.refused += report.refused
+        self._trace.answered = time.perf_counter()
         if outcome.answers:
             self.acknowledged_step = self.step
             report.staleness = max(answer.staleness for answer in outcome.answers.values())
             report.applied_scale = min(answer.applied_scale or 1.0 for answer in outcome.answers.values())
+        if len(outcome.answers) == len(self._pusher.places):
+            shards = zip(self._pusher.places, self._cluster.timings, strict=True)
+            self._trace.shards = tuple(shards)
+            self._planner.learn(self._trace)
         if outcome.error is not None:
             raise from_refusal(outcome.error) from None
 

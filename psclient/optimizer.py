@@ -19,6 +19,8 @@ from psclient.gradients import gather
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import check_hyperparameters
 from psclient.lifecycle import Lifecycle
+from psclient.merging.lags import Lags
+from psclient.merging.plan import Plan
 from psclient.methods.base import Group, Sent, Sparse, State, Step
 from psclient.model import SampleCounter, describe
 from psclient.report import StepReport, Totals
@@ -86,7 +88,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
         resolved = client_settings.resolve(settings, server_string(server), worker)
         self._model = describe(model, [p for group in self.param_groups for p in group["params"]])
         self._groups = ParamGroups(self.param_groups)
-        session = open_session(type(self), self.agreed_settings(), self._model, self._groups, self.state, resolved)
+        lags = density if isinstance(density, Lags) else None
+        if lags is not None:
+            lags.check(overlap=overlap, select_over=resolved.select_over)
+        session = open_session(
+            type(self), self.agreed_settings(), self._model, self._groups, self.state, resolved, lags
+        )
+        self._planner = session.planner
         self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
         self._compressor = session.compressor
         schedule = density if callable(density) else None
@@ -160,6 +168,11 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def totals(self) -> Totals:
         """Sums over all steps."""
         return self._stepper.totals
+
+    @property
+    def plan(self) -> Plan:
+        """Which tensors are pushed together, with predicted and measured times: print it, or ``plan.draw(path)``."""
+        return self._planner.plan
 
     @property
     def version(self) -> int:

@@ -26,6 +26,7 @@ from psclient.errors import ConfigurationError, ServerUnreachableError
 from psclient.exchange import Exchange, Replies
 from psclient.gradients import Gradients
 from psclient.jobs import JobThread
+from psclient.merging.moments import GradientMoments
 from psclient.report import StepReport
 
 _CLOSING_SECONDS = 10.0
@@ -55,15 +56,16 @@ class Overlap:
         self._exchange, self._trained = exchange, trained
         self._begin, self._gather, self._finite = begin, gather, finite
         self._compressing, self._exchanging = JobThread("psclient-compress"), JobThread("psclient-exchange")
-        self._group_of = {position: n for n, group in enumerate(exchange.groups) for position in group}
         self._paused = False
         self._report: StepReport | None = None
         self._round: Future[Replies] | None = None
         self._unsettled: ServerUnreachableError | None = None
         self._settled = threading.Event()
         self._settled.set()
-        device = next((p.device for p in trained().values() if p.is_cuda), None)
+        devices = {p.device for p in trained().values()}
+        device = next((device for device in devices if device.type == "cuda"), None)
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._moments = GradientMoments(device if len(devices) == 1 else None)
         self._handles: dict[int, RemovableHandle] = {}
         self._reset()
         self._count_members()
@@ -107,11 +109,13 @@ class Overlap:
         committed = self._compressing.submit(self._commit)
         jobs: list[Future[Any]] = [*self._jobs.values(), committed]
         errors = [error for job in jobs if (error := job.exception()) is not None]
+        moments = self._moments.take()
         self._reset()
         if errors:
             raise errors[0]
         report = committed.result()
         assert report is not None
+        self._exchange.note_gradients(moments)
         return report
 
     def launch(self, report: StepReport) -> None:
@@ -182,6 +186,7 @@ class Overlap:
         if not self._seen:
             self._count_members()
         self._seen.add(position)
+        self._moments.note(position)
         number = self._group_of[position]
         self._missing[number] -= 1
         if not self._missing[number] and number not in self._jobs:
@@ -191,6 +196,7 @@ class Overlap:
         self._jobs: dict[int, Future[bool]] = {}
         self._seen: set[int] = set()
         self._versions: list[tuple[torch.Tensor, int]] = []
+        self._moments.take()
 
     def _count_members(self) -> None:
         """Look which parameters are trained now, and hook those that were frozen before."""
@@ -199,6 +205,7 @@ class Overlap:
             if position not in self._handles:
                 hook = _hook(self, position)
                 self._handles[position] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._group_of = {position: n for n, group in enumerate(self._exchange.groups) for position in group}
         self._missing = [sum(position in trained for position in group) for group in self._exchange.groups]
 
     def _hand_over(self, number: int) -> None:
@@ -216,6 +223,7 @@ class Overlap:
         if self._failed():
             return False
         report = self._opened()
+        self._exchange.begin_group(number)
         try:
             with _after(ready, self._stream):
                 self._exchange.send_gradients(report, number, self._finite(gradients), 1.0)

@@ -20,23 +20,29 @@ class Pusher:
     Args:
         layout: where the tensors lie.
         cluster: where to push.
-        group_elements: neighbouring tensors are merged into groups of about this many elements.
+        groups: the positions of each group's tensors, last group first as its gradients come first.
 
     Attributes:
-        groups: the positions of each group's tensors, last group first as its gradients come first.
+        groups: these, or those of the last :meth:`regroup`.
+        places: for each shard, which place each group has in the plan of the push that was opened last.
     """
 
-    def __init__(self, layout: ModelLayout, cluster: Cluster, group_elements: int) -> None:
-        """Plan the groups."""
+    def __init__(self, layout: ModelLayout, cluster: Cluster, groups: Sequence[range]) -> None:
+        """Take the groups."""
         self._cluster = cluster
         self._layout = layout
-        self.groups = merge_groups(layout.offsets, group_elements)
-        self._spans = [Span(layout.offsets[group.start], layout.offsets[group.stop]) for group in self.groups]
-        self._places: list[dict[int, int]] = []
+        self.places: list[dict[int, int]] = []
+        self.regroup(groups)
+
+    def regroup(self, groups: Sequence[range]) -> None:
+        """Cut the pushes to come into these groups; not while one is open."""
+        offsets = self._layout.offsets
+        self.groups = groups
+        self._spans = [Span(offsets[group.start], offsets[group.stop]) for group in groups]
 
     def open(self, step: int, samples: int, learning_rate: float) -> None:
         """Begin a push at every shard."""
-        self._places = self._cluster.open_push(step, samples, learning_rate, self._spans)
+        self.places = self._cluster.open_push(step, samples, learning_rate, self._spans)
 
     def send(
         self, report: StepReport, number: int, sent: Sequence[tuple[int, Sent]], *, exact: bool = False
@@ -58,7 +64,7 @@ class Pusher:
         segments = self._merge(self._spans[number], sent)
         waiting = [
             (shard, places[number], part)
-            for shard, places in zip(self._cluster.shards, self._places, strict=True)
+            for shard, places in zip(self._cluster.shards, self.places, strict=True)
             for segment in segments
             if (part := segment.clip(shard.span)) is not None
         ]
@@ -134,14 +140,3 @@ def _runs(found: Sequence[Segment]) -> Iterator[Segment]:
             runs.append([segment])
     for run in runs:
         yield Segment(Span(run[0].span.start, run[-1].span.end), None, torch.cat([part.values for part in run]))
-
-
-def merge_groups(offsets: Sequence[int], group_elements: int) -> list[range]:
-    """Merge neighbouring tensors, last first as their gradients come, into groups of about ``group_elements``."""
-    groups: list[range] = []
-    end = len(offsets) - 1
-    for position in reversed(range(len(offsets) - 1)):
-        if offsets[end] - offsets[position] >= group_elements or position == 0:
-            groups.append(range(position, end))
-            end = position
-    return groups

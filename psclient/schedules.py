@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from psclient.merging.lags import Lags
 from psclient.node import NodeOptimizer
 from psclient.optimizer import ParameterServerOptimizer
 
@@ -31,6 +32,11 @@ def dgc_warmup(steps_per_epoch: int, final: float = 0.001) -> DensitySchedule:
         return DGC_WARMUP[epoch] if epoch < len(DGC_WARMUP) else final
 
     return density
+
+
+def lags(lowest: float = 0.001, highest: float = 0.1, start: float = 0.01) -> Lags:
+    """A density for each layer, as large as hides behind backward; see :class:`~psclient.merging.lags.Lags`."""
+    return Lags(lowest, highest, start)
 
 
 @dataclass

@@ -12,6 +12,8 @@ from psclient.exchange import Exchange
 from psclient.groups import ParamGroups
 from psclient.local import LocalServer, start_alone
 from psclient.membership import Membership
+from psclient.merging.lags import Lags
+from psclient.merging.planner import Planner
 from psclient.methods.base import Method, State
 from psclient.model import TrainedModel
 from psclient.push import Pusher
@@ -33,6 +35,7 @@ class Session:
         cluster: all shards.
         compressor: selects, and takes back what did not arrive.
         exchange: its pushes and pulls.
+        planner: which tensors go together.
         own_server: an embedded server that was started for it.
     """
 
@@ -40,6 +43,7 @@ class Session:
     cluster: Cluster
     compressor: Compressor
     exchange: Exchange
+    planner: Planner
     own_server: LocalServer | None
 
 
@@ -50,6 +54,7 @@ def open_session(
     groups: ParamGroups,
     memories: MutableMapping[torch.Tensor, State],
     settings: ClientSettings,
+    lags: Lags | None = None,
 ) -> Session:
     """Put the parts together; starts the embedded server where the settings ask for one.
 
@@ -60,6 +65,7 @@ def open_session(
         groups: with which hyper-parameters.
         memories: each parameter's.
         settings: everything about the connection.
+        lags: gives each layer a density of its own, where asked for.
 
     Raises:
         ConfigurationError: a server address is not one, or this worker should not train alone.
@@ -72,9 +78,17 @@ def open_session(
     membership = Membership(shards, worker, replica, model.buffers, method.name, agreed, settings)
     cluster = Cluster(shards, membership, replica, model.buffers)
     choice = Choice(SELECTORS[settings.selector], settings.select_over, settings.dense_below)
-    compressor = Compressor(method, model, memories, groups.of, choice)
-    exchange = Exchange(cluster, Pusher(model.layout, cluster, settings.group_elements), compressor)
-    return Session(membership, cluster, compressor, exchange, own_server)
+    planner = Planner(
+        model.layout,
+        settings.merge,
+        group_elements=settings.group_elements,
+        bucket_bytes=settings.bucket_bytes,
+        dense_below=settings.dense_below,
+        lags=lags,
+    )
+    compressor = Compressor(method, model, memories, groups.of, choice, planner.density_of)
+    exchange = Exchange(cluster, Pusher(model.layout, cluster, planner.groups), compressor, planner)
+    return Session(membership, cluster, compressor, exchange, planner, own_server)
 
 
 def server_string(server: Server | None) -> str | None:

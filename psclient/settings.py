@@ -56,9 +56,17 @@ class ClientSettings(LayeredSettings):
     dense_below: int = Field(
         DEFAULT_DENSE_BELOW, ge=0, description="tensors with fewer elements are pushed whole; 0 exempts nothing"
     )
-    group_elements: int = Field(
-        2_000_000, ge=1, description="tensors are merged into groups of this many elements; each is sent when selected"
+    merge: Literal["pareto", "greedy", "buckets", "layers", "elements"] = Field(
+        "pareto",
+        description="which neighbouring tensors travel together: the best plan from measured costs, that of the "
+        "MGS-SGD paper, groups by bytes, every tensor by itself, or groups by elements",
     )
+    group_elements: int = Field(
+        2_000_000,
+        ge=1,
+        description="elements of a group with merge=elements, and until a plan is made of measurements",
+    )
+    bucket_bytes: int = Field(25 << 20, ge=1, description="bytes of gradients of a group with merge=buckets")
     flush_on_sigterm: bool = Field(True, description="on SIGTERM, push what is still held, leave, then exit")
 
     @property

@@ -15,6 +15,7 @@ import grpc
 from psclient.connection import Connection, Patience
 from psclient.errors import ServerFaultError, Transient, from_rpc_error
 from psclient.link import LinkSpeed
+from psclient.merging.trace import PushTiming
 from psclient.settings import AUTO, ClientSettings
 from pscore import frames
 from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
@@ -44,14 +45,14 @@ class PushPart:
         generation: of the model it was made for.
         messages: what is sent; the same bytes at each attempt.
         segments: the payload as it arrives, for giving it back.
-        group_bytes: message bytes of each group of the plan, for measuring the link.
+        timing: when the groups of the plan left, and what they weigh, for measuring the link.
     """
 
     step: int
     generation: int
+    timing: PushTiming
     messages: list[pb.PushSparseRequest] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    group_bytes: list[int] = field(default_factory=list)
     checksum: frames.Checksum = field(default_factory=frames.Checksum)
     bytes: int = 0
 
@@ -94,6 +95,7 @@ class ShardClient:
         self.in_doubt: PushPart | None = None
         self.readable: frozenset[int] = frozenset()
         self.uplink, self.downlink = LinkSpeed(), LinkSpeed()
+        self.timing = PushTiming.of(0)
         self._live: queue.SimpleQueue[pb.PushSparseRequest | None] | None = None
         self._call: grpc._CallFuture[pb.PushSparseResponse] | None = None
 
@@ -141,7 +143,8 @@ class ShardClient:
     ) -> None:
         """Begin to stream a push: the header goes out now, chunks as they are handed in."""
         generation = self.generation  # read once: a fetch on another thread may join again
-        self.in_doubt = PushPart(step, generation, group_bytes=[0] * len(plan))
+        self.timing = PushTiming.of(len(plan))
+        self.in_doubt = PushPart(step, generation, self.timing)
         self._live = queue.SimpleQueue()
         stream = iter(self._live.get, None)
         self._call = self.connection.stub.PushSparse.future(
@@ -157,14 +160,17 @@ class ShardClient:
             plan=[pb.Group(start=group.start, length=group.length) for group in plan],
             finished=finished,
         )
+        self.timing.opened = time.perf_counter()
         self._send(pb.PushSparseRequest(header=header))
 
     def send_chunk(self, chunk: pb.Chunk) -> None:
         """Hand one chunk to the stream."""
         assert self.in_doubt is not None
         self.in_doubt.checksum.add(chunk)
-        self.in_doubt.group_bytes[chunk.group] += frames.wire_bytes(pb.PushSparseRequest(chunk=chunk))
+        timing = self.in_doubt.timing
+        timing.group_bytes[chunk.group] += frames.wire_bytes(pb.PushSparseRequest(chunk=chunk))
         self._send(pb.PushSparseRequest(chunk=chunk))
+        timing.left[chunk.group] = time.perf_counter() - timing.opened
 
     def hold(self, segment: Segment) -> None:
         """Remember a piece of the payload, for giving it back."""
@@ -206,6 +212,8 @@ class ShardClient:
                     response: pb.PushSparseResponse
                     if call is not None:
                         response = call.result()
+                        if not response.repeated_push:
+                            part.timing.arrived = _seconds(response)
                     else:
                         response = self.connection.stub.PushSparse(iter(part.messages), timeout=attempt.timeout)
                 except grpc.RpcError as error:
@@ -220,9 +228,9 @@ class ShardClient:
 
     def _measure(self, part: PushPart, response: pb.PushSparseResponse) -> None:
         """Learn the speed of the way up: a group cannot have taken longer than since the group before it was whole."""
-        before = 0
-        for nbytes, arrival in zip(part.group_bytes, response.group_arrival_nanoseconds, strict=False):
-            self.uplink.saw(nbytes, (arrival - before) / 1e9)
+        before = 0.0
+        for nbytes, arrival in zip(part.timing.group_bytes, _seconds(response), strict=False):
+            self.uplink.saw(nbytes, arrival - before)
             before = max(before, arrival)
 
     def _send(self, message: pb.PushSparseRequest) -> None:
@@ -294,3 +302,8 @@ class ShardClient:
             else:
                 raise ServerFaultError(f"{self.address} sent {kind} out of order in a reply")
         raise Transient("the reply ended without a commit")
+
+
+def _seconds(response: pb.PushSparseResponse) -> list[float]:
+    """Return when each group was whole, seconds after the header."""
+    return [nanoseconds / 1e9 for nanoseconds in response.group_arrival_nanoseconds]

@@ -117,6 +117,7 @@ def _optimizer(model: SyntheticModel, curve: Curve, density: float, server: str,
             "server": server,
             "worker": name,
             "value_type": curve.value_type,
+            "merge": "elements",  # the model has equal groups
             "group_elements": _GROUP_ELEMENTS,
             "deadline_seconds": _CALL_SECONDS,
             "patience_seconds": _CALL_SECONDS,

@@ -1,0 +1,75 @@
+"""LAGS: a density for each layer, as large as its push can hide behind the backward time that is still ahead."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from psclient.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Lags:
+    """Densities by layer (LAGS-SGD: layer-wise adaptive gradient sparsification, Shi et al., 2019).
+
+    ::
+
+        ρ_l = clip((slack_l − a) / (8·β·n_l), lowest, highest)
+
+    with the backward time ahead once the layer's gradient is there (``slack_l``), and the measured start-up ``a`` of a
+    message and time ``β`` of a byte (docs/merging.md). An object of this class is a density for any sparse method; it
+    needs ``overlap=True``, since without it nothing is ahead.
+
+    Args:
+        lowest: ρ where nothing can be hidden.
+        highest: ρ where everything could be.
+        start: ρ of all layers until costs are measured, in the first steps.
+
+    Raises:
+        ConfigurationError: not ``0 < lowest ≤ start ≤ highest ≤ 1``.
+    """
+
+    lowest: float = 0.001
+    highest: float = 0.1
+    start: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if not 0 < self.lowest <= self.start <= self.highest <= 1:
+            raise ConfigurationError(
+                f"lags needs 0 < lowest ≤ start ≤ highest ≤ 1, not {self.lowest}, {self.start}, {self.highest}"
+            )
+
+    def check(self, *, overlap: bool, select_over: str) -> None:
+        """Raise :class:`ConfigurationError` where densities by layer would mean nothing."""
+        if not overlap:
+            raise ConfigurationError(
+                "density=lags() hides pushes behind the backward pass, and without overlap there is none left: pass "
+                "overlap=True, or give a number as density"
+            )
+        if select_over != "tensor":
+            raise ConfigurationError(
+                "density=lags() gives each tensor a density of its own, and select_over='group' selects over several: "
+                "set select_over to tensor"
+            )
+
+    def __call__(self, step: int) -> float:
+        """Return the density of layers of which nothing is known yet, at any step."""
+        return self.start
+
+    def densities(
+        self, slack: Sequence[float], elements: Sequence[float], message: float, byte: float, entry_bytes: float = 8.0
+    ) -> list[float]:
+        """Return ``ρ_l``.
+
+        Args:
+            slack: backward time ahead of each layer, seconds.
+            elements: of each layer.
+            message: ``a``, seconds a message.
+            byte: ``β``, seconds a byte.
+            entry_bytes: bytes an entry takes on the wire; the formula's 8 until they are measured.
+        """
+        found = []
+        for ahead, count in zip(slack, elements, strict=True):
+            cost = entry_bytes * byte * count
+            density = (ahead - message) / cost if cost > 0 else self.highest
+            found.append(min(max(density, self.lowest), self.highest))
+        return found

@@ -1,0 +1,79 @@
+"""When the parts of one push were ready, sent and arrived."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class PushTiming:
+    """One shard's part of a push; lists are by place in its plan.
+
+    Attributes:
+        group_bytes: message bytes of each group.
+        left: when a group's last message was handed over, seconds after ``opened``; negative for a group without any.
+        opened: when the header was handed to the transport, :func:`time.perf_counter`.
+        arrived: when a group was whole at the server, seconds after the header was there, on its clock; empty until
+            answered, and after a repetition, which tells nothing.
+    """
+
+    group_bytes: list[int]
+    left: list[float]
+    opened: float = 0.0
+    arrived: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, groups: int) -> "PushTiming":
+        """Return it for a push of so many groups."""
+        return cls([0] * groups, [-1.0] * groups)
+
+
+@dataclass(slots=True)
+class Trace:
+    """One push; moments are of :func:`time.perf_counter`.
+
+    Attributes:
+        groups: positions of each group's tensors.
+        opening: when opening it began.
+        begun: when work on a group began, by group.
+        done: when a group was handed to the transport, by group.
+        ready: when gradients were there, by position; empty where all were there before the push.
+        entries: entries that each tensor sent, by position.
+        elements: of each tensor that had a gradient, by position.
+        shards: for each shard, the place of each group in its plan, and its timing.
+        answered: when the last shard had answered; 0 before.
+    """
+
+    groups: Sequence[range]
+    opening: float
+    begun: dict[int, float] = field(default_factory=dict)
+    done: dict[int, float] = field(default_factory=dict)
+    ready: Mapping[int, float] = field(default_factory=dict)
+    entries: dict[int, int] = field(default_factory=dict)
+    elements: dict[int, int] = field(default_factory=dict)
+    shards: Sequence[tuple[Mapping[int, int], PushTiming]] = ()
+    answered: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether it shows an ordinary step from its first gradient to its answer."""
+        return (
+            bool(self.entries)
+            and self.answered > 0
+            and len(self.done) == len(self.groups)
+            and all(timing.arrived for places, timing in self.shards if places)
+        )
+
+    @property
+    def origin(self) -> float:
+        """The first gradient; where all were there before, the beginning of the push."""
+        return min(self.ready.values(), default=self.opening)
+
+    @property
+    def last_gradient(self) -> float:
+        """The last gradient; where all were there before, the beginning of the push."""
+        return max(self.ready.values(), default=self.opening)
+
+    def group_ready(self, number: int) -> float:
+        """Return when the last gradient of a group was there."""
+        moments = (self.ready[position] for position in self.groups[number] if position in self.ready)
+        return max(moments, default=self.opening)
