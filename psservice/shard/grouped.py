@@ -45,7 +45,8 @@ class GroupedShard(ModelShard):
     Args:
         layout, span, values, generation, version: see :class:`ModelShard`.
         settings: of each model; delays are not compensated.
-        regime: has the settings of groups.
+        regime: of the run.
+        groups: who averages with whom, and what the late get.
         clock: monotonic seconds.
 
     Attributes:
