@@ -1,6 +1,6 @@
 """Keeping WAGMA-SGD's groups: who takes part, which rounds freeze, who waits, and from which model each is answered.
 
-Every decision is written down before it is done (:class:`~psservice.shard.grouped.Decision`). They are made where a
+Every decision is written down before it is done (:class:`~psservice.rules.freezing.Decision`). They are made where a
 worker pushes or asks; nobody in a call waits for another: whoever's round is open asks again.
 """
 
@@ -8,7 +8,8 @@ from pscore.reasons import Reason, Refusal
 from psservice.membership import Identity, Member, Membership
 from psservice.metrics import Metrics
 from psservice.persistence import Persistence
-from psservice.shard.grouped import Decision, GroupedShard
+from psservice.rules.freezing import Decision
+from psservice.shard.grouped import GroupedShard
 from psservice.shard.model import ModelShard
 from psservice.shard.writer import Writer
 

@@ -28,10 +28,11 @@ from psservice.durability.snapshots import Manifest, Snapshot, found
 from psservice.durability.store import Past, pasts
 from psservice.membership import Identity, PushAnswer, PushRecord
 from psservice.rules.admission import first_clock
+from psservice.rules.freezing import Decision
 from psservice.rules.regime import Regime
 from psservice.rules.update.base import RuleState
 from psservice.run import RunState
-from psservice.shard.grouped import Decision, GroupedShard, make_shard
+from psservice.shard.grouped import GroupedShard, make_shard
 from psservice.shard.ledger import Support
 from psservice.shard.model import Correction, ShardSettings
 from psservice.streams import PushReader, read_push

@@ -41,8 +41,8 @@ from psservice.history import (
 from psservice.membership import Identity, PushAnswer
 from psservice.metrics import Metrics
 from psservice.moment import Kept, Moment, moment_of
+from psservice.rules.freezing import Decision
 from psservice.settings import ServerSettings
-from psservice.shard.grouped import Decision
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,11 @@ every member has come that has pushed the iteration before, or the window has en
 in time. A global round has no window: it waits for all that are alive.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from psservice.rules.groups import GroupSettings, StepTimes
 
@@ -50,6 +51,35 @@ class Frozen:
     fresh: tuple[str, ...]
     stale: tuple[str, ...]
     absent: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happened in the groups but for pushes; the journal has it, and a replay repeats it.
+
+    Attributes:
+        kind: a worker was taken in or let go, or a round froze.
+        worker: which; of a round, one that had come to it.
+        incarnation: of a worker that was taken in.
+        iteration: of a round.
+    """
+
+    kind: Literal["enter", "leave", "freeze"]
+    worker: str
+    incarnation: str = ""
+    iteration: int = 0
+
+    def to_bytes(self) -> bytes:
+        """Write it for the journal."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Decision":
+        """Read what :meth:`to_bytes` has written; raises ``ValueError``."""
+        try:
+            return cls(**json.loads(data))
+        except TypeError as error:
+            raise ValueError(f"no decision: {error}") from error
 
 
 class Freezing:

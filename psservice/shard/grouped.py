@@ -5,52 +5,22 @@ pull is answered from it like any other. What stands for all of them is the mean
 when somebody asks for it.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from pscore.layout import ModelLayout, Span
 from pscore.segment import Segment
-from psservice.rules.freezing import Freezing, Frozen
+from psservice.rules.freezing import Decision, Freezing, Frozen
 from psservice.rules.groups import GroupSettings
 from psservice.rules.regime import Regime
 from psservice.rules.update.base import RuleState
 from psservice.shard.model import Correction, ModelShard, ShardSettings
 
 _ALMOST_ALL = 0.8  # from here on a support is everything, as in the ledger
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What happened in the groups but for pushes; the journal has it, and a replay repeats it.
-
-    Attributes:
-        kind: a worker was taken in or let go, or a round froze.
-        worker: which; of a round, one that had come to it.
-        incarnation: of a worker that was taken in.
-        iteration: of a round.
-    """
-
-    kind: Literal["enter", "leave", "freeze"]
-    worker: str
-    incarnation: str = ""
-    iteration: int = 0
-
-    def to_bytes(self) -> bytes:
-        """Write it for the journal."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Decision":
-        """Read what :meth:`to_bytes` has written; raises ``ValueError``."""
-        try:
-            return cls(**json.loads(data))
-        except TypeError as error:
-            raise ValueError(f"no decision: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +39,14 @@ class Kept:
 class GroupedShard(ModelShard):
     """A model for each worker over one span of the layout, and the rounds in which they are averaged.
 
-    Called on the writer thread. A worker takes part from :attr:`Decision.kind` "enter" to "leave"; its model begins as
+    Called on the writer thread. A worker takes part from the decision "enter" to "leave"; its model begins as
     the mean. ``version`` counts the pushes of all; that of a worker's own model is the one at which it last changed.
 
     Args:
         layout, span, values, generation, version: see :class:`ModelShard`.
         settings: of each model; delays are not compensated.
-        regime: has the settings of groups.
+        regime: of the run.
+        groups: who averages with whom, and what the late get.
         clock: monotonic seconds.
 
     Attributes:

@@ -5,9 +5,10 @@ from engine_makers import Clock
 from service_makers import F32, layout_of
 
 from pscore.segment import Segment
+from psservice.rules.freezing import Decision
 from psservice.rules.groups import GroupSettings
 from psservice.rules.regime import Regime
-from psservice.shard.grouped import Decision, GroupedShard
+from psservice.shard.grouped import GroupedShard
 from psservice.shard.model import ShardSettings
 
 LAYOUT = layout_of((6, F32), (4, F32))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_makers import bits
 
+from psservice.rules.freezing import Decision
 from psservice.rules.update.base import RuleState
-from psservice.shard.grouped import Decision
 
 
 def names(count):

@@ -39,6 +39,11 @@ def start_victim(server, tau):
     return process
 
 
+def last_step(server, name):
+    workers = call(server.addresses[0], "GetStatus", pb.GetStatusRequest(), 10.0).workers
+    return next(worker.last_step for worker in workers if worker.worker_id == name)
+
+
 class Worker:
     """A worker of this process, with data of its own."""
 
@@ -55,7 +60,8 @@ class Worker:
             train_step(self.model, self.optimizer, *self.data)
 
     def until(self, step):
-        self.train(step - self.optimizer.report.step)
+        while self.optimizer.report.step < step:  # the first has the number that the server says
+            self.train(1)
 
     def accuracy(self):
         x, y = self.data
@@ -130,7 +136,8 @@ def test_a_stopped_worker_holds_the_others_up_at_a_global_round_and_nowhere_else
             workers = fleet(server, 2, tau=tau)
             first = max(worker.optimizer._membership.first_step for worker in workers)
             meeting = -(-first // (tau + 1)) * (tau + 1)  # the first global round of all three
-            assert together(workers, lambda worker: worker.until(meeting)) == [None, None]
+            assert together(workers, lambda worker: worker.until(meeting - 1)) == [None, None]
+            wait_until(lambda: last_step(server, "victim") == meeting)  # where it waits for us
             victim.send_signal(signal.SIGSTOP)
             assert together(workers, lambda worker: worker.until(meeting + tau)) == [None, None]
             for worker in workers:
