@@ -34,6 +34,10 @@ class ParamGroups:
         group = self._group_of.get(id(parameter))
         return None if group is None else {**group, "lr": float(group.get("lr", 1.0))}
 
+    def first_rate(self) -> float:
+        """Return the learning rate of the first group now."""
+        return float(self.all[0]["lr"])
+
     def set_density(self, density: float) -> None:
         """Give every group a density.
 

@@ -8,6 +8,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
@@ -22,13 +23,13 @@ from psclient.lifecycle import Lifecycle
 from psclient.merging.lags import Lags
 from psclient.merging.plan import Plan
 from psclient.methods.base import Group, Sent, Sparse, State, Step
-from psclient.model import SampleCounter, describe
+from psclient.model import SampleCounter, TrainedModel, describe
 from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
 from psclient.session import Server, open_session, server_string
 from psclient.settings import ClientSettings
 from psclient.state import PushMark, last_applied, restore_memories, split, stale_residuals, taken_back
-from psclient.stepper import Stepper
+from psclient.stepper import GradientSource, Stepper
 
 log = logging.getLogger("psclient")
 
@@ -61,6 +62,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
     name: ClassVar[str]
     asynchronous: ClassVar[bool] = True
     """Whether all workers' updates meet in one model one by one, which adds momentum of its own."""
+    sends_rate_times_gradient: ClassVar[bool] = True
+    """Whether what is pushed carries the learning rate (that of the first param group), else it is a gradient."""
 
     def __init__(
         self,
@@ -103,8 +106,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._groups,
             session,
             schedule,
-            self.sent_learning_rate,
-            self.pushed_gradients,
+            self._groups.first_rate if self.sends_rate_times_gradient else lambda: 1.0,
+            self.gradient_source(self._model, self._groups),
             synchronous=rounds is not None or not self.asynchronous,
         )
         self._lifecycle = Lifecycle(
@@ -145,17 +148,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
         agreed = {"momentum": ",".join(momenta)} if momenta else {}
         return agreed | ({"rounds": self._rounds.agreed()} if self._rounds is not None else {})
 
-    def sent_learning_rate(self) -> float:
-        """Return the learning rate that pushed values carry, for DC-ASGD: that of the first param group."""
-        return float(self.param_groups[0]["lr"])
+    def gradient_source(self, model: TrainedModel, groups: ParamGroups) -> GradientSource:
+        """Return what collects a step's gradients; it must not refer to the optimizer, which would never be freed."""
+        return partial(gather, model, groups)
 
     def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
         """Return a factor for all gradients of this step; 1 unless the method clips."""
         return 1.0
-
-    def pushed_gradients(self, positions: range) -> dict[int, torch.Tensor]:
-        """Return what these tensors of the layout have to push, by position: their gradients, as they are."""
-        return gather(self._model, self._groups, positions)
 
     # What a training loop uses
 

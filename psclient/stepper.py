@@ -29,6 +29,9 @@ _CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
 Schedule = Callable[[int], float]
 """The density of a worker's step, counted from 1."""
 
+GradientSource = Callable[[range], dict[int, torch.Tensor]]
+"""Returns what tensors of the layout have to push, by position, as it is; costs nothing."""
+
 GradientScale = Callable[[Sequence[torch.Tensor], int], float]
 """The factor for all gradients of a step, from the gradients and the number of live workers."""
 
@@ -43,7 +46,7 @@ class Stepper:
         schedule: the density of each step; ``None`` leaves it to the param groups.
         learning_rate: returns the learning rate that pushed values carry.
         synchronous: whether updates are gathered in rounds, or go to a model of the worker's own.
-        gradients: returns what tensors of the layout have to push, by position, as it is; costs nothing.
+        gradients: collects what there is to push.
 
     Attributes:
         report: what the last step did.
@@ -57,7 +60,7 @@ class Stepper:
         session: Session,
         schedule: Schedule | None,
         learning_rate: Callable[[], float],
-        gradients: Callable[[range], dict[int, torch.Tensor]],
+        gradients: GradientSource,
         *,
         synchronous: bool,
     ) -> None:

@@ -298,7 +298,7 @@ class Engine:
             number = self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
             started = time.perf_counter_ns()
             try:
-                correction = Correction(factor, push.base_version, push.learning_rate)
+                correction = Correction(factor, push.base_version, push.learning_rate, push.samples > 0)
                 version = model.take(push.identity.worker_id, update, correction, push.step)
             except BaseException:
                 self.persistence.take_back(number)

@@ -280,7 +280,9 @@ class History:
                 f"{self.model.version} of {self.model.generation}"
             )
         update = on_device(merge(self.span, segments), self.model.theta.device)
-        correction = Correction(answer.applied_scale or 1.0, header.base_version, header.learning_rate)
+        correction = Correction(
+            answer.applied_scale or 1.0, header.base_version, header.learning_rate, header.samples > 0
+        )
         try:
             self.model.take(header.identity.worker_id, update, correction, header.step)
         except Refusal as error:  # refused then too, and the server died before it had cut the record off

@@ -52,7 +52,7 @@ class RoundKeeper:
 
     def close(self, model: ModelShard) -> None:
         """Close the round with what is there; on the writer thread. Raises :class:`Refusal` (``NOT_DURABLE``)."""
-        if model.round is None or not model.round.contributors:
+        if model.round is None or (not model.round.contributors and model.round.is_empty):
             return
         self._metrics.round_contributors.observe(len(model.round.contributors))
         self._persistence.closed_round(model.version + 1)

@@ -9,9 +9,20 @@ from torch.optim import Optimizer
 
 from psclient.errors import ConfigurationError, ServerUnreachableError, SparsepsError
 from psclient.gradients import Interrupted, gather
+from psclient.groups import ParamGroups
 from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
+from psclient.model import TrainedModel
 from psclient.optimizer import Density, ParameterServerOptimizer
+from psclient.stepper import GradientSource
 from pscore.kernels.base import Feed
+
+
+class _Deltas(dict[int, torch.Tensor]):
+    """What the local steps have done, by position, while it is being pushed; empty else."""
+
+    def among(self, positions: range) -> dict[int, torch.Tensor]:
+        """Return those of some positions."""
+        return {position: self[position] for position in positions if position in self}
 
 
 class Outer(ParameterServerOptimizer):
@@ -44,6 +55,7 @@ class Outer(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "outer"
+    sends_rate_times_gradient: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -65,7 +77,7 @@ class Outer(ParameterServerOptimizer):
             raise ConfigurationError("overlap=True pushes gradients, and local steps push none; leave it out")
         self.inner, self.period = inner, period
         self._local_steps = 0
-        self._deltas: dict[int, torch.Tensor] = {}
+        self._deltas = _Deltas()
         self._interrupted = Interrupted()
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov and momentum > 0}
         self._agreed = {"update": "torch", "optimizer": json.dumps({"name": "SGD", "options": options})}
@@ -81,13 +93,9 @@ class Outer(ParameterServerOptimizer):
         period, decay = str(self.period), str(float(self.param_groups[0]["decay"]))
         return super().agreed_settings() | self._agreed | {"groups": groups, "period": period, "decay": decay}
 
-    def sent_learning_rate(self) -> float:
-        """A difference is a gradient to the server's optimizer, so that DC-ASGD sees a rate of 1."""
-        return 1.0
-
-    def pushed_gradients(self, positions: range) -> dict[int, torch.Tensor]:
-        """Return the differences that are to be pushed."""
-        return {position: self._deltas[position] for position in positions if position in self._deltas}
+    def gradient_source(self, model: TrainedModel, groups: ParamGroups) -> GradientSource:
+        """Return what collects the differences."""
+        return self._deltas.among
 
     @property
     def local_steps(self) -> int:
@@ -127,7 +135,7 @@ class Outer(ParameterServerOptimizer):
         self._local_steps += 1
         if self._local_steps >= self.period:
             self._interrupted.note(gradients)
-            self._deltas = self._take_back()
+            self._deltas.update(self._take_back())
             self._local_steps = 0
             self._push()
             self._interrupted.clear()
@@ -214,9 +222,9 @@ class Outer(ParameterServerOptimizer):
                 self._stepper.step(None, self.gradient_scale)
         except SparsepsError as error:
             if not isinstance(error, ServerUnreachableError):
-                self._deltas = {}
+                self._deltas.clear()
             raise
-        self._deltas = {}
+        self._deltas.clear()
         self._begin_here()
 
     def _begin_here(self) -> None:

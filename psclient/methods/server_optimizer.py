@@ -50,6 +50,7 @@ class ServerOptimizer(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "server_optimizer"
+    sends_rate_times_gradient: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -81,10 +82,6 @@ class ServerOptimizer(ParameterServerOptimizer):
             own = {name: value for name, value in group.items() if name not in _WORKERS_OWN}
             groups.append({"tensors": sorted(positions[id(each)] for each in group["params"]), "options": own})
         return super().agreed_settings() | self._agreed | {"groups": _json(groups, "param groups")}
-
-    def sent_learning_rate(self) -> float:
-        """A gradient carries no learning rate, so that DC-ASGD sees a rate of 1."""
-        return 1.0
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:

@@ -86,6 +86,10 @@ class Round:
         span: the shard's.
         device: of its parameters.
         clock: monotonic seconds.
+
+    Attributes:
+        contributors: names of those whose step is in it.
+        is_empty: whether nothing at all is.
     """
 
     def __init__(self, span: Span, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
@@ -95,6 +99,7 @@ class Round:
         self._touched: torch.Tensor | None = torch.zeros(span.length, dtype=torch.bool, device=device)
         self._opened = 0.0
         self.contributors: set[str] = set()
+        self.is_empty = True
 
     @property
     def age_seconds(self) -> float:
@@ -106,8 +111,13 @@ class Round:
         """When to ask again: a share of how long it has taken already."""
         return min(max(_POLL_SHARE * self.age_seconds, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
 
-    def add(self, worker: str, update: Segment | None) -> None:
+    def add(self, worker: str, update: Segment | None, *, is_step: bool = True) -> None:
         """Take a contribution in; several of one worker count as one.
+
+        Args:
+            worker: whose.
+            update: over the shard; ``None``: it has no entries.
+            is_step: else it is what a worker still held when it was told to stop: added, and not counted.
 
         Raises:
             Refusal: ``NON_FINITE``, where the sum might leave the range of fp32.
@@ -122,13 +132,15 @@ class Round:
                 self._sum.index_add_(0, update.offsets, update.values)
                 if self._touched is not None:
                     self._touched[update.offsets] = True
-        if not self.contributors:
-            self._opened = self._clock()
-        self.contributors.add(worker)
+        self.is_empty = self.is_empty and update is None
+        if is_step:
+            if not self.contributors:
+                self._opened = self._clock()
+            self.contributors.add(worker)
 
     def close(self) -> Segment | None:
         """Return the mean over the contributors, and begin the next round."""
-        count = len(self.contributors)
+        count = max(1, len(self.contributors))
         if self._touched is None:
             mean: Segment | None = Segment(self._span, None, self._sum / count)
             self._sum.zero_()
@@ -138,22 +150,23 @@ class Round:
             mean = Segment(self._span, offsets, self._sum[offsets] / count) if offsets.numel() else None
             self._sum[offsets] = 0
             self._touched[offsets] = False
-        self.contributors = set()
+        self.contributors, self.is_empty = set(), True
         return mean
 
     def export(self) -> RuleState:
         """Copy what has come so far."""
-        if not self.contributors:
+        if not self.contributors and self.is_empty:
             return RuleState()
         tensors = {"sum": self._sum.clone()}
         if self._touched is not None:
             tensors["touched"] = self._touched.clone()
-        return RuleState({"contributors": sorted(self.contributors)}, tensors)
+        return RuleState({"contributors": sorted(self.contributors), "is_empty": self.is_empty}, tensors)
 
     def restore(self, state: RuleState) -> None:
         """Go on with a round; its age begins anew."""
         if not state.plain:
             return
+        self.is_empty = bool(state.plain["is_empty"])
         self.contributors = {str(name) for name in state.plain["contributors"]}
         self._sum.copy_(state.tensors["sum"])
         touched = state.tensors.get("touched")

@@ -39,17 +39,19 @@ class ShardSettings:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What the server does to a push before it is applied, because of its age or its worker.
+    """What the server makes of a push beside its entries.
 
     Attributes:
         factor: what it is multiplied by.
         base_version: what the gradient was taken at; ``None`` where that is of no interest.
         learning_rate: that the push carries; 0 where it is not known.
+        is_step: else it is what a worker still held when it flushed, of no sample, and counts for no round.
     """
 
     factor: float = 1.0
     base_version: int | None = None
     learning_rate: float = 0.0
+    is_step: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class ModelShard:
             push = self._corrected(push, correction)
         if self.round is None:
             return self.apply(push)
-        self.round.add(worker, push)
+        self.round.add(worker, push, is_step=correction is None or correction.is_step)
         return self.version + 1
 
     def apply(self, push: Segment | None) -> int:

@@ -163,6 +163,28 @@ def test_finishing_by_hand_takes_the_open_round_along(engine):
     assert (engine.model.version, theta(engine)[0]) == (1, -2.0)
 
 
+def test_a_flush_is_added_and_neither_counted_nor_waited_for(engine):
+    begin(engine, ANNA, BERT, CARL)
+    push(engine, 1, {0: 3.0}, CARL, samples=0)
+    assert pull(engine, CARL, base=0).version == 0
+    engine.leave(CARL)
+    push(engine, 1, {0: 2.0}, ANNA)
+    push(engine, 1, {0: 4.0}, BERT)
+    assert theta(engine)[0] == -4.5
+    push(engine, 2, {}, ANNA, base=1, samples=0)
+    push(engine, 3, {0: 1.0}, ANNA, base=1)
+    assert engine.model.version == 1, "an empty flush has not counted for Anna, nor her step for Bert"
+    push(engine, 2, {0: 1.0}, BERT, base=1)
+    assert theta(engine)[0] == -5.5
+
+
+def test_what_was_flushed_last_is_in_the_model_at_the_end(engine):
+    begin(engine, ANNA)
+    push(engine, 1, {0: 2.0}, ANNA, samples=0)
+    engine.finish()
+    assert theta(engine)[0] == -2.0
+
+
 @pytest.mark.parametrize(
     "text",
     [

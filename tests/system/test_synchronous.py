@@ -54,13 +54,11 @@ def in_threads(server, make, workers=WORKERS, steps=STEPS):
 
 
 def ssgd(rounds=None, **options):
-    settings = {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.01} | options
+    settings = {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.01, "settings": QUICK} | options
     rounds = rounds or psclient.Rounds(start_workers=WORKERS)
 
     def make(mine, server, worker):
-        return psclient.SSGD(
-            mine.parameters(), model=mine, server=server, worker=worker, rounds=rounds, settings=QUICK, **settings
-        )
+        return psclient.SSGD(mine.parameters(), model=mine, server=server, worker=worker, rounds=rounds, **settings)
 
     return make
 
@@ -202,7 +200,7 @@ def test_whoever_waits_too_long_for_the_others_is_told_for_whom():
         mine, other = model(), model()
         with (
             ssgd()(other, server.server, "other"),
-            psclient.SSGD(mine.parameters(), lr=0.1, model=mine, server=server, worker="me", settings=impatient) as me,
+            ssgd(settings=impatient)(mine, server.server, "me") as me,
             pytest.raises(HeldBackError, match="waited"),
         ):
             train_step(mine, me, *share(0, 0))
