@@ -71,7 +71,7 @@ def test_two_workers_train(rounds, density):
 
     def work(server, worker):
         mine = model()
-        settings = {"rounds": rounds, "density": density, "momentum": 0.9 if rounds else 0.5}
+        settings = {"rounds": rounds, "density": density, "momentum": 0.5}
         with outer(mine, server=server, worker=f"worker-{worker}", **settings) as optimizer:
             for step in range(80):
                 train_step(mine, optimizer, *make_data(seed=1000 * worker + step, count=32))
