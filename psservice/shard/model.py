@@ -201,8 +201,9 @@ class ModelShard:
 
         def part(name: str) -> RuleState:
             prefix = f"{name}."
-            tensors = {n.removeprefix(prefix): t.to(device) for n, t in state.tensors.items() if n.startswith(prefix)}
-            return RuleState(state.plain[name], tensors)
+            found = {n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)}
+            # Counters stay on the host, where torch's optimizers keep them.
+            return RuleState(state.plain[name], {n: t.to(device) if t.dim() else t for n, t in found.items()})
 
         if "rule" in state.plain:
             self._rule.restore(part("rule"))

@@ -32,3 +32,9 @@ def test_a_section_of_the_benchmark(tmp_path):
     report = json.loads((tmp_path / "bench.json").read_text())
     assert {"command", "machine", "date"} <= {key.lower() for key in report} | set(report.get("run", {}))
     assert "to dense" in (tmp_path / "report.md").read_text()
+
+
+def test_the_example_of_an_optimizer_on_the_server():
+    printed = run(str(ROOT / "examples" / "server_rmsprop.py"), "--epochs", "1", "--workers", "2")
+    assert "worker 1: epoch 1 of 1" in printed
+    assert "test accuracy of the server's model" in printed

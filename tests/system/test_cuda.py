@@ -37,6 +37,36 @@ def test_training_on_devices(server_device, worker_device, down_mode):
                 assert torch.equal(parameter.detach().cpu(), state[name]), name
 
 
+@pytest.mark.parametrize("kind", ["adam", "lazy", "rounds", "compensated", "outer", "wagma"])
+def test_every_update_rule_on_a_device_and_after_a_restart(kind, tmp_path):
+    def make(m, server):
+        shared = {"model": m, "server": server, "settings": QUICK}
+        if kind == "outer":
+            return psclient.Outer(torch.optim.Adam(m.parameters(), lr=0.01), 2, density=0.5, momentum=0.5, **shared)
+        if kind in ("adam", "lazy"):
+            sparse = {"density": 0.1, "lazy": True} if kind == "lazy" else {}
+            return psclient.ServerOptimizer(m.parameters(), "Adam", {"lr": 0.01}, **sparse, **shared)
+        if kind == "wagma":
+            return psclient.WAGMA(m.parameters(), lr=0.05, momentum=0.5, **shared)
+        rounds = psclient.Rounds() if kind == "rounds" else None
+        return psclient.DGS(m.parameters(), lr=0.05, momentum=0.5, density=0.2, rounds=rounds, **shared)
+
+    compensation = 0.04 if kind == "compensated" else 0.0
+    model = make_model(batch_norm=False).cuda()
+    x, y = (tensor.cuda() for tensor in make_data())
+    options = {"device": "cuda", "data_dir": tmp_path, "delay_compensation": compensation, "down_mode": "exact"}
+    with LocalServer(**options) as server, make(model, server) as optimizer:
+        losses = [train_step(model, optimizer, x, y) for _ in range(30)]
+        server.processes[0].kill()
+        server.restart()
+        losses += [train_step(model, optimizer, x, y) for _ in range(30)]
+        optimizer.pull()
+        state = psclient.download(server.server)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.detach().cpu(), state[name]), name
+    assert losses[-1] < 0.7 * losses[0]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_model_that_is_moved_is_said_and_may_come_back(overlap):
     with LocalServer(down_mode="exact") as server:
