@@ -74,6 +74,10 @@ class NodeOptimizer(Optimizer):
                 "overlap=True sends gradients when they come out of backward(), which is before DDP has averaged them "
                 "over the node; leave it out with NodeOptimizer"
             )
+        if isinstance(params, Optimizer):
+            raise ConfigurationError(
+                "NodeOptimizer takes parameters; psclient.Outer, which takes an optimizer, is not for it"
+            )
         module, group = inside(model, group)
         resolved = leader_settings(client_settings.resolve(settings, server_string(server), worker), group)
         self._leader: ParameterServerOptimizer | None = None

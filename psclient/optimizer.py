@@ -84,6 +84,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
                 "overlap=True makes every gradient one step staler, and a synchronous round takes none that is stale; "
                 "leave overlap or rounds out"
             )
+        if rounds is not None and not isinstance(rounds, Rounds):
+            raise ConfigurationError(f"rounds must be psclient.Rounds(...), not {rounds!r}")
         self._joined = False
         self._rounds = rounds
         defaults["density"] = density(1) if callable(density) else density

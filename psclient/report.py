@@ -15,9 +15,10 @@ class StepReport:
     Attributes:
         step: the worker's step.
         version: the coordinator's version afterwards.
-        staleness: pushes of others between the replica and this push, on the stalest shard.
+        staleness: pushes of others between the replica and this push, on the stalest shard; with overlap, known when
+            the next step ends.
         applied_scale: what the server has multiplied the push by, because of its staleness or this worker's speed; the
-            least over the shards.
+            least over the shards; with overlap, known when the next step ends.
         push_bytes: message bytes sent in the push.
         pull_bytes: message bytes received in the pull.
         buffer_bytes: message bytes of an exchange of buffers, both ways.

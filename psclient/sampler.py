@@ -66,6 +66,10 @@ class ElasticSampler(Sampler[int]):
         ):
             if not least <= value <= most:
                 raise ConfigurationError(f"{what} is {value}; it must be {least} to {most}")
+        if not isinstance(optimizer, ParameterServerOptimizer):
+            raise ConfigurationError(
+                f"ElasticSampler needs a method with a server, as psclient.DGS, not {type(optimizer).__name__}"
+            )
         if optimizer._model.module is None:
             raise ConfigurationError(
                 "this optimizer was made without model=, so it does not know which samples a step has trained; pass it"

@@ -16,7 +16,7 @@ class Reason(Enum):
     BAD_CHUNK = ("INVALID_ARGUMENT", "the sender's encoder is broken; nothing was applied")
     BAD_COMMIT = ("INVALID_ARGUMENT", "the stream was damaged or cut; send it again")
     NON_FINITE = ("INVALID_ARGUMENT", "look for a diverging loss; nothing was applied")
-    BAD_REQUEST = ("INVALID_ARGUMENT", "the request is malformed; check the client against the proto")
+    BAD_REQUEST = ("INVALID_ARGUMENT", "mend what the message names; a client of your own: check it against the proto")
     UNKNOWN_CODEC = ("UNIMPLEMENTED", "choose a codec that this server knows, or upgrade it")
     UNKNOWN_PROTOCOL = ("UNIMPLEMENTED", "use client and server versions that are at most one release apart")
     FINGERPRINT_MISMATCH = ("FAILED_PRECONDITION", "build the same model on every worker")

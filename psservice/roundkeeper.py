@@ -78,6 +78,7 @@ class RoundKeeper:
             raise Refusal(
                 Reason.ROUND_OPEN,
                 f"the round of version {model.version + 1} has {len(open_round.contributors)} contributions and waits "
-                f"for others of {len(self._membership)} workers",
+                f"for others; live workers: {len(self._membership)}"
+                + (", and the first round waits for start_workers of them" if model.version == 0 else ""),
                 retry_seconds=open_round.retry_seconds,
             )

@@ -69,6 +69,11 @@ class Outer(ParameterServerOptimizer):
         **connection: Any,
     ) -> None:
         """Join the server; see the class."""
+        if not isinstance(inner, Optimizer):
+            raise ConfigurationError(
+                "Outer takes an optimizer, not parameters: "
+                "psclient.Outer(torch.optim.AdamW(model.parameters(), lr=3e-4), period=50, ...)"
+            )
         if not isinstance(period, int) or period < 1:
             raise ConfigurationError(f"period must be a number of local steps, at least 1, not {period!r}")
         if not 0 <= decay <= 1:

@@ -65,6 +65,9 @@ class ServerOptimizer(ParameterServerOptimizer):
         **connection: Any,
     ) -> None:
         """Join the server; see the class."""
+        for what, named in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if isinstance(named, type):
+                raise ConfigurationError(f"the server's {what} is given by name, {named.__name__!r}, not as a class")
         self._agreed = {
             "update": "torch",
             "optimizer": _json({"name": optimizer, "options": dict(options or {})}, "options"),

@@ -122,7 +122,7 @@ class SchedulerSpec:
             raise _bad("a scheduler is a name, options, and perhaps schedulers inside it, not too deep")
         name, options, inner = found.get("name"), found.get("options", {}), found.get("schedulers", [])
         if name in _NEEDS_CODE | _NEEDS_A_METRIC:
-            raise _bad(f"{name} needs a function or a metric, which cannot be sent; drive the rate on the worker")
+            raise _bad(f"{name} needs a function or a metric, which cannot be sent; choose another")
         if name not in schedulers():
             raise _bad(f"there is no scheduler {name!r} here; there are {', '.join(schedulers())}")
         if not isinstance(options, dict) or not isinstance(inner, list) or len(inner) > _MOST_SCHEDULERS:
