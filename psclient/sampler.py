@@ -172,6 +172,8 @@ class ElasticSampler(Sampler[int]):
         for send in (self._optimizer.pull, self._optimizer.flush):
             if not self._progress.is_settled:
                 send()
+        if self._optimizer.local_steps:
+            self._optimizer.flush()
 
     def _await_samples(self, goal: int) -> bool:
         """Wait until there are samples of an epoch for this worker, or all that others hold are finished."""

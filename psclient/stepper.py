@@ -115,12 +115,12 @@ class Stepper:
         else:
             self._overlapped_step(self._overlap, samples)
 
-    def flush(self) -> None:
-        """Push everything that is held, at density 1."""
+    def flush(self, *, is_step: bool = False) -> None:
+        """Push everything that is held, at density 1; ``is_step``: the samples counted since the last push go with it."""
         self.rest()
         if self._membership.run_finished:
             return
-        report = self.report = self._exchange.open(0, self._learning_rate())
+        report = self.report = self._begin(None if is_step else 0)
         self._push(report, lambda number: self._exchange.send_held(report, number))
         self.totals.add(report)
 
@@ -244,8 +244,9 @@ class Stepper:
         """Open the push of a new step, at the density that the schedule gives it."""
         if self._schedule is not None:
             self._groups.set_density(self._schedule(self._exchange.step + 1))
-        counted = self._samples.take() if self._samples is not None else 1
-        samples = counted if samples is None else samples
+        if samples is None or samples:
+            counted = self._samples.take() if self._samples is not None else 1
+            samples = counted if samples is None else samples
         self._samples_since_exchange += samples
         self.totals.samples += samples
         return self._exchange.open(samples, self._learning_rate())

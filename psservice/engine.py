@@ -293,7 +293,11 @@ class Engine:
             self.admission.require_fresh(staleness, in_rounds=model.round is not None)
             self._require_in_step(member)
             self.admission.require_small(norm)
-            factor = self._scaling.factor(staleness, member.interval_seconds, self.membership.intervals())
+            factor = (
+                self._scaling.factor(staleness, member.interval_seconds, self.membership.intervals())
+                if model.is_asynchronous
+                else 1.0
+            )
             datasets = self.datasets.finish(push.identity, push.finished)
             number = self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
             started = time.perf_counter_ns()

@@ -155,8 +155,9 @@ class Outer(ParameterServerOptimizer):
         for position, delta in self._take_back().items():
             parameter = self._model.parameters[position]
             memory(self.state[parameter], "residual", parameter).add_(delta.reshape(-1))
-        self._local_steps = 0
-        super().flush()
+        ahead, self._local_steps = self._local_steps, 0
+        with self._working():
+            self._stepper.flush(is_step=ahead > 0)
 
     @torch.no_grad()
     def pull(self) -> None:

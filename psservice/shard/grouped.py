@@ -98,6 +98,11 @@ class GroupedShard(ModelShard):
             self.theta.copy_(self._sum(self._models)).div_(len(self._models))
         return self.theta.clone()
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Staleness counts the pushes of all, and says nothing of a model of one's own."""
+        return False
+
     def take(self, worker: str, push: Segment | None, correction: Correction | None = None, step: int = 0) -> int:
         """Change a worker's own model; if its round is frozen, average it with that as the rule for the late says.
 

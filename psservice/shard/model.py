@@ -179,6 +179,11 @@ class ModelShard:
         return None if push.offsets is None else push.offsets.to(self._offset_dtype)
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether pushes are applied to the one model as they come, so that staleness is what it is called."""
+        return self.round is None
+
+    @property
     def versions_are_pushes(self) -> bool:
         """Whether each version is one push and changed what that push names."""
         return self.round is None and not self._rule.spreads

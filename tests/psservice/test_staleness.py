@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_makers import ANNA, BERT, join, push, serving, theta, with_clock
+from engine_makers import ANNA, BERT, engines, join, push, serving, theta, upload, with_clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_makers import F32, bits, layout_of, sparse_push
@@ -51,6 +51,22 @@ def test_the_answer_says_what_a_push_was_multiplied_by_and_the_books_close():
             assert answer.applied_scale == pytest.approx(min(1.0, 1 / max(1, step - 1)))
             applied[step] += answer.applied_scale
         assert torch.equal(theta(engine), -applied)
+
+
+def test_in_a_round_workers_count_alike():
+    settings = {"rounds": '{"quorum": 0, "seconds": 0, "start_workers": 1}'}
+    with engines(rescale_speed=True, staleness_step="adaptive") as (engine,):
+        for who in (ANNA, BERT):
+            outcome = join(engine, LAYOUT, who, "some", settings)
+            if outcome.state == "upload":
+                upload(engine, torch.zeros(8), who, outcome.generation)
+        clock = with_clock(engine)
+        for step in range(1, 5):
+            for who, seconds in ((ANNA, 0.1), (BERT, 9.0)):
+                clock.now += seconds
+                answer, _ = push(engine, step, {0: 1.0}, who, base=step - 1)
+                assert answer.applied_scale == 1.0
+        assert theta(engine)[0] == -4.0
 
 
 def test_speeds_are_measured_between_pushes():

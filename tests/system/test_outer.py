@@ -226,6 +226,23 @@ def test_what_makes_no_sense_is_refused_at_once(wrong):
         outer(model(), **wrong)
 
 
+def test_elastic_epochs_hand_the_last_local_steps_in():
+    """The epoch's ten steps are no multiple of the period, and no other worker is to wait for what is left."""
+    x, y = make_data(seed=1, count=100)
+    seen = [0] * 100
+    mine = model()
+    with psclient.LocalServer() as server, outer(mine, 4, server=server, worker="one") as optimizer:
+        sampler = psclient.ElasticSampler(100, optimizer=optimizer, lease_samples=30)
+        loader = torch.utils.data.DataLoader(range(100), sampler=sampler, batch_size=10)
+        for _ in sampler.epochs(2):
+            for batch in loader:
+                train_step(mine, optimizer, x[batch], y[batch])
+                for sample in batch.tolist():
+                    seen[sample] += 1
+        assert optimizer.local_steps == 0
+    assert seen == [2] * 100
+
+
 def test_samples_are_counted_and_not_given():
     mine = model()
     with outer(mine, 2) as optimizer:
