@@ -116,7 +116,7 @@ class Stepper:
             self._overlapped_step(self._overlap, samples)
 
     def flush(self, *, is_step: bool = False) -> None:
-        """Push everything that is held, at density 1; ``is_step``: the samples counted since the last push go with it."""
+        """Push everything that is held, at density 1; ``is_step``: with the samples counted since the last push."""
         self.rest()
         if self._membership.run_finished:
             return
