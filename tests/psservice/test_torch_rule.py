@@ -406,3 +406,23 @@ def test_a_rate_never_leaves_its_bounds():
     for _ in range(4):
         mine.apply(Segment(Span(0, LAYOUT.size), None, torch.ones(LAYOUT.size)))
     assert theta.isfinite().all()
+
+
+def test_a_lazy_step_names_what_it_changed_in_the_layouts_order():
+    """Weights in one group and biases in another lie between one another, and replies are cut by order."""
+    groups = [{"tensors": [0, 2], "options": {}}, {"tensors": [1], "options": {"lr": 0.5}}]
+    mine, _ = rule(said("SGD", groups=groups, lazy=True, lr=0.1), some_values())
+    support = mine.apply(Segment(Span(0, LAYOUT.size), torch.tensor([1, 13, 18]), torch.ones(3)))
+    assert support.tolist() == [1, 13, 18]
+
+
+@pytest.mark.parametrize("name", sorted(LAZY))
+def test_a_scalar_is_stepped_lazily_like_any_element(name):
+    layout = layout_of((3, F32), ((), F32))
+    options = {"lr": 0.1} | ({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})
+    lazy, there = rule(said(name, lazy=True, **options), torch.ones(4), layout=layout)
+    dense, here = rule(said(name, **options), torch.ones(4), layout=layout)
+    for _ in range(3):
+        lazy.apply(Segment(Span(0, 4), torch.arange(4), torch.full((4,), 0.5)))
+        dense.apply(Segment(Span(0, 4), None, torch.full((4,), 0.5)))
+    torch.testing.assert_close(there, here)

@@ -186,6 +186,8 @@ class TorchOptimizer:
     def _tensors(self, group: Group) -> Iterator[tuple[Span, torch.Tensor]]:
         """Yield a group's tensors inside the shard: in their shapes, or flat where a shard's end cuts one.
 
+        Where steps are lazy, a scalar has one dimension: what is kept for its entry must not look like a counter.
+
         One by one, and not in long runs: torch's kernels round the last elements of a tensor in another way than those
         before, so only the same tensors get the same bits as at home.
         """
@@ -197,7 +199,7 @@ class TorchOptimizer:
                 continue
             spec = layout.parameters[position]
             if inside == tensor:
-                yield inside, self._view(inside).view(spec.shape)
+                yield inside, self._view(inside).view(spec.shape or ((1,) if self._settings.lazy else ()))
             elif self._settings.optimizer.name in ELEMENTWISE:
                 yield inside, self._view(inside)
             else:
@@ -245,7 +247,7 @@ class TorchOptimizer:
                 continue
             offsets = part.offsets + (part.span.start - span.start)
             state = optimizer.state[tensor]
-            full = {name for name, value in state.items() if _like(value, tensor) and tensor.dim()}
+            full = {name for name, value in state.items() if _like(value, tensor)}
             flat = tensor.view(-1)
             small = flat[offsets]
             small.grad = part.values
@@ -256,12 +258,14 @@ class TorchOptimizer:
             stand_in.step()
             flat[offsets] = small
             for name, value in stand_in.state[small].items():
-                if _like(value, small) and value.dim():
+                if _like(value, small):
                     state.setdefault(name, torch.zeros_like(tensor)).view(-1)[offsets] = value
                 else:
                     state[name] = value
             touched.append(offsets + (span.start - self._place.span.start))
-        return torch.cat(touched).to(self._dtype) if touched else torch.empty(0, dtype=self._dtype)
+        if not touched:
+            return torch.empty(0, dtype=self._dtype)
+        return torch.cat(touched).sort().values.to(self._dtype)  # groups need not follow the layout
 
     def _advance_schedule(self, steps: int) -> None:
         """Step the scheduler; one that is at its end (``OneCycleLR``) leaves the rate where it is."""
