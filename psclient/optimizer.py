@@ -189,6 +189,11 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return self._membership.live_workers
 
     @property
+    def local_steps(self) -> int:
+        """Steps that have changed this machine's parameters and are not pushed yet; 0 but with local steps."""
+        return 0
+
+    @property
     def worker(self) -> str:
         """This worker's name."""
         return self._membership.identity.worker_id

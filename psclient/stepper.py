@@ -115,12 +115,20 @@ class Stepper:
         else:
             self._overlapped_step(self._overlap, samples)
 
-    def flush(self) -> None:
-        """Push everything that is held, at density 1."""
+    def flush(self, samples: int = 0) -> None:
+        """Push everything that is held, at density 1.
+
+        Args:
+            samples: the first of those that have passed through the model, whose steps are in what is held.
+        """
         self.rest()
         if self._membership.run_finished:
             return
-        report = self.report = self._exchange.open(0, self._learning_rate())
+        if self._samples is not None:
+            self._samples.leave_out(samples)
+        self._samples_since_exchange += samples
+        self.totals.samples += samples
+        report = self.report = self._exchange.open(samples, self._learning_rate())
         self._push(report, lambda number: self._exchange.send_held(report, number))
         self.totals.add(report)
 
