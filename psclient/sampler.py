@@ -100,8 +100,8 @@ class ElasticSampler(Sampler[int]):
         while goal < count:
             handed_in = self._hand_in()
             more = self._await_samples(goal)
-            if handed_in and not self._optimizer.finished:
-                self._optimizer.pull()  # what was flushed is in what the next local steps begin with
+            if (handed_in or self._optimizer._rounds is not None) and not self._optimizer.finished:
+                self._optimizer.pull()  # what was flushed, and the rounds of those who had more samples
             if more:
                 self._goal = goal
                 yield goal
