@@ -153,6 +153,10 @@ class SampleCounter:
         count, self._count = self._count, 0
         return max(1, count)
 
+    def leave_out(self, samples: int) -> None:
+        """Count these no more, as far as they are there."""
+        self._count -= min(samples, self._count)
+
     def close(self) -> None:
         """Remove the hook."""
         self._handle.remove()

@@ -186,14 +186,14 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return self._membership.run_finished
 
     @property
-    def local_steps(self) -> int:
-        """Steps whose samples no push has carried yet; 0 but where a method takes several between two pushes."""
-        return 0
-
-    @property
     def live_workers(self) -> int:
         """Workers alive, as last heard."""
         return self._membership.live_workers
+
+    @property
+    def local_steps(self) -> int:
+        """Steps that have changed this machine's parameters and are not pushed yet; 0 but with local steps."""
+        return 0
 
     @property
     def worker(self) -> str:

@@ -102,8 +102,11 @@ class ElasticSampler(Sampler[int]):
         if goal is None:
             goal = self._ask(None).epoch
         while goal < count:
-            self._hand_in()
-            if self._await_samples(goal):
+            handed_in = self._hand_in()
+            more = self._await_samples(goal)
+            if (handed_in or self._optimizer._rounds is not None) and not self._optimizer.finished:
+                self._optimizer.pull()  # what was flushed, and the rounds of those who had more samples
+            if more:
                 self._goal = goal
                 yield goal
             elif self._optimizer.finished:
@@ -167,13 +170,17 @@ class ElasticSampler(Sampler[int]):
             self._progress.draw(self._lease.dataset, piece.epoch, place)
             yield sample
 
-    def _hand_in(self) -> None:
-        """Give nobody a reason to wait for this worker: end the last push, and send again what was refused."""
+    def _hand_in(self) -> bool:
+        """Give nobody a reason to wait for this worker: end the last push, and send again what was refused.
+
+        Returns:
+            Whether local steps were handed in.
+        """
+        local = self._optimizer.local_steps > 0
         for send in (self._optimizer.pull, self._optimizer.flush):
-            if not self._progress.is_settled:
+            if not self._progress.is_settled or self._optimizer.local_steps:
                 send()
-        if self._optimizer.local_steps:
-            self._optimizer.flush()
+        return local
 
     def _await_samples(self, goal: int) -> bool:
         """Wait until there are samples of an epoch for this worker, or all that others hold are finished."""

@@ -115,12 +115,20 @@ class Stepper:
         else:
             self._overlapped_step(self._overlap, samples)
 
-    def flush(self, *, is_step: bool = False) -> None:
-        """Push everything that is held, at density 1; ``is_step``: with the samples counted since the last push."""
+    def flush(self, samples: int = 0) -> None:
+        """Push everything that is held, at density 1.
+
+        Args:
+            samples: the first of those that have passed through the model, whose steps are in what is held.
+        """
         self.rest()
         if self._membership.run_finished:
             return
-        report = self.report = self._begin(None if is_step else 0)
+        if self._samples is not None:
+            self._samples.leave_out(samples)
+        self._samples_since_exchange += samples
+        self.totals.samples += samples
+        report = self.report = self._exchange.open(samples, self._learning_rate())
         self._push(report, lambda number: self._exchange.send_held(report, number))
         self.totals.add(report)
 
@@ -244,9 +252,8 @@ class Stepper:
         """Open the push of a new step, at the density that the schedule gives it."""
         if self._schedule is not None:
             self._groups.set_density(self._schedule(self._exchange.step + 1))
-        if samples is None or samples:
-            counted = self._samples.take() if self._samples is not None else 1
-            samples = counted if samples is None else samples
+        counted = self._samples.take() if self._samples is not None else 1
+        samples = counted if samples is None else samples
         self._samples_since_exchange += samples
         self.totals.samples += samples
         return self._exchange.open(samples, self._learning_rate())

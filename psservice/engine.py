@@ -398,7 +398,7 @@ class Engine:
             raise Refusal(Reason.BAD_REQUEST, "shard 0 hands out samples; the others know of none")
 
         def lease() -> Leased:
-            self.membership.require(identity)
+            member = self.membership.require(identity)
             self.require_model(None)
             live = {member.identity for member in self.membership.members()}
             over = self.run.state is RunState.FINISHED
@@ -406,6 +406,7 @@ class Engine:
             if leased.changed:
                 self.persistence.leased(identity, wish, leased)
                 self.datasets.put({wish.dataset: leased.after})
+            member.has_no_samples = wish.samples > 0 and not leased.after.held_by(identity)
             return leased
 
         leased = self.writer.run(lease)

@@ -81,6 +81,8 @@ class Member:
     """When it last pushed, or joined."""
     interval_seconds: float = 0.0
     """Mean time between its pushes; 0 before the second."""
+    has_no_samples: bool = False
+    """Whether it has asked for samples, was given none and holds none: its next step waits for others' steps."""
 
 
 @dataclass
@@ -199,6 +201,7 @@ class Membership:
             now = self.clock()
             if member.pushes:
                 member.interval_seconds = smoothed(member.interval_seconds, now - member.clock_moved)
+            member.has_no_samples = False
             member.pushes += 1
             member.clock += 1
             member.clock_moved = now

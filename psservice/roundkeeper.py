@@ -41,7 +41,7 @@ class RoundKeeper:
         """Tell whether the open round closes."""
         if model.round is None or not model.round.contributors:
             return False
-        live = [member.identity.worker_id for member in self._membership.members()]
+        live = [member.identity.worker_id for member in self._membership.members() if not member.has_no_samples]
         first = model.version == 0
         return settings.is_due(model.round.contributors, live, model.round.age_seconds, first=first)
 

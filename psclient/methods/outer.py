@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from psclient.errors import ConfigurationError, ServerUnreachableError, SparsepsError
-from psclient.gradients import Interrupted, gather
+from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError, SparsepsError
+from psclient.gradients import Interrupted, finite, gather
 from psclient.groups import ParamGroups
 from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
 from psclient.model import TrainedModel
@@ -82,6 +82,7 @@ class Outer(ParameterServerOptimizer):
             raise ConfigurationError("overlap=True pushes gradients, and local steps push none; leave it out")
         self.inner, self.period = inner, period
         self._local_steps = 0
+        self._trained_samples = 0  # in the local steps since the last push
         self._deltas = _Deltas()
         self._interrupted = Interrupted()
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov and momentum > 0}
@@ -130,49 +131,68 @@ class Outer(ParameterServerOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with self._working():  # all of it: a SIGTERM amid it would flush a part of what has been done
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         gradients = gather(self._model, self._groups, range(len(self._model.parameters)))
         if self._deltas:  # the last push was not brought to its end
             self._push()
         if self._interrupted.holds(gradients):
             self._interrupted.clear()
-            return loss
+            return
         self.inner.step()
         self._local_steps += 1
+        self._trained_samples = max(1, self._stepper.samples_waiting)
         if self._local_steps >= self.period:
             self._interrupted.note(gradients)
-            self._deltas.update(self._take_back())
-            self._local_steps = 0
+            self._deltas.update(self._ahead())
             self._push()
             self._interrupted.clear()
-        return loss
 
     @torch.no_grad()
     def flush(self) -> None:
         """Push what the local steps have done so far and everything that this worker still holds, at density 1."""
-        self._require_open()
-        if self._deltas:
-            self._push()
-        for position, delta in self._take_back().items():
-            parameter = self._model.parameters[position]
-            memory(self.state[parameter], "residual", parameter).add_(delta.reshape(-1))
-        ahead, self._local_steps = self._local_steps, 0
         with self._working():
-            self._stepper.flush(is_step=ahead > 0)
+            if self._deltas:
+                self._push()
+            samples = self._trained_samples if self._local_steps else 0
+            if self._local_steps:
+                self._hold(self._ahead())
+            self._stepper.flush(samples)
+            self._trained_samples = 0
+
+    def _hold(self, ahead: dict[int, torch.Tensor]) -> None:
+        """Undo the local steps, and put them into the residuals."""
+        try:
+            finite(self._model, ahead)
+        except NonFiniteGradientError:
+            self._go_back()
+            raise
+        self._deltas.update(ahead)
+        self._go_back()
+        for position in list(self._deltas):
+            parameter = self._model.parameters[position]
+            residual = memory(self.state[parameter], "residual", parameter)
+            residual.add_(self._deltas.pop(position).reshape(-1))
 
     @torch.no_grad()
     def pull(self) -> None:
         """Bring the parameters up to the server's; the local steps since the last push stay, on top of them."""
-        self._require_open()
-        if self._deltas:
-            self._push()
-        ahead = self._take_back()
-        try:
-            super().pull()
-            self._begin_here()
-        finally:
-            for position, delta in ahead.items():
-                parameter = self._model.parameters[position]
-                parameter.sub_(delta.to(parameter.dtype))
+        with self._working():
+            if self._deltas:
+                self._push()
+            ahead, steps = self._ahead(), self._local_steps
+            self._go_back()
+            try:
+                super().pull()
+            finally:  # also where it failed: what has come of it by then is the server's, and no step of this worker
+                self._begin_here()
+                self._local_steps = steps
+                for position, delta in ahead.items():
+                    parameter = self._model.parameters[position]
+                    parameter.sub_(delta.to(parameter.dtype))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outer state as any method's, and the inner optimizer's under ``inner``.
@@ -212,20 +232,27 @@ class Outer(ParameterServerOptimizer):
 
     # Inner parts
 
-    def _take_back(self) -> dict[int, torch.Tensor]:
-        """Undo the local steps, so that the parameters are what the server knows; return the differences."""
-        deltas = {}
-        for position, (parameter, start) in enumerate(zip(self._model.parameters, self._start, strict=True)):
-            if parameter in self._groups and parameter.numel():
-                deltas[position] = start.float() - parameter.float()
+    def _ahead(self) -> dict[int, torch.Tensor]:
+        """Return the differences that the local steps have made, by position."""
+        return {
+            position: start.float() - parameter.float()
+            for position, (parameter, start) in enumerate(zip(self._model.parameters, self._start, strict=True))
+            if parameter in self._groups and parameter.numel()
+        }
+
+    def _go_back(self) -> None:
+        """Undo the local steps, so that the parameters are what the server knows."""
+        for parameter, start in zip(self._model.parameters, self._start, strict=True):
+            if parameter in self._groups:
                 parameter.copy_(start)
-        return deltas
+        self._local_steps = 0
 
     def _push(self) -> None:
         """Push the differences, or bring a push of them to its end that a lost server has interrupted."""
+        if self._local_steps:  # they are in the differences
+            self._go_back()
         try:
-            with self._working():
-                self._stepper.step(None, self.gradient_scale)
+            self._stepper.step(None, self.gradient_scale)
         except SparsepsError as error:
             if not isinstance(error, ServerUnreachableError):
                 self._deltas.clear()

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from service_makers import F32, layout_of, sparse_push
 
 from pscore.layout import Span
+from pscore.ranges import Ranges
 from pscore.reasons import Reason
 from pscore.segment import Segment
+from psservice.dataset import Plan, Wish
 from psservice.membership import Identity
 from psservice.metrics import Metrics
 from psservice.rules.rounds import Round, RoundSettings
@@ -259,3 +261,23 @@ def test_contributors_are_measured(engine):
     push(engine, 1, {0: 2.0}, BERT)
     found = {s.name: s.value for m in engine.metrics.registry.collect() for s in m.samples if not s.labels}
     assert found["psservice_round_contributors_sum"] == 2
+
+
+def test_nobody_waits_for_a_worker_that_waits_for_samples_itself(engine):
+    """Elastic data: the round would wait for Anna, and she for the samples that Bert has still to train."""
+    begin(engine, ANNA, BERT)
+
+    def lease(who, held=0, epoch=0):
+        share = {0: Ranges([(0, held)])} if held else {}
+        return engine.lease_samples(who, Wish("train", Plan(4, 1, True), epoch, 8, share)).answer.granted
+
+    while lease(BERT, engine.datasets.all()["train"].held_by(BERT)[0].total if engine.datasets.all() else 0):
+        pass
+    assert not lease(ANNA)
+    push(engine, 1, {0: 2.0}, BERT)
+    assert pull(engine, BERT, base=0).version == 1
+    assert lease(ANNA, epoch=1)
+    push(engine, 2, {0: 2.0}, BERT, base=1)
+    assert reason_of(pull, engine, BERT, base=1) is Reason.ROUND_OPEN
+    push(engine, 1, {0: 4.0}, ANNA, base=1)
+    assert theta(engine)[0] == -5.0

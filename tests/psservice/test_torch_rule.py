@@ -346,3 +346,83 @@ def test_a_push_without_entries_is_no_step():
         before = bits(theta(engine))
         push(engine, 2, [], base=1)
         assert bits(theta(engine)) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"optimizer": '{"name": [], "options": {}}'},
+        {"optimizer": '{"name": "SGD", "options": {"momentum": 1' + "0" * 400 + "}}"},
+        {"optimizer": '{"name": "SGD", "options": {"momentum": ' + "[" * 900 + "]" * 900 + "}}"},
+        {"optimizer": '{"name": "Adam", "options": {"betas": []}}'},
+        {"optimizer": '{"name": "Adam", "options": {"betas": [0.9, 0.9, 0.9]}}'},
+        {"optimizer": '{"name": "Muon", "options": {"ns_steps": 1000000000}}'},
+        {"scheduler": '{"name": []}'},
+        {"scheduler": '{"name": "StepLR", "options": {"step_size": 1, "last_epoch": 5}}'},
+        {"scheduler_every": "²"},
+        {"scheduler_every": "9" * 5000},
+        {"groups": '[{"tensors": [0], "options": {"lr": 1' + "0" * 400 + "}}]"},
+        {"groups": '[{"tensors": [0], "options": {"momentum": "much"}}]'},
+        {"groups": '[{"tensors": [0], "options": {"momentum": -1.0}}]'},
+        {"groups": "[" + ",".join(['{"tensors": []}'] * 10_000) + "]"},
+    ],
+    ids=lambda words: next(iter(words)),
+)
+def test_nonsense_is_a_bad_request_and_no_fault_of_the_server(words):
+    assert refused(rule_maker, said("SGD", lr=0.1) | words) is Reason.BAD_REQUEST
+
+
+def test_a_scheduler_may_have_a_number_for_each_group():
+    """Also at a shard that has nothing of one of the groups."""
+    groups = [{"tensors": [0], "options": {}}, {"tensors": [1, 2], "options": {}}]
+    cycle = {"name": "OneCycleLR", "options": {"max_lr": [0.1, 0.2], "total_steps": 20, "cycle_momentum": False}}
+    settings = said("SGD", cycle, groups, lr=0.1)
+    values, gradient = some_values(), some_values(1)
+    whole, theta = rule(settings, values)
+    part, there = rule(settings, values, Span(12, LAYOUT.size))
+    for _ in range(5):
+        whole.apply(Segment(Span(0, LAYOUT.size), None, gradient))
+        part.apply(Segment(Span(12, LAYOUT.size), None, gradient[12:]))
+    assert torch.equal(there, theta[12:])
+
+
+def test_a_schedule_that_fails_late_leaves_the_rate_and_is_the_same_after_a_restart():
+    """``2.0 ** x`` of a long triangular cycle overflows after the parameters have been stepped."""
+    options = {"base_lr": 0.001, "max_lr": 0.002, "step_size_up": 1, "mode": "triangular2", "cycle_momentum": False}
+    settings = said("SGD", {"name": "CyclicLR", "options": options}, lr=0.1)
+    mine, theta = rule(settings, some_values())
+    push = Segment(Span(0, LAYOUT.size), torch.tensor([3]), torch.ones(1))
+    for _ in range(2100):
+        mine.apply(push)
+    again, there = rule(settings, theta)
+    again.restore(mine.export())
+    mine.apply(push)
+    again.apply(push)
+    assert torch.equal(theta, there)
+
+
+def test_a_rate_never_leaves_its_bounds():
+    mine, theta = rule(said("SGD", {"name": "ExponentialLR", "options": {"gamma": -1e200}}, lr=0.1), some_values())
+    for _ in range(4):
+        mine.apply(Segment(Span(0, LAYOUT.size), None, torch.ones(LAYOUT.size)))
+    assert theta.isfinite().all()
+
+
+def test_a_lazy_step_names_what_it_changed_in_the_layouts_order():
+    """Weights in one group and biases in another lie between one another, and replies are cut by order."""
+    groups = [{"tensors": [0, 2], "options": {}}, {"tensors": [1], "options": {"lr": 0.5}}]
+    mine, _ = rule(said("SGD", groups=groups, lazy=True, lr=0.1), some_values())
+    support = mine.apply(Segment(Span(0, LAYOUT.size), torch.tensor([1, 13, 18]), torch.ones(3)))
+    assert support.tolist() == [1, 13, 18]
+
+
+@pytest.mark.parametrize("name", sorted(LAZY))
+def test_a_scalar_is_stepped_lazily_like_any_element(name):
+    layout = layout_of((3, F32), ((), F32))
+    options = {"lr": 0.1} | ({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})
+    lazy, there = rule(said(name, lazy=True, **options), torch.ones(4), layout=layout)
+    dense, here = rule(said(name, **options), torch.ones(4), layout=layout)
+    for _ in range(3):
+        lazy.apply(Segment(Span(0, 4), torch.arange(4), torch.full((4,), 0.5)))
+        dense.apply(Segment(Span(0, 4), None, torch.full((4,), 0.5)))
+    torch.testing.assert_close(there, here)

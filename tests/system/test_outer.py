@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import psclient
 from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError
@@ -251,3 +252,71 @@ def test_samples_are_counted_and_not_given():
         assert optimizer.totals.samples == 128
         with pytest.raises(ConfigurationError, match="samples"):
             optimizer.step(samples=3)
+
+
+def test_a_pull_that_fails_half_way_is_no_step_of_this_worker(monkeypatch):
+    """What had come by then is others' work, and must not be handed in as if it were to be undone."""
+    with psclient.LocalServer() as server:
+        mine, other = model(), model()
+        with (
+            outer(mine, 1, lr=1.0, momentum=0.0, server=server, worker="mine") as optimizer,
+            outer(other, 1, lr=1.0, momentum=0.0, server=server, worker="other") as others,
+        ):
+            train_step(other, others, *make_data(seed=1, count=32))
+            expected = values(other)
+            pull = optimizer._cluster.pull
+
+            def interrupted():
+                pull()
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(optimizer._cluster, "pull", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.pull()
+            optimizer.flush()
+            others.pull()
+            optimizer.pull()
+            for ours, theirs, before in zip(values(mine), values(other), expected, strict=True):
+                assert torch.equal(ours, before)
+                assert torch.equal(theirs, before)
+
+
+def test_a_flush_of_local_steps_that_lead_nowhere_undoes_them():
+    mine = model()
+    with outer(mine, period=4) as optimizer:
+        before = values(mine)
+        train_step(mine, optimizer, *make_data(count=8))
+        with torch.no_grad():
+            mine[0].weight[0, 0] = float("nan")
+        with pytest.raises(NonFiniteGradientError):
+            optimizer.flush()
+        optimizer.flush()
+        optimizer.pull()
+        for now, then in zip(values(mine), before, strict=True):
+            assert torch.equal(now, then)
+
+
+def test_at_an_epochs_end_local_steps_are_handed_in_with_their_samples():
+    """Else each worker waits for samples that the others have trained and not pushed."""
+    data, met = TensorDataset(torch.arange(52)), threading.Barrier(2)
+    drawn = {"anna": [], "bert": []}
+    with psclient.LocalServer() as server:
+
+        def work(name):
+            mine = model()
+            patience = QUICK.model_copy(update={"patience_seconds": 5.0})
+            with outer(mine, 5, lr=1.0, momentum=0.0, server=server, worker=name, settings=patience) as optimizer:
+                sampler = psclient.ElasticSampler(data, optimizer, lease_samples=8)
+                met.wait()
+                for _ in sampler.epochs(2):
+                    for (numbers,) in DataLoader(data, batch_size=4, sampler=sampler):
+                        train_step(mine, optimizer, *make_data(count=len(numbers)))
+                        drawn[name] += numbers.tolist()
+
+        threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in drawn]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert sorted(drawn["anna"] + drawn["bert"]) == sorted([*range(52)] * 2)

@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,10 @@ _NOT_SCHEDULERS = frozenset({"LRScheduler", "_LRScheduler"})
 _MOST_NESTED = 4
 _MOST_BYTES = 64 << 10
 _MOST_SCHEDULERS = 16
+_LARGEST_NUMBER = 1e300
+
+TORCH_ERRORS = (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AttributeError)
+"""What torch raises where it does not take what it is given."""
 
 LARGEST_RATE = 1e3
 """Of a learning rate, given or scheduled."""
@@ -58,30 +62,43 @@ class OptimizerSpec:
     def parse(cls, text: str) -> "OptimizerSpec":
         """Read ``{"name": "RMSprop", "options": {"lr": 0.01}}``; raises :class:`Refusal` (``BAD_REQUEST``)."""
         found = _mapping(text, "optimizer", {"name", "options"})
-        known = optimizers()
-        if found.get("name") not in known:
-            raise _bad(f"there is no optimizer {found.get('name')!r} here; there are {', '.join(known)}")
-        return cls(found["name"], check_options(found["name"], found.get("options", {})))
+        name = _name(found)
+        if name not in optimizers():
+            raise _bad(f"there is no optimizer {name!r} here; there are {', '.join(optimizers())}")
+        return cls(name, check_options(name, found.get("options", {})))
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Make it over param groups; raises :class:`Refusal` (``BAD_REQUEST``) with torch's words."""
         try:
             return optimizers()[self.name](groups, **self.options)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except TORCH_ERRORS as error:
             raise _bad(f"torch.optim.{self.name} does not take that: {error}") from error
 
-    def try_out(self, scheduler: "SchedulerSpec | None") -> None:
-        """Make both over one element and step the scheduler; raises :class:`Refusal` (``BAD_REQUEST``)."""
-        optimizer = self.make([{"params": [torch.zeros(1, 1)]}])
-        if scheduler is None:
-            return
-        made = scheduler.make(optimizer)
+    def try_out(self, groups: Sequence[Mapping[str, Any]], scheduler: "SchedulerSpec | None") -> None:
+        """Make both over one element a group and step them: on the writer thread it is too late to find a mistake.
+
+        Args:
+            groups: the own options of each param group.
+            scheduler: to be stepped too.
+
+        Raises:
+            Refusal: ``BAD_REQUEST``.
+        """
+        elements = [torch.zeros(1, 1) for _ in groups]
+        distinct = {json.dumps(own, sort_keys=True): number for number, own in enumerate(groups)}
+        for number in distinct.values():  # torch checks the options of a group only where they are the optimizer's
+            OptimizerSpec(self.name, {**self.options, **groups[number]}).make([{"params": [elements[number]]}])
+            elements[number].grad = torch.ones(1, 1)
+        made = self.make([{**own, "params": [element]} for own, element in zip(groups, elements, strict=True)])
+        schedule = scheduler.make(made) if scheduler is not None else None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 made.step()
-        except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError) as error:
-            raise _bad(f"lr_scheduler.{scheduler.name} cannot be stepped: {error}") from error
+                if schedule is not None:
+                    schedule.step()
+        except TORCH_ERRORS as error:
+            raise _bad(f"torch.optim.{self.name}, or its scheduler, cannot be stepped: {error}") from error
 
 
 def check_options(name: str, options: object) -> dict[str, Any]:
@@ -120,7 +137,7 @@ class SchedulerSpec:
     def _of(cls, found: object, depth: int) -> "SchedulerSpec":
         if not isinstance(found, dict) or depth > _MOST_NESTED or found.keys() - {"name", "options", "schedulers"}:
             raise _bad("a scheduler is a name, options, and perhaps schedulers inside it, not too deep")
-        name, options, inner = found.get("name"), found.get("options", {}), found.get("schedulers", [])
+        name, options, inner = _name(found), found.get("options", {}), found.get("schedulers", [])
         if name in _NEEDS_CODE | _NEEDS_A_METRIC:
             raise _bad(f"{name} needs a function or a metric, which cannot be sent; choose another")
         if name not in schedulers():
@@ -143,7 +160,7 @@ class SchedulerSpec:
                 else:
                     made = kind(optimizer, *([inner] if inner else []), **self.options)
                 return made
-        except (TypeError, ValueError, RuntimeError, IndexError, ArithmeticError) as error:
+        except TORCH_ERRORS as error:
             raise _bad(f"lr_scheduler.{self.name} does not take that: {error}") from error
 
 
@@ -159,8 +176,19 @@ def _mapping(text: str, what: str, keys: set[str]) -> dict[str, Any]:
     return found
 
 
-def _flat(value: Any) -> list[Any]:
-    return [one for each in value for one in _flat(each)] if isinstance(value, list | tuple) else [value]
+def _name(found: Mapping[str, Any]) -> str:
+    name = found.get("name")
+    if not isinstance(name, str):
+        raise _bad("a name must be a word")
+    return name
+
+
+def _flat(value: Any, depth: int = 0) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        return [value]
+    if depth == _MOST_NESTED:
+        raise _bad("a list of options is nested too deep")
+    return [one for each in value for one in _flat(each, depth + 1)]
 
 
 def _require_plain(name: str, value: Any) -> None:
@@ -171,8 +199,13 @@ def _require_plain(name: str, value: Any) -> None:
     for one in flat:
         if isinstance(one, bool) or one is None or (isinstance(one, str) and len(one) < 64):
             continue
-        if not isinstance(one, int | float) or not math.isfinite(one):
-            raise _bad(f"{name} = {value!r} is not a finite number, a word, or a list of those")
+        if not isinstance(one, int | float) or not abs(one) <= _LARGEST_NUMBER:
+            raise _bad(f"{name} is not a finite number, a word, or a list of those")
+
+
+def sane_rate(rate: Any) -> float:
+    """Return a learning rate that a scheduler has come to, within bounds; 0 where it is no such number."""
+    return min(rate, LARGEST_RATE) if isinstance(rate, int | float) and rate >= 0 else 0.0
 
 
 def _number(value: Any) -> float:

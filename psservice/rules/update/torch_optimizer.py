@@ -18,12 +18,23 @@ from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from psservice.rules.update.base import Place, RuleMaker, RuleState
-from psservice.rules.update.specs import ELEMENTWISE, LARGEST_RATE, LAZY, OptimizerSpec, SchedulerSpec, check_options
+from psservice.rules.update.specs import (
+    ELEMENTWISE,
+    LAZY,
+    TORCH_ERRORS,
+    OptimizerSpec,
+    SchedulerSpec,
+    check_options,
+    sane_rate,
+)
 from psservice.shard.ledger import Support
 
 log = logging.getLogger(__name__)
 
 _LARGEST_GRADIENT = 1e18  # its square is finite
+_MOST_GROUPS = 1 << 13
+_MOST_FAILED = 1000  # steps of a scheduler in a row, from which on it is at its end
+_MOST_DIGITS = 15  # of a number of versions
 _LARGEST_PARAMETER = 1e30  # a step of a sane rate does not take it out of its range
 
 
@@ -67,14 +78,15 @@ def maker(settings: Mapping[str, str]) -> RuleMaker:
     """
     spec = OptimizerSpec.parse(settings.get("optimizer", ""))
     scheduler = SchedulerSpec.parse(settings["scheduler"]) if settings.get("scheduler") else None
-    spec.try_out(scheduler)
+    groups = _groups(spec.name, settings.get("groups", ""))
+    spec.try_out([group.options for group in groups] or [{}], scheduler)
     every = settings.get("scheduler_every", "1")
-    if not every.isdigit() or not 1 <= int(every) < 1 << 48:
+    if not (every.isascii() and every.isdigit() and len(every) < _MOST_DIGITS and int(every)):
         raise Refusal(Reason.BAD_REQUEST, f"scheduler_every must be a number of versions, not {every!r}")
     lazy = settings.get("lazy", "false") == "true"
     if lazy and spec.name not in LAZY:
         raise Refusal(Reason.BAD_REQUEST, f"{spec.name} cannot be lazy; {', '.join(sorted(LAZY))} can")
-    read = TorchSettings(spec, _groups(spec.name, settings.get("groups", "")), scheduler, int(every), lazy)
+    read = TorchSettings(spec, groups, scheduler, int(every), lazy)
     return lambda place: TorchOptimizer(place, read)
 
 
@@ -82,9 +94,10 @@ def _groups(name: str, text: str) -> tuple[Group, ...]:
     if not text:
         return ()
     try:
-        found = [
-            Group(tuple(each["tensors"]), check_options(name, each.get("options", {}))) for each in json.loads(text)
-        ]
+        listed = json.loads(text)
+        if len(listed) > _MOST_GROUPS:
+            raise Refusal(Reason.BAD_REQUEST, f"an optimizer has at most {_MOST_GROUPS} groups here, not {len(listed)}")
+        found = [Group(tuple(each["tensors"]), check_options(name, each.get("options", {}))) for each in listed]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Refusal(Reason.BAD_REQUEST, f"the optimizer's groups cannot be read: {error}") from error
     positions = [position for group in found for position in group.tensors]
@@ -116,10 +129,9 @@ class TorchOptimizer:
         made = []
         for group in groups:
             pieces = list(self._tensors(group))
-            self._pieces += pieces
-            if pieces:
-                made.append({**group.options, "params": [tensor for _, tensor in pieces]})
-        self._optimizer: Optimizer | None = settings.optimizer.make(made) if made else None
+            self._pieces += pieces  # an empty group stays: a scheduler may have a number for each
+            made.append({**group.options, "params": [tensor for _, tensor in pieces]})
+        self._optimizer: Optimizer | None = settings.optimizer.make(made) if self._pieces else None
         self._scheduler = settings.scheduler.make(self._optimizer) if settings.scheduler and self._optimizer else None
         self._updates = 0
         self.spreads = not settings.lazy
@@ -174,6 +186,8 @@ class TorchOptimizer:
     def _tensors(self, group: Group) -> Iterator[tuple[Span, torch.Tensor]]:
         """Yield a group's tensors inside the shard: in their shapes, or flat where a shard's end cuts one.
 
+        Where steps are lazy, a scalar has one dimension: what is kept for its entry must not look like a counter.
+
         One by one, and not in long runs: torch's kernels round the last elements of a tensor in another way than those
         before, so only the same tensors get the same bits as at home.
         """
@@ -185,7 +199,7 @@ class TorchOptimizer:
                 continue
             spec = layout.parameters[position]
             if inside == tensor:
-                yield inside, self._view(inside).view(spec.shape)
+                yield inside, self._view(inside).view(spec.shape or ((1,) if self._settings.lazy else ()))
             elif self._settings.optimizer.name in ELEMENTWISE:
                 yield inside, self._view(inside)
             else:
@@ -233,7 +247,7 @@ class TorchOptimizer:
                 continue
             offsets = part.offsets + (part.span.start - span.start)
             state = optimizer.state[tensor]
-            full = {name for name, value in state.items() if _like(value, tensor) and tensor.dim()}
+            full = {name for name, value in state.items() if _like(value, tensor)}
             flat = tensor.view(-1)
             small = flat[offsets]
             small.grad = part.values
@@ -244,12 +258,14 @@ class TorchOptimizer:
             stand_in.step()
             flat[offsets] = small
             for name, value in stand_in.state[small].items():
-                if _like(value, small) and value.dim():
+                if _like(value, small):
                     state.setdefault(name, torch.zeros_like(tensor)).view(-1)[offsets] = value
                 else:
                     state[name] = value
             touched.append(offsets + (span.start - self._place.span.start))
-        return torch.cat(touched).to(self._dtype) if touched else torch.empty(0, dtype=self._dtype)
+        if not touched:
+            return torch.empty(0, dtype=self._dtype)
+        return torch.cat(touched).sort().values.to(self._dtype)  # groups need not follow the layout
 
     def _advance_schedule(self, steps: int) -> None:
         """Step the scheduler; one that is at its end (``OneCycleLR``) leaves the rate where it is."""
@@ -257,14 +273,18 @@ class TorchOptimizer:
         assert self._optimizer is not None
         with warnings.catch_warnings():  # torch would have its own optimizer stepped first
             warnings.simplefilter("ignore")
+            failed = 0
             for _ in range(steps):
                 try:
                     self._scheduler.step()
-                except ValueError as error:
+                    failed = 0
+                except TORCH_ERRORS as error:  # the parameters have been stepped: there is no way back
                     log.debug("the schedule is at its end", extra={"why": str(error)})
-                    return
+                    failed += 1
+                    if failed == _MOST_FAILED:
+                        return
                 for group in self._optimizer.param_groups:
-                    group["lr"] = min(group["lr"], LARGEST_RATE)
+                    group["lr"] = sane_rate(group["lr"])
 
 
 def _like(value: object, tensor: torch.Tensor) -> bool:
