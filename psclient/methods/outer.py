@@ -209,6 +209,11 @@ class Outer(ParameterServerOptimizer):
         super().load_state_dict(outer)
         self.inner.load_state_dict(state_dict["inner"])
 
+    def _check_added(self, group: Group) -> None:
+        super()._check_added(group)
+        if self._joined:
+            raise ConfigurationError("the server's step has the tensors that the inner optimizer had at the beginning")
+
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
         """``e = β·e + Δ``; at ρ = 1 all of it is sent."""

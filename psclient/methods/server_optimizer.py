@@ -12,7 +12,7 @@ from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
 from pscore.kernels.base import Feed
 
-_WORKERS_OWN = frozenset({"params", "density"})
+_WORKERS_OWN = frozenset({"params", "param_names", "density"})
 
 
 class ServerOptimizer(ParameterServerOptimizer):
@@ -85,6 +85,14 @@ class ServerOptimizer(ParameterServerOptimizer):
             own = {name: value for name, value in group.items() if name not in _WORKERS_OWN}
             groups.append({"tensors": sorted(positions[id(each)] for each in group["params"]), "options": own})
         return super().agreed_settings() | self._agreed | {"groups": _json(groups, "param groups")}
+
+    def _check_added(self, group: Group) -> None:
+        super()._check_added(group)
+        if self._joined:
+            raise ConfigurationError(
+                "the server's optimizer has the param groups that it was made with, and would leave others alone; "
+                "a run that trains them too is another one"
+            )
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:

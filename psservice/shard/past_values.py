@@ -12,6 +12,8 @@ import torch
 from psservice.rules.update.base import RuleState
 from psservice.shard.ledger import Support
 
+_MOST_VERSIONS = 10_000  # a bound on what empty pushes may cost, and on the time to look through them
+
 
 class Overwritten(NamedTuple):
     """The values that a version has replaced: fp32, at its support (``None``: everywhere)."""
@@ -38,7 +40,7 @@ class PastValues:
         """Remember what a version has overwritten; versions come in order."""
         self._records.append(record)
         self._entries += record.values.numel()
-        while self._entries > self._entry_limit:
+        while self._entries > self._entry_limit or len(self._records) > _MOST_VERSIONS:
             self._entries -= self._records.popleft().values.numel()
 
     def at(self, theta: torch.Tensor, version: int, now: int, offsets: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from psservice.engine import Push
 from psservice.rules.regime import Regime
 from psservice.rules.staleness import StalenessScaling
 from psservice.shard.model import Correction, ModelShard, ShardSettings
-from psservice.shard.past_values import PastValues
+from psservice.shard.past_values import Overwritten, PastValues
 
 LAYOUT = layout_of((8, F32))
 ADAPTIVE, BY_SPEED = StalenessScaling(adaptive=True), StalenessScaling(by_speed=True)
@@ -177,3 +177,13 @@ def test_an_engine_compensates_by_the_rate_that_the_push_carries():
         stale = Push(ANNA, 2, engine.model.generation, 0, 1, [Segment(engine.span, offsets, values)], (), 0.25)
         engine.commit(stale)
         assert theta(engine)[0] == -1.0 - (0.5 + (1.0 / 0.25) * 0.25 * -1.0)
+
+
+def test_pushes_of_nothing_are_not_remembered_for_ever():
+    past = PastValues(8)
+    for version in range(1, 20_001):
+        past.note(Overwritten(version, torch.empty(0, dtype=torch.int32), torch.empty(0)))
+    assert len(past.export().plain["versions"]) == 10_000
+    theta = torch.zeros(4)
+    assert past.at(theta, 10_000, 20_000, None) is not None
+    assert past.at(theta, 9_999, 20_000, None) is None

@@ -170,3 +170,14 @@ def test_a_scheduler_on_the_worker_finds_no_rate_to_drive():
     mine = model()
     with optimizer_for(mine, "SGD", {"lr": 0.1}) as optimizer, pytest.raises(KeyError, match="lr"):
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def test_parameters_may_be_named_and_none_can_be_added_that_the_server_would_leave_alone():
+    mine = model()
+    with psclient.ServerOptimizer(mine[0].named_parameters(), "SGD", {"lr": 0.1}, model=mine) as optimizer:
+        with pytest.raises(ConfigurationError, match="another one"):
+            optimizer.add_param_group({"params": list(mine[2].named_parameters())})
+        assert len(optimizer.param_groups) == 1
+        before = mine[0].weight.detach().clone()
+        train_step(mine, optimizer, *make_data(count=8))
+        assert not torch.equal(mine[0].weight, before)
