@@ -290,7 +290,8 @@ class Engine:
                 )
             self._groups.admit(model, push.identity)
             staleness = model.version - push.base_version
-            self.admission.require_fresh(staleness, in_rounds=model.round is not None)
+            in_rounds = model.round is not None and push.samples > 0  # a flush is the last chance of what is in it
+            self.admission.require_fresh(staleness, in_rounds=in_rounds)
             self._require_in_step(member)
             self.admission.require_small(norm)
             factor = (

@@ -180,6 +180,16 @@ def test_a_flush_is_added_and_neither_counted_nor_waited_for(engine):
     assert theta(engine)[0] == -5.5
 
 
+def test_a_flush_is_never_too_late_for_a_round(engine):
+    begin(engine, ANNA, BERT, quorum=1)
+    push(engine, 1, {0: 1.0}, ANNA)
+    assert reason_of(push, engine, 1, {0: 2.0}, BERT, base=0) is Reason.TOO_STALE
+    push(engine, 2, {0: 2.0}, BERT, base=0, samples=0)
+    engine.leave(BERT)
+    push(engine, 2, {0: 1.0}, ANNA, base=1)
+    assert theta(engine)[0] == -4.0
+
+
 def test_what_was_flushed_last_is_in_the_model_at_the_end(engine):
     begin(engine, ANNA)
     push(engine, 1, {0: 2.0}, ANNA, samples=0)
