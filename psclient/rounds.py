@@ -18,7 +18,7 @@ class Rounds:
             waits for all live workers.
         seconds: after a round's first contribution, when it closes with those that are there; 0 for no such limit.
         start_workers: how many live workers the first round of a run waits for, so that the first to come does not
-            train alone until the others have joined.
+            train alone until the others have joined; of a run that begins at version 0.
 
     Raises:
         ConfigurationError: a value is out of its range.
