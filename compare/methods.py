@@ -156,10 +156,17 @@ def _outer(setup: Setup) -> Made:
     return Made(optimizer, inner)
 
 
-def _wagma(setup: Setup) -> Made:
-    return _scheduled(
-        psclient.WAGMA(setup.model.parameters(), setup.rate, setup.momentum, model=setup.model, **setup.connection)
-    )
+def in_groups(tau: int) -> Callable[[Setup], Made]:
+    """Return what makes a WAGMA-SGD optimizer with this period of its global rounds."""
+
+    def make(setup: Setup) -> Made:
+        return _scheduled(
+            psclient.WAGMA(
+                setup.model.parameters(), setup.rate, setup.momentum, tau=tau, model=setup.model, **setup.connection
+            )
+        )
+
+    return make
 
 
 OUTER_PERIOD = 8
@@ -178,12 +185,13 @@ METHODS = {
             "DC-ASGD",
             _asgd,
             momenta=(0.0, 0.3, 0.6),
-            server=lambda workers: {"delay_compensation": 0.04},
+            # A dense push overwrites everything, and what it overwrote is needed for as long as a worker's base is old.
+            server=lambda workers: {"delay_compensation": 0.04, "ledger_multiple": 4.0 * workers},
         ),
         Method("ssgd", "SSGD", in_rounds(psclient.Rounds()), kind="synchronous"),
         Method("rmsprop", "RMSprop on the server", _server_rmsprop, momenta=(0.0, 0.3, 0.6), rate_scale=0.01),
         Method("outer", f"Outer, {OUTER_PERIOD} local steps", _outer, kind="synchronous"),
-        Method("wagma", "WAGMA-SGD", _wagma),
+        Method("wagma", "WAGMA-SGD", in_groups(tau=10)),
     )
 }
 """All methods by key."""

@@ -1,6 +1,7 @@
 """What every test shares: a clean environment, one torch thread, and the reason for skipping CUDA tests."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ if not torch.cuda.is_available():
     # Without a GPU, Triton's kernels run on the CPU in its interpreter. Triton asks for this when it is first imported,
     # for its own library too: so it is set before any test, and not in a fixture. Nothing else here uses Triton.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell that puts the tests in its background has SIGINT ignored, and some tests interrupt themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _JOB_VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
 

@@ -69,9 +69,10 @@ def test_the_servers_step_is_sgd_on_the_differences(nesterov):
 def test_two_workers_train(rounds, density):
     x, y = make_data(seed=77)
     losses = {}
+    models = [model() for _ in range(2)]  # here: threads would draw from one generator at the same time
 
     def work(server, worker):
-        mine = model()
+        mine = models[worker]
         settings = {"rounds": rounds, "density": density, "momentum": 0.5}
         with outer(mine, server=server, worker=f"worker-{worker}", **settings) as optimizer:
             for step in range(80):

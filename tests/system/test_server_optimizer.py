@@ -88,9 +88,10 @@ def test_per_round_it_is_the_optimizer_on_the_mean_gradient():
         train_step(here, local, x, y)
     with psclient.LocalServer() as server:
         found = {}
+        models = [model() for _ in range(2)]  # here: threads would draw from one generator at the same time
 
         def work(worker):
-            mine = model()
+            mine = models[worker]
             rounds = psclient.Rounds(start_workers=2)
             with optimizer_for(
                 mine, "Adam", {"lr": 0.01}, server=server, worker=f"worker-{worker}", rounds=rounds

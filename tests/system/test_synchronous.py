@@ -29,20 +29,19 @@ def share(worker, step):
     return x[worker::WORKERS], y[worker::WORKERS]
 
 
-def train(server, worker, steps, make, on_step=lambda optimizer: None):
-    mine = model()
+def train(mine, server, worker, steps, make):
     with make(mine, server, f"worker-{worker}") as optimizer:
         for step in range(steps):
             train_step(mine, optimizer, *share(worker, step))
-            on_step(optimizer)
     return mine
 
 
 def in_threads(server, make, workers=WORKERS, steps=STEPS):
     found = {}
+    models = [model() for _ in range(workers)]  # here: threads would draw from one generator at the same time
 
     def run(worker):
-        found[worker] = train(server, worker, steps, make)
+        found[worker] = train(models[worker], server, worker, steps, make)
 
     threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in range(workers)]
     for thread in threads:
