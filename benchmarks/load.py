@@ -101,11 +101,17 @@ def _one_server(plan: Plan, size: int, points: Sequence[Point], seconds: float) 
                 files[point.density] = write_push(Path(d), layout, point.density, plan.seed)
             path, push_bytes = files[point.density]
             names = [f"worker-{number}" for number in range(point.workers)]
-            with Generators(server.addresses[0], path, names, os.cpu_count() or 1) as generators:
-                if not warm:  # the first pushes find nothing compiled and no memory touched
-                    generators.measure(process, seconds)
-                    warm = True
+            if not warm:  # the first pushes find nothing compiled and no memory touched
+                with _generators(server, path, names) as first:
+                    first.measure(process, seconds)
+                warm = True
+            with _generators(server, path, names) as generators:
                 yield point, Load(push_bytes, generators.measure(process, seconds))
+
+
+def _generators(server: LocalServer, path: Path, names: Sequence[str]) -> Generators:
+    """Start generators; they end with their first measurement."""
+    return Generators(server.addresses[0], path, names, os.cpu_count() or 1)
 
 
 def write_push(directory: Path, layout: ModelLayout, density: float, seed: int) -> tuple[Path, int]:
