@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from pscore.messages import share_to_messages
 from pscore.ranges import Ranges
 from pscore.v1 import parameter_server_pb2 as pb
 
@@ -122,15 +123,6 @@ def joined(left: Mapping[int, Ranges], right: Mapping[int, Ranges]) -> Share:
 def less(left: Mapping[int, Ranges], right: Mapping[int, Ranges]) -> Share:
     """Return what is in the first share and not in the second."""
     return {n: rest for n, ranges in left.items() if (rest := ranges - right.get(n, Ranges()))}
-
-
-def share_to_messages(share: Mapping[int, Ranges]) -> list[pb.SampleRange]:
-    """Write a share, oldest epoch first."""
-    return [
-        pb.SampleRange(epoch=epoch, start=start, count=end - start)
-        for epoch, ranges in sorted(share.items())
-        for start, end in ranges
-    ]
 
 
 def _limited(shares: Mapping[str, Share]) -> dict[str, Share]:

@@ -7,8 +7,9 @@ import grpc
 
 from psclient.cluster import Cluster
 from psclient.errors import LeaseLostError, ServerFaultError, from_refusal, from_rpc_error
-from psclient.progress import Piece, share_to_messages
+from psclient.progress import Piece
 from psclient.shard import REJOIN_REASONS
+from pscore.messages import share_to_messages
 from pscore.ranges import Ranges
 from pscore.reasons import Refusal
 from pscore.v1 import parameter_server_pb2 as pb

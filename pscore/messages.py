@@ -1,10 +1,12 @@
-"""Translation between the proto's layout messages and :mod:`pscore.layout`."""
+"""Translation between the proto's messages and :mod:`pscore.layout` and :mod:`pscore.ranges`."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from pscore.layout import ModelLayout, TensorSpec
+from pscore.ranges import Ranges
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 
@@ -78,3 +80,12 @@ def layout_from_message(message: pb.ModelLayout) -> ModelLayout:
     if layout.fingerprint != message.fingerprint:
         raise Refusal(Reason.BAD_REQUEST, "the layout does not have the fingerprint that it states")
     return layout
+
+
+def share_to_messages(share: Mapping[int, Ranges]) -> list[pb.SampleRange]:
+    """Write places of a dataset by epoch, oldest epoch first."""
+    return [
+        pb.SampleRange(epoch=epoch, start=start, count=end - start)
+        for epoch, ranges in sorted(share.items())
+        for start, end in ranges
+    ]

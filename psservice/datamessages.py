@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import Message
 
+from pscore.messages import share_to_messages
 from pscore.ranges import Ranges
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
@@ -22,9 +23,9 @@ from psservice.dataset import (
 )
 from psservice.durability.keptdata import KeptDataset, KeptEpoch, KeptShare
 from psservice.epoch import Epoch
+from psservice.identities import identity_from_message, identity_to_message, require_name
 from psservice.membership import Identity
 
-_LONGEST_NAME = 256
 _ASKS_A_SECOND = 20  # of all workers together that wait for an epoch's end
 _SHORTEST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 2.0
 
@@ -35,7 +36,7 @@ def wish_of(request: pb.LeaseSamplesRequest) -> Wish:
     Raises:
         Refusal: ``BAD_REQUEST`` where a field is out of its bounds.
     """
-    _require_name(request.dataset)
+    require_name("a dataset's name", request.dataset)
     for what, value, least, most in (
         ("size", request.size, 1, MOST_SIZE),
         ("samples", request.samples, 0, MOST_SAMPLES),
@@ -58,7 +59,7 @@ def finished_of(header: pb.PushHeader) -> dict[str, Share]:
         raise Refusal(Reason.BAD_REQUEST, f"a push finishes at most {MOST_RANGES} ranges of {MOST_DATASETS} datasets")
     found: dict[str, Share] = {}
     for each in header.finished:
-        _require_name(each.dataset)
+        require_name("a dataset's name", each.dataset)
         if each.dataset in found:
             raise Refusal(Reason.BAD_REQUEST, f"dataset {each.dataset!r} is named twice")
         found[each.dataset] = share_of(each.ranges, MOST_SIZE)
@@ -81,15 +82,6 @@ def share_of(messages: Sequence[pb.SampleRange], size: int) -> dict[int, Ranges]
     return {epoch: Ranges(found) for epoch, found in pairs.items()}
 
 
-def share_to_messages(share: Share) -> list[pb.SampleRange]:
-    """Write ranges of samples, oldest epoch first."""
-    return [
-        pb.SampleRange(epoch=epoch, start=start, count=end - start)
-        for epoch, ranges in sorted(share.items())
-        for start, end in ranges
-    ]
-
-
 def answer_to_message(leased: Leased, live_workers: int) -> pb.LeaseSamplesResponse:
     """Write an answer; the delay spreads those that wait, so that together they do not ask too often."""
     answer = leased.answer
@@ -110,7 +102,7 @@ def record_of(identity: Identity, wish: Wish, leased: Leased) -> list[Message]:
     """Return the messages of a record: the request, what was granted, and the workers whose shares went back before."""
     plan = wish.plan
     request = pb.LeaseSamplesRequest(
-        identity=_named(identity),
+        identity=identity_to_message(identity),
         dataset=wish.dataset,
         size=plan.size,
         seed=plan.seed,
@@ -120,15 +112,17 @@ def record_of(identity: Identity, wish: Wish, leased: Leased) -> list[Message]:
         held=share_to_messages(wish.held),
     )
     response = pb.LeaseSamplesResponse(granted=share_to_messages(leased.answer.granted))
-    return [request, response, *(pb.LeaveRequest(identity=_named(gone)) for gone in leased.gone)]
+    return [request, response, *(pb.LeaveRequest(identity=identity_to_message(gone)) for gone in leased.gone)]
 
 
 def redo(datasets: Datasets, messages: Sequence[bytes]) -> None:
     """Do a record again; raises :class:`Refusal` or ``ValueError`` where it makes no sense."""
     first, second, *others = messages
     request, response = pb.LeaseSamplesRequest.FromString(first), pb.LeaseSamplesResponse.FromString(second)
-    gone = frozenset(_identity(pb.LeaveRequest.FromString(each).identity) for each in others)
-    datasets.redo(_identity(request.identity), wish_of(request), share_of(response.granted, request.size), gone)
+    gone = frozenset(identity_from_message(pb.LeaveRequest.FromString(each).identity) for each in others)
+    datasets.redo(
+        identity_from_message(request.identity), wish_of(request), share_of(response.granted, request.size), gone
+    )
 
 
 # Snapshots
@@ -182,16 +176,3 @@ def _kept_shares(shares: Iterable[tuple[Identity, Ranges]]) -> list[KeptShare]:
 
 def _shares(found: Iterable[KeptShare]) -> dict[Identity, Ranges]:
     return {Identity(each.worker_id, each.incarnation): Ranges(each.ranges) for each in found}
-
-
-def _require_name(name: str) -> None:
-    if not name or len(name) > _LONGEST_NAME or not name.isprintable():
-        raise Refusal(Reason.BAD_REQUEST, f"a dataset's name must be 1 to {_LONGEST_NAME} printable characters")
-
-
-def _named(identity: Identity) -> pb.WorkerIdentity:
-    return pb.WorkerIdentity(worker_id=identity.worker_id, incarnation=identity.incarnation)
-
-
-def _identity(message: pb.WorkerIdentity) -> Identity:
-    return Identity(message.worker_id, message.incarnation)

@@ -296,7 +296,7 @@ class Engine:
             self.admission.require_small(norm)
             factor = (
                 self._scaling.factor(staleness, member.interval_seconds, self.membership.intervals())
-                if model.is_asynchronous
+                if self._scaling.is_on and model.is_asynchronous
                 else 1.0
             )
             datasets = self.datasets.finish(push.identity, push.finished)

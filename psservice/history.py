@@ -26,6 +26,7 @@ from psservice.durability.files import StorageError
 from psservice.durability.records import Body, DamagedError, Record
 from psservice.durability.snapshots import Manifest, Snapshot, found
 from psservice.durability.store import Past, pasts
+from psservice.identities import identity_from_message
 from psservice.membership import Identity, PushAnswer, PushRecord
 from psservice.rules.admission import first_clock
 from psservice.rules.freezing import Decision
@@ -250,11 +251,11 @@ class History:
             self._do_buffers(record)
         elif record.kind == JOINED:
             request = pb.JoinRequest.FromString(messages_in(record.body)[0])
-            identity = _identity(request.identity)
+            identity = identity_from_message(request.identity)
             others = (live.clock for name, live in self.workers.items() if name != identity.worker_id)
             self.workers[identity.worker_id] = Live(identity, frozenset(request.index_codecs), first_clock(others))
         elif record.kind == LEFT:
-            identity = _identity(pb.LeaveRequest.FromString(messages_in(record.body)[0]).identity)
+            identity = identity_from_message(pb.LeaveRequest.FromString(messages_in(record.body)[0]).identity)
             known = self.workers.get(identity.worker_id)
             if known is not None and known.identity == identity:
                 del self.workers[identity.worker_id]
@@ -289,7 +290,7 @@ class History:
             log.warning("a push that was refused is left out", extra={"offset": record.offset, "why": str(error)})
             return
         self.run_id = self.run_id or header.identity.run_id  # a shard that follows learns it from its workers
-        identity = _identity(header.identity)
+        identity = identity_from_message(header.identity)
         self.datasets.put(self.datasets.finish(identity, finished_of(header)))
         known = self.pushes.setdefault(identity, PushRecord())
         known.step, known.answer = (
@@ -317,7 +318,7 @@ class History:
         opening, chunk, answer = messages_in(record.body)
         header, data = pb.BuffersHeader.FromString(opening), pb.BytesChunk.FromString(chunk).data
         self.buffers.contribute(data, header.samples, pb.RenewLeaseResponse.FromString(answer).live_workers)
-        self.pushes.setdefault(_identity(header.identity), PushRecord()).buffer_step = header.step
+        self.pushes.setdefault(identity_from_message(header.identity), PushRecord()).buffer_step = header.step
 
 
 def at_version(directory: Path, version: int, device: torch.device, settings: ShardSettings) -> History:
@@ -370,10 +371,6 @@ def on_device(update: Segment | None, device: torch.device) -> Segment | None:
         return update
     offsets = None if update.offsets is None else update.offsets.to(device)
     return Segment(update.span, offsets, update.values.to(device))
-
-
-def _identity(message: pb.WorkerIdentity) -> Identity:
-    return Identity(message.worker_id, message.incarnation)
 
 
 def _layout_of(snapshot: Snapshot) -> ModelLayout:

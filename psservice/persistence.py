@@ -38,6 +38,7 @@ from psservice.history import (
     at_version,
     body_of,
 )
+from psservice.identities import identity_to_message
 from psservice.membership import Identity, PushAnswer
 from psservice.metrics import Metrics
 from psservice.moment import Kept, Moment, moment_of
@@ -212,7 +213,9 @@ class Persistence:
     def averaged(self, identity: Identity, step: int, samples: int, data: bytes, live_workers: int) -> None:
         """Write an exchange of buffers down; raises :class:`Refusal` (``NOT_DURABLE``)."""
         if self.keeps_journal:
-            header = pb.BuffersHeader(identity=_named(identity), step=step, samples=samples, buffer_bytes=len(data))
+            header = pb.BuffersHeader(
+                identity=identity_to_message(identity), step=step, samples=samples, buffer_bytes=len(data)
+            )
             said = pb.RenewLeaseResponse(live_workers=live_workers)
             self._append(AVERAGED, body_of([header, pb.BytesChunk(data=data), said]))
 
@@ -220,7 +223,7 @@ class Persistence:
         """Write a lease down; raises :class:`Refusal` (``NOT_DURABLE``)."""
         if self.keeps_journal:
             codecs = [cast("pb.IndexCodec.ValueType", codec) for codec in sorted(index_codecs)]
-            self._append(JOINED, body_of([pb.JoinRequest(identity=_named(identity), index_codecs=codecs)]))
+            self._append(JOINED, body_of([pb.JoinRequest(identity=identity_to_message(identity), index_codecs=codecs)]))
 
     def leased(self, identity: Identity, wish: Wish, leased: Leased) -> None:
         """Write down that samples are handed out; raises :class:`Refusal` (``NOT_DURABLE``)."""
@@ -231,7 +234,7 @@ class Persistence:
         """Write the end of a lease down; where that fails, the lease ends once more after a restart."""
         if self.keeps_journal:
             try:
-                self._append(LEFT, body_of([pb.LeaveRequest(identity=_named(identity))]))
+                self._append(LEFT, body_of([pb.LeaveRequest(identity=identity_to_message(identity))]))
             except Refusal as error:
                 log.warning("the end of a lease is not written down", extra={"error": str(error)})
 
@@ -403,10 +406,6 @@ class Persistence:
 
 def _same(manifest: Manifest, generation: int, version: int) -> bool:
     return (manifest.generation, manifest.version) == (generation, version)
-
-
-def _named(identity: Identity) -> pb.WorkerIdentity:
-    return pb.WorkerIdentity(worker_id=identity.worker_id, incarnation=identity.incarnation)
 
 
 def _not_durable(error: StorageError) -> Refusal:

@@ -26,6 +26,7 @@ from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceServicer
 from pscore.version import __version__
 from psservice.datamessages import answer_to_message, finished_of, wish_of
 from psservice.engine import Engine, Push
+from psservice.identities import identity_from_message, require_name
 from psservice.inflight import Charge, InFlight, charged, largest_stream, segments_bytes
 from psservice.membership import Identity, Member
 from psservice.refusals import refusals_as_status
@@ -50,7 +51,6 @@ _BUFFER_POLICIES = {
     "local": pb.BUFFER_POLICY_LOCAL,
     "none": pb.BUFFER_POLICY_NONE,
 }
-_LONGEST_NAME = 256
 
 
 class ParameterServerServicer(ParameterServerServiceServicer):
@@ -123,7 +123,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         with self._admitted(context, "RenewLease") as caller:
             engine = self._engine
             engine.membership.require(self._identity(caller, request.identity))
-            self._require_name("checkpoint", request.checkpoint or "-")
+            require_name("checkpoint", request.checkpoint or "-")
             engine.persistence.follow(engine, request.checkpoint)
             return pb.RenewLeaseResponse(
                 checkpoint=engine.persistence.checkpoint if engine.is_coordinator else "",
@@ -359,7 +359,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
     ) -> pb.TakeSnapshotResponse:
         """Take a snapshot."""
         with self._admitted(context, "TakeSnapshot"):
-            self._require_name("checkpoint", request.checkpoint or "-")
+            require_name("checkpoint", request.checkpoint or "-")
             snapshot = self._engine.persistence.take_asked(self._engine, request.checkpoint)
             manifest = snapshot.manifest
             return pb.TakeSnapshotResponse(
@@ -402,16 +402,11 @@ class ParameterServerServicer(ParameterServerServiceServicer):
 
     def _identity(self, caller: Caller, message: pb.WorkerIdentity, *, any_run: bool = False) -> Identity:
         for what, text in (("worker_id", message.worker_id), ("incarnation", message.incarnation)):
-            self._require_name(what, text)
+            require_name(what, text)
         require_worker(caller, message.worker_id)
         if not any_run:
             self._engine.run.require_id(message.run_id)
-        return Identity(message.worker_id, message.incarnation)
-
-    @staticmethod
-    def _require_name(what: str, text: str) -> None:
-        if not text or len(text) > _LONGEST_NAME or not text.isprintable():
-            raise Refusal(Reason.BAD_REQUEST, f"{what} must be 1 to {_LONGEST_NAME} printable characters")
+        return identity_from_message(message)
 
     def _chunks(self, segments: Sequence[Segment], form: WireForm, checksum: frames.Checksum) -> Iterator[pb.Chunk]:
         for segment in segments:

@@ -29,6 +29,11 @@ class StalenessScaling:
     adaptive: bool = False
     by_speed: bool = False
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is scaled; else a push need not look at the other workers."""
+        return self.adaptive or self.by_speed
+
     def factor(self, staleness: int, interval_seconds: float, intervals_seconds: Sequence[float]) -> float:
         """Return what a push is multiplied by.
 
