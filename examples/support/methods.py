@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser, lr: float, batch_size: int, e
     group.add_argument("--server-optimizer", default="SGD", metavar="NAME", help="of torch.optim (default: SGD)")
     group.add_argument("--period", type=int, default=50, metavar="N", help="local steps of outer (default: 50)")
     group.add_argument(
-        "--batch-size", type=int, default=batch_size, metavar="N", help="a worker's (default: %(default)s)"
+        "--batch-size", type=int, default=batch_size, metavar="N", help="each worker's (default: %(default)s)"
     )
     group.add_argument("--epochs", type=int, default=epochs, metavar="N", help="default: %(default)s")
     group.add_argument("--schedule", choices=("cosine", "step"), default="cosine", help="default: %(default)s")
