@@ -47,7 +47,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
     model = GPT(options.layers, options.heads, options.width, options.context).to(place.device)
     length = methods.Length(options.epochs, max(1, len(windows) // options.batch_size), options.warmup_epochs)
     optimizer, clock = make_optimizer(options, model, place, length)
-    checkpoints.load(place, optimizer, model)
+    checkpoints.load(place, optimizer, clock, model)
     sampler = psclient.ElasticSampler(windows, optimizer, seed=options.seed, lease_samples=8 * options.batch_size)
     loader = DataLoader(windows, options.batch_size, sampler=sampler)
     servers_model = ServersModel(model, optimizer, place)
@@ -68,7 +68,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
                     break
                 if place.is_first and number % options.evaluate_every == 0:
                     reporter.evaluation(epoch, perplexity=perplexity(servers_model.fetch(), held_out, options))
-            checkpoints.save(place, optimizer, epoch + 1)
+            checkpoints.save(place, optimizer, clock, model, epoch + 1)
         if place.is_first:
             reporter.evaluation(options.epochs - 1, perplexity=perplexity(servers_model.fetch(), held_out, options))
             servers_model.save(place.out / "model.safetensors")

@@ -178,6 +178,8 @@ def _await(processes: Sequence[BaseProcess], server: psclient.LocalServer | None
         running -= {sentinel for sentinel in wait(list(running), POLL_SECONDS) if isinstance(sentinel, int)}
         status = server.processes[0].poll() if server and running else None
         if status is not None:
+            for process in processes:  # they would wait for a server to hand in what they hold
+                process.kill()
             raise psclient.errors.ConfigurationError(f"the server ended with status {status}; see its log")
 
 
