@@ -1,0 +1,62 @@
+"""The server's model, tested and saved while training goes on; both also as commands of the scripts."""
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import psclient
+
+from .launch import Place
+
+
+class ServersModel:
+    """A second model on the worker's device, for what the server has: no optimizer, no worker is disturbed.
+
+    Args:
+        model: of the same kind; its own values are what is tested where there is no server.
+        optimizer: says where the server is.
+        place: of this worker.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> None:
+        """Copy the model."""
+        self._trained = model
+        self._server: str | None = getattr(optimizer, "server", None)
+        self._copy = copy.deepcopy(model).to(place.device)
+
+    def fetch(self) -> nn.Module:
+        """Download the model; return it in evaluation mode."""
+        state = self._trained.state_dict() if self._server is None else psclient.download(self._server)
+        self._copy.load_state_dict(state)
+        return self._copy.eval()
+
+    def save(self, path: Path) -> None:
+        """Write the model to a safetensors file that loads into the plain module."""
+        if self._server is not None:
+            psclient.save(self._server, path)
+        else:
+            from safetensors.torch import save_model
+
+            save_model(self._trained, str(path))
+
+
+def load_saved(model: nn.Module, path: Path) -> nn.Module:
+    """Load what :meth:`ServersModel.save` or ``psclient save`` has written into the plain module."""
+    from safetensors.torch import load_file
+
+    model.load_state_dict(load_file(path))
+    return model
+
+
+@torch.inference_mode()
+def accuracy(model: nn.Module, loader: "torch.utils.data.DataLoader[tuple[torch.Tensor, torch.Tensor]]") -> float:
+    """Return the share of a loader's samples that a model in evaluation mode gets right."""
+    device = next(model.parameters()).device
+    right = total = 0
+    for inputs, labels in loader:
+        scores = model(inputs.to(device, non_blocking=True))
+        right += int((scores.argmax(1).cpu() == labels.cpu()).sum())
+        total += len(labels)
+    return right / max(1, total)
