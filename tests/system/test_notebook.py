@@ -12,7 +12,7 @@ NOTEBOOK = EXAMPLES / "quickstart.ipynb"
 
 def test_it_is_kept_without_outputs():
     for cell in nbformat.read(NOTEBOOK, as_version=4).cells:
-        assert not cell.get("outputs"), "clear the outputs: jupyter nbconvert --clear-output --inplace"
+        assert not cell.get("outputs"), "clear all outputs before committing"
         assert cell.get("execution_count") is None
 
 
