@@ -1,6 +1,7 @@
 """The server's model, tested and saved while training goes on; both also as commands of the scripts."""
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -43,20 +44,34 @@ class ServersModel:
 
 
 def load_saved(model: nn.Module, path: Path) -> nn.Module:
-    """Load what :meth:`ServersModel.save` or ``psclient save`` has written into the plain module."""
+    """Load what :meth:`ServersModel.save` or ``psclient save`` has written into the plain module.
+
+    Raises:
+        ValueError: the file holds no model, or another one.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    model.load_state_dict(load_file(path))
+    try:
+        model.load_state_dict(load_file(path))
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{path} does not hold this model, with this number of classes: {error}") from error
     return model
 
 
-@torch.inference_mode()
-def accuracy(model: nn.Module, loader: "torch.utils.data.DataLoader[tuple[torch.Tensor, torch.Tensor]]") -> float:
+def accuracy(model: nn.Module, loader: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Return the share of a loader's samples that a model in evaluation mode gets right."""
+    return accuracies(model, loader, 1)[0]
+
+
+@torch.inference_mode()
+def accuracies(model: nn.Module, loader: Iterable[tuple[torch.Tensor, torch.Tensor]], *within: int) -> list[float]:
+    """Return the shares of samples whose class is among the ``within`` highest scores, for each ``within``."""
     device = next(model.parameters()).device
-    right = total = 0
+    right, total = [0] * len(within), 0
     for inputs, labels in loader:
         scores = model(inputs.to(device, non_blocking=True))
-        right += int((scores.argmax(1).cpu() == labels.cpu()).sum())
+        best = scores.topk(min(max(within), scores.shape[1])).indices.cpu() == labels.cpu()[:, None]
+        right = [before + int(best[:, :count].sum()) for before, count in zip(right, within, strict=True)]
         total += len(labels)
-    return right / max(1, total)
+    return [count / max(1, total) for count in right]
