@@ -119,7 +119,7 @@ class DaliLoader:
 
 @pipeline_def
 def _pipeline(source: Any, training: bool, size: int, decoder: str) -> Any:
-    """Decode, scale, cut, flip and normalise; the same as torchvision's transforms do, to rounding."""
+    """Decode, scale, cut, flip and normalise, as torchvision's transforms do but for rounding."""
     encoded = fn.external_source(source=source, dtype=types.UINT8, ndim=1)
     decoding = {"device": decoder, "output_type": types.RGB, "jpeg_fancy_upsampling": True}
     scaling = {"interp_type": types.INTERP_LINEAR, "antialias": True}

@@ -30,7 +30,7 @@ class Loader(Protocol):
 
 def shorter_side(size: int) -> int:
     """Return what the shorter side is scaled to before the middle is cut out for validation: 256 for 224."""
-    return round(size * 256 / 224)
+    return size + 2 * round(size / 14)
 
 
 def choose(name: str | None) -> str:
@@ -105,6 +105,7 @@ class TorchvisionLoader:
             num_workers=workers,
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
+            multiprocessing_context="spawn" if workers else None,  # gRPC and DALI have threads, which no fork survives
         )
 
     def __iter__(self) -> Iterator[Batch]:
