@@ -222,16 +222,16 @@ def _draw(found: dict[str, Any], path: Path) -> None:
     names, middles = list(rates), [rate["median"] for rate in rates.values()]
     errors = [[rate["median"] - rate["least"] for rate in rates.values()]]
     errors.append([rate["most"] - rate["median"] for rate in rates.values()])
-    names += ["step()", "training: both of them"]
+    names += ["step()", "forward, backward, step()"]
     middles += [found["batch_size"] / found["step_seconds"], found["training"]]
     errors = [[*side, 0.0, 0.0] for side in errors]
     colours = ["tab:blue"] * len(found["loaders"]) + ["tab:orange", "tab:green", "tab:gray"]
     bars = left.barh(names, middles, xerr=errors, color=colours)
-    left.bar_label(bars, fmt="%.0f", padding=4)
+    left.bar_label(bars, fmt="%.4g", padding=4)
     left.invert_yaxis()
-    left.margins(x=0.15)
-    left.set_xlabel("images per second; the line is from the least to the most of the repetitions")
-    left.set_title(f"bounded by {found['bound']}")
+    left.margins(x=0.25)
+    left.set_xlabel("images per second (median; least to most)")
+    figure.suptitle(f"{found['model']}, {found['method']}: {found['bound']} bounds the run")
     begun = 0.0
     parts = {"forward, backward": _milliseconds(found, found["forward_backward"])}
     parts |= {phase: 1e3 * seconds for phase, seconds in found["step_phases"].items()}
