@@ -24,12 +24,14 @@ class ServersModel:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> None:
         """Copy the model."""
-        self._trained = model
+        self._trained, self._optimizer = model, optimizer
         self._server: str | None = getattr(optimizer, "server", None)
         self._copy = copy.deepcopy(model).to(place.device)
 
     def fetch(self) -> nn.Module:
-        """Download the model; return it in evaluation mode."""
+        """Download the model; return it in evaluation mode. The worker takes it over too, and knows its version."""
+        if self._server is not None and not getattr(self._optimizer, "finished", False):
+            self._optimizer.pull()  # type: ignore[attr-defined]
         state = self._trained.state_dict() if self._server is None else psclient.download(self._server)
         return take_over(self._copy, state).eval()
 

@@ -43,6 +43,7 @@ def said(monkeypatch, capsys, *arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_run_that_is_killed_goes_on_and_its_model_is_a_plain_one(data, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     running = start(data, *SMALL, *SETTINGS, "--out", out)
