@@ -104,6 +104,13 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
             reporter.say(f"wrote {place.out / 'model.safetensors'}")
 
 
+def main(options: argparse.Namespace) -> int:
+    """Do what the options ask for; data that are missing or damaged are told of before anything starts."""
+    load_data(options, train=False)
+    options.download = False  # it is done, once for all workers
+    return evaluate(options) if options.evaluate else launch.run(train, options)
+
+
 def evaluate(options: argparse.Namespace) -> int:
     """Test a saved model: a plain torchvision model, and no server."""
     test_set = load_data(options, train=False)
@@ -131,4 +138,4 @@ def parse() -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = parse()
-    sys.exit(evaluate(given) if given.evaluate else launch.run(train, given))
+    sys.exit(launch.guarded(lambda: main(given)))

@@ -129,15 +129,17 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
-    """Do what was asked for."""
-    options = parse()
+def main(options: argparse.Namespace) -> int:
+    """Do what the options ask for; text that is missing is told of before anything starts."""
     if options.plot:
         path = curves.draw(options.plot, Path("perplexity.png"), "perplexity")
         print(f"wrote {path}")
         return 0
+    for part in read_text(options.text, options.text_bytes):
+        Windows(part, options.context)
     return evaluate(options) if options.evaluate else launch.run(train, options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    given = parse()
+    sys.exit(launch.guarded(lambda: main(given)))

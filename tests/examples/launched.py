@@ -16,6 +16,8 @@ import psclient
 
 def train(options: argparse.Namespace, place: launch.Place) -> None:
     mode = os.environ["MODE"]
+    if mode == "fail at once":
+        raise ValueError("no worker can")
     model = torch.nn.Linear(8, 2)
     with psclient.DGS(model.parameters(), lr=0.1, model=model, server=place.server, worker=place.worker) as optimizer:
         (place.out / f"{optimizer.worker}.{mode}").write_text(f"{os.getpid()} {place.index} {place.workers}")

@@ -73,6 +73,14 @@ def test_a_worker_that_fails_is_told_of_and_the_others_go_on(tmp_path):
     assert int((tmp_path / "run" / "version-0").read_text()) >= 5
 
 
+def test_a_run_that_never_began_is_not_in_the_way_of_the_next(tmp_path):
+    with launched(tmp_path / "run", "fail at once", "--workers", "1") as (process, _):
+        output = process.communicate(timeout=100)[0]
+    assert process.returncode == 1
+    assert "failed: worker-0 (status 1), before the run had begun" in output
+    assert not (tmp_path / "run" / "server").exists()
+
+
 def test_a_kill_leaves_nobody_behind_and_resume_goes_on_from_the_journal(tmp_path):
     out = tmp_path / "run"
     with launched(out, "for ever", "--workers", "2") as (process, children):
