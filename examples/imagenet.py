@@ -45,7 +45,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
 
     # The parameter server: an optimizer that pushes and pulls, and a sampler that shares the data out.
     optimizer, clock = methods.make_optimizer(options, model, place, length)
-    start = checkpoints.load(place, optimizer, model)
+    start = checkpoints.load(place, optimizer, clock, model)
     sampler = make_sampler(options.method, train_set, optimizer, place, options.seed, start)
 
     loading = loading_options(options, place.device)
@@ -74,7 +74,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
                 reporter.step(epoch, loss, len(labels))
                 if methods.is_finished(optimizer):  # the server ends the run
                     break
-            checkpoints.save(place, optimizer, epoch + 1)
+            checkpoints.save(place, optimizer, clock, model, epoch + 1)
             if place.is_first and (epoch + 1) % options.evaluate_every == 0 and epoch + 1 < options.epochs:
                 top1, top5 = accuracies(servers_model.fetch(), test_loader, 1, 5)
                 reporter.evaluation(epoch, accuracy=top1, top5=top5)

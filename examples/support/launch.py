@@ -8,6 +8,7 @@ indexed Job, where each process takes its name from its environment.
 import argparse
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -156,10 +157,23 @@ def _launch(train: Train, options: argparse.Namespace, server: str | None) -> in
         ]
         with _stopped_in_the_end(processes):
             _await(processes, local)
-    failed = [f"{process.name} (status {process.exitcode})" for process in processes if process.exitcode]
+        failed = [f"{process.name} (status {process.exitcode})" for process in processes if process.exitcode]
+        begun = not failed or _has_model(server or local.server)  # type: ignore[union-attr]
     if failed:
-        print(f"failed: {', '.join(failed)}; the same command with --resume goes on", file=sys.stderr)
+        advice = "; the same command with --resume goes on" if begun else ", before the run had begun"
+        print(f"failed: {', '.join(failed)}{advice}", file=sys.stderr)
+    if local is not None and not begun:
+        shutil.rmtree(options.out / "server")
     return 1 if failed else 0
+
+
+def _has_model(server: str) -> bool:
+    """Tell whether a worker has brought the server its model."""
+    try:
+        psclient.download(server, patience_seconds=1.0)
+    except psclient.errors.SparsepsError:
+        return False
+    return True
 
 
 def _prepare(out: Path, *, resume: bool) -> None:
@@ -188,6 +202,8 @@ def _await(processes: Sequence[BaseProcess], server: psclient.LocalServer | None
         running -= {sentinel for sentinel in wait(list(running), POLL_SECONDS) if isinstance(sentinel, int)}
         status = server.processes[0].poll() if server and running else None
         if status is not None:
+            for process in processes:  # they would wait for a server to hand in what they hold
+                process.kill()
             raise psclient.errors.ConfigurationError(f"the server ended with status {status}; see its log")
 
 
