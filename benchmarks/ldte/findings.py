@@ -41,6 +41,7 @@ class Finding:
         kind: ``gradient``, or ``residual``: what is selected from.
         tensor: its name; :data:`ALL` for all together.
         elements: how many.
+        zeros: share of them that is exactly 0.
         normal: Wasserstein-1 distance from the normal fit, over the standard deviation; ``None`` where not computed.
         laplace: likewise from the Laplace fit.
         thresholds: by density; empty where the vector is too small for the density.
@@ -50,6 +51,7 @@ class Finding:
     kind: str
     tensor: str
     elements: int
+    zeros: float
     normal: float | None
     laplace: float | None
     thresholds: Sequence[Threshold]
@@ -95,7 +97,8 @@ def _examine(step: int, kind: str, name: str, vector: torch.Tensor) -> Finding |
     if kind == "gradient":
         fit = Normal.of(ordered)
         normal, laplace = (wasserstein(ordered, each) / fit.scale for each in (fit, Laplace.of(ordered)))
-    return Finding(step, kind, name, vector.numel(), normal, laplace, thresholds(np.abs(array)))
+    zeros = 1 - np.count_nonzero(array) / array.size
+    return Finding(step, kind, name, vector.numel(), zeros, normal, laplace, thresholds(np.abs(array)))
 
 
 def thresholds(magnitudes: np.ndarray) -> list[Threshold]:

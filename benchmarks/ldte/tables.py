@@ -33,6 +33,7 @@ def distances(results: Sequence[Result]) -> Table:
             (
                 name_of(result),
                 str(len(tensors)),
+                f"{whole.zeros:.0%}",
                 f"{_share_nearer(tensors):.0%}",
                 f"{median(f.normal for f in tensors):.3f}",  # type: ignore[type-var]
                 f"{median(f.laplace for f in tensors):.3f}",  # type: ignore[type-var]
@@ -41,8 +42,8 @@ def distances(results: Sequence[Result]) -> Table:
             )
         )
     heads = (
-        "gradients of", "tensors", "Laplace nearer", "to normal, median", "to Laplace, median", "all together: to normal",
-        "to Laplace",
+        "gradients of", "tensors", "zeros", "Laplace nearer", "to normal, median", "to Laplace, median",
+        "all together: to normal", "to Laplace",
     )  # fmt: skip
     return Table("Wasserstein-1 distance to each fit, in standard deviations, at the last step", heads, rows)
 
@@ -64,8 +65,8 @@ def course(results: Sequence[Result]) -> Table:
         losses = " → ".join(f"{result.losses[step]:.2f}" for step in sorted(result.losses))
         rows.append((name_of(result), *cells, losses))
     title = (
-        "Over the run: share of tensors to which Laplace is nearer; distance to Laplace over distance to normal, median "
-        "of the tensors; the same of all together"
+        "Over the run: share of tensors to which Laplace is nearer; distance to Laplace over distance to normal, "
+        "median of the tensors; the same of all together"
     )
     return Table(title, ("gradients of", *(f"step {step}" for step in steps), "loss"), rows)
 
