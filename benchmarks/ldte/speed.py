@@ -49,7 +49,7 @@ class Timing:
     selecting: dict[str, Any] = field(default_factory=dict)
     times: dict[str, Any] = field(default_factory=dict)
     published: dict[str, Any] = field(default_factory=dict)
-    selected: dict[str, tuple[float, float]] = field(default_factory=dict)
+    selected: dict[str, list[float]] = field(default_factory=dict)
 
 
 def measure(
@@ -122,7 +122,7 @@ def measure(
     cases = {name: plain(name) for name in PLAIN} | {name: ours(name) for name in OURS}
     measured = interleave(cases, rounds, warmup=_WARMUP, has_time=has_time)
     _fill(timing, measured)
-    timing.selected = {name: (min(counts[_WARMUP:]), max(counts[_WARMUP:])) for name, counts in taken.items()}
+    timing.selected = {name: [min(counts[_WARMUP:]), max(counts[_WARMUP:])] for name, counts in taken.items()}
     return timing
 
 
