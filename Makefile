@@ -13,11 +13,11 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 SOURCES := pscore psservice psclient tests examples benchmarks chaos compare tools
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test fuzz fuzz-service chaos soak lint format stubs bench compare wheel clean
+.PHONY: help venv quickstart examples test fuzz fuzz-service chaos soak lint format stubs bench compare wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'ARGS="..." goes to the program behind quickstart, test, fuzz, chaos, soak, bench and compare; PYTHON=python3.12 picks the interpreter.'
+	@echo 'ARGS="..." goes to the program behind quickstart, examples, test, fuzz, chaos, soak, bench and compare; PYTHON=python3.12 picks the interpreter.'
 
 venv: $(STAMP) ## Set up .venv with the tested versions of everything
 
@@ -36,6 +36,9 @@ $(STAMP): pyproject.toml constraints.txt tools/generate_stubs.py
 
 quickstart: venv ## Train a small model with a server and workers on this machine
 	@$(VENV)/bin/python examples/quickstart.py $(ARGS)
+
+examples: venv ## Run every example on small data, kill and resume the long ones; QUICK=1 takes under five minutes
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m tools.run_examples $(if $(QUICK),--quick) $(ARGS)
 
 test: venv ## Run the tests
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(ARGS)

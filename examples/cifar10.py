@@ -45,11 +45,17 @@ def load_data(options: argparse.Namespace, *, train: bool) -> torchvision.datase
 
 
 def make_model(name: str, classes: int) -> nn.Module:
-    """Return a classifier by torchvision's name; a ResNet gets the stem for small images (He et al., section 4.2)."""
+    """Return a classifier by torchvision's name, with a stem for small images.
+
+    A ResNet gets that of He et al. (section 4.2); of other networks the first convolution looks at every pixel, so that
+    32 pixels do not end as one before the last layer.
+    """
     model: Any = torchvision.models.get_model(name, weights=None, num_classes=classes)
     if isinstance(model, torchvision.models.ResNet):
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
+    else:
+        next(module for module in model.modules() if isinstance(module, nn.Conv2d)).stride = (1, 1)
     return model
 
 

@@ -31,8 +31,8 @@ class Stoppable(Protocol):
     def hurry(self, seconds: float) -> None:
         """Wait no longer than this for a server from now on."""
 
-    def flush(self) -> None:
-        """Push everything that is still held."""
+    def hand_in(self) -> None:
+        """Push what is to stay behind."""
 
     def close(self) -> None:
         """Leave."""
@@ -147,7 +147,7 @@ class Lifecycle:
         optimizer = self._optimizer()
         if optimizer is not None and not self.ended:
             try:
-                optimizer.flush()
+                optimizer.hand_in()
                 log.warning("SIGTERM: worker %s has pushed what it held and leaves", optimizer.worker)
             except SparsepsError as error:
                 log.warning("SIGTERM: worker %s could not push what it held: %s", optimizer.worker, error)

@@ -255,6 +255,14 @@ class ParameterServerOptimizer(Optimizer, ABC):
         with self._working():
             self._stepper.flush()
 
+    def hand_in(self) -> None:
+        """Push what a worker should leave behind when it goes, or waits for others: here everything that it holds.
+
+        Raises:
+            ServerUnreachableError: no server within the patience.
+        """
+        self.flush()
+
     @torch.no_grad()
     def pull(self) -> None:
         """Bring the parameters up to the server's without pushing, before an evaluation, say.

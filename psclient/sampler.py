@@ -177,8 +177,10 @@ class ElasticSampler(Sampler[int]):
             Whether local steps were handed in.
         """
         local = self._optimizer.local_steps > 0
+        if local:
+            self._optimizer.hand_in()
         for send in (self._optimizer.pull, self._optimizer.flush):
-            if not self._progress.is_settled or self._optimizer.local_steps:
+            if not self._progress.is_settled:
                 send()
         return local
 

@@ -48,7 +48,7 @@ def read_md5s(path: Path) -> dict[str, str]:
 
 
 def with_md5s(kind: Any, md5s: Mapping[str, str]) -> Any:
-    """Return one of torchvision's CIFAR classes that expects other files than the published: the same names, other sums.
+    """Return one of torchvision's CIFAR classes that expects other files than the published, of the same names.
 
     Raises:
         ValueError: a file has no sum.

@@ -1,6 +1,8 @@
 """The server's model, tested and saved while training goes on; both also as commands of the scripts."""
 
 import copy
+from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -29,8 +31,7 @@ class ServersModel:
     def fetch(self) -> nn.Module:
         """Download the model; return it in evaluation mode."""
         state = self._trained.state_dict() if self._server is None else psclient.download(self._server)
-        self._copy.load_state_dict(state)
-        return self._copy.eval()
+        return take_over(self._copy, state).eval()
 
     def save(self, path: Path) -> None:
         """Write the model to a safetensors file that loads into the plain module."""
@@ -46,7 +47,14 @@ def load_saved(model: nn.Module, path: Path) -> nn.Module:
     """Load what :meth:`ServersModel.save` or ``psclient save`` has written into the plain module."""
     from safetensors.torch import load_file
 
-    model.load_state_dict(load_file(path))
+    return take_over(model, load_file(path))
+
+
+def take_over(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Load a state that has travelled, and so has lost the modules' version numbers that some (MNASNet) ask for."""
+    travelled = OrderedDict(state)
+    travelled._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
+    model.load_state_dict(travelled)
     return model
 
 

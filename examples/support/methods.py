@@ -49,9 +49,13 @@ class Length:
     steps_per_epoch: int
     warmup_epochs: float
 
+    def versions(self, steps_per_version: int = 1) -> int:
+        """Return the version that the server's model ends with."""
+        return max(1, self.epochs * self.steps_per_epoch // steps_per_version)
+
     def schedule(self, kind: str, steps_per_version: int) -> tuple[Any, ...]:
         """Describe a learning-rate schedule over versions of the server's model, as ``ServerOptimizer`` takes it."""
-        total = max(1, self.epochs * self.steps_per_epoch // steps_per_version)
+        total = self.versions(steps_per_version)
         warmup = min(total - 1, round(self.warmup_epochs * self.steps_per_epoch / steps_per_version))
         if kind == "step":
             main = ("MultiStepLR", {"milestones": [total // 2 - warmup, total * 3 // 4 - warmup], "gamma": 0.1})
@@ -74,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser, lr: float, batch_size: int, e
     group.add_argument("--server-optimizer", default="SGD", metavar="NAME", help="of torch.optim (default: SGD)")
     group.add_argument("--period", type=int, default=50, metavar="N", help="local steps of outer (default: 50)")
     group.add_argument(
-        "--batch-size", type=int, default=batch_size, metavar="N", help="a worker's (default: %(default)s)"
+        "--batch-size", type=int, default=batch_size, metavar="N", help="each worker's (default: %(default)s)"
     )
     group.add_argument("--epochs", type=int, default=epochs, metavar="N", help="default: %(default)s")
     group.add_argument("--schedule", choices=("cosine", "step"), default="cosine", help="default: %(default)s")
@@ -120,7 +124,7 @@ def make_optimizer(
         server_side = psclient.ServerOptimizer(
             parameters, options.server_optimizer, chosen, scheduler=described, density=density, **streamed
         )
-        return server_side, _Still()
+        return server_side, STILL
     if name == "ssgd":
         rounds = psclient.Rounds(start_workers=place.workers)
         synchronous = psclient.SSGD(parameters, **rates, density=density, rounds=rounds, **joined)
@@ -162,3 +166,6 @@ class _Still:
 
     def step(self) -> None:
         """Do nothing."""
+
+
+STILL = _Still()

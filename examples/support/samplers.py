@@ -29,8 +29,9 @@ class EqualShares(Sampler[int]):
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs; iterate over a loader in the body."""
-        for self._epoch in range(self._epoch, count):
+        while self._epoch < count:
             yield self._epoch
+            self._epoch += 1
 
     def __iter__(self) -> Iterator[int]:
         """Draw this epoch's share."""
@@ -43,7 +44,7 @@ class EqualShares(Sampler[int]):
 def make_sampler(
     method: str, data: Sized, optimizer: torch.optim.Optimizer, place: Place, seed: int, start: int
 ) -> psclient.ElasticSampler | EqualShares:
-    """Return a sampler with ``epochs(count)``; ``start`` is for those that the server does not tell where the run is."""
+    """Return a sampler with ``epochs(count)``; ``start`` is the first epoch where no server says it."""
     if method in EQUAL_SHARES:
         return EqualShares(data, place, seed, start)
     lease_samples = max(1, min(1024, len(data) // (4 * place.workers)))

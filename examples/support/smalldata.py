@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def digits(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return 1,797 digits as coloured images of ``size`` by ``size`` pixels, (n, size, size, 3) of bytes, and labels."""
+    """Return 1,797 digits as coloured images, (n, size, size, 3) of bytes, and their labels."""
     images, labels = load_digits(return_X_y=True)
     tints = np.random.default_rng(0).integers(128, 256, (len(images), 3))
     found = np.empty((len(images), size, size, 3), np.uint8)

@@ -1,10 +1,10 @@
 """torchvision, also where its compiled operators are missing: ``from support.vision import torchvision``.
 
 A CPU build of torch beside a CUDA build of torchvision, as some package indexes pair them, fails at the import with
-``operator torchvision::nms does not exist``: torchvision's Python code describes its operators to torch, and its library
-with these operators cannot be loaded. Models, datasets and transforms do not need them. So where that library does not
-load, the operators' names are declared here before the import; calling one is still an error. With builds that belong
-together this module does nothing but the import.
+``operator torchvision::nms does not exist``: torchvision's Python code describes its operators to torch, and its
+library with these operators cannot be loaded. Models, datasets and transforms do not need them. So where that library
+does not load, the operators' names are declared here before the import; calling one is still an error. With builds
+that belong together this module does nothing but the import.
 """
 
 import importlib.util

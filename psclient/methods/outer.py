@@ -163,6 +163,20 @@ class Outer(ParameterServerOptimizer):
             self._stepper.flush(samples)
             self._trained_samples = 0
 
+    @torch.no_grad()
+    def hand_in(self) -> None:
+        """Push what the local steps have done so far, as the end of a period does, and take the answer over.
+
+        The error stays here. It holds the same way several times over, since each period begins without what was not
+        sent, so that handing all of it in at once throws the model far beyond where any worker has been.
+        """
+        with self._working():
+            if self._deltas:
+                self._push()
+            if self._local_steps:
+                self._deltas.update(self._ahead())
+                self._push()
+
     def _hold(self, ahead: dict[int, torch.Tensor]) -> None:
         """Undo the local steps, and put them into the residuals."""
         try:

@@ -298,6 +298,28 @@ def test_a_flush_of_local_steps_that_lead_nowhere_undoes_them():
             assert torch.equal(now, then)
 
 
+def test_handing_in_is_a_push_like_any_other_and_keeps_the_error():
+    mine = model()
+    settings = psclient.ClientSettings(dense_below=0)
+    with (
+        psclient.LocalServer(down_mode="exact") as server,
+        outer(mine, 3, density=0.1, server=server, settings=settings) as optimizer,
+    ):
+        for step in range(3):
+            train_step(mine, optimizer, *make_data(seed=step, count=32))
+        version, after_a_period = optimizer.version, optimizer.report.push_entries
+        train_step(mine, optimizer, *make_data(seed=4, count=32))
+        optimizer.hand_in()
+        assert optimizer.local_steps == 0
+        assert optimizer.version == version + 1
+        assert optimizer.report.push_entries <= 1.3 * after_a_period
+        assert all(bool(optimizer.state[p]["residual"].any()) for p in mine.parameters() if p.numel() > 10)
+        for ours, servers in zip(values(mine), psclient.download(optimizer.server).values(), strict=True):
+            assert torch.equal(ours, servers)
+        optimizer.hand_in()  # nothing is left to hand in
+        assert optimizer.version == version + 1
+
+
 def test_at_an_epochs_end_local_steps_are_handed_in_with_their_samples():
     """Else each worker waits for samples that the others have trained and not pushed."""
     data, met = TensorDataset(torch.arange(52)), threading.Barrier(2)
