@@ -98,11 +98,11 @@ def speeds(results: Sequence[Result]) -> list[Table]:
             rows.append(
                 (
                     f"{NAMES.get(result.job.model, result.job.model)}, {timing.over}, {timing.density:.1%}",
-                    f"{timing.step[TOPK]['median'] * 1e3:.3g}",
+                    f"{timing.step[TOPK]['median'] * 1e3:.0f}",
                     *(f"×{timing.times[method]['median']:.2f}" for method in (LDTE, *OURS)),
                 )
             )
-        heads = ("", "torch.topk, ms", "LDTE-BS in plain torch", *(f"`{method}`" for method in OURS))
+        heads = ("", "torch.topk, ms", LDTE, *(f"`{method}`" for method in OURS))
         title = f"A step (accumulate, select, take out) on {device}: how many times as fast as with torch.topk"
         tables.append(Table(title, heads, rows))
     return tables
