@@ -131,7 +131,7 @@ def _speed(results: Sequence[Result]) -> Figure:
     for number, (label, heights) in enumerate(groups.items()):
         places = [place + 0.17 * (number - 2) for place in range(len(timings))]
         drawn = plane.bar(places, heights, 0.15, label=label, color=PALETTE[number], zorder=2)
-        plane.bar_label(drawn, fmt="%.2g", fontsize=8, padding=1)
+        plane.bar_label(drawn, fmt="%.3g", fontsize=7, padding=1)
     plane.axhline(1, color="black", linewidth=0.8)
     plane.set_yscale("log")
     plane.margins(y=0.15)
