@@ -19,6 +19,7 @@ from benchmarks import (
     client,
     codecs,
     growth,
+    ldte,
     load,
     machine,
     memory,
@@ -36,7 +37,21 @@ from benchmarks.section import Plan, Section
 
 SECTIONS = {
     module.KEY: module
-    for module in (selection, codecs, wire, server, client, merging, memory, growth, load, peers, speedup, accuracy)
+    for module in (
+        selection,
+        ldte,
+        codecs,
+        wire,
+        server,
+        client,
+        merging,
+        memory,
+        growth,
+        load,
+        peers,
+        speedup,
+        accuracy,
+    )
 }
 _NARROWEST = 120
 

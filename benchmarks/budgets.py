@@ -13,18 +13,19 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "selection": Budget(13, 200),
-    "bytes": Budget(10, 60),
+    "selection": Budget(12, 190),
+    "ldte": Budget(9, 80),
+    "bytes": Budget(9, 60),
     "wire": Budget(6, 20),
     "server": Budget(8, 90),
     "client": Budget(12, 80),
-    "merging": Budget(16, 160),
-    "memory": Budget(11, 110),
+    "merging": Budget(14, 150),
+    "memory": Budget(10, 100),
     "growth": Budget(5, 60),
-    "load": Budget(11, 190),
-    "peers": Budget(14, 130),
-    "network": Budget(13, 350),
-    "accuracy": Budget(1, 350),
+    "load": Budget(10, 180),
+    "peers": Budget(13, 120),
+    "network": Budget(11, 335),
+    "accuracy": Budget(1, 335),
 }
 """By the key of the section. A section repeats, and goes on to further points, only while its time lasts."""
 

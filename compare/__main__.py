@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import machine
+from benchmarks.report import guide
 from benchmarks.report.terminal import rich_table
 from chaos.servers import end_on_sigterm
 from compare import figures, report, straggler
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     written += figures.draw(options.output, entries(campaign.runs), effects)
     if options.page is not None:
         drawn = figures.draw(options.page.parent, entries(campaign.runs), effects)
-        report.into_page(options.page, text, drawn)
+        guide.into_page(options.page, text, drawn)
         written += [options.page, *drawn]
     console = Console()
     if not console.is_terminal:

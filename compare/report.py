@@ -16,8 +16,6 @@ from compare.straggler import Effect
 from compare.tasks import TASKS
 from compare.worker import LARGEST_NORM
 
-_BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
-
 
 def figures(campaign: Campaign, effects: Sequence[Effect]) -> dict[str, Any]:
     """Return everything that was measured, as JSON has it."""
@@ -104,25 +102,6 @@ def write(directory: Path, facts: dict[str, Any], measured: dict[str, Any], text
     for name, content in texts.items():
         (directory / name).write_text(content, encoding="utf-8")
     return [directory / name for name in texts]
-
-
-def into_page(page: Path, text: str, drawn: Sequence[Path]) -> None:
-    """Put figures and tables into a page, between its two marks, in the place of what was there.
-
-    Args:
-        page: where to.
-        text: the tables.
-        drawn: the figures, in the page's own directory.
-
-    Raises:
-        ValueError: the page has no such marks.
-    """
-    old = page.read_text(encoding="utf-8")
-    if old.count(_BEGIN) != 1 or old.count(_END) != 1:
-        raise ValueError(f"{page} needs one {_BEGIN} and one {_END}")
-    before, after = old.split(_BEGIN)[0], old.split(_END)[1]
-    shown = "".join(f"![{path.stem.replace('-', ' ')}]({path.name})\n\n" for path in drawn)
-    page.write_text(f"{before}{_BEGIN}\n\n{shown}{text}\n{_END}{after}", encoding="utf-8")
 
 
 def _plain(entry: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import json
 import pytest
 from compare_makers import campaign, run
 
+from benchmarks.report import guide
 from compare import figures, report
 from compare.results import entries, pairings
 from compare.straggler import Effect
@@ -70,10 +71,10 @@ def test_figures_are_small(work, tmp_path):
 def test_a_page_takes_the_new_tables_in(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nafter\n")
-    report.into_page(page, "new", [])
-    report.into_page(page, "newer", [tmp_path / "compare-bytes.png"])
+    guide.into_page(page, "new", [])
+    guide.into_page(page, "newer", [tmp_path / "compare-bytes.png"])
     shown = "![compare bytes](compare-bytes.png)\n\nnewer"
     assert page.read_text() == f"before\n<!-- measured: begin -->\n\n{shown}\n<!-- measured: end -->\nafter\n"
     page.write_text("no marks")
     with pytest.raises(ValueError, match="needs one"):
-        report.into_page(page, "new", [])
+        guide.into_page(page, "new", [])

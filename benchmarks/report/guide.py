@@ -1,0 +1,25 @@
+"""Measured tables and figures inside a guide page, between two marks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+_BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def into_page(page: Path, text: str, drawn: Sequence[Path]) -> None:
+    """Put figures and tables into a page, between its two marks, in the place of what was there.
+
+    Args:
+        page: where to.
+        text: the tables.
+        drawn: the figures, in the page's own directory.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    old = page.read_text(encoding="utf-8")
+    if old.count(_BEGIN) != 1 or old.count(_END) != 1:
+        raise ValueError(f"{page} needs one {_BEGIN} and one {_END}")
+    before, after = old.split(_BEGIN)[0], old.split(_END)[1]
+    shown = "".join(f"![{path.stem.replace('-', ' ')}]({path.name})\n\n" for path in drawn)
+    page.write_text(f"{before}{_BEGIN}\n\n{shown}{text}\n{_END}{after}", encoding="utf-8")
