@@ -22,8 +22,8 @@ from .loaders import AREA, DEVIATION, MEAN, RATIO, Batch, shorter_side
 
 READ_AHEAD = 2
 """Batches whose files are read while DALI decodes the ones before them."""
-DECODE_AHEAD = 2
-"""Batches that DALI decodes while one is trained."""
+QUEUE = 2
+"""DALI's queue: the batch that is trained, and one that is decoded meanwhile."""
 
 
 class DaliLoader:
@@ -59,7 +59,7 @@ class DaliLoader:
             num_threads=max(1, workers),
             device_id=(device.index or 0) if gpu else None,
             seed=seed,
-            prefetch_queue_depth=DECODE_AHEAD,
+            prefetch_queue_depth=QUEUE,
         )
 
     def __iter__(self) -> Iterator[Batch]:
