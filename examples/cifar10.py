@@ -23,7 +23,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-DATASETS = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}
+
+class CIFAR10(torchvision.datasets.CIFAR10):
+    """The published dataset, or with --md5s others in its format."""
+
+
+class CIFAR100(torchvision.datasets.CIFAR100):
+    """The same of a hundred classes."""
+
+
+DATASETS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
@@ -31,7 +40,7 @@ def load_data(options: argparse.Namespace, *, train: bool) -> torchvision.datase
     """Return the training or the test images, augmented or not; raises where files are missing or damaged."""
     kind: Any = DATASETS[options.dataset]
     if options.md5s is not None:  # other images in the same format
-        kind = datafiles.with_md5s(kind, datafiles.read_md5s(options.md5s))
+        datafiles.expect_md5s(kind, datafiles.read_md5s(options.md5s))
     if options.download:
         kind(options.data, download=True)
     listed = dict([*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])])
@@ -73,6 +82,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
 
     loading: dict[str, Any] = {"batch_size": options.batch_size, "num_workers": options.loaders}
     loading |= {"pin_memory": place.device.type == "cuda", "persistent_workers": options.loaders > 0}
+    loading["multiprocessing_context"] = "spawn" if options.loaders else None  # no fork beside the threads of gRPC
     train_loader = DataLoader(train_set, sampler=sampler, **loading)
     test_loader = DataLoader(test_set, **loading)
     scaler = torch.amp.GradScaler(place.device.type, enabled=options.precision == "fp16")

@@ -47,8 +47,8 @@ def read_md5s(path: Path) -> dict[str, str]:
     return found
 
 
-def with_md5s(kind: Any, md5s: Mapping[str, str]) -> Any:
-    """Return one of torchvision's CIFAR classes that expects other files than the published, of the same names.
+def expect_md5s(kind: Any, md5s: Mapping[str, str]) -> None:
+    """Make one of torchvision's CIFAR classes expect other files than the published, of the same names.
 
     Raises:
         ValueError: a file has no sum.
@@ -57,9 +57,6 @@ def with_md5s(kind: Any, md5s: Mapping[str, str]) -> Any:
     missing -= md5s.keys()
     if missing:
         raise ValueError(f"no MD5 is given for {', '.join(sorted(missing))}; write it with md5sum")
-    changed = {
-        "train_list": [[name, md5s[name]] for name, _ in kind.train_list],
-        "test_list": [[name, md5s[name]] for name, _ in kind.test_list],
-        "meta": kind.meta | {"md5": md5s[kind.meta["filename"]]},
-    }
-    return type(kind.__name__, (kind,), changed)
+    kind.train_list = [[name, md5s[name]] for name, _ in kind.train_list]
+    kind.test_list = [[name, md5s[name]] for name, _ in kind.test_list]
+    kind.meta = kind.meta | {"md5": md5s[kind.meta["filename"]]}
