@@ -41,7 +41,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
     check(options)
     train_set, test_set = (open_images(options.data, part, options.classes) for part in ("train", "val"))
     model = make_model(options.model, len(train_set.classes)).to(place.device)
-    length = methods.Length(options.epochs, max(1, len(train_set) // options.batch_size), options.warmup_epochs)
+    length = methods.Length.of(options, len(train_set) // options.batch_size)
 
     # The parameter server: an optimizer that pushes and pulls, and a sampler that shares the data out.
     optimizer, clock = methods.make_optimizer(options, model, place, length)

@@ -43,11 +43,18 @@ class Length:
         epochs: passes over the data.
         steps_per_epoch: batches in the data.
         warmup_epochs: in which the rate grows from next to nothing.
+        drops: epochs after which ``step`` takes a tenth of the rate; none are a half and three quarters of the run.
     """
 
     epochs: int
     steps_per_epoch: int
     warmup_epochs: float
+    drops: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, batches: int) -> "Length":
+        """Take the options; ``batches`` are in the data."""
+        return cls(options.epochs, max(1, batches), options.warmup_epochs, tuple(options.step_epochs))
 
     def versions(self, steps_per_version: int = 1) -> int:
         """Return the version that the server's model ends with."""
@@ -58,7 +65,9 @@ class Length:
         total = self.versions(steps_per_version)
         warmup = min(total - 1, round(self.warmup_epochs * self.steps_per_epoch / steps_per_version))
         if kind == "step":
-            main = ("MultiStepLR", {"milestones": [total // 2 - warmup, total * 3 // 4 - warmup], "gamma": 0.1})
+            epochs = self.drops or (self.epochs / 2, self.epochs * 3 / 4)
+            drops = [round(epoch * self.steps_per_epoch / steps_per_version) - warmup for epoch in epochs]
+            main = ("MultiStepLR", {"milestones": drops, "gamma": 0.1})
         else:
             main = ("CosineAnnealingLR", {"T_max": total - warmup})
         if warmup < 1:
@@ -82,6 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser, lr: float, batch_size: int, e
     )
     group.add_argument("--epochs", type=int, default=epochs, metavar="N", help="default: %(default)s")
     group.add_argument("--schedule", choices=("cosine", "step"), default="cosine", help="default: %(default)s")
+    group.add_argument(
+        "--step-epochs", type=float, nargs="+", default=[], metavar="X", help="where step drops (default: 1/2 and 3/4)"
+    )
     group.add_argument("--warmup-epochs", type=float, default=5.0, metavar="X", help="default: %(default)s")
     group.add_argument("--overlap", action="store_true", help="push while backward goes on")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")

@@ -114,6 +114,11 @@ def test_a_schedule_warms_up_and_comes_down_where_it_should(kind, warmup):
         assert [round(rates[i], 6) for i in (49, 50, 74, 75)] == [1.0, 0.1, 0.1, 0.01]
 
 
+def test_the_rate_drops_after_the_epochs_that_are_named():
+    length = methods.Length(epochs=10, steps_per_epoch=20, warmup_epochs=0.0, drops=(3.0, 4.5))
+    assert length.schedule("step", 2) == ("MultiStepLR", {"milestones": [30, 45], "gamma": 0.1})
+
+
 def test_the_shares_of_an_epoch_are_equal_disjoint_and_another_epochs_are_others():
     drawn = {}
     for index in range(3):
