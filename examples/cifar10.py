@@ -68,7 +68,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
 
     # The parameter server: an optimizer that pushes and pulls, and a sampler that shares the data out.
     optimizer, clock = methods.make_optimizer(options, model, place, length)
-    start = checkpoints.load(place, optimizer, model)
+    start = checkpoints.load(place, optimizer, clock, model)
     sampler = make_sampler(options.method, train_set, optimizer, place, options.seed, start)
 
     loading: dict[str, Any] = {"batch_size": options.batch_size, "num_workers": options.loaders}
@@ -95,13 +95,20 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
                 reporter.step(epoch, loss, len(labels))
                 if methods.is_finished(optimizer):  # the server ends the run
                     break
-            checkpoints.save(place, optimizer, epoch + 1)
+            checkpoints.save(place, optimizer, clock, model, epoch + 1)
             if place.is_first and (epoch + 1) % options.evaluate_every == 0 and epoch + 1 < options.epochs:
                 reporter.evaluation(epoch, accuracy=accuracy(servers_model.fetch(), test_loader))
         if place.is_first:
             reporter.evaluation(options.epochs - 1, accuracy=accuracy(servers_model.fetch(), test_loader))
             servers_model.save(place.out / "model.safetensors")
             reporter.say(f"wrote {place.out / 'model.safetensors'}")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Do what the options ask for; data that are missing or damaged are told of before anything starts."""
+    load_data(options, train=False)
+    options.download = False  # it is done, once for all workers
+    return evaluate(options) if options.evaluate else launch.run(train, options)
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -131,4 +138,4 @@ def parse() -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = parse()
-    sys.exit(evaluate(given) if given.evaluate else launch.run(train, given))
+    sys.exit(launch.guarded(lambda: main(given)))

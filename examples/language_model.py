@@ -47,7 +47,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
     model = GPT(options.layers, options.heads, options.width, options.context).to(place.device)
     length = methods.Length(options.epochs, max(1, len(windows) // options.batch_size), options.warmup_epochs)
     optimizer, clock = make_optimizer(options, model, place, length)
-    checkpoints.load(place, optimizer, model)
+    checkpoints.load(place, optimizer, clock, model)
     sampler = psclient.ElasticSampler(windows, optimizer, seed=options.seed, lease_samples=8 * options.batch_size)
     loader = DataLoader(windows, options.batch_size, sampler=sampler)
     servers_model = ServersModel(model, optimizer, place)
@@ -68,7 +68,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
                     break
                 if place.is_first and number % options.evaluate_every == 0:
                     reporter.evaluation(epoch, perplexity=perplexity(servers_model.fetch(), held_out, options))
-            checkpoints.save(place, optimizer, epoch + 1)
+            checkpoints.save(place, optimizer, clock, model, epoch + 1)
         if place.is_first:
             reporter.evaluation(options.epochs - 1, perplexity=perplexity(servers_model.fetch(), held_out, options))
             servers_model.save(place.out / "model.safetensors")
@@ -129,15 +129,17 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
-    """Do what was asked for."""
-    options = parse()
+def main(options: argparse.Namespace) -> int:
+    """Do what the options ask for; text that is missing is told of before anything starts."""
     if options.plot:
         path = curves.draw(options.plot, Path("perplexity.png"), "perplexity")
         print(f"wrote {path}")
         return 0
+    for part in read_text(options.text, options.text_bytes):
+        Windows(part, options.context)
     return evaluate(options) if options.evaluate else launch.run(train, options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    given = parse()
+    sys.exit(launch.guarded(lambda: main(given)))

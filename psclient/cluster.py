@@ -3,6 +3,7 @@
 The rules are those of docs/protocol.md; this file is where a worker follows them.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,8 @@ from psclient.shard import REJOIN_REASONS, PulledReply, PushPart, ShardClient
 from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
+
+log = logging.getLogger("psclient")
 
 Result = TypeVar("Result")
 
@@ -66,6 +69,7 @@ class Cluster:
         self.exchange = BufferExchange(buffers)
         self.progress = Progress()
         self._replica = replica
+        self._told_of_edits = False
         for shard, span in zip(self.shards, replica.layout.shard_spans(len(self.shards)), strict=True):
             shard.span = span
         self._outcome: PushOutcome | None = None
@@ -93,11 +97,23 @@ class Cluster:
         self._replica.check()
         if self._buffers_travel:
             self.exchange.buffers.now()
+        name = None if self._told_of_edits else self._replica.edited
+        if name is not None:
+            self._told_of_edits = True
+            log.warning(
+                "%r was written to since the last reply (by load_state_dict, say), and the server does not know; if "
+                "its values are not what they were, call optimizer.pull() to take the server's over (said once)",
+                name,
+            )
 
     @property
     def replica_is_intact(self) -> bool:
         """Whether a reply can be applied to the replica."""
         return self._replica.intact
+
+    def vouch_for_model(self) -> None:
+        """Note that what was written to the parameters since the last reply has been undone."""
+        self._replica.vouch()
 
     def accept_model(self) -> None:
         """Take the model as it is now: where its values may be others, the next pull asks for everything.

@@ -1,6 +1,6 @@
 """What of a user's model is trained: names, layout, buffers, samples; found from ``model`` or from bare parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,7 +136,10 @@ def describe(model: torch.nn.Module | None, trained: Sequence[torch.Tensor]) -> 
 
 
 class SampleCounter:
-    """Counts the samples that pass through a model in training mode: the first dimension of its first tensor input."""
+    """Counts the samples that pass through a model in training mode: the first dimension of its first tensor input.
+
+    That may stand in a list, tuple or dict: a batch that is handed over whole.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Hook into the model's forward."""
@@ -164,10 +167,20 @@ class SampleCounter:
     def _on_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training:
             return
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor) and value.dim():
-                self._count += value.shape[0]
-                return
+        first = _first_tensor((*args, *kwargs.values()))
+        if first is not None:
+            self._count += first.shape[0]
+
+
+def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        found = _first_tensor(inner)
+        if found is not None:
+            return found
+    return None
 
 
 def _plain(name: str) -> str:

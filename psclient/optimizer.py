@@ -28,7 +28,7 @@ from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
 from psclient.session import Server, open_session, server_string
 from psclient.settings import ClientSettings
-from psclient.state import PushMark, last_applied, restore_memories, split, stale_residuals, taken_back
+from psclient.state import PushMark, restore_memories, split, stale_residuals, taken_back
 from psclient.stepper import GradientSource, Stepper
 
 log = logging.getLogger("psclient")
@@ -364,7 +364,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         restore_memories(self, plain)
         if mark is None:
             return
-        if stale_residuals(mark, last_applied(self._membership, self._exchange)):
+        now = PushMark.now(self._membership, self._exchange)
+        if stale_residuals(mark, now, self._membership.last_push_record):
             log.warning(
                 "this state was saved at step %d of worker %s, and the server has applied a later push: its residuals "
                 "were sent since and are dropped; training goes on from the server's parameters",

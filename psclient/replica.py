@@ -39,6 +39,8 @@ class Replica:
         self._fp32: dict[int, torch.Tensor] = {}
         """fp32 copies of half-precision parameters, by position; only in top-k mode."""
         self._known = [_look(parameter) for parameter in self.parameters]
+        self._edits = [_edits(parameter) for parameter in self.parameters]
+        """How often each parameter had been written to when the last write that is known here was done."""
 
     def check(self) -> None:
         """Make sure that the parameters hold what was last written, wherever they lie now; costs next to nothing.
@@ -64,16 +66,32 @@ class Replica:
             return False
         return True
 
+    @property
+    def edited(self) -> str | None:
+        """Name of a parameter that somebody else has written to in place since; the values may still be the same.
+
+        Writing through ``parameter.data`` leaves no trace.
+        """
+        for position, (parameter, edits) in enumerate(zip(self.parameters, self._edits, strict=True)):
+            if _edits(parameter) != edits:
+                return self.layout.parameters[position].name
+        return None
+
+    def vouch(self) -> None:
+        """Note that the parameters hold again what was last written, whatever has been written to them since."""
+        self._edits = [_edits(parameter) for parameter in self.parameters]
+
     def accept(self) -> bool:
-        """Take the parameters as they are; tell whether they hold what was last written.
+        """Take the parameters as they are; tell whether they surely hold what was last written.
 
         Raises:
             ModelChangedError: one has another dtype, shape or device.
         """
-        same = True
+        same = self.edited is None
         for position in self._moved():
             same = same and torch.equal(self.parameters[position], self._known[position].values)
             self._known[position] = _look(self.parameters[position])
+        self.vouch()
         return same
 
     def _moved(self) -> Iterator[int]:
@@ -101,7 +119,7 @@ class Replica:
     def write(self, segments: Sequence[Segment]) -> None:
         """Write an exact reply's values over the parameters'."""
         for position, part in self._parts(segments):
-            with _flat(self.parameters[position]) as flat:
+            with self._writing(position) as flat:
                 values = part.values.to(flat.device, flat.dtype)
                 if part.offsets is None:
                     flat[self._within(position, part.span)] = values
@@ -111,7 +129,7 @@ class Replica:
     def add(self, segments: Sequence[Segment]) -> None:
         """Add a top-k reply's differences, in fp32; half-precision parameters follow their fp32 copies."""
         for position, part in self._parts(segments):
-            with _flat(self.parameters[position]) as flat:
+            with self._writing(position) as flat:
                 master = self._fp32[position] if flat.dtype != torch.float32 else flat
                 values = part.values.to(flat.device)
                 if part.offsets is None:
@@ -136,6 +154,16 @@ class Replica:
             where = self._within(position, common)
             copy[where] = flat[where].float()
 
+    @contextmanager
+    def _writing(self, position: int) -> Iterator[torch.Tensor]:
+        """Give a parameter's values to be written to; what others have written before stays to be told."""
+        parameter = self.parameters[position]
+        known = _edits(parameter) == self._edits[position]
+        with _flat(parameter) as flat:
+            yield flat
+        if known:
+            self._edits[position] = _edits(parameter)
+
     def _parts(self, segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
         for segment in segments:
             for position, common in self.layout.overlapping(segment.span):
@@ -155,6 +183,10 @@ class Replica:
 
 def _look(parameter: torch.Tensor) -> _Known:
     return _Known(parameter.detach(), parameter.data_ptr(), parameter.stride())
+
+
+def _edits(parameter: torch.Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def _kind(tensor: torch.Tensor) -> str:

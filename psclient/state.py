@@ -14,6 +14,9 @@ from psclient.hyperparameters import check_hyperparameters
 from psclient.membership import Membership
 from psclient.methods.base import State
 
+_ADDED_BY_TORCH = frozenset({"differentiable"})
+"""What torch adds to an optimizer's defaults when it loads a state; no group has it."""
+
 
 @dataclass(frozen=True, slots=True)
 class PushMark:
@@ -59,28 +62,24 @@ def split(state_dict: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[P
     """
     plain = {name: value for name, value in state_dict.items() if name != "psclient"}
     for group in plain["param_groups"]:
-        if lacking := sorted(defaults.keys() - group.keys()):
+        if lacking := sorted(defaults.keys() - group.keys() - _ADDED_BY_TORCH):
             raise ConfigurationError(f"this state is another optimizer's: it has no {', '.join(lacking)}")
         check_hyperparameters(group)
     return PushMark.from_plain(state_dict.get("psclient")), plain
 
 
-def last_applied(membership: Membership, exchange: Exchange) -> tuple[str, int] | None:
-    """Return (incarnation, step) of the last push under this worker's name that the server is known to have applied."""
-    if exchange.acknowledged_step:
-        return membership.identity.incarnation, exchange.acknowledged_step
-    return membership.last_push_record
-
-
-def stale_residuals(mark: PushMark, known: tuple[str, int] | None) -> bool:
+def stale_residuals(mark: PushMark, now: PushMark, record: tuple[str, int] | None) -> bool:
     """Tell whether residuals saved at ``mark`` were sent since.
 
     Args:
         mark: when they were saved.
-        known: (incarnation, step) of the last push that the server has applied from this worker; ``None`` if it knows
-            none.
+        now: where the worker stands.
+        record: (incarnation, step) of the last push under this worker's name that the server had applied when the
+            worker joined; ``None`` if it knew none.
     """
-    return known is not None and known != (mark.incarnation, mark.acknowledged_step)
+    if now.acknowledged_step or mark.incarnation == now.incarnation:
+        record = now.incarnation, now.acknowledged_step
+    return record is not None and record != (mark.incarnation, mark.acknowledged_step)
 
 
 def taken_back(

@@ -23,7 +23,11 @@ def test_every_make_target_that_the_readme_names_exists():
     assert named <= targets
 
 
-@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page",
+    sorted([page for folder in (ROOT, ROOT / "docs", ROOT / "examples") for page in folder.glob("*.md")]),
+    ids=lambda p: p.name,
+)
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target

@@ -24,6 +24,10 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
+RUN_NOTEBOOK = """
+import sys, nbclient, nbformat
+nbclient.execute(nbformat.read(sys.argv[1], as_version=4), timeout=300, kernel_name="python3")
+"""
 POLL_SECONDS = 0.1
 SLOWEST_SECONDS = 600.0
 
@@ -38,7 +42,7 @@ class Example:
 
     Attributes:
         name: of its folder and its log.
-        command: after ``python``; a training script's without ``--out``.
+        command: a script and its options; a training script's without ``--out``.
         figure: of ``metrics.jsonl`` that says whether it has learned; empty for a script without.
         least: the figure must be at least this.
         most: and at most this.
@@ -80,6 +84,10 @@ def examples(data: Path, quick: bool) -> list[Example]:
     model = ("--loaders", "0", "--batch-size", "32", "--density", "0.05", "--workers", "2")
     small = ("--warmup-epochs", "1", "--lr", "0.03", *model)
     cifar_options = (str(cifar), "--md5s", str(cifar / "md5sums.txt"), "--model", "shufflenet_v2_x0_5")
+    size = ("--image-size", "64", "--batch-size", "6") if quick else ("--image-size", "128", "--batch-size", "16")
+    imagenet = (str(data / "imagenet"), "--model", "shufflenet_v2_x0_5", *size, "--loaders", "1")
+    epochs = "2" if quick else "12"
+    once = ("--epochs", "1") if quick else ()
     text = ("--text-bytes", "200000" if quick else "2000000", "--workers", "2")
     return [
         Example("quickstart", ("quickstart.py", *(["--quick"] if quick else []))),
@@ -92,12 +100,24 @@ def examples(data: Path, quick: bool) -> list[Example]:
             evaluate=cifar_options,
         ),
         Example(
+            "imagenet",
+            ("imagenet.py", *imagenet, "--workers", "2", "--lr", "0.03", "--warmup-epochs", "1", "--epochs", epochs),
+            "accuracy",
+            least=0.0 if quick else 0.3,
+            evaluate=imagenet,
+        ),
+        Example(
             "language_model",
             ("language_model.py", *text, "--evaluate-every", "40"),
             "perplexity",
             most=30.0 if quick else 8.0,
             evaluate=text[:2],
         ),
+        Example("before", ("existing_loop/before.py", *once, "--checkpoint", str(data / "before.pt"))),
+        Example("after", ("existing_loop/after.py", *once, "--checkpoint", str(data / "after.pt"))),
+        Example("accelerate", ("existing_loop/accelerate_loop.py", *once, "--state", str(data / "accelerate"))),
+        Example("lightning", ("existing_loop/lightning_module.py", *once, "--out", str(data / "lightning"))),
+        Example("notebook", ("quickstart.ipynb",)),
     ]
 
 
@@ -109,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/examples"), metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     chosen = examples(options.out / "data", options.quick)
+    if options.quick:
+        os.environ.setdefault("QUICKSTART_EPOCHS", "1")  # of the notebook
     unknown = {*options.only} - {example.name for example in chosen}
     if unknown:
         parser.error(f"--only: choose from {', '.join(example.name for example in chosen)}")
@@ -133,6 +155,8 @@ def run(example: Example, out: Path) -> Result:
     result, started = Result(example.name), time.monotonic()
     log = out / f"{example.name}.log"
     script = [str(EXAMPLES / example.command[0]), *example.command[1:]]
+    if example.command[0].endswith(".ipynb"):
+        script = ["-c", RUN_NOTEBOOK, *script]
     try:
         if not example.figure:
             _run(script, log)

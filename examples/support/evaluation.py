@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -24,12 +24,14 @@ class ServersModel:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> None:
         """Copy the model."""
-        self._trained = model
+        self._trained, self._optimizer = model, optimizer
         self._server: str | None = getattr(optimizer, "server", None)
         self._copy = copy.deepcopy(model).to(place.device)
 
     def fetch(self) -> nn.Module:
-        """Download the model; return it in evaluation mode."""
+        """Download the model; return it in evaluation mode. The worker takes it over too, and knows its version."""
+        if self._server is not None and not getattr(self._optimizer, "finished", False):
+            self._optimizer.pull()  # type: ignore[attr-defined]
         state = self._trained.state_dict() if self._server is None else psclient.download(self._server)
         return take_over(self._copy, state).eval()
 
@@ -44,10 +46,18 @@ class ServersModel:
 
 
 def load_saved(model: nn.Module, path: Path) -> nn.Module:
-    """Load what :meth:`ServersModel.save` or ``psclient save`` has written into the plain module."""
+    """Load what :meth:`ServersModel.save` or ``psclient save`` has written into the plain module.
+
+    Raises:
+        ValueError: the file holds no model, or another one.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return take_over(model, load_file(path))
+    try:
+        return take_over(model, load_file(path))
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{path} does not hold this model, with this number of classes: {error}") from error
 
 
 def take_over(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -58,13 +68,19 @@ def take_over(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
     return model
 
 
-@torch.inference_mode()
-def accuracy(model: nn.Module, loader: "torch.utils.data.DataLoader[tuple[torch.Tensor, torch.Tensor]]") -> float:
+def accuracy(model: nn.Module, loader: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Return the share of a loader's samples that a model in evaluation mode gets right."""
+    return accuracies(model, loader, 1)[0]
+
+
+@torch.inference_mode()
+def accuracies(model: nn.Module, loader: Iterable[tuple[torch.Tensor, torch.Tensor]], *within: int) -> list[float]:
+    """Return the shares of samples whose class is among the ``within`` highest scores, for each ``within``."""
     device = next(model.parameters()).device
-    right = total = 0
+    right, total = [0] * len(within), 0
     for inputs, labels in loader:
         scores = model(inputs.to(device, non_blocking=True))
-        right += int((scores.argmax(1).cpu() == labels.cpu()).sum())
+        best = scores.topk(min(max(within), scores.shape[1])).indices.cpu() == labels.cpu()[:, None]
+        right = [before + int(best[:, :count].sum()) for before, count in zip(right, within, strict=True)]
         total += len(labels)
-    return right / max(1, total)
+    return [count / max(1, total) for count in right]

@@ -8,6 +8,7 @@ indexed Job, where each process takes its name from its environment.
 import argparse
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -74,25 +75,35 @@ def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
 
 def run(train: Train, options: argparse.Namespace) -> int:
     """Train as the options say; return the exit status. Call this under ``if __name__ == "__main__":``."""
-    server = options.server or os.environ.get("PSCLIENT_SERVER")
+    return guarded(lambda: _run(train, options), f"the same command with --resume goes on with {options.out}")
+
+
+def guarded(work: Callable[[], int], after_interrupt: str = "nothing is kept") -> int:
+    """Do a script's work; return its exit status. An error with a next step, and Ctrl-C, are a line on stderr."""
     try:
-        if options.workers is not None and options.workers < 1:
-            raise psclient.errors.ConfigurationError("--workers must be at least 1")
-        if server and options.workers is None:
-            train(options, _place_of_this_process(options, server))
-            return 0
-        variable = next((name for name in INDEX_VARIABLES if os.environ.get(name)), None)
-        if variable and not server:
-            raise psclient.errors.ConfigurationError(
-                f"{variable} says that this is one of several processes; start `psservice serve` and pass --server"
-            )
-        return _launch(train, options, server)
+        return work()
     except KeyboardInterrupt:
-        print(f"interrupted; the same command with --resume goes on with {options.out}", file=sys.stderr)
+        print(f"interrupted; {after_interrupt}", file=sys.stderr)
         return 130
     except (psclient.errors.SparsepsError, FileNotFoundError, ValueError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 1
+
+
+def _run(train: Train, options: argparse.Namespace) -> int:
+    """Be the one worker that this process is, or start a server and workers."""
+    server = options.server or os.environ.get("PSCLIENT_SERVER")
+    if options.workers is not None and options.workers < 1:
+        raise psclient.errors.ConfigurationError("--workers must be at least 1")
+    if server and options.workers is None:
+        train(options, _place_of_this_process(options, server))
+        return 0
+    variable = next((name for name in INDEX_VARIABLES if os.environ.get(name)), None)
+    if variable and not server:
+        raise psclient.errors.ConfigurationError(
+            f"{variable} says that this is one of several processes; start `psservice serve` and pass --server"
+        )
+    return _launch(train, options, server)
 
 
 def _place_of_this_process(options: argparse.Namespace, server: str) -> Place:
@@ -108,7 +119,7 @@ def _place_of_this_process(options: argparse.Namespace, server: str) -> Place:
         None if named else "worker-0",
         index,
         max(index + 1, number("WORLD_SIZE", "SLURM_NTASKS", default=1)),
-        _device(options.device, number("LOCAL_RANK", "SLURM_LOCALID", default=0)),
+        find_device(options.device, number("LOCAL_RANK", "SLURM_LOCALID", default=0)),
         options.out,
         options.resume,
     )
@@ -133,7 +144,7 @@ def _launch(train: Train, options: argparse.Namespace, server: str | None) -> in
                 f"worker-{index}",
                 index,
                 workers,
-                _device(options.device, index),
+                find_device(options.device, index),
                 options.out,
                 options.resume,
             )
@@ -146,10 +157,23 @@ def _launch(train: Train, options: argparse.Namespace, server: str | None) -> in
         ]
         with _stopped_in_the_end(processes):
             _await(processes, local)
-    failed = [f"{process.name} (status {process.exitcode})" for process in processes if process.exitcode]
+        failed = [f"{process.name} (status {process.exitcode})" for process in processes if process.exitcode]
+        begun = not failed or _has_model(server or local.server)  # type: ignore[union-attr]
     if failed:
-        print(f"failed: {', '.join(failed)}; the same command with --resume goes on", file=sys.stderr)
+        advice = "; the same command with --resume goes on" if begun else ", before the run had begun"
+        print(f"failed: {', '.join(failed)}{advice}", file=sys.stderr)
+    if local is not None and not begun:
+        shutil.rmtree(options.out / "server")
     return 1 if failed else 0
+
+
+def _has_model(server: str) -> bool:
+    """Tell whether a worker has brought the server its model."""
+    try:
+        psclient.download(server, patience_seconds=1.0)
+    except psclient.errors.SparsepsError:
+        return False
+    return True
 
 
 def _prepare(out: Path, *, resume: bool) -> None:
@@ -162,8 +186,8 @@ def _prepare(out: Path, *, resume: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-def _device(name: str, index: int) -> torch.device:
-    """Return a worker's device: with ``cuda``, one GPU after the other."""
+def find_device(name: str, index: int = 0) -> torch.device:
+    """Return the device of the worker of this number: with ``cuda``, one GPU after the other."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -178,6 +202,8 @@ def _await(processes: Sequence[BaseProcess], server: psclient.LocalServer | None
         running -= {sentinel for sentinel in wait(list(running), POLL_SECONDS) if isinstance(sentinel, int)}
         status = server.processes[0].poll() if server and running else None
         if status is not None:
+            for process in processes:  # they would wait for a server to hand in what they hold
+                process.kill()
             raise psclient.errors.ConfigurationError(f"the server ended with status {status}; see its log")
 
 

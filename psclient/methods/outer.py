@@ -264,6 +264,7 @@ class Outer(ParameterServerOptimizer):
         for parameter, start in zip(self._model.parameters, self._start, strict=True):
             if parameter in self._groups:
                 parameter.copy_(start)
+        self._cluster.vouch_for_model()
         self._local_steps = 0
 
     def _push(self) -> None:

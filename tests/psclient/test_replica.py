@@ -193,3 +193,37 @@ def test_another_dtype_is_never_accepted():
     moved_to(replica.parameters[0], torch.zeros(3).double())
     with pytest.raises(ModelChangedError, match="float64"):
         replica.accept()
+
+
+def test_values_written_in_place_are_noticed_until_they_are_accepted():
+    replica = replica_of(torch.zeros(2), torch.zeros(3, 4).t())
+    ones = [Segment(whole(replica), None, torch.ones(14))]
+    replica.write(ones)
+    assert replica.edited is None
+    assert replica.accept()
+    with torch.no_grad():
+        replica.parameters[1].add_(1)
+    assert replica.edited == "p1"
+    replica.write(ones)
+    assert replica.edited == "p1", "a reply may leave some of the others' values where they are"
+    replica.check()
+    assert not replica.accept()
+    assert replica.edited is None
+    assert replica.accept()
+
+
+def test_values_that_are_vouched_for_are_no_edits():
+    replica = replica_of(torch.zeros(2))
+    with torch.no_grad():
+        replica.parameters[0].add_(1).sub_(1)
+    replica.vouch()
+    assert replica.edited is None
+    assert replica.accept()
+
+
+def test_a_parameter_without_a_count_of_writes_is_never_edited():
+    with torch.inference_mode():
+        parameter = nn.Parameter(torch.zeros(3), requires_grad=False)
+    replica = Replica(layout_of([("p0", parameter)]), [parameter])
+    assert replica.edited is None
+    assert replica.accept()

@@ -19,7 +19,7 @@ def test_a_state_of_another_optimizer_has_no_mark():
 
 
 @pytest.mark.parametrize(
-    ("known", "stale"),
+    ("record", "stale"),
     [
         (("life-1", 10), False),
         (None, False),
@@ -30,8 +30,25 @@ def test_a_state_of_another_optimizer_has_no_mark():
     ],
     ids=["that push", "a server without a record", "a later push", "an earlier one", "another life", "its first step"],
 )
-def test_residuals_are_stale_once_the_server_knows_another_push(known, stale):
-    assert stale_residuals(MARK, known) is stale
+def test_residuals_are_stale_once_the_server_knows_another_push(record, stale):
+    assert stale_residuals(MARK, PushMark("anna", "life-3", acknowledged_step=0, step=0), record) is stale
+
+
+@pytest.mark.parametrize(
+    ("now", "stale"),
+    [(("life-3", 1), True), (("life-1", 10), False), (("life-1", 11), True)],
+    ids=["this life has pushed", "saved a moment ago", "saved before this life's last push"],
+)
+def test_residuals_are_stale_once_this_life_has_pushed_since(now, stale):
+    incarnation, acknowledged = now
+    stands = PushMark("anna", incarnation, acknowledged, step=acknowledged)
+    assert stale_residuals(MARK, stands, ("life-1", 10)) is stale
+
+
+def test_a_life_that_has_not_pushed_takes_its_own_state_back():
+    """As wrappers do that take the state out of a new optimizer and put it in again."""
+    now = PushMark("anna", "life-2", acknowledged_step=0, step=0)
+    assert not stale_residuals(now, now, ("life-1", 10))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -91,6 +91,42 @@ def test_memory_with_other_values_is_said_and_a_pull_mends_it(trained, server):
         assert_same_parameters(model, server.server)
 
 
+def test_values_written_in_place_are_said_once_and_a_pull_mends_them(trained, server, caplog):
+    model, optimizer = trained
+    model.load_state_dict(make_model(seed=5).state_dict())
+    for _ in range(3):
+        train_step(model, optimizer, *make_data())
+    assert [record.message for record in caplog.records if "optimizer.pull()" in record.message] == [
+        "'0.weight' was written to since the last reply (by load_state_dict, say), and the server does not know; if "
+        "its values are not what they were, call optimizer.pull() to take the server's over (said once)"
+    ]
+    optimizer.pull()
+    assert_same_parameters(model, server.server)
+    train_step(model, optimizer, *make_data())
+    optimizer.pull()
+    if optimizer.report.reply_mode == "exact":
+        assert_same_parameters(model, server.server)
+
+
+@pytest.mark.parametrize("method", ["dgs", "outer"])
+def test_a_pull_of_a_model_that_is_as_it_was_asks_for_nothing_more(fresh_server, method, caplog):
+    model = make_model(batch_norm=False)
+    options = {"density": 0.01, "model": model, "server": fresh_server, "settings": QUICK}
+    if method == "dgs":
+        optimizer = psclient.DGS(model.parameters(), lr=0.1, **options)
+    else:
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = psclient.Outer(inner, period=2, lr=1, momentum=0, **options)
+    with optimizer:
+        whole = optimizer.totals.upload_bytes
+        for _ in range(5):
+            train_step(model, optimizer, *make_data())
+            before = optimizer.totals.pull_bytes
+            optimizer.pull()
+            assert optimizer.totals.pull_bytes - before < whole / 5
+    assert "written to" not in caplog.text
+
+
 SAME_VALUES = {
     "copied": lambda model: [setattr(p, "data", p.data.clone()) for p in model.parameters()],
     "away and back": lambda model: model.double().float(),

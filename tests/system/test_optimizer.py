@@ -213,6 +213,16 @@ def test_a_state_dict_older_than_the_last_push_drops_its_residuals(server, caplo
     assert not resumed.state_dict()["state"]
 
 
+def test_states_are_loaded_as_often_as_one_likes(server, caplog):
+    for _ in range(2):  # the second life finds the first one's last push at the server
+        model = make_model(batch_norm=False)
+        with dgs(model, server, worker="w") as optimizer:
+            for _ in range(2):
+                optimizer.load_state_dict(optimizer.state_dict())
+                train_step(model, optimizer, *make_data())
+    assert "residuals" not in caplog.text
+
+
 def test_half_precision_residuals_survive_a_state_dict_in_fp32(server):
     model = make_model(batch_norm=False).bfloat16()
     optimizer = dgs(model, server)
