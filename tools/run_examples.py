@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--only: choose from {', '.join(example.name for example in chosen)}")
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
-    _run([str(EXAMPLES / "support" / "smalldata.py"), str(options.out / "data")], options.out / "data.log")
+    make_data(options.out)
     console = Console()
     results = []
     for example in chosen:
@@ -148,6 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"  FAILED: {results[-1].failure}", highlight=False, soft_wrap=True)
     _report(results, options.out, console)
     return 1 if any(result.failure for result in results) else 0
+
+
+def make_data(out: Path) -> None:
+    """Write the small data."""
+    _run([str(EXAMPLES / "support" / "smalldata.py"), str(out / "data")], out / "data.log")
 
 
 def run(example: Example, out: Path) -> Result:

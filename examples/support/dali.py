@@ -43,7 +43,7 @@ class DaliLoader:
         device: torch.device,
         seed: int,
     ) -> None:
-        """Build the pipeline; nothing is drawn yet."""
+        """Describe the pipeline; it is built, and takes memory, with the first pass."""
         self._images, self._sampler, self._batch_size, self._device = images, sampler, batch_size, device
         self._threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="read-images")
         self._drawn: Iterator[int] = iter(())
@@ -61,7 +61,6 @@ class DaliLoader:
             seed=seed,
             prefetch_queue_depth=DECODE_AHEAD,
         )
-        self._pipeline.build()
 
     def __iter__(self) -> Iterator[Batch]:
         """Make a pass.

@@ -46,7 +46,8 @@ class FolderImages:
 
     def __init__(self, folder: Path) -> None:
         """List the files."""
-        self._folder, self.classes = folder, class_folders(folder)
+        self._folder = folder
+        self.classes: Sequence[str] = class_folders(folder)
         self._names: list[str] = []
         labels: list[int] = []
         for label, name in enumerate(self.classes):
@@ -86,7 +87,7 @@ class RecordImages:
 
     def __init__(self, data: Path, part: str, classes: int) -> None:
         """Read the indices, or make them."""
-        self.classes = [str(label) for label in range(1, classes + 1)]
+        self.classes: Sequence[str] = [str(label) for label in range(1, classes + 1)]
         self._files = record_files(data, part)
         self._records = [tfrecord.read_index(path) for path in self._files]
         self._ends = np.cumsum([len(records) for records in self._records])

@@ -203,7 +203,7 @@ def _print(found: dict[str, Any], console: Console) -> None:
         table.add_row(f"  {phase}", "", "", f"{1e3 * seconds:.1f}")
     console.print(table)
     console.print(
-        f"{found['bound']} bounds the run: at most {found['at_most']:.1f} images/s for a worker. The loader "
+        f"A run is bounded by {found['bound']}: at most {found['at_most']:.1f} images/s for a worker. The loader "
         f"({found['loader']}) gives {found['loaders'][found['loader']]['median']:.1f}, training takes "
         f"{found['training']:.1f}.",
         highlight=False,
@@ -231,7 +231,7 @@ def _draw(found: dict[str, Any], path: Path) -> None:
     left.invert_yaxis()
     left.margins(x=0.25)
     left.set_xlabel("images per second (median; least to most)")
-    figure.suptitle(f"{found['model']}, {found['method']}: {found['bound']} bounds the run")
+    figure.suptitle(f"{found['model']}, {found['method']}: bounded by {found['bound']}")
     begun = 0.0
     parts = {"forward, backward": _milliseconds(found, found["forward_backward"])}
     parts |= {phase: 1e3 * seconds for phase, seconds in found["step_phases"].items()}

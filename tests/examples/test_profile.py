@@ -48,7 +48,7 @@ def test_every_part_is_measured_written_and_drawn(tmp_path, monkeypatch, capsys,
     assert ("select" in found["step_phases"]) == (method == "dgs")
     assert (tmp_path / "out" / "profile.png").read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
-    assert "bounds the run" in said
+    assert "A run is bounded by" in said
     assert "forward and backward" in said
 
 
