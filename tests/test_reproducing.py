@@ -57,7 +57,11 @@ def test_the_command_is_one_that_its_program_takes(words, monkeypatch):
     while re.fullmatch(r"PSCLIENT_[A-Z_]+=.*", words[0]):
         assert words[0].partition("=")[0].removeprefix("PSCLIENT_").lower() in ClientSettings.model_fields
         words = words[1:]
-    if words[:2] == ["psservice", "serve"]:
+    if words[0] == "export":
+        assert (
+            words[1].partition("=")[0].removeprefix("PSSERVICE_").lower() in server_settings.ServerSettings.model_fields
+        )
+    elif words[:2] == ["psservice", "serve"]:
         assert server_settings.load(words[2:]).listen
     elif words[0] == "torchrun":
         from torch.distributed.run import get_args_parser
