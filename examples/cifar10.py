@@ -108,6 +108,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
             checkpoints.save(place, optimizer, clock, model, epoch + 1)
             if place.is_first and (epoch + 1) % options.evaluate_every == 0 and epoch + 1 < options.epochs:
                 reporter.evaluation(epoch, accuracy=accuracy(servers_model.fetch(), test_loader))
+        servers_model.leave()
         if place.is_first:
             reporter.evaluation(options.epochs - 1, accuracy=accuracy(servers_model.fetch(), test_loader))
             servers_model.save(place.out / "model.safetensors")

@@ -78,6 +78,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
             if place.is_first and (epoch + 1) % options.evaluate_every == 0 and epoch + 1 < options.epochs:
                 top1, top5 = accuracies(servers_model.fetch(), test_loader, 1, 5)
                 reporter.evaluation(epoch, accuracy=top1, top5=top5)
+        servers_model.leave()
         if place.is_first:
             top1, top5 = accuracies(servers_model.fetch(), test_loader, 1, 5)
             reporter.evaluation(options.epochs - 1, accuracy=top1, top5=top5)

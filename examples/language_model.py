@@ -69,6 +69,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
                 if place.is_first and number % options.evaluate_every == 0:
                     reporter.evaluation(epoch, perplexity=perplexity(servers_model.fetch(), held_out, options))
             checkpoints.save(place, optimizer, clock, model, epoch + 1)
+        servers_model.leave()
         if place.is_first:
             reporter.evaluation(options.epochs - 1, perplexity=perplexity(servers_model.fetch(), held_out, options))
             servers_model.save(place.out / "model.safetensors")

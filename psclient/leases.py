@@ -1,13 +1,21 @@
 """The thread that keeps a worker's leases while there is a worker, and ends them where nobody else does."""
 
+import atexit
+import functools
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from psclient.connection import quietly
 from psclient.shard import ShardClient
 from pscore.v1 import parameter_server_pb2 as pb
+
+
+_LAST_JOB_SECONDS = 20.0
+_ending: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+"""Threads that are to end; until they have, they free tensors and channels."""
 
 
 class LeaseThread:
@@ -33,10 +41,12 @@ class LeaseThread:
 
     def start(self) -> None:
         """Begin to renew."""
+        _await_at_exit()
         self._thread.start()
 
     def stop(self) -> None:
         """Renew no longer."""
+        _ending.add(self._thread)
         self._last_job.put(None)
 
     def hand_over(self, job: Callable[[], None]) -> None:
@@ -44,6 +54,7 @@ class LeaseThread:
 
         A finalizer may call this in any thread, wherever it is interrupted: it waits for nothing and takes no lock.
         """
+        _ending.add(self._thread)
         self._last_job.put(job)
 
     def join(self, seconds: float | None = None) -> None:
@@ -69,3 +80,19 @@ class LeaseThread:
         request = pb.RenewLeaseRequest(identity=self._identity, checkpoint=self._checkpoint)
         answer = shard.connection.stub.RenewLease(request, timeout=max(0.5, self.renewal_seconds))
         self._checkpoint = answer.checkpoint or self._checkpoint
+
+
+@functools.cache
+def _await_at_exit() -> None:
+    """See to it, once, that the interpreter does not end under a thread that is ending.
+
+    One that wants the interpreter back then is unwound where it stands, and in a destructor of C++ that aborts the
+    process: "terminate called without an active exception".
+    """
+    atexit.register(_await_ends)
+
+
+def _await_ends() -> None:
+    for thread in list(_ending):
+        if thread.is_alive():
+            thread.join(_LAST_JOB_SECONDS)

@@ -29,6 +29,9 @@ def draw(runs: Sequence[Path], path: Path, figure: str) -> Path:
     axes.set(xlabel="MB pushed and pulled by worker 0", ylabel=f"{figure} of the server's model")
     if figure == "perplexity":
         axes.set_yscale("log")
+        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            axis("{x:g}")
+    axes.margins(x=0.08)
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     picture.savefig(path, dpi=120)

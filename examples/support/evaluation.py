@@ -27,10 +27,17 @@ class ServersModel:
         self._trained, self._optimizer = model, optimizer
         self._server: str | None = getattr(optimizer, "server", None)
         self._copy = copy.deepcopy(model).to(place.device)
+        self._left = False
+
+    def leave(self) -> None:
+        """End the worker: its last BatchNorm statistics are part of what is fetched from now on."""
+        if self._server is not None:
+            self._optimizer.close()  # type: ignore[attr-defined]
+        self._left = True
 
     def fetch(self) -> nn.Module:
         """Download the model; return it in evaluation mode. The worker takes it over too, and knows its version."""
-        if self._server is not None and not getattr(self._optimizer, "finished", False):
+        if self._server is not None and not self._left and not getattr(self._optimizer, "finished", False):
             self._optimizer.pull()  # type: ignore[attr-defined]
         state = self._trained.state_dict() if self._server is None else psclient.download(self._server)
         return take_over(self._copy, state).eval()
