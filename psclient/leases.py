@@ -12,7 +12,6 @@ from psclient.connection import quietly
 from psclient.shard import ShardClient
 from pscore.v1 import parameter_server_pb2 as pb
 
-
 _LAST_JOB_SECONDS = 20.0
 _ending: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 """Threads that are to end; until they have, they free tensors and channels."""
