@@ -90,7 +90,7 @@ def examples(data: Path, quick: bool) -> list[Example]:
     once = ("--epochs", "1") if quick else ()
     text = ("--text-bytes", "200000" if quick else "2000000", "--workers", "2")
     return [
-        Example("quickstart", ("quickstart.py", *(["--quick"] if quick else []))),
+        Example("quickstart", ("quickstart.py", "--out", str(data / "quickstart"), *(["--quick"] if quick else []))),
         Example("server_rmsprop", ("server_rmsprop.py", "--epochs", "2" if quick else "6")),
         Example(
             "cifar10",
@@ -128,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="some of them")
     parser.add_argument("--out", type=Path, default=Path("runs/examples"), metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    options.out = options.out.resolve()
     chosen = examples(options.out / "data", options.quick)
     if options.quick:
         os.environ.setdefault("QUICKSTART_EPOCHS", "1")  # of the notebook
@@ -200,7 +201,12 @@ def _train(example: Example, command: list[str], folder: Path, log: Path, result
 def _start(command: Sequence[str], log: Any) -> "subprocess.Popen[bytes]":
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+        [sys.executable, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        cwd=Path(log.name).parent,  # a user may stand anywhere
     )
 
 

@@ -1,11 +1,7 @@
 """examples/imagenet.py as a user runs it: a whole run that is killed and resumed, and what it refuses."""
 
-import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import imagenet
@@ -26,13 +22,6 @@ def data(tmp_path_factory):
     return write_imagenet(tmp_path_factory.mktemp("imagenet"), per_class=8, classes=4, size=80)
 
 
-def start(*arguments):
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=ENVIRONMENT
-    )
-
-
 def said(monkeypatch, capsys, *arguments):
     """Run the script in this process; return its status and what it has printed."""
     monkeypatch.setattr(sys, "argv", ["imagenet.py", *map(str, arguments)])
@@ -40,43 +29,6 @@ def said(monkeypatch, capsys, *arguments):
     status = launch.guarded(lambda: imagenet.main(given))
     printed = capsys.readouterr()
     return status, printed.out + printed.err
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_run_that_is_killed_goes_on_and_its_model_is_a_plain_one(data, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "run"
-    running = start(data, *SMALL, *SETTINGS, "--out", out)
-    try:
-        deadline = time.monotonic() + 90
-        while not list(out.glob("worker-*.pt")):  # a worker has ended its first epoch
-            assert running.poll() is None, running.stdout.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        os.killpg(running.pid, signal.SIGKILL)  # the script and its workers at once; the server ends by itself
-        running.communicate()
-    assert not (out / "model.safetensors").exists()
-    status, words = said(monkeypatch, capsys, data, *SMALL, *SETTINGS, "--out", out)
-    assert (status, "--resume" in words) == (1, True)
-
-    resumed = start(data, *SMALL, *SETTINGS, "--out", out, "--resume")
-    words, _ = resumed.communicate(timeout=100)
-    assert resumed.returncode == 0, words
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    tests = [line for line in lines if line["kind"] == "test"]
-    assert tests[-1]["epoch"] == 4
-    assert tests[-1]["version"] >= 5 * 24 // 6  # each of five epochs is at least so many batches
-    assert set(tests[-1]) >= {"accuracy", "top5"}
-    assert list((out / "tensorboard").iterdir())
-
-    for loader in ("dali", "torchvision"):
-        if loader == "dali":
-            pytest.importorskip("nvidia.dali")
-        saved = ("--loaders", 0, "--loader", loader, "--evaluate", out / "model.safetensors")
-        status, words = said(monkeypatch, capsys, data, *MODEL, *saved)
-        assert status == 0, words
-        assert "accuracy of" in words
 
 
 def test_what_cannot_work_is_refused_before_anything_is_written(data, tmp_path, monkeypatch, capsys):

@@ -55,15 +55,6 @@ def version(out):
     return max(int((out / f"version-{index}").read_text() or 0) for index in range(2))
 
 
-def test_workers_and_a_server_start_and_end(tmp_path):
-    with launched(tmp_path / "run", "steps", "--workers", "2") as (process, _):
-        output = process.communicate(timeout=100)[0]
-    assert process.returncode == 0, output
-    told = sorted(path.read_text().split()[1:] for path in (tmp_path / "run").glob("worker-*.steps"))
-    assert told == [["0", "2"], ["1", "2"]]
-    assert (tmp_path / "run" / "server").is_dir()
-
-
 def test_a_worker_that_fails_is_told_of_and_the_others_go_on(tmp_path):
     with launched(tmp_path / "run", "fail", "--workers", "2") as (process, _):
         output = process.communicate(timeout=100)[0]
@@ -71,6 +62,8 @@ def test_a_worker_that_fails_is_told_of_and_the_others_go_on(tmp_path):
     assert "worker-1: this worker cannot" in output
     assert "failed: worker-1 (status 1)" in output
     assert int((tmp_path / "run" / "version-0").read_text()) >= 5
+    told = sorted(path.read_text().split()[1:] for path in (tmp_path / "run").glob("worker-*.fail"))
+    assert told == [["0", "2"], ["1", "2"]]
 
 
 def test_a_run_that_never_began_is_not_in_the_way_of_the_next(tmp_path):

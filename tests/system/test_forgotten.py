@@ -28,6 +28,13 @@ def our_threads():
     return {thread for thread in threading.enumerate() if thread.name.startswith("psclient")}
 
 
+@pytest.fixture(autouse=True)
+def nothing_of_other_tests():
+    """What tests before these have forgotten is gone, with its threads and its handler."""
+    gc.collect()
+    wait_until(lambda: not our_threads())
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_its_worker_leaves_and_its_threads_end(shards, overlap):
