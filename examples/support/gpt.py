@@ -25,9 +25,11 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Take and return (batch, time, width)."""
         split = self.attention_in(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(*split, is_causal=True)
+        queries, keys, values = split
+        attended = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
-        return x + self.perceptron(self.norms[1](x))
+        out: torch.Tensor = x + self.perceptron(self.norms[1](x))
+        return out
 
 
 class GPT(nn.Module):

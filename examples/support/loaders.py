@@ -1,7 +1,7 @@
 """Batches for a classifier of images, whoever decodes them: the samples are a sampler's, in the order it draws them."""
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -98,7 +98,7 @@ class TorchvisionLoader:
         device: torch.device,
     ) -> None:
         """Prepare; processes start with the first pass and stay."""
-        self._loader: DataLoader[Batch] = DataLoader(
+        self._loader: DataLoader[Any] = DataLoader(
             _Decoded(images, _transform(training, size)),
             batch_size,
             sampler=sampler,

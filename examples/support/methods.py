@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import psclient
+from psclient.optimizer import ParameterServerOptimizer
 
 from .launch import Place
 
@@ -112,9 +113,9 @@ def make_optimizer(
     name, parameters = options.method, model.parameters()
     momentum = MOMENTA.get(name, 0.9) if options.momentum is None else options.momentum
     density = DENSITIES.get(name, 1.0) if options.density is None else options.density
-    rates = {"lr": options.lr, "momentum": momentum, "weight_decay": options.weight_decay}
-    joined = {"model": model, "server": place.server, "worker": place.worker}
-    streamed = joined | {"overlap": options.overlap}
+    rates: dict[str, Any] = {"lr": options.lr, "momentum": momentum, "weight_decay": options.weight_decay}
+    joined: dict[str, Any] = {"model": model, "server": place.server, "worker": place.worker}
+    streamed: dict[str, Any] = joined | {"overlap": options.overlap}
 
     def schedule(optimizer: torch.optim.Optimizer, steps_per_version: int = 1) -> Any:
         return build(length.schedule(options.schedule, steps_per_version), optimizer)
@@ -141,7 +142,7 @@ def make_optimizer(
         rounds = psclient.Rounds(start_workers=place.workers)
         synchronous = psclient.SSGD(parameters, **rates, density=density, rounds=rounds, **joined)
         return synchronous, psclient.VersionClock(schedule(synchronous, place.workers), synchronous)
-    made: dict[str, Callable[[], psclient.DGS]] = {
+    made: dict[str, Callable[[], ParameterServerOptimizer]] = {
         "dgs": lambda: psclient.DGS(parameters, **rates, density=density, **streamed),
         "gradient-dropping": lambda: psclient.GradientDropping(
             parameters, lr=options.lr, weight_decay=options.weight_decay, density=density, **streamed

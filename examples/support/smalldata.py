@@ -35,7 +35,9 @@ def digits(size: int) -> tuple[np.ndarray, np.ndarray]:
     tints = np.random.default_rng(0).integers(128, 256, (len(images), 3))
     found = np.empty((len(images), size, size, 3), np.uint8)
     for number, image in enumerate(images):
-        grey = Image.fromarray((image.reshape(8, 8) * 15.9).astype(np.uint8)).resize((size, size), Image.BILINEAR)
+        grey = Image.fromarray((image.reshape(8, 8) * 15.9).astype(np.uint8)).resize(
+            (size, size), Image.Resampling.BILINEAR
+        )
         found[number] = np.asarray(grey, np.float32)[:, :, None] * (tints[number] / 255.0)
     order = np.random.default_rng(1).permutation(len(images))
     return found[order], labels[order]
@@ -45,7 +47,7 @@ def write_cifar10(folder: Path) -> Path:
     """Write the ten digits as CIFAR-10's five batches and test batch; return the folder."""
     images, labels = digits(32)
     names = [str(digit) for digit in range(10)]
-    files = {"batches.meta": {"label_names": names}}
+    files: dict[str, dict[str, object]] = {"batches.meta": {"label_names": names}}
     for number, part in enumerate(np.array_split(np.arange(len(images) - TEST_IMAGES), 5), 1):
         files[f"data_batch_{number}"] = {"data": _planes(images[part]), "labels": labels[part].tolist()}
     files["test_batch"] = {"data": _planes(images[-TEST_IMAGES:]), "labels": labels[-TEST_IMAGES:].tolist()}
@@ -58,7 +60,9 @@ def write_cifar100(folder: Path) -> Path:
     places = np.arange(len(images)) % 10
     moved = np.stack([np.roll(image, 3 * int(place), axis=1) for image, place in zip(images, places, strict=True)])
     fine = labels * 10 + places
-    files = {"meta": {"fine_label_names": [f"{name // 10} at {name % 10}" for name in range(100)]}}
+    files: dict[str, dict[str, object]] = {
+        "meta": {"fine_label_names": [f"{name // 10} at {name % 10}" for name in range(100)]}
+    }
     for name, part in (("train", slice(None, -TEST_IMAGES)), ("test", slice(-TEST_IMAGES, None))):
         files[name] = {"data": _planes(moved[part]), "fine_labels": fine[part].tolist()}
     return _pickled(folder, "cifar-100-python", files)
