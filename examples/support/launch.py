@@ -158,7 +158,8 @@ def _launch(train: Train, options: argparse.Namespace, server: str | None) -> in
         with _stopped_in_the_end(processes):
             _await(processes, local)
         failed = [f"{process.name} (status {process.exitcode})" for process in processes if process.exitcode]
-        begun = not failed or _has_model(server or local.server)  # type: ignore[union-attr]
+        begun = not failed or options.resume or any(options.out.glob("worker-*.pt"))
+        begun = begun or _has_model(server or local.server)  # type: ignore[union-attr]
     if failed:
         advice = "; the same command with --resume goes on" if begun else ", before the run had begun"
         print(f"failed: {', '.join(failed)}{advice}", file=sys.stderr)
@@ -168,11 +169,13 @@ def _launch(train: Train, options: argparse.Namespace, server: str | None) -> in
 
 
 def _has_model(server: str) -> bool:
-    """Tell whether a worker has brought the server its model."""
+    """Tell whether a worker has brought the server its model; one that does not answer may well have one."""
     try:
         psclient.download(server, patience_seconds=1.0)
-    except psclient.errors.SparsepsError:
+    except psclient.errors.ServerNotReadyError:
         return False
+    except psclient.errors.SparsepsError:
+        pass
     return True
 
 
@@ -219,6 +222,7 @@ def _stopped_in_the_end(processes: Sequence[BaseProcess]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         deadline = time.monotonic() + STOP_SECONDS
         started = [process for process in processes if process.pid is not None]
         for process in started:
