@@ -63,6 +63,19 @@ class Place:
 Train = Callable[[argparse.Namespace, Place], None]
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Return what ``add_argument`` takes as the type of a whole number that is not smaller."""
+
+    def parse(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {number}")
+        return number
+
+    parse.__name__ = "int"  # argparse: invalid int value
+    return parse
+
+
 def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     """Add the options that :func:`run` reads; ``out`` is the default folder."""
     group = parser.add_argument_group("where it runs")
@@ -85,7 +98,7 @@ def guarded(work: Callable[[], int], after_interrupt: str = "nothing is kept") -
     except KeyboardInterrupt:
         print(f"interrupted; {after_interrupt}", file=sys.stderr)
         return 130
-    except (psclient.errors.SparsepsError, FileNotFoundError, ValueError) as error:
+    except (psclient.errors.SparsepsError, OSError, ValueError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 1
 
@@ -247,7 +260,7 @@ def _work(train: Train, options: argparse.Namespace, place: Place) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.workers))
     try:
         train(options, place)
-    except (psclient.errors.SparsepsError, FileNotFoundError, ValueError) as error:
+    except (psclient.errors.SparsepsError, OSError, ValueError) as error:
         print(f"{place.worker}: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
 
