@@ -139,8 +139,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--md5s", type=Path, metavar="FILE", help="md5sum's of other files in the same format")
     parser.add_argument("--model", default="resnet18", metavar="NAME", help="of torchvision (default: %(default)s)")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: %(default)s")
-    parser.add_argument("--loaders", type=int, default=2, metavar="N", help="processes that load (default: 2)")
-    parser.add_argument("--evaluate-every", type=int, default=1, metavar="N", help="epochs (default: 1)")
+    parser.add_argument(
+        "--loaders", type=launch.at_least(0), default=2, metavar="N", help="processes that load (default: 2)"
+    )
+    parser.add_argument("--evaluate-every", type=launch.at_least(1), default=1, metavar="N", help="epochs (default: 1)")
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="only test a saved model")
     methods.add_arguments(parser, lr=0.1, batch_size=64, epochs=90)
     launch.add_arguments(parser, out="runs/cifar10")

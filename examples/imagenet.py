@@ -130,14 +130,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("data", type=Path, metavar="DATA", help="the dataset's folder")
     parser.add_argument("--model", default="resnet50", metavar="NAME", help="of torchvision (default: %(default)s)")
     parser.add_argument("--image-size", type=int, default=224, metavar="N", help="default: %(default)s")
-    parser.add_argument("--classes", type=int, default=1000, metavar="N", help="of TFRecord files (default: 1000)")
+    parser.add_argument(
+        "--classes", type=launch.at_least(1), default=1000, metavar="N", help="of TFRecord files (default: 1000)"
+    )
     parser.add_argument("--loader", choices=("dali", "torchvision"), help="default: dali where it can be imported")
     parser.add_argument(
-        "--loaders", type=int, default=2, metavar="N", help="threads or processes that load (default: 2)"
+        "--loaders", type=launch.at_least(0), default=2, metavar="N", help="threads or processes that load (default: 2)"
     )
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: %(default)s")
     parser.add_argument("--label-smoothing", type=float, default=0.0, metavar="X", help="default: %(default)s")
-    parser.add_argument("--evaluate-every", type=int, default=1, metavar="N", help="epochs (default: 1)")
+    parser.add_argument("--evaluate-every", type=launch.at_least(1), default=1, metavar="N", help="epochs (default: 1)")
     parser.add_argument("--evaluate", type=Path, metavar="FILE", help="only test a saved model")
     parser.add_argument("--profile", action="store_true", help="only measure what bounds the images per second")
     methods.add_arguments(parser, lr=0.1, batch_size=64, epochs=90)

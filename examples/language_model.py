@@ -9,7 +9,6 @@ Text of your own: --text FOLDER reads its *.txt, *.md and *.py files.
 """
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
@@ -88,7 +87,7 @@ def perplexity(model: nn.Module, text: torch.Tensor, options: argparse.Namespace
     for batch in DataLoader(torch.utils.data.Subset(windows, list(chosen)), options.batch_size):
         inputs, targets = (part.to(device) for part in batch)
         losses.append(nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item() * len(inputs))
-    return math.exp(sum(losses) / len(chosen))
+    return torch.tensor(sum(losses) / len(chosen)).exp().item()  # infinite where math.exp would raise
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -106,23 +105,41 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--text", type=Path, metavar="FOLDER", help="default: Python's standard library")
-    add("--text-bytes", type=int, default=4_000_000, metavar="N", help="read at most (default: %(default)s)")
+    add(
+        "--text-bytes",
+        type=launch.at_least(1),
+        default=4_000_000,
+        metavar="N",
+        help="read at most (default: %(default)s)",
+    )
     add("--method", choices=("outer", "server"), default="outer", help="where AdamW steps (default: %(default)s)")
-    add("--period", type=int, default=10, metavar="N", help="local steps of outer between pushes (default: 10)")
+    add(
+        "--period",
+        type=launch.at_least(1),
+        default=10,
+        metavar="N",
+        help="local steps of outer between pushes (default: 10)",
+    )
     add("--momentum", type=float, default=0.0, metavar="X", help="of outer's pushes (default: %(default)s)")
     add("--decay", type=float, default=0.5, metavar="X", help="of what outer has not sent (default: %(default)s)")
     add("--density", type=float, default=0.1, metavar="X", help="share that is pushed (default: %(default)s)")
     add("--lr", type=float, default=1e-3, metavar="X", help="default: %(default)s")
     add("--weight-decay", type=float, default=0.01, metavar="X", help="default: %(default)s")
-    add("--batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
-    add("--epochs", type=int, default=1, metavar="N", help="default: %(default)s")
+    add("--batch-size", type=launch.at_least(1), default=16, metavar="N", help="default: %(default)s")
+    add("--epochs", type=launch.at_least(0), default=1, metavar="N", help="default: %(default)s")
     add("--warmup-epochs", type=float, default=0.05, metavar="X", help="default: %(default)s")
-    add("--context", type=int, default=128, metavar="N", help="bytes (default: %(default)s)")
-    add("--layers", type=int, default=4, metavar="N", help="default: %(default)s")
-    add("--heads", type=int, default=4, metavar="N", help="default: %(default)s")
-    add("--width", type=int, default=128, metavar="N", help="default: %(default)s")
-    add("--evaluate-every", type=int, default=200, metavar="N", help="steps (default: %(default)s)")
-    add("--test-windows", type=int, default=128, metavar="N", help="of --context bytes (default: %(default)s)")
+    add("--context", type=launch.at_least(1), default=128, metavar="N", help="bytes (default: %(default)s)")
+    add("--layers", type=launch.at_least(1), default=4, metavar="N", help="default: %(default)s")
+    add("--heads", type=launch.at_least(1), default=4, metavar="N", help="default: %(default)s")
+    add("--width", type=launch.at_least(1), default=128, metavar="N", help="default: %(default)s")
+    add("--evaluate-every", type=launch.at_least(1), default=200, metavar="N", help="steps (default: %(default)s)")
+    add(
+        "--test-windows",
+        type=launch.at_least(1),
+        default=128,
+        metavar="N",
+        help="of --context bytes (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     add("--evaluate", type=Path, metavar="FILE", help="only test a saved model, and let it write")
     add("--plot", type=Path, nargs="+", metavar="RUN", help="only draw the perplexity of several runs")

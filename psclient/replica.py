@@ -118,30 +118,35 @@ class Replica:
 
     def write(self, segments: Sequence[Segment]) -> None:
         """Write an exact reply's values over the parameters'."""
-        for position, part in self._parts(segments):
-            with self._writing(position) as flat:
-                values = part.values.to(flat.device, flat.dtype)
-                if part.offsets is None:
-                    flat[self._within(position, part.span)] = values
-                else:
-                    flat[self._offsets(position, part)] = values
+        with self._writing():
+            for position, part in self._parts(segments):
+                with _flat(self.parameters[position]) as flat:
+                    values = part.values.to(flat.device, flat.dtype)
+                    if part.offsets is None:
+                        flat[self._within(position, part.span)] = values
+                    else:
+                        flat[self._offsets(position, part)] = values
 
     def add(self, segments: Sequence[Segment]) -> None:
         """Add a top-k reply's differences, in fp32; half-precision parameters follow their fp32 copies."""
-        for position, part in self._parts(segments):
-            with self._writing(position) as flat:
-                master = self._fp32[position] if flat.dtype != torch.float32 else flat
-                values = part.values.to(flat.device)
-                if part.offsets is None:
-                    where = self._within(position, part.span)
-                    master[where] += values
-                    if master is not flat:
-                        flat[where] = master[where].to(flat.dtype)
-                    continue
-                offsets = self._offsets(position, part)
-                master.index_add_(0, offsets, values)
-                if master is not flat:
-                    flat[offsets] = master[offsets].to(flat.dtype)
+        with self._writing():
+            for position, part in self._parts(segments):
+                with _flat(self.parameters[position]) as flat:
+                    self._add(position, part, flat)
+
+    def _add(self, position: int, part: Segment, flat: torch.Tensor) -> None:
+        master = self._fp32[position] if flat.dtype != torch.float32 else flat
+        values = part.values.to(flat.device)
+        if part.offsets is None:
+            where = self._within(position, part.span)
+            master[where] += values
+            if master is not flat:
+                flat[where] = master[where].to(flat.dtype)
+            return
+        offsets = self._offsets(position, part)
+        master.index_add_(0, offsets, values)
+        if master is not flat:
+            flat[offsets] = master[offsets].to(flat.dtype)
 
     def open_fp32(self, span: Span) -> None:
         """Begin to keep fp32 copies of the half-precision parameters inside a span, equal to what they hold now."""
@@ -155,14 +160,15 @@ class Replica:
             copy[where] = flat[where].float()
 
     @contextmanager
-    def _writing(self, position: int) -> Iterator[torch.Tensor]:
-        """Give a parameter's values to be written to; what others have written before stays to be told."""
-        parameter = self.parameters[position]
-        known = _edits(parameter) == self._edits[position]
-        with _flat(parameter) as flat:
-            yield flat
-        if known:
-            self._edits[position] = _edits(parameter)
+    def _writing(self) -> Iterator[None]:
+        """Count the body's writes as known; what others have written before stays to be told.
+
+        Parameters that are parts of one tensor count their writes together.
+        """
+        known = [_edits(parameter) == edits for parameter, edits in zip(self.parameters, self._edits, strict=True)]
+        yield
+        now = [_edits(parameter) for parameter in self.parameters]
+        self._edits = [new if same else old for new, same, old in zip(now, known, self._edits, strict=True)]
 
     def _parts(self, segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
         for segment in segments:

@@ -1,6 +1,8 @@
 """What a worker keeps for a restart. The model, the data's progress and the version are the server's to keep."""
 
+import struct
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -8,6 +10,10 @@ from torch import nn
 
 from .launch import Place
 from .methods import Clock
+
+_WHAT_DAMAGE_RAISES = (
+    AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, UnpicklingError, struct.error
+)  # fmt: skip
 
 
 def save(place: Place, optimizer: torch.optim.Optimizer, clock: Clock, model: nn.Module, epoch: int) -> None:
@@ -22,16 +28,26 @@ def save(place: Place, optimizer: torch.optim.Optimizer, clock: Clock, model: nn
 
 
 def load(place: Place, optimizer: torch.optim.Optimizer, clock: Clock, model: nn.Module) -> int:
-    """Take over what :func:`save` wrote, if the run is resumed and there is a file; return the epoch to begin with."""
+    """Take over what :func:`save` wrote, if the run is resumed and there is a file; return the epoch to begin with.
+
+    Raises:
+        ValueError: the file is damaged, or another model's.
+    """
     path = _path(place)
     if not place.resume or not path.exists():
         return 0
-    state = torch.load(path, weights_only=True, map_location=place.device)
-    optimizer.load_state_dict(state["optimizer"])
-    if not hasattr(optimizer, "server"):
-        model.load_state_dict(state["model"])
-        clock.load_state_dict(state["clock"])  # type: ignore[attr-defined]
-    epoch: int = state["epoch"]
+    try:
+        state = torch.load(path, weights_only=True, map_location=place.device)
+        optimizer.load_state_dict(state["optimizer"])
+        if not hasattr(optimizer, "server"):
+            model.load_state_dict(state["model"])
+            clock.load_state_dict(state["clock"])  # type: ignore[attr-defined]
+        epoch: int = state["epoch"]
+    except _WHAT_DAMAGE_RAISES as error:
+        raise ValueError(
+            f"{path} is damaged, or was written with another method or model ({type(error).__name__}: {error}); "
+            "delete it to go on without what it holds"
+        ) from error
     return epoch
 
 

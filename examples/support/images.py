@@ -197,7 +197,7 @@ def decode(data: bytes, name: str) -> Image.Image:
         return Image.open(io.BytesIO(data)).convert("RGB")
     except UnidentifiedImageError:
         raise DamagedDataError(f"{name} is no image that can be decoded: fetch it again, or remove it") from None
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow's formats raise
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's formats raise
         raise DamagedDataError(f"{name} cannot be decoded: {error}. Fetch it again, or remove it") from error
 
 

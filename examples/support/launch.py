@@ -63,6 +63,19 @@ class Place:
 Train = Callable[[argparse.Namespace, Place], None]
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Return what ``add_argument`` takes as the type of a whole number that is not smaller."""
+
+    def parse(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {number}")
+        return number
+
+    parse.__name__ = "int"  # argparse: invalid int value
+    return parse
+
+
 def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     """Add the options that :func:`run` reads; ``out`` is the default folder."""
     group = parser.add_argument_group("where it runs")
@@ -85,7 +98,7 @@ def guarded(work: Callable[[], int], after_interrupt: str = "nothing is kept") -
     except KeyboardInterrupt:
         print(f"interrupted; {after_interrupt}", file=sys.stderr)
         return 130
-    except (psclient.errors.SparsepsError, FileNotFoundError, ValueError) as error:
+    except (psclient.errors.SparsepsError, OSError, ValueError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 1
 
@@ -158,7 +171,8 @@ def _launch(train: Train, options: argparse.Namespace, server: str | None) -> in
         with _stopped_in_the_end(processes):
             _await(processes, local)
         failed = [f"{process.name} (status {process.exitcode})" for process in processes if process.exitcode]
-        begun = not failed or _has_model(server or local.server)  # type: ignore[union-attr]
+        begun = not failed or options.resume or any(options.out.glob("worker-*.pt"))
+        begun = begun or _has_model(server or local.server)  # type: ignore[union-attr]
     if failed:
         advice = "; the same command with --resume goes on" if begun else ", before the run had begun"
         print(f"failed: {', '.join(failed)}{advice}", file=sys.stderr)
@@ -168,11 +182,13 @@ def _launch(train: Train, options: argparse.Namespace, server: str | None) -> in
 
 
 def _has_model(server: str) -> bool:
-    """Tell whether a worker has brought the server its model."""
+    """Tell whether a worker has brought the server its model; one that does not answer may well have one."""
     try:
         psclient.download(server, patience_seconds=1.0)
-    except psclient.errors.SparsepsError:
+    except psclient.errors.ServerNotReadyError:
         return False
+    except psclient.errors.SparsepsError:
+        pass
     return True
 
 
@@ -219,6 +235,7 @@ def _stopped_in_the_end(processes: Sequence[BaseProcess]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         deadline = time.monotonic() + STOP_SECONDS
         started = [process for process in processes if process.pid is not None]
         for process in started:
@@ -243,7 +260,7 @@ def _work(train: Train, options: argparse.Namespace, place: Place) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.workers))
     try:
         train(options, place)
-    except (psclient.errors.SparsepsError, FileNotFoundError, ValueError) as error:
+    except (psclient.errors.SparsepsError, OSError, ValueError) as error:
         print(f"{place.worker}: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
 

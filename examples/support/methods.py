@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 import psclient
 from psclient.optimizer import ParameterServerOptimizer
 
-from .launch import Place
+from .launch import Place, at_least
 
 METHODS = (
     "dgs",
@@ -86,11 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser, lr: float, batch_size: int, e
     group.add_argument("--weight-decay", type=float, default=5e-4, metavar="X", help="default: %(default)s")
     group.add_argument("--density", type=float, metavar="X", help="share of the entries that is pushed")
     group.add_argument("--server-optimizer", default="SGD", metavar="NAME", help="of torch.optim (default: SGD)")
-    group.add_argument("--period", type=int, default=50, metavar="N", help="local steps of outer (default: 50)")
+    group.add_argument("--period", type=at_least(1), default=50, metavar="N", help="local steps of outer (default: 50)")
     group.add_argument(
-        "--batch-size", type=int, default=batch_size, metavar="N", help="each worker's (default: %(default)s)"
+        "--batch-size", type=at_least(1), default=batch_size, metavar="N", help="each worker's (default: %(default)s)"
     )
-    group.add_argument("--epochs", type=int, default=epochs, metavar="N", help="default: %(default)s")
+    group.add_argument("--epochs", type=at_least(0), default=epochs, metavar="N", help="default: %(default)s")
     group.add_argument("--schedule", choices=("cosine", "step"), default="cosine", help="default: %(default)s")
     group.add_argument(
         "--step-epochs", type=float, nargs="+", default=[], metavar="X", help="where step drops (default: 1/2 and 3/4)"

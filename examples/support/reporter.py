@@ -40,7 +40,11 @@ class Reporter:
         if not self._place.is_first:
             return self
         self._place.out.mkdir(parents=True, exist_ok=True)
-        self._metrics = self._stack.enter_context((self._place.out / "metrics.jsonl").open("a"))
+        path = self._place.out / "metrics.jsonl"
+        cut = path.exists() and not path.read_bytes().endswith(b"\n")
+        self._metrics = self._stack.enter_context(path.open("a"))
+        if cut:  # by a kill: what follows is a line of its own
+            self._metrics.write("\n")
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:

@@ -45,7 +45,7 @@ def read_index(path: Path) -> np.ndarray:
         try:
             temporary.write_text("".join(f"{offset} {size}\n" for offset, size in found))
             temporary.replace(index)
-        except PermissionError:  # a folder that is only read: the next process scans again
+        except OSError:  # a folder, or a disk, that is only read: the next process scans again
             pass
         return found
     try:
@@ -53,7 +53,8 @@ def read_index(path: Path) -> np.ndarray:
     except ValueError as error:
         raise RecordError(f"{index} is no index of records: {error}; delete it, and it is made again") from error
     ends = found.sum(axis=1)
-    if not len(found) or found[0, 0] != 0 or ends[-1] != path.stat().st_size or (found[1:, 0] != ends[:-1]).any():
+    fits = len(found) and found[0, 0] == 0 and ends[-1] == path.stat().st_size and (found[1:, 0] == ends[:-1]).all()
+    if not fits or (found[:, 1] < HEADER + FOOTER).any():
         raise RecordError(f"{index} does not fit {path.name}; delete it, and it is made again")
     return found
 

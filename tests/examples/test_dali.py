@@ -1,13 +1,16 @@
 """Both loaders of images give the same, each sample once an epoch, and name what they cannot read."""
 
+import errno
+import io
 from collections import Counter
 from itertools import islice
 
 import pytest
 import torch
+from PIL import Image
 from support import tfrecord
 from support.datafiles import DamagedDataError, MissingDataError
-from support.images import FolderImages, check_layout, open_images
+from support.images import FolderImages, check_layout, decode, open_images
 from support.loaders import make_loader
 from support.smalldata import write_imagenet
 from torch import nn
@@ -168,6 +171,26 @@ def test_a_record_is_found_by_its_offset_and_the_index_is_kept(folder, records):
     assert index.stat().st_mtime_ns == written
 
 
+def test_a_disk_that_is_only_read_has_no_index(records, tmp_path, monkeypatch):
+    path = tmp_path / "validation-00000-of-00001"
+    path.write_bytes((records / "validation-00000-of-00002").read_bytes())
+
+    def refuse(self, text):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(type(path), "write_text", refuse)
+    assert len(open_images(tmp_path, "val", CLASSES)) > 0
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_an_image_that_is_too_large_to_be_decoded_is_named(monkeypatch):
+    data = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(data, "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(DamagedDataError, match=r"x\.png cannot be decoded"):
+        decode(data.getvalue(), "x.png")
+
+
 def test_damaged_records_are_named(records, tmp_path):
     path = tmp_path / "validation-00000-of-00001"
     whole = (records / "validation-00000-of-00002").read_bytes()
@@ -176,9 +199,10 @@ def test_damaged_records_are_named(records, tmp_path):
         with pytest.raises(ValueError, match=said):
             open_images(tmp_path, "val", CLASSES)
     path.write_bytes(whole)
-    (tmp_path / f"{path.name}.idx").write_text("0 17\n")
-    with pytest.raises(ValueError, match="does not fit"):
-        open_images(tmp_path, "val", CLASSES)
+    for index in ("0 17\n", f"0 0\n0 {len(whole)}\n", f"0 -5\n-5 {len(whole) + 5}\n"):
+        (tmp_path / f"{path.name}.idx").write_text(index)
+        with pytest.raises(ValueError, match="does not fit"):
+            open_images(tmp_path, "val", CLASSES)
     (tmp_path / f"{path.name}.idx").unlink()
     images = open_images(tmp_path, "val", 1)
     with pytest.raises(DamagedDataError, match="--classes"):

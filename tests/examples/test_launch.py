@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -72,6 +73,43 @@ def test_a_run_that_never_began_is_not_in_the_way_of_the_next(tmp_path):
     assert process.returncode == 1
     assert "failed: worker-0 (status 1), before the run had begun" in output
     assert not (tmp_path / "run" / "server").exists()
+
+
+def test_a_run_whose_server_does_not_answer_keeps_its_journal(tmp_path):
+    out = tmp_path / "run"
+    with launched(out, "for ever", "--workers", "2") as (process, children):
+        wait_for_steps(process, out, children)
+        next(each for each in children if "psservice" in " ".join(each.cmdline())).suspend()
+        for each in children:
+            if "spawn_main" in " ".join(each.cmdline()):
+                each.kill()
+        output = process.communicate(timeout=100)[0]
+    assert process.returncode == 1
+    assert "--resume goes on" in output
+    assert any((out / "server").rglob("*"))
+
+
+def test_a_failed_run_at_home_is_there_to_resume(tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "worker-0.pt").write_text("what a run without a model on the server has kept")
+    with launched(out, "fail at once", "--workers", "1") as (process, _):
+        output = process.communicate(timeout=100)[0]
+    assert "--resume goes on" in output
+    assert (out / "server").exists()
+
+
+def test_a_second_sigterm_does_not_disturb_the_end(tmp_path):
+    out = tmp_path / "run"
+    with launched(out, "for ever", "--workers", "2") as (process, children):
+        wait_for_steps(process, out, children)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=60)[0]
+        all_gone(children)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
 
 
 def test_a_kill_leaves_nobody_behind_and_resume_goes_on_from_the_journal(tmp_path):

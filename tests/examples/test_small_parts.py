@@ -1,5 +1,6 @@
 """The rooms that the training scripts share: data files, text, schedules, shares, the GPT, what is reported."""
 
+import argparse
 import itertools
 import json
 import types
@@ -7,7 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from support import curves, datafiles, methods, smalldata
+from support import checkpoints, curves, datafiles, launch, methods, smalldata
 from support.gpt import GPT
 from support.launch import Place
 from support.reporter import Reporter
@@ -183,3 +184,42 @@ def test_what_is_reported_can_be_read_again_and_drawn(tmp_path):
     assert np.asarray(Image.open(tmp_path / "picture.png")).std() > 0
     with pytest.raises(datafiles.MissingDataError, match=r"metrics\.jsonl is missing"):
         curves.read(tmp_path / "none")
+
+
+def test_a_line_that_a_kill_has_cut_is_left_out_and_the_next_is_a_line_of_its_own(tmp_path):
+    whole = json.dumps({"kind": "test", "bytes": 1, "perplexity": 2.0})
+    (tmp_path / "metrics.jsonl").write_text(f'{whole}\n{{"kind": "te')
+    with Reporter(place(out=tmp_path), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1), 1) as reporter:
+        reporter.evaluation(0, perplexity=1.5)
+    assert [line["perplexity"] for line in curves.read(tmp_path)] == [2.0, 1.5]
+
+
+def test_a_run_without_the_figure_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "test", "bytes": 1, "accuracy": 0.5}\n')
+    with pytest.raises(datafiles.MissingDataError, match=r"metrics.jsonl has no test with perplexity"):
+        curves.draw([tmp_path], tmp_path / "picture.png", "perplexity")
+
+
+@pytest.mark.parametrize("damage", [b"", b"junk", None])
+def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path, damage):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    here = Place("", "worker-0", 0, 1, torch.device("cpu"), tmp_path, resume=True)
+    if damage is None:
+        torch.save({"optimizer": optimizer.state_dict(), "epoch": 1}, tmp_path / "worker-0.pt")  # that of a server's
+    else:
+        (tmp_path / "worker-0.pt").write_bytes(damage)
+    with pytest.raises(ValueError, match=r"worker-0.pt is damaged, or was written with another method or model"):
+        checkpoints.load(here, optimizer, methods.STILL, model)
+
+
+def test_a_number_that_is_too_small_is_refused(capsys):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=launch.at_least(1))
+    assert parser.parse_args(["--batch-size", "1"]).batch_size == 1
+    for given in ("0", "x"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--batch-size", given])
+    said = capsys.readouterr().err
+    assert "--batch-size: must be at least 1, not 0" in said
+    assert "invalid int value: 'x'" in said

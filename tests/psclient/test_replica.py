@@ -212,6 +212,16 @@ def test_values_written_in_place_are_noticed_until_they_are_accepted():
     assert replica.accept()
 
 
+def test_parameters_that_are_parts_of_one_tensor_are_not_edited_by_a_reply():
+    whole_of_it = torch.zeros(5)
+    replica = replica_of(whole_of_it[:2], whole_of_it[2:])
+    replica.write([Segment(whole(replica), None, torch.ones(5))])
+    assert replica.edited is None
+    replica.add([Segment(whole(replica), None, torch.ones(5))])
+    assert replica.edited is None
+    assert whole_of_it.tolist() == [2.0] * 5
+
+
 def test_values_that_are_vouched_for_are_no_edits():
     replica = replica_of(torch.zeros(2))
     with torch.no_grad():
