@@ -9,6 +9,7 @@ DATA is where torchvision keeps the dataset: DATA/cifar-10-batches-py/data_batch
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,10 @@ def load_data(options: argparse.Namespace, *, train: bool) -> torchvision.datase
     if options.md5s is not None:  # other images in the same format
         datafiles.expect_md5s(kind, datafiles.read_md5s(options.md5s))
     if options.download:
-        kind(options.data, download=True)
+        try:
+            kind(options.data, download=True)
+        except (OSError, RuntimeError) as error:
+            raise datafiles.MissingDataError(f"{kind.url} cannot be fetched into {options.data}: {error}") from error
     listed = dict([*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])])
     where = f"This is {kind.__name__}, python version, {kind.url}, unpacked into {options.data}; --download fetches it"
     datafiles.require_files(options.data / kind.base_folder, listed, where)
@@ -73,7 +77,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
     torch.manual_seed(options.seed)
     train_set, test_set = load_data(options, train=True), load_data(options, train=False)
     model = make_model(options.model, len(train_set.classes)).to(place.device)
-    length = methods.Length.of(options, len(train_set) // options.batch_size)
+    length = methods.Length.of(options, math.ceil(len(train_set) / options.batch_size))
 
     # The parameter server: an optimizer that pushes and pulls, and a sampler that shares the data out.
     optimizer, clock = methods.make_optimizer(options, model, place, length)
@@ -117,6 +121,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Do what the options ask for; data that are missing or damaged are told of before anything starts."""
+    torchvision.models.get_model_builder(options.model)
     load_data(options, train=False)
     options.download = False  # it is done, once for all workers
     return evaluate(options) if options.evaluate else launch.run(train, options)

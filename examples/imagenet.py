@@ -11,6 +11,7 @@ so on and DATA/validation-00000-of-00128 and so on. Runs go to --out. docs/image
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
     check(options)
     train_set, test_set = (open_images(options.data, part, options.classes) for part in ("train", "val"))
     model = make_model(options.model, len(train_set.classes)).to(place.device)
-    length = methods.Length.of(options, len(train_set) // options.batch_size)
+    length = methods.Length.of(options, math.ceil(len(train_set) / options.batch_size))
 
     # The parameter server: an optimizer that pushes and pulls, and a sampler that shares the data out.
     optimizer, clock = methods.make_optimizer(options, model, place, length)
@@ -92,6 +93,7 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--image-size is {options.image_size}; it must be at least {SMALLEST}")
     check_layout(options.data, ["val"] if options.evaluate else ["train", "val"])
     choose(options.loader)
+    torchvision.models.get_model_builder(options.model)
 
 
 def loading_options(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Text of your own: --text FOLDER reads its *.txt, *.md and *.py files.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> None:
     training, held_out = read_text(options.text, options.text_bytes)
     windows = Windows(training, options.context)
     model = GPT(options.layers, options.heads, options.width, options.context).to(place.device)
-    length = methods.Length(options.epochs, max(1, len(windows) // options.batch_size), options.warmup_epochs)
+    length = methods.Length(options.epochs, math.ceil(len(windows) / options.batch_size), options.warmup_epochs)
     optimizer, clock = make_optimizer(options, model, place, length)
     checkpoints.load(place, optimizer, clock, model)
     sampler = psclient.ElasticSampler(windows, optimizer, seed=options.seed, lease_samples=8 * options.batch_size)
@@ -150,7 +151,8 @@ def parse() -> argparse.Namespace:
 def main(options: argparse.Namespace) -> int:
     """Do what the options ask for; text that is missing is told of before anything starts."""
     if options.plot:
-        path = curves.draw(options.plot, Path("perplexity.png"), "perplexity")
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = curves.draw(options.plot, options.out / "perplexity.png", "perplexity")
         print(f"wrote {path}")
         return 0
     for part in read_text(options.text, options.text_bytes):

@@ -25,7 +25,7 @@ options.out.mkdir(parents=True, exist_ok=True)
 
 def report(kind, version, **figures):
     with (options.out / "metrics.jsonl").open("a") as metrics:
-        metrics.write(json.dumps({"kind": kind, "epoch": 0, "version": version, **figures}) + "\\n")
+        metrics.write(json.dumps({"kind": kind, "epoch": 1, "version": version, **figures}) + "\\n")
 
 
 if not options.resume:

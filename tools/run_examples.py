@@ -25,8 +25,9 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 RUN_NOTEBOOK = """
-import sys, nbclient, nbformat
-nbclient.execute(nbformat.read(sys.argv[1], as_version=4), timeout=300, kernel_name="python3")
+import pathlib, sys, nbclient, nbformat
+where = {"metadata": {"path": str(pathlib.Path(sys.argv[1]).parent)}}
+nbclient.execute(nbformat.read(sys.argv[1], as_version=4), timeout=300, kernel_name="python3", resources=where)
 """
 POLL_SECONDS = 0.1
 SLOWEST_SECONDS = 600.0
@@ -229,7 +230,7 @@ def _await_first_test(process: "subprocess.Popen[bytes]", folder: Path, log: Pat
     deadline = time.monotonic() + SLOWEST_SECONDS
     while time.monotonic() < deadline:
         found = _lines(folder)
-        if any(line["kind"] == "test" and line["epoch"] >= 0 for line in found):
+        if any(line["kind"] == "test" and line["epoch"] > 0 for line in found):
             return found
         if process.poll() is not None:
             raise ExampleFailedError(f"ended with status {process.returncode} before its first test; see {log}")

@@ -64,7 +64,10 @@ def load_saved(model: nn.Module, path: Path) -> nn.Module:
     try:
         return take_over(model, load_file(path))
     except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{path} does not hold this model, with this number of classes: {error}") from error
+        first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
+        raise ValueError(
+            f"{path} does not hold this model; give the options that it was trained with (model, sizes, data). {first}"
+        ) from error
 
 
 def take_over(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -174,7 +174,9 @@ def _launch(train: Train, options: argparse.Namespace, server: str | None) -> in
         begun = not failed or options.resume or any(options.out.glob("worker-*.pt"))
         begun = begun or _has_model(server or local.server)  # type: ignore[union-attr]
     if failed:
-        advice = "; the same command with --resume goes on" if begun else ", before the run had begun"
+        advice = (
+            "; when that is mended, the same command with --resume goes on" if begun else ", before the run had begun"
+        )
         print(f"failed: {', '.join(failed)}{advice}", file=sys.stderr)
     if local is not None and not begun:
         shutil.rmtree(options.out / "server")

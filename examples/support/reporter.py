@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,10 @@ from .launch import Place
 
 LINE_SECONDS = 15.0
 POINT_SECONDS = 2.0
+
+
+_SUMS = ("step", "bytes", "seconds")
+"""Figures that go on where a resumed run was."""
 
 
 class Reporter:
@@ -32,6 +37,7 @@ class Reporter:
         self._stack = ExitStack()
         self._steps = self._samples = 0
         self._started = self._line = self._point = time.monotonic()
+        self._before = dict.fromkeys(_SUMS, 0)
         self._bar: Progress | None = None
         self._writer: Any = None
 
@@ -41,6 +47,8 @@ class Reporter:
             return self
         self._place.out.mkdir(parents=True, exist_ok=True)
         path = self._place.out / "metrics.jsonl"
+        if self._place.resume:
+            self._before = {name: last(path).get(name, 0) for name in _SUMS}
         cut = path.exists() and not path.read_bytes().endswith(b"\n")
         self._metrics = self._stack.enter_context(path.open("a"))
         if cut:  # by a kill: what follows is a line of its own
@@ -60,8 +68,14 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files."""
+        """Close the files; tell of a run in which there was nothing to do."""
         self._stack.close()
+        if error is None and not self._steps:
+            print(
+                f"{self._place.worker or 'this worker'} had nothing to train: the epochs that were asked for are over "
+                "at this server, or others have taken what was left. A new run needs a new server.",
+                flush=True,
+            )
 
     def step(self, epoch: int, loss: torch.Tensor, samples: int) -> None:
         """Count a step; the loss is read from its device only now and then."""
@@ -107,16 +121,17 @@ class Reporter:
         totals, report = getattr(optimizer, "totals", None), getattr(optimizer, "report", None)
         rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
         return {
-            "epoch": epoch,
-            "step": self._steps,
+            "epoch": epoch + 1,
+            "step": self._before["step"] + self._steps,
             "version": getattr(optimizer, "version", self._steps),
             "loss": loss,
             "learning_rate": rates[0] if rates else None,
             "staleness": report.staleness if report else 0,
             "live_workers": getattr(optimizer, "live_workers", 1),
-            "bytes": totals.push_bytes + totals.pull_bytes + totals.buffer_bytes if totals else 0,
+            "bytes": self._before["bytes"]
+            + (totals.push_bytes + totals.pull_bytes + totals.buffer_bytes if totals else 0),
             "samples_per_second": self._samples / max(1e-9, now - self._started),
-            "seconds": now - self._started,
+            "seconds": self._before["seconds"] + now - self._started,
         }
 
     def _write(self, kind: str, figures: dict[str, Any]) -> None:
@@ -126,3 +141,15 @@ class Reporter:
             for name, value in figures.items():
                 if value is not None and name != "version":
                     self._writer.add_scalar(f"{kind}/{name}", value, figures["version"])
+
+
+def last(path: Path) -> dict[str, Any]:
+    """Return the last whole line of ``metrics.jsonl``; empty if there is none."""
+    for line in reversed(path.read_text(errors="replace").splitlines() if path.exists() else []):
+        try:
+            found = json.loads(line)
+        except ValueError:  # cut by a kill
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}

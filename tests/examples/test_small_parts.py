@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -167,17 +168,14 @@ def test_what_is_reported_can_be_read_again_and_drawn(tmp_path):
     with Reporter(place(1, 2, out=tmp_path), optimizer, 10) as silent:
         silent.evaluation(0, accuracy=0.1)
     train, test = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert (train["kind"], train["loss"], train["version"], train["bytes"], train["staleness"]) == (
-        "train",
-        1.5,
-        7,
-        6,
-        4,
-    )
+    assert [train[name] for name in ("kind", "loss", "version", "bytes", "epoch")] == ["train", 1.5, 7, 6, 1]
     assert (test["kind"], test["accuracy"]) == ("test", 0.5)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("test/accuracy")] == [(7, 0.5)]
     assert events.Scalars("train/learning_rate")[0].value == 0.5
+    with Reporter(replace(place(out=tmp_path), resume=True), optimizer, 10) as resumed:
+        resumed.evaluation(1, accuracy=0.6)
+    assert [line["bytes"] for line in curves.read(tmp_path)] == [6, 12], "a resumed run goes on where it was"
     curves.draw([tmp_path], tmp_path / "picture.png", "accuracy")
     from PIL import Image
 
