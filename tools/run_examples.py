@@ -25,9 +25,9 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 RUN_NOTEBOOK = """
-import pathlib, sys, nbclient, nbformat
-where = {"metadata": {"path": str(pathlib.Path(sys.argv[1]).parent)}}
-nbclient.execute(nbformat.read(sys.argv[1], as_version=4), timeout=300, kernel_name="python3", resources=where)
+import os, sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbclient.execute(notebook, cwd=os.path.dirname(sys.argv[1]), timeout=300, kernel_name="python3")
 """
 POLL_SECONDS = 0.1
 SLOWEST_SECONDS = 600.0
