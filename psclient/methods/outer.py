@@ -167,8 +167,8 @@ class Outer(ParameterServerOptimizer):
     def hand_in(self) -> None:
         """Push what the local steps have done so far, as the end of a period does, and take the answer over.
 
-        The error stays here. It holds the same way several times over, since each period begins without what was not
-        sent, so that handing all of it in at once throws the model far beyond where any worker has been.
+        The error stays here. It may hold the same way several times over, since each period begins without what was
+        not sent: all of it at once can lead beyond where any worker has been.
         """
         with self._working():
             if self._deltas:
