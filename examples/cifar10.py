@@ -47,14 +47,19 @@ def load_data(options: argparse.Namespace, *, train: bool) -> torchvision.datase
             kind(options.data, download=True)
         except (OSError, RuntimeError) as error:
             raise datafiles.MissingDataError(f"{kind.url} cannot be fetched into {options.data}: {error}") from error
-    listed = dict([*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])])
-    where = f"This is {kind.__name__}, python version, {kind.url}, unpacked into {options.data}; --download fetches it"
-    datafiles.require_files(options.data / kind.base_folder, listed, where)
     steps: list[nn.Module] = [v2.ToImage()]
     if train:
         steps += [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()]
     steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, DEVIATION)]
-    return kind(options.data, train=train, transform=v2.Compose(steps))
+    try:
+        return kind(options.data, train=train, transform=v2.Compose(steps))
+    except RuntimeError:  # a file is missing, or has another checksum; torchvision does not say which
+        listed = dict([*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])])
+        where = (
+            f"This is {kind.__name__}, python version, {kind.url}, unpacked into {options.data}; --download fetches it"
+        )
+        datafiles.require_files(options.data / kind.base_folder, listed, where)
+        raise
 
 
 def make_model(name: str, classes: int) -> nn.Module:

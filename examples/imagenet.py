@@ -39,7 +39,6 @@ def make_model(name: str, classes: int) -> nn.Module:
 def train(options: argparse.Namespace, place: launch.Place) -> None:
     """Be one worker."""
     torch.manual_seed(options.seed)
-    check(options)
     train_set, test_set = (open_images(options.data, part, options.classes) for part in ("train", "val"))
     model = make_model(options.model, len(train_set.classes)).to(place.device)
     length = methods.Length.of(options, math.ceil(len(train_set) / options.batch_size))

@@ -8,6 +8,7 @@ each of these areas is a difference of ``G``, and the distance is their sum.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ _PIECE = 1 << 20  # elements at a time: fp64 copies of the whole would take giga
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(ABC):
     """A distribution that is symmetric around ``middle``; ``z`` below is ``(x − middle)/scale``."""
 
     name: ClassVar[str]
@@ -25,19 +26,19 @@ class Fit:
     scale: float
 
     @staticmethod
+    @abstractmethod
     def below(z: torch.Tensor) -> torch.Tensor:
         """Return the distribution function ``F``."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def area(z: torch.Tensor) -> torch.Tensor:
         """Return ``G``, the area under ``F`` from minus infinity."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def quantile(u: torch.Tensor) -> torch.Tensor:
         """Return the inverse of ``F``."""
-        raise NotImplementedError
 
 
 class Normal(Fit):

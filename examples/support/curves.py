@@ -1,10 +1,9 @@
 """Pictures of runs, from their metrics.jsonl: a figure of the server's model against the bytes that a worker moved."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from . import metrics
 from .datafiles import MissingDataError
 
 
@@ -26,7 +25,7 @@ def draw(runs: Sequence[Path], path: Path, figure: str) -> Path:
     for run in runs:
         points = [(found["bytes"] / 1e6, found[figure]) for found in read(run) if figure in found]
         if not points:
-            raise MissingDataError(f"{run / 'metrics.jsonl'} has no test with {figure}")
+            raise MissingDataError(f"{run / metrics.NAME} has no test with {figure}")
         axes.plot(*zip(*points, strict=True), marker=".", label=run.name)
         axes.annotate(f"{points[-1][1]:.3g}", points[-1], xytext=(4, 4), textcoords="offset points")
     axes.set(xlabel="MB pushed and pulled by worker 0", ylabel=f"{figure} of the server's model")
@@ -43,16 +42,7 @@ def draw(runs: Sequence[Path], path: Path, figure: str) -> Path:
 
 def read(run: Path) -> list[dict[str, float]]:
     """Return the tests of a run in their order, without lines that a kill has cut; raises :class:`MissingDataError`."""
-    path = run / "metrics.jsonl"
+    path = run / metrics.NAME
     if not path.is_file():
         raise MissingDataError(f"{path} is missing; give the folder of a run, as --out of that run said")
-    found = [_parsed(line) for line in path.read_text(errors="replace").splitlines()]
-    return [line for line in found if line.get("kind") == "test"]
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    return [line for line in metrics.read(run) if line.get("kind") == "test"]

@@ -3,7 +3,6 @@
 import json
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from . import metrics
 from .launch import Place
 
 LINE_SECONDS = 15.0
@@ -46,9 +46,10 @@ class Reporter:
         if not self._place.is_first:
             return self
         self._place.out.mkdir(parents=True, exist_ok=True)
-        path = self._place.out / "metrics.jsonl"
-        if self._place.resume:
-            self._before = {name: last(path).get(name, 0) for name in _SUMS}
+        path = self._place.out / metrics.NAME
+        before = metrics.read(self._place.out) if self._place.resume else []
+        if before:
+            self._before = {name: before[-1].get(name, 0) for name in _SUMS}
         cut = path.exists() and not path.read_bytes().endswith(b"\n")
         self._metrics = self._stack.enter_context(path.open("a"))
         if cut:  # by a kill: what follows is a line of its own
@@ -141,15 +142,3 @@ class Reporter:
             for name, value in figures.items():
                 if value is not None and name != "version":
                     self._writer.add_scalar(f"{kind}/{name}", value, figures["version"])
-
-
-def last(path: Path) -> dict[str, Any]:
-    """Return the last whole line of ``metrics.jsonl``; empty if there is none."""
-    for line in reversed(path.read_text(errors="replace").splitlines() if path.exists() else []):
-        try:
-            found = json.loads(line)
-        except ValueError:  # cut by a kill
-            continue
-        if isinstance(found, dict):
-            return found
-    return {}
