@@ -69,8 +69,9 @@ class Patience:
                 return stub.Call(request, timeout=attempt.timeout)
 
     A :class:`~psclient.errors.Transient` raised inside leads to another attempt after a jittered delay, with twice the
-    deadline: a transfer may be larger, or the network slower, than the first one allowed for. An attempt
-    fails at once where nothing listens, so that this can be said, and so that the end is never far.
+    deadline: a transfer may be larger, or the network slower, than the first one allowed for. The last attempt has the
+    deadline of the first at least, so the end may come that much later: a server that answers slowly is not taken for
+    one that does not answer. An attempt fails at once where nothing listens, so that this can be said.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class Patience:
     ) -> None:
         """Begin now; ``hint`` says what to do at the end, which ``limit`` (monotonic seconds) may bring forward."""
         self.address = address
-        self.timeout = min(deadline_seconds, seconds)
-        self._deadline_seconds = deadline_seconds
+        self.timeout = deadline_seconds
+        self._first_deadline_seconds = self._deadline_seconds = deadline_seconds
         self._started = time.monotonic()
         self._seconds = seconds
         self._delay = _FIRST_DELAY_SECONDS
@@ -99,8 +100,8 @@ class Patience:
     def __next__(self) -> "Patience":
         """Begin an attempt; its deadline is in :attr:`timeout`, seconds."""
         now = time.monotonic()
-        remaining = min(self._seconds - (now - self._started), self._limit() - now)
-        self.timeout = max(0.1, min(self._deadline_seconds, remaining))
+        remaining = max(self._first_deadline_seconds, self._seconds - (now - self._started))
+        self.timeout = max(0.1, min(self._deadline_seconds, remaining, self._limit() - now))
         return self
 
     def __enter__(self) -> "Patience":

@@ -40,7 +40,11 @@ class ClientSettings(LayeredSettings):
     token_file: Path | None = Field(None, description="file that holds the bearer token; read at each connection")
     deadline_seconds: float = Field(30.0, gt=0, description="longest time for one call to a server")
     connect_seconds: float = Field(60.0, gt=0, description="how long the first contact is tried")
-    patience_seconds: float = Field(300.0, gt=0, description="how long a lost server is waited for during training")
+    patience_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="how long a lost server is tried again during training; the last call may take its deadline more",
+    )
     value_type: str = Field("fp32", description="how pushed values travel: " + ", ".join(VALUE_CODECS))
     index_codec: str = Field(
         "auto",

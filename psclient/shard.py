@@ -147,9 +147,7 @@ class ShardClient:
         self.in_doubt = PushPart(step, generation, self.timing)
         self._live = queue.SimpleQueue()
         stream = iter(self._live.get, None)
-        self._call = self.connection.stub.PushSparse.future(
-            stream, timeout=min(self.settings.deadline_seconds, self.settings.patience_seconds)
-        )
+        self._call = self.connection.stub.PushSparse.future(stream, timeout=self.settings.deadline_seconds)
         header = pb.PushHeader(
             identity=identity,
             step=step,

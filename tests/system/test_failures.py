@@ -16,7 +16,16 @@ from psclient.local import LocalServer
 from psclient.settings import ClientSettings
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate import call
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+from tests.system.tools import (
+    QUICK,
+    assert_same_parameters,
+    go_on,
+    make_data,
+    make_model,
+    stop,
+    train_step,
+    wait_until,
+)
 
 WORKER = """
 import sys, torch, psclient
@@ -107,15 +116,14 @@ def test_a_server_that_never_was_there_is_named():
 
 
 def test_a_stopped_server_surfaces_and_nothing_is_lost_or_doubled_when_it_continues():
-    settings = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_seconds=2, dense_below=0)
     with LocalServer(down_mode="exact", lease_seconds=60) as server:
         model = make_model(batch_norm=False)
-        optimizer = drop(model, server, settings=settings)
+        optimizer = drop(model, server, settings=QUICK)
         train_step(model, optimizer, *make_data())
-        os.kill(server.processes[0].pid, signal.SIGSTOP)
+        stop(server, optimizer)
         with pytest.raises(ServerUnreachableError):
             train_step(model, optimizer, *make_data())
-        os.kill(server.processes[0].pid, signal.SIGCONT)
+        go_on(server, optimizer)
         train_step(model, optimizer, *make_data())
         assert optimizer.version == 3  # the push in doubt was applied once, then the new one
         assert_same_parameters(model, server.server)
@@ -123,19 +131,18 @@ def test_a_stopped_server_surfaces_and_nothing_is_lost_or_doubled_when_it_contin
 
 def test_conservation_through_kills_of_the_server():
     """Sum of lr·g = what the server's model moved + what the worker still holds, although a push was in doubt."""
-    settings = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_seconds=1.5, dense_below=0)
     with LocalServer(down_mode="exact", lease_seconds=60) as server:
         w = torch.nn.Parameter(torch.zeros(1000))
-        optimizer = psclient.GradientDropping([w], lr=1.0, density=0.01, server=server, worker="w", settings=settings)
+        optimizer = psclient.GradientDropping([w], lr=1.0, density=0.01, server=server, worker="w", settings=QUICK)
         total = torch.zeros(1000)
         for step in range(8):
             w.grad = torch.randn(1000)
             total += w.grad
             if step == 4:
-                os.kill(server.processes[0].pid, signal.SIGSTOP)
+                stop(server, optimizer)
                 with pytest.raises(ServerUnreachableError):
                     optimizer.step()
-                os.kill(server.processes[0].pid, signal.SIGCONT)
+                go_on(server, optimizer)
             else:
                 optimizer.step()
         residual = optimizer.state[w]["residual"]

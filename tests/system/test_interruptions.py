@@ -10,13 +10,12 @@ import torch
 
 import psclient
 from psclient.local import LocalServer
-from psclient.settings import ClientSettings
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate import call
 from tests.system.test_overlap import linear, overlapping
-from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
+from tests.system.tools import QUICK, go_on, make_data, make_model, stop, train_step, wait_until
 
-HURRIED = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_seconds=1.5, dense_below=0, group_elements=1)
+IN_PARTS = QUICK.model_copy(update={"group_elements": 1})
 
 
 def status(server):
@@ -123,19 +122,19 @@ def test_a_push_in_doubt_has_one_patience_and_is_reported_once():
     layer = linear()
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
-        overlapping(layer, server, psclient.ASGD, lr=1.0, settings=HURRIED) as optimizer,
+        overlapping(layer, server, psclient.ASGD, lr=1.0, settings=IN_PARTS) as optimizer,
     ):
         settle, settled = optimizer._exchange.settle, []
         optimizer._exchange.settle = lambda report: (settled.append(report), settle(report))[1]
         backward(layer)
-        os.kill(server.processes[0].pid, signal.SIGSTOP)
+        stop(server, optimizer)
         optimizer.step()  # its acknowledgement is awaited in the background
         optimizer.zero_grad()
         backward(layer)
         with pytest.raises(psclient.errors.ServerUnreachableError):
             optimizer.step()
         assert len(settled) == 1, "it has been waited for in the background, for as long as it may"
-        os.kill(server.processes[0].pid, signal.SIGCONT)
+        go_on(server, optimizer)
         optimizer.step()
         optimizer.pull()
         assert moved(layer) == 2

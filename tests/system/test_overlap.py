@@ -14,7 +14,16 @@ import psclient
 from psclient.errors import ConfigurationError, NonFiniteGradientError, RunFinishedError, ServerUnreachableError
 from psclient.local import LocalServer
 from psclient.settings import ClientSettings
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+from tests.system.tools import (
+    QUICK,
+    assert_same_parameters,
+    go_on,
+    make_data,
+    make_model,
+    stop,
+    train_step,
+    wait_until,
+)
 
 EAGER = QUICK.model_copy(update={"group_elements": 1})
 """Every tensor is a group of its own."""
@@ -164,9 +173,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_and_the_next_one_works(ser
 
 
 def test_a_server_that_stops_for_a_while_loses_and_doubles_nothing():
-    settings = ClientSettings(
-        deadline_seconds=1, connect_seconds=30, patience_seconds=1.5, dense_below=0, group_elements=1
-    )
+    settings = QUICK.model_copy(update={"group_elements": 1})
     layer, total, failures = linear(1000), torch.zeros(1, 1000), 0
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
@@ -174,9 +181,9 @@ def test_a_server_that_stops_for_a_while_loses_and_doubles_nothing():
     ):
         for step in range(12):
             if step == 4:
-                os.kill(server.processes[0].pid, signal.SIGSTOP)
+                stop(server, optimizer)
             if step == 8:
-                os.kill(server.processes[0].pid, signal.SIGCONT)
+                go_on(server, optimizer)
             x, before = torch.randn(1, 1000), optimizer._exchange.step
             layer(x).sum().backward()
             try:
@@ -271,9 +278,7 @@ def test_a_parameter_that_is_thawed_later_trains(server):
 
 
 def test_what_could_not_be_sent_is_sent_by_the_step_after_a_pull_that_failed():
-    settings = ClientSettings(
-        deadline_seconds=1, connect_seconds=30, patience_seconds=1.5, dense_below=0, group_elements=1
-    )
+    settings = QUICK.model_copy(update={"group_elements": 1})
     layer, total = linear(100), torch.zeros(1, 100)
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
@@ -281,13 +286,13 @@ def test_what_could_not_be_sent_is_sent_by_the_step_after_a_pull_that_failed():
     ):
         for step in range(3):
             if step == 1:
-                os.kill(server.processes[0].pid, signal.SIGSTOP)
+                stop(server, optimizer)
             x, before = torch.randn(1, 100), optimizer._exchange.step
             layer(x).sum().backward()
             if step == 2:
                 with pytest.raises(ServerUnreachableError):
                     optimizer.pull()
-                os.kill(server.processes[0].pid, signal.SIGCONT)
+                go_on(server, optimizer)
             with contextlib.suppress(ServerUnreachableError):
                 optimizer.step()
             if optimizer._exchange.step > before:
@@ -301,20 +306,19 @@ def test_what_could_not_be_sent_is_sent_by_the_step_after_a_pull_that_failed():
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_that_is_called_again_pushes_its_gradient_once(overlap):
-    settings = ClientSettings(deadline_seconds=1, connect_seconds=30, patience_seconds=1.5, dense_below=0)
     layer = linear()
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
-        overlapping(layer, server, psclient.ASGD, lr=1.0, settings=settings, overlap=overlap) as optimizer,
+        overlapping(layer, server, psclient.ASGD, lr=1.0, settings=QUICK, overlap=overlap) as optimizer,
     ):
         for step in range(4):
             layer(torch.ones(1, 50)).sum().backward()
             if step == 2:
-                os.kill(server.processes[0].pid, signal.SIGSTOP)
+                stop(server, optimizer)
             try:
                 optimizer.step()
             except ServerUnreachableError:
-                os.kill(server.processes[0].pid, signal.SIGCONT)
+                go_on(server, optimizer)
                 optimizer.step()
             optimizer.zero_grad()
         optimizer.pull()

@@ -1,5 +1,7 @@
 """Small models, data and waiting, for tests with real server processes."""
 
+import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -7,6 +9,7 @@ import torch
 from torch import nn
 
 import psclient
+from psclient.local import LocalServer
 from psclient.settings import ClientSettings
 
 QUICK = ClientSettings(deadline_seconds=5, connect_seconds=30, patience_seconds=30, dense_below=0)
@@ -42,6 +45,25 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         if time.monotonic() > end:
             raise AssertionError(f"not so after {seconds} s: {condition}")
         time.sleep(0.02)
+
+
+def stop(server: LocalServer, optimizer: torch.optim.Optimizer) -> None:
+    """Make shard 0 hang, and the worker soon give it up; at all other times it is patient with a slow machine."""
+    os.kill(server.processes[0].pid, signal.SIGSTOP)
+    _set_limits(optimizer, deadline_seconds=0.5, patience_seconds=1.0)
+
+
+def go_on(server: LocalServer, optimizer: torch.optim.Optimizer) -> None:
+    """Undo :func:`stop`."""
+    os.kill(server.processes[0].pid, signal.SIGCONT)
+    _set_limits(optimizer, deadline_seconds=QUICK.deadline_seconds, patience_seconds=QUICK.patience_seconds)
+
+
+def _set_limits(optimizer: torch.optim.Optimizer, **limits: float) -> None:
+    membership = optimizer._membership
+    membership.settings = membership.settings.model_copy(update=limits)
+    for shard in membership.shards:
+        shard.settings = membership.settings
 
 
 def assert_same_parameters(model: nn.Module, server: str) -> None:
