@@ -10,8 +10,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_settings_reference_is_up_to_date():
-    command = [sys.executable, "tools/generate_settings_reference.py", "--check"]
+@pytest.mark.parametrize("reference", ["settings", "api"])
+def test_a_generated_reference_is_up_to_date(reference):
+    command = [sys.executable, f"tools/generate_{reference}_reference.py", "--check"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
 
