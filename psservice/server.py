@@ -21,6 +21,7 @@ from pscore.version import __version__
 from psservice.durability.files import StorageError
 from psservice.engine import Engine
 from psservice.metrics import Metrics
+from psservice.operatorservicer import Process
 from psservice.security import CertificateFiles, Gate, SecurityError, TokenFile
 from psservice.servicer import ParameterServerServicer
 from psservice.settings import ServerSettings, shown, split_address
@@ -60,7 +61,8 @@ class Server:
             torch.set_num_threads(settings.compute_threads)
         self._metrics = Metrics()
         self._health = health.HealthServicer()
-        self._stopping = False
+        self._serving = False
+        self._healthy = True
         try:
             gate = Gate(TokenFile(settings.tokens) if settings.tokens else None)
             credentials = _credentials(settings)
@@ -75,7 +77,8 @@ class Server:
         self._server = _grpc_server(
             settings.rpc_threads, settings.rpc_threads * _MOST_QUEUED_CALLS, WatchedCalls(self._watchdog)
         )
-        add_ParameterServerServiceServicer_to_server(ParameterServerServicer(self.engine, gate), self._server)
+        servicer = ParameterServerServicer(self.engine, gate, Process(self._look_at_health, self._stop.set))
+        add_ParameterServerServiceServicer_to_server(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if self._wants_reflection():
             reflection.enable_server_reflection(
@@ -91,7 +94,8 @@ class Server:
         self.metrics_address = self._start_metrics() if settings.metrics_listen else ""
         self._server.start()
         self._upkeep = Upkeep(lambda: self.engine.layout.size if self.engine.layout else 0)
-        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._serving = True
+        self._look_at_health()
 
     def run(self) -> None:
         """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop."""
@@ -131,9 +135,9 @@ class Server:
     def stop(self) -> None:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
         log.info("draining")
-        self._stopping = True
-        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self.engine.draining = True
+        self._serving = False
+        self.engine.doorway.close()
+        self._look_at_health()
         self._server.stop(self.settings.drain_seconds).wait()
         self._watchdog.close()
         self.engine.close()
@@ -147,13 +151,15 @@ class Server:
 
     def _durable(self, healthy: bool) -> None:
         self._metrics.durable.set(healthy)
-        if not self._stopping:
-            states = health_pb2.HealthCheckResponse
-            self._set_health(states.SERVING if healthy else states.NOT_SERVING)
+        self._healthy = healthy
+        self._look_at_health()
 
-    def _set_health(self, status: int) -> None:
+    def _look_at_health(self) -> None:
+        """Say SERVING where pushes are taken and can be written down as promised."""
+        states = health_pb2.HealthCheckResponse
+        serves = self._serving and self._healthy and not self.engine.doorway.is_closed
         for name in ("", SERVICE_NAME):
-            self._health.set(name, status)
+            self._health.set(name, states.SERVING if serves else states.NOT_SERVING)
 
     def _wants_reflection(self) -> bool:
         if self.settings.reflection == "auto":
