@@ -12,7 +12,6 @@ import grpc
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
 
 from pscore.channels import is_loopback
 from pscore.v1 import parameter_server_pb2 as pb
@@ -27,6 +26,8 @@ from psservice.servicer import ParameterServerServicer
 from psservice.settings import ServerSettings, shown, split_address
 from psservice.upkeep import Upkeep
 from psservice.watchdog import Watchdog, WatchedCalls
+from psservice.web.pages import application
+from psservice.web.server import WebServer
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class StartError(Exception):
 
 
 class Server:
-    """One running shard: the service, its health and its metrics, each on a port of its own."""
+    """One running shard: the service, its health, and its metrics and status page, each on a port of its own."""
 
     def __init__(self, settings: ServerSettings) -> None:
         """Bind every port and start to serve.
@@ -91,7 +92,8 @@ class Server:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
             self.health_address = _bind(self._health_server, settings.health_listen, "--health-listen")
             self._health_server.start()
-        self.metrics_address = self._start_metrics() if settings.metrics_listen else ""
+        self._web: WebServer | None = None
+        self.metrics_address = self._start_web(servicer) if settings.metrics_listen else ""
         self._server.start()
         self._upkeep = Upkeep(lambda: self.engine.layout.size if self.engine.layout else 0)
         self._serving = True
@@ -144,6 +146,8 @@ class Server:
         self._upkeep.close()
         if self._health_server is not None:
             self._health_server.stop(None).wait()
+        if self._web is not None:
+            self._web.close()
         log.info("stopped", extra={"version": self.engine.model.version if self.engine.model else 0})
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -166,15 +170,15 @@ class Server:
             return is_loopback(split_address(self.settings.listen)[0])
         return self.settings.reflection == "on"
 
-    def _start_metrics(self) -> str:
+    def _start_web(self, servicer: ParameterServerServicer) -> str:
         host, port = split_address(self.settings.metrics_listen)
         try:
-            server, _ = start_http_server(port, host, self._metrics.registry)
+            self._web = WebServer(host, port, application(self._metrics.registry, servicer.report.message))
         except OSError as error:
             raise StartError(
                 f"cannot listen on {self.settings.metrics_listen} (--metrics-listen; empty turns it off): {error}"
             ) from error
-        return f"{host}:{server.server_port}"
+        return f"[{host}]:{self._web.port}" if ":" in host else f"{host}:{self._web.port}"
 
 
 def resolve_device(name: str) -> torch.device:

@@ -12,6 +12,9 @@ from psservice.operate.fleet import Look, Rates, saved_bytes, saved_share
 from psservice.operate.shown import error_plain, evicted, human_bytes, state_of, worker_plain, worker_table
 from psservice.plain import plain
 
+WIDE_COLUMNS = 110
+"""From so many columns on everything is shown."""
+
 _FEWEST_WORKERS_SHOWN = 3
 
 
@@ -42,8 +45,8 @@ def frame_plain(found: Look, rates: dict[str, Rates]) -> dict[str, Any]:
     }
 
 
-def frame(found: Look, rates: dict[str, Rates], lines: int | None = None) -> RenderableType:
-    """Return a frame for a terminal of so many lines; ``None`` for as many as it takes."""
+def frame(found: Look, rates: dict[str, Rates], columns: int, lines: int | None = None) -> RenderableType:
+    """Return a frame for a terminal of so many columns and lines; ``None`` for as many lines as it takes."""
     workers = found.workers()
     below = [Text(f"{name}: evicted, may come back in {seconds:.0f} s") for name, seconds in evicted(found).items()]
     hidden = 0
@@ -53,8 +56,9 @@ def frame(found: Look, rates: dict[str, Rates], lines: int | None = None) -> Ren
     if hidden:
         below.insert(0, Text(f"and {hidden} more workers: make the terminal higher, or see psservice workers", "dim"))
     shown = workers[: len(workers) - hidden]
-    table = worker_table(shown) if workers else Text("no live workers", "dim")
-    return Group(_headline(found, len(workers)), _shard_table(found, rates), table, *below)
+    wide = columns >= WIDE_COLUMNS
+    table = worker_table(shown, wide=wide) if workers else Text("no live workers", "dim")
+    return Group(_headline(found, len(workers)), _shard_table(found, rates, wide=wide), table, *below)
 
 
 def _headline(found: Look, workers: int) -> Text:
@@ -70,30 +74,35 @@ def _headline(found: Look, workers: int) -> Text:
     return text
 
 
-def _shard_table(found: Look, rates: dict[str, Rates]) -> Table:
+def _shard_table(found: Look, rates: dict[str, Rates], *, wide: bool) -> Table:
+    """Return the table of shards; in a narrow terminal those that answer go without address and snapshot."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
     table.add_column("shard", justify="right", no_wrap=True)
-    table.add_column("address", overflow="ellipsis", no_wrap=True)
+    if wide:
+        table.add_column("address", overflow="ellipsis", no_wrap=True)
     table.add_column("state", overflow="ellipsis", no_wrap=True)
-    for name in ("version", "pushes/s", "up/s", "down/s", "saved", "queue", "snapshot"):
+    figures = ["version", "pushes/s", "up/s", "down/s", "saved", "queue", *(["snapshot"] if wide else [])]
+    for name in figures:
         table.add_column(name, justify="right", no_wrap=True)
     for address, status in found.reached.items():
         moved = rates.get(address)
         share = saved_share(status)
-        state = state_of(status)
+        age = f"{status.snapshot_age_seconds:.0f} s ago" if status.snapshot_age_seconds else "–"
         table.add_row(
             str(status.shard_index),
-            Text(address),
-            Text(state, "yellow" if status.draining or not status.durable else ""),
+            *([Text(address)] if wide else []),
+            Text(state_of(status), "yellow" if status.draining or not status.durable else ""),
             f"{status.version:,}",
             f"{moved.pushes:.1f}" if moved else "–",
             human_bytes(moved.push_bytes) if moved else "–",
             human_bytes(moved.pull_bytes) if moved else "–",
             f"{share:.1%}" if share is not None else "–",
             f"{status.queued}/{status.queue_limit}",
-            f"{status.snapshot_age_seconds:.0f} s ago" if status.snapshot_age_seconds else "–",
+            *([age] if wide else []),
         )
     for address, error in found.errors.items():
         why = "refuses" if error.refused else "no answer"
-        table.add_row("?", Text(address), Text(why, "bold red"), *["–"] * 7)
+        place = [Text(address)] if wide else []
+        state = Text(why if wide else f"{address}: {why}", "bold red")
+        table.add_row("?", *place, state, *["–"] * len(figures))
     return table

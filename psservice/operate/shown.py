@@ -13,6 +13,8 @@ from psservice.operate.calls import OperateError, Outcome
 from psservice.operate.fleet import Look, Worker, saved_bytes, saved_share
 from psservice.plain import plain
 
+_PIPED_COLUMNS = 160
+
 _MOST_STALENESS_SHOWN = 4
 """Shards; of more, the smallest and the largest staleness are shown."""
 
@@ -20,6 +22,12 @@ _MOST_STALENESS_SHOWN = 4
 def say(text: str, *, failed: bool = False) -> None:
     """Print a line; what has failed goes to stderr."""
     print(f"psservice: {text}" if failed else text, file=sys.stderr if failed else sys.stdout)
+
+
+def new_console() -> Console:
+    """Return a console for stdout; into a file or a pipe lines are as long as tables need."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPED_COLUMNS)
 
 
 def outcome_plain(outcome: Outcome) -> dict[str, Any]:
@@ -70,7 +78,7 @@ def evicted(found: Look) -> dict[str, float]:
 
 def print_statuses(found: Look) -> None:
     """Print each shard with its workers."""
-    console = Console()
+    console = new_console()
     for address, answer in found.reached.items():
         console.print(_shard_summary(address, answer))
         console.print(_shard_workers(answer) if answer.workers else "no live workers", highlight=False)
@@ -78,34 +86,35 @@ def print_statuses(found: Look) -> None:
 
 def print_workers(found: Look) -> None:
     """Print the workers of all shards as one table, and who is kept out."""
-    console = Console()
+    console = new_console()
     workers = found.workers()
     console.print(worker_table(workers) if workers else "no live workers", highlight=False)
     for name, seconds in evicted(found).items():
         console.print(Text(f"{name}: evicted, may come back in {seconds:.0f} s"))
 
 
-def worker_table(workers: list[Worker]) -> Table:
-    """Return the table of workers over all shards."""
+def worker_table(workers: list[Worker], *, wide: bool = True) -> Table:
+    """Return the table of workers over all shards; without incarnations and a few figures where it is to be narrow."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
     table.add_column("worker", overflow="ellipsis", no_wrap=True)
-    table.add_column("incarnation", overflow="ellipsis", no_wrap=True)
-    for name in ("step", "staleness", "pushes/s", "idle", "pushed", "pulled", "lease"):
+    if wide:
+        table.add_column("incarnation", no_wrap=True)
+    for name in ("step", "staleness", "pushes/s", *(["idle"] if wide else []), "pushed", "pulled", "lease"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", overflow="ellipsis", no_wrap=True)
     for worker in workers:
         missing = ", ".join(map(str, worker.missing))
         table.add_row(
             Text(worker.worker_id),
-            Text(worker.incarnation[:8]),
+            *([Text(worker.incarnation[:8])] if wide else []),
             f"{worker.step:,}",
             _staleness(worker.staleness),
             f"{worker.pushes_per_second:.2f}" if worker.pushes_per_second else "–",
-            f"{worker.idle_seconds:.0f} s",
+            *([f"{worker.idle_seconds:.0f} s"] if wide else []),
             human_bytes(worker.push_bytes),
             human_bytes(worker.pull_bytes),
             f"{worker.lease_seconds:.0f} s",
-            f"no lease at shard {missing}" if missing else "",
+            Text(f"not at shard {missing}" if missing else "", "yellow"),
         )
     return table
 

@@ -14,6 +14,7 @@ from rich.text import Text
 from psservice.operate.calls import EXIT_DONE, Lines, Outcome, exit_status
 from psservice.operate.fleet import Look, look
 from psservice.operate.frames import frame, frame_plain
+from psservice.operate.shown import new_console
 
 
 def top(lines: Lines, *, as_json: bool, once: bool, interval_seconds: float) -> int:
@@ -46,7 +47,8 @@ def _single(lines: Lines, interval_seconds: float, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(frame_plain(found, rates)))
     else:
-        Console().print(frame(found, rates), highlight=False)
+        console = new_console()
+        console.print(frame(found, rates, console.width))
     return exit_status([Outcome(shard.address, shard.status, shard.error) for shard in found.shards])
 
 
@@ -66,7 +68,8 @@ def _live(lines: Lines, interval_seconds: float) -> int:
         live.update(Text("asking the shards …"), refresh=True)
         while True:
             found = look(lines)
-            live.update(frame(found, found.rates(before), console.size.height), refresh=True)
+            columns, rows = console.size
+            live.update(frame(found, found.rates(before), columns, rows), refresh=True)
             before = found
             if _quits(watched, interval_seconds):
                 return EXIT_DONE
