@@ -12,7 +12,8 @@ from pscore.codecs.names import READABLE_INDEX_CODECS
 from pscore.layout import ModelLayout, Span
 from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
-from psservice.engine import Engine, Push
+from psservice.calls import Push
+from psservice.engine import Engine
 from psservice.membership import Identity, PushAnswer
 from psservice.metrics import Metrics
 from psservice.settings import ServerSettings

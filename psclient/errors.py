@@ -204,6 +204,25 @@ class AccessError(SparsepsError):
     """The server does not let this caller in: no token, a wrong one, or one for something else."""
 
 
+class EvictedError(SparsepsError):
+    """An operator has evicted this worker and keeps it out for a time (`psservice evict --ban-seconds`).
+
+    Nothing is lost or counted twice: a push that is under way stays in doubt, and the first ``step()`` after that time
+    ends the doubt. The optimizer stays usable.
+
+    Attributes:
+        seconds: until the worker may come back.
+    """
+
+    def __init__(self, why: str, seconds: float) -> None:
+        """Say why, how long, and what to do."""
+        super().__init__(
+            f"{why}; end this worker, or wait that long and call step() again: nothing is lost. "
+            "`psservice evict` with --ban-seconds 0 lets it in at once"
+        )
+        self.seconds = seconds
+
+
 class NodeBrokenError(SparsepsError):
     """Another process of this node is gone, or silent for too long; this one's optimizer cannot go on."""
 
@@ -226,13 +245,16 @@ class Transient(Exception):  # noqa: N818 - never leaves the library: it is answ
 
 
 def from_rpc_error(error: grpc.RpcError) -> Exception:
-    """Return what a failed call means: a :class:`Refusal`, a :class:`Transient`, or a :class:`ServerFaultError`."""
+    """Return what a failed call means: a :class:`Refusal`, a :class:`Transient`, or an error that ends the undertaking."""
     code, detail = error.code(), error.details() or ""
     reason, metadata, retry_seconds = _details(error)
     if reason in _LATER:
         return Transient(detail, retry_seconds, reason)
     if reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED):
         return AccessError(detail)  # no refusal: it says nothing about what became of an earlier attempt
+    if reason is Reason.EVICTED:
+        why = detail.removesuffix(f" ({reason.name}: {reason.advice})")
+        return EvictedError(why, retry_seconds or 0.0)  # likewise
     if reason is not None:
         detail = detail.removesuffix(f" ({reason.name}: {reason.advice})")  # it is put back where it is shown
         return Refusal(reason, detail, retry_seconds=retry_seconds, **metadata)

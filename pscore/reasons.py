@@ -39,7 +39,9 @@ class Reason(Enum):
     TOO_FAR_AHEAD = ("RESOURCE_EXHAUSTED", "come back after the delay; slower workers catch up meanwhile")
     ROUND_OPEN = ("RESOURCE_EXHAUSTED", "come back after the delay; the round waits for other workers")
     UPDATE_TOO_LARGE = ("INVALID_ARGUMENT", "lower the learning rate or clip gradients, or raise --max-update-norm")
-    DRAINING = ("UNAVAILABLE", "the server is stopping; wait until it is back")
+    DRAINING = ("UNAVAILABLE", "wait until the server is back, or until `psservice drain --undo`")
+    EVICTED = ("PERMISSION_DENIED", "come back after the delay; what is in doubt stays in doubt")
+    NO_SUCH_WORKER = ("NOT_FOUND", "look at `psservice workers` for the names")
 
     def __init__(self, status_name: str, advice: str) -> None:
         """Name the members' two parts."""

@@ -1,45 +1,79 @@
-"""``psservice``: serve, status, finish, snapshot, restore, replay."""
+"""``psservice``: serve, replay, and the commands for running servers."""
 
 import argparse
-import json
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pscore.version import __version__
 
-EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE = 0, 1, 2
+EXIT_DONE, EXIT_UNABLE, EXIT_USAGE = 0, 1, 2
+
+_STATUSES = """\
+exit status:
+  0  done, at every shard
+  1  no shard can be reached
+  2  wrong usage, or addresses that do not belong together; nothing was done
+  3  refused by the server, or nothing of that name (a worker, a checkpoint)
+  4  in part: done at some shards and not at others, or not yet
+"""
+
+_ADDRESSES = """\
+addresses:
+  HOST:PORT of each shard, in any order; several in one word with commas, or as a range: ps-{0..3}.ps:50051
+"""
+
+_COMMANDS = {
+    "status": ("show versions, workers and bytes of each shard", 10.0),
+    "top": ("watch shards and workers; q ends it", 3.0),
+    "workers": ("show the workers of all shards in one table", 10.0),
+    "finish": ("end the run: pushes are refused, the final model is written", 10.0),
+    "snapshot": ("take a checkpoint over all shards now", 300.0),
+    "restore": ("take the shards back to a version or a checkpoint; workers follow", 300.0),
+    "drain": ("close the shards to what is new, finish what is under way, take a last checkpoint", 300.0),
+    "evict": ("end a worker's lease, and perhaps keep it out for a time", 10.0),
+}
+"""What each does, and the deadline of its calls, seconds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 server unreachable or unable to start, 2 wrong usage."""
+    """Run one command and return its exit status: 0 done, 1 unreachable or unable, 2 usage, 3 refused, 4 in part."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["serve"]:
         return _serve(words[1:])
+    parser = _parser()
+    options = parser.parse_args(words)
+    if options.command == "replay":
+        return _replay(options)
+    return _operate(options, parser.error)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="psservice", description="A sparse parameter server for PyTorch.")
     parser.add_argument("--version", action="version", version=f"psservice {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", help="run a server (see psservice serve --help)")
-    status = commands.add_parser("status", help="show versions, workers and bytes of running servers")
-    finish = commands.add_parser("finish", help="end the run: pushes are refused, the final model is written")
-    snapshot = commands.add_parser("snapshot", help="take a checkpoint over all shards now (shard 0 first)")
-    restore = commands.add_parser("restore", help="take running servers back to a version or a checkpoint")
-    for command in (status, finish, snapshot, restore):
-        command.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard")
-        command.add_argument("--json", action="store_true", help="print JSON")
-        _add_security(command)
-        seconds = 10.0 if command in (status, finish) else 300.0
-        command.add_argument(
-            "--timeout",
-            type=float,
-            default=seconds,
-            metavar="SECONDS",
-            help=f"deadline of each call (default {seconds:g})",
-        )
+    made = {name: _operating(commands, name, what, seconds) for name, (what, seconds) in _COMMANDS.items()}
+    top, restore, drain, evict = made["top"], made["restore"], made["drain"], made["evict"]
+    top.add_argument("--once", action="store_true", help="show one frame; the same where stdout is no terminal")
+    top.add_argument(
+        "--interval-seconds", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks (default 2)"
+    )
     target = restore.add_mutually_exclusive_group(required=True)
     target.add_argument("--version", type=int, metavar="V", help="version of each shard to go back to")
     target.add_argument("--checkpoint", default="", metavar="ID", help="checkpoint to go back to")
+    after = drain.add_mutually_exclusive_group()
+    after.add_argument("--stop", action="store_true", help="then end the processes, as SIGTERM does")
+    after.add_argument("--undo", action="store_true", help="open the shards again")
+    evict.add_argument(
+        "--ban-seconds",
+        type=_seconds_or_none,
+        default=0.0,
+        metavar="N",
+        help="keep the worker out for so long (default 0: it may join again at once; also ends a ban); at most a week",
+    )
     replay = commands.add_parser("replay", help="write the model at any version that a data directory covers")
     replay.add_argument(
         "directory", type=Path, metavar="DIR", help="the servers' --data-dir, with every shard's folder"
@@ -48,8 +82,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target.add_argument("--to", type=int, metavar="VERSION", help="version of each shard (default: the last)")
     target.add_argument("--checkpoint", default="", metavar="ID", help="checkpoint instead of a version")
     replay.add_argument("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
-    options = parser.parse_args(words)
-    return _replay(options) if options.command == "replay" else _operate(options)
+    return parser
+
+
+def _operating(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str, seconds: float
+) -> argparse.ArgumentParser:
+    """Add a command for running servers, with what all of them have."""
+    command = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=f"{_ADDRESSES}\n{_STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if name == "evict":
+        command.add_argument("worker", metavar="WORKER", help="its name, as psservice workers shows it")
+    command.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    _add_security(command)
+    command.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=seconds,
+        metavar="SECONDS",
+        help=f"deadline of each call (default {seconds:g})",
+    )
+    return command
+
+
+def _seconds(text: str) -> float:
+    """Read a time above 0."""
+    seconds = _seconds_or_none(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError("it must be above 0")
+    return seconds
+
+
+def _seconds_or_none(text: str) -> float:
+    """Read a time, which may be 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
 
 
 def _add_security(command: argparse.ArgumentParser) -> None:
@@ -68,9 +146,12 @@ def _add_security(command: argparse.ArgumentParser) -> None:
         command.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{what} ({variable})")
 
 
-def _operate(options: argparse.Namespace) -> int:
-    from pscore.channels import Security  # late: the parser answers --help without loading gRPC
-    from psservice import operate
+def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int:
+    from pscore.addresses import AddressError, expand  # late: the parser answers --help without loading gRPC
+    from pscore.channels import Security
+    from psservice.operate import commands, drain
+    from psservice.operate.calls import Lines, OperateError
+    from psservice.operate.top import top
 
     security = Security(
         options.tls_ca,
@@ -80,25 +161,34 @@ def _operate(options: argparse.Namespace) -> int:
         os.environ.get("PSCLIENT_TOKEN", ""),
         options.token_file,
     )
+    run: dict[str, Callable[[Lines], int]] = {
+        "status": lambda lines: commands.status(lines, as_json=options.json),
+        "top": lambda lines: top(
+            lines, as_json=options.json, once=options.once, interval_seconds=options.interval_seconds
+        ),
+        "workers": lambda lines: commands.workers(lines, as_json=options.json),
+        "finish": lambda lines: commands.finish(lines, as_json=options.json),
+        "snapshot": lambda lines: commands.snapshot(lines, as_json=options.json),
+        "restore": lambda lines: commands.restore(
+            lines, as_json=options.json, version=options.version, checkpoint=options.checkpoint
+        ),
+        "drain": lambda lines: (
+            drain.undrain(lines, as_json=options.json)
+            if options.undo
+            else drain.drain(lines, as_json=options.json, stop=options.stop)
+        ),
+        "evict": lambda lines: commands.evict(
+            lines, as_json=options.json, worker_id=options.worker, ban_seconds=options.ban_seconds
+        ),
+    }
     try:
-        if options.command == "restore":
-            operate.restore(
-                options.addresses,
-                options.timeout,
-                security,
-                as_json=options.json,
-                version=options.version,
-                checkpoint=options.checkpoint,
-            )
-        else:
-            commands = {"status": operate.status, "finish": operate.finish, "snapshot": operate.snapshot}
-            commands[options.command](options.addresses, options.timeout, security, as_json=options.json)
-    except operate.OperateError as error:
-        if options.json:
-            print(json.dumps({"error": str(error)}))
+        with Lines(expand(",".join(options.addresses)), options.timeout, security) as lines:
+            return run[options.command](lines)
+    except AddressError as error:
+        wrong(str(error))
+    except (commands.MixedShardsError, OperateError) as error:  # the latter: TLS or token files
         print(f"psservice: {error}", file=sys.stderr)
-        return EXIT_UNREACHABLE
-    return EXIT_OK
+    return EXIT_USAGE
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -109,8 +199,8 @@ def _replay(options: argparse.Namespace) -> int:
         replay.replay(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
     except StorageError as error:
         print(f"psservice replay: {error}", file=sys.stderr)
-        return EXIT_UNREACHABLE
-    return EXIT_OK
+        return EXIT_UNABLE
+    return EXIT_DONE
 
 
 def _serve(arguments: Sequence[str]) -> int:
@@ -132,5 +222,5 @@ def _serve(arguments: Sequence[str]) -> int:
         Server(loaded).run()
     except (StartError, ModelFileError) as error:
         print(f"psservice serve: {error}", file=sys.stderr)
-        return EXIT_UNREACHABLE
-    return EXIT_OK
+        return EXIT_UNABLE
+    return EXIT_DONE

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from pscore.reasons import Reason, Refusal
+from psservice.bans import Bans
 from psservice.rules.admission import Pace, first_clock
 from psservice.rules.reply import ReplyRule
 from psservice.rules.staleness import smoothed
@@ -104,14 +105,20 @@ class Membership:
     _records: OrderedDict[Identity, PushRecord] = field(default_factory=OrderedDict)
     _last_pushes: OrderedDict[str, tuple[str, int]] = field(default_factory=OrderedDict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
+    _bans: Bans = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Keep nobody out."""
+        self._bans = Bans(lambda: self.clock())
 
     def join(self, identity: Identity) -> Member:
         """Grant or renew a lease.
 
         Raises:
-            Refusal: ``WORKER_ALIVE`` while another incarnation of the same name holds one.
+            Refusal: ``WORKER_ALIVE`` while another incarnation of the same name holds one; ``EVICTED``.
         """
         with self._lock:
+            self._bans.require_none(identity.worker_id)
             self.expire()
             member = self._members.get(identity.worker_id)
             if member is not None and member.identity != identity:
@@ -135,9 +142,10 @@ class Membership:
         """Return the live member and renew its lease.
 
         Raises:
-            Refusal: ``LEASE_EXPIRED`` if there is none of this identity.
+            Refusal: ``LEASE_EXPIRED`` if there is none of this identity; ``EVICTED``.
         """
         with self._lock:
+            self._bans.require_none(identity.worker_id)
             self.expire()
             member = self._members.get(identity.worker_id)
             if member is None or member.identity != identity:
@@ -157,6 +165,29 @@ class Membership:
                 return False
             del self._members[identity.worker_id]
             return True
+
+    def evict(self, worker_id: str, ban_seconds: float) -> Member | None:
+        """End the lease of whoever has this name, and keep the name out; return who held the lease.
+
+        Args:
+            worker_id: the name.
+            ban_seconds: how long it is kept out; 0 for not at all, and for no longer.
+
+        Raises:
+            Refusal: ``NO_SUCH_WORKER`` where nobody of this name holds a lease or is kept out.
+        """
+        with self._lock:
+            self.expire()
+            member = self._members.get(worker_id)
+            if member is None and worker_id not in self._bans.remaining():
+                raise Refusal(Reason.NO_SUCH_WORKER, f"no live worker is called {worker_id!r} here", worker=worker_id)
+            self._bans.put(worker_id, ban_seconds)
+            return self._members.pop(worker_id, None)
+
+    def evicted(self) -> dict[str, float]:
+        """Return the names that are kept out, and for how many seconds more."""
+        with self._lock:
+            return self._bans.remaining()
 
     def expire(self) -> None:
         """Drop the members whose lease has ended."""

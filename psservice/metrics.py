@@ -1,6 +1,5 @@
 """Prometheus metrics of one shard, in a registry of their own."""
 
-import threading
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -12,24 +11,6 @@ _STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 _SCALE_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5, 2.0, 5.0)
 _DENSITY_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-
-
-class Traffic:
-    """Message bytes of pushes, pulls and buffers since the start, for the status. Thread-safe."""
-
-    def __init__(self) -> None:
-        """Start at zero."""
-        self._bytes = {"PushSparse": 0, "PullDiff": 0, "ExchangeBuffers": 0}
-        self._lock = threading.Lock()
-
-    def count(self, rpc: str, message_bytes: int) -> None:
-        """Add the bytes of one call."""
-        with self._lock:
-            self._bytes[rpc] += message_bytes
-
-    def __getitem__(self, rpc: str) -> int:
-        """Return the bytes of one kind of call."""
-        return self._bytes[rpc]
 
 
 class Metrics:

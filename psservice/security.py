@@ -51,6 +51,8 @@ REQUIRED: dict[str, Role] = {
     "FinishRun": Role.WORKER,  # workers tell the other shards of the end
     "TakeSnapshot": Role.ADMIN,
     "RestoreModel": Role.ADMIN,
+    "Drain": Role.ADMIN,
+    "EvictWorker": Role.ADMIN,
 }
 """The role that each call needs; a test asserts that none is missing."""
 

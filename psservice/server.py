@@ -12,7 +12,6 @@ import grpc
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
 
 from pscore.channels import is_loopback
 from pscore.v1 import parameter_server_pb2 as pb
@@ -21,11 +20,14 @@ from pscore.version import __version__
 from psservice.durability.files import StorageError
 from psservice.engine import Engine
 from psservice.metrics import Metrics
+from psservice.operatorservicer import Process
 from psservice.security import CertificateFiles, Gate, SecurityError, TokenFile
 from psservice.servicer import ParameterServerServicer
 from psservice.settings import ServerSettings, shown, split_address
 from psservice.upkeep import Upkeep
 from psservice.watchdog import Watchdog, WatchedCalls
+from psservice.web.pages import application
+from psservice.web.server import WebServer
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class StartError(Exception):
 
 
 class Server:
-    """One running shard: the service, its health and its metrics, each on a port of its own."""
+    """One running shard: the service, its health, and its metrics and status page, each on a port of its own."""
 
     def __init__(self, settings: ServerSettings) -> None:
         """Bind every port and start to serve.
@@ -60,7 +62,8 @@ class Server:
             torch.set_num_threads(settings.compute_threads)
         self._metrics = Metrics()
         self._health = health.HealthServicer()
-        self._stopping = False
+        self._serving = False
+        self._healthy = True
         try:
             gate = Gate(TokenFile(settings.tokens) if settings.tokens else None)
             credentials = _credentials(settings)
@@ -75,7 +78,8 @@ class Server:
         self._server = _grpc_server(
             settings.rpc_threads, settings.rpc_threads * _MOST_QUEUED_CALLS, WatchedCalls(self._watchdog)
         )
-        add_ParameterServerServiceServicer_to_server(ParameterServerServicer(self.engine, gate), self._server)
+        servicer = ParameterServerServicer(self.engine, gate, Process(self._look_at_health, self._stop.set))
+        add_ParameterServerServiceServicer_to_server(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if self._wants_reflection():
             reflection.enable_server_reflection(
@@ -88,10 +92,12 @@ class Server:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
             self.health_address = _bind(self._health_server, settings.health_listen, "--health-listen")
             self._health_server.start()
-        self.metrics_address = self._start_metrics() if settings.metrics_listen else ""
+        self._web: WebServer | None = None
+        self.metrics_address = self._start_web(servicer) if settings.metrics_listen else ""
         self._server.start()
         self._upkeep = Upkeep(lambda: self.engine.layout.size if self.engine.layout else 0)
-        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._serving = True
+        self._look_at_health()
 
     def run(self) -> None:
         """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop."""
@@ -131,15 +137,17 @@ class Server:
     def stop(self) -> None:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
         log.info("draining")
-        self._stopping = True
-        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self.engine.draining = True
+        self._serving = False
+        self.engine.doorway.close()
+        self._look_at_health()
         self._server.stop(self.settings.drain_seconds).wait()
         self._watchdog.close()
         self.engine.close()
         self._upkeep.close()
         if self._health_server is not None:
             self._health_server.stop(None).wait()
+        if self._web is not None:
+            self._web.close()
         log.info("stopped", extra={"version": self.engine.model.version if self.engine.model else 0})
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -147,28 +155,30 @@ class Server:
 
     def _durable(self, healthy: bool) -> None:
         self._metrics.durable.set(healthy)
-        if not self._stopping:
-            states = health_pb2.HealthCheckResponse
-            self._set_health(states.SERVING if healthy else states.NOT_SERVING)
+        self._healthy = healthy
+        self._look_at_health()
 
-    def _set_health(self, status: int) -> None:
+    def _look_at_health(self) -> None:
+        """Say SERVING where pushes are taken and can be written down as promised."""
+        states = health_pb2.HealthCheckResponse
+        serves = self._serving and self._healthy and not self.engine.doorway.is_closed
         for name in ("", SERVICE_NAME):
-            self._health.set(name, status)
+            self._health.set(name, states.SERVING if serves else states.NOT_SERVING)
 
     def _wants_reflection(self) -> bool:
         if self.settings.reflection == "auto":
             return is_loopback(split_address(self.settings.listen)[0])
         return self.settings.reflection == "on"
 
-    def _start_metrics(self) -> str:
+    def _start_web(self, servicer: ParameterServerServicer) -> str:
         host, port = split_address(self.settings.metrics_listen)
         try:
-            server, _ = start_http_server(port, host, self._metrics.registry)
+            self._web = WebServer(host, port, application(self._metrics.registry, servicer.report.message))
         except OSError as error:
             raise StartError(
                 f"cannot listen on {self.settings.metrics_listen} (--metrics-listen; empty turns it off): {error}"
             ) from error
-        return f"{host}:{server.server_port}"
+        return f"[{host}]:{self._web.port}" if ":" in host else f"{host}:{self._web.port}"
 
 
 def resolve_device(name: str) -> torch.device:

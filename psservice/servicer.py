@@ -1,9 +1,11 @@
-"""The RPC layer: translates messages to calls of the engine and back, and does nothing else."""
+"""The RPC layer: translates messages to calls of the engine and back, and does nothing else.
+
+The calls of workers; those of operators are in :mod:`psservice.operatorservicer`.
+"""
 
 import math
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 
 import grpc
 
@@ -24,52 +26,52 @@ from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceServicer
 from pscore.version import __version__
+from psservice.calls import Push
 from psservice.datamessages import answer_to_message, finished_of, wish_of
-from psservice.engine import Engine, Push
-from psservice.identities import identity_from_message, require_name
+from psservice.engine import Engine
+from psservice.identities import require_name
 from psservice.inflight import Charge, InFlight, charged, largest_stream, segments_bytes
-from psservice.membership import Identity, Member
-from psservice.refusals import refusals_as_status
-from psservice.run import RunState
-from psservice.security import Caller, Gate, require_worker
-from psservice.settings import ServerSettings
-from psservice.shard.replies import Reply, ReplyMode
+from psservice.operatorservicer import OperatorServicer, Process
+from psservice.security import Gate
+from psservice.shard.replies import Reply
+from psservice.statusreport import REPLY_MODES, RUN_STATES, run_settings
 from psservice.streams import PushReader, read_push, read_upload, require_end
+from psservice.traffic import dense_bytes
 
 WAIT_RETRY_SECONDS = 0.2
 
-_RUN_STATES = {
-    RunState.EMPTY: pb.RUN_STATE_EMPTY,
-    RunState.TRAINING: pb.RUN_STATE_TRAINING,
-    RunState.FINISHED: pb.RUN_STATE_FINISHED,
-}
-_REPLY_MODES = {ReplyMode.EXACT: pb.REPLY_MODE_EXACT, ReplyMode.TOPK: pb.REPLY_MODE_TOPK}
 _JOIN_STATES = {"ready": pb.JOIN_STATE_READY, "upload": pb.JOIN_STATE_UPLOAD, "wait": pb.JOIN_STATE_WAIT}
-_DOWN_MODES = {"auto": pb.DOWN_MODE_AUTO, "exact": pb.DOWN_MODE_EXACT, "topk": pb.DOWN_MODE_TOPK}
-_BUFFER_POLICIES = {
-    "sync": pb.BUFFER_POLICY_SYNC,
-    "local": pb.BUFFER_POLICY_LOCAL,
-    "none": pb.BUFFER_POLICY_NONE,
-}
 
 
-class ParameterServerServicer(ParameterServerServiceServicer):
-    """``sparseps.v1.ParameterServerService`` over one engine."""
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """What follows from a layout: bytes that a valid stream may occupy, and those of every element."""
 
-    def __init__(self, engine: Engine, gate: Gate) -> None:
+    layout: ModelLayout | None
+    largest_stream: int
+    dense_bytes: int
+
+
+class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
+    """``sparseps.v1.ParameterServerService`` over one engine; the calls of workers stand here.
+
+    Args:
+        engine: the shard.
+        gate: who is let in.
+        process: told when an operator drains the shard.
+    """
+
+    def __init__(self, engine: Engine, gate: Gate, process: Process | None = None) -> None:
         """Serve this engine to whom the gate admits."""
-        self._engine, self._gate = engine, gate
-        self._settings = engine.settings
-        self._metrics = engine.metrics
+        super().__init__(engine, gate, process)
         self._inflight = InFlight(engine.settings.inflight_bytes)
-        self._sized: tuple[ModelLayout | None, int] = (None, largest_stream(None, 0))
+        self._sized = _Sized(None, largest_stream(None, 0), 0)
         self._metrics.bytes_in_flight.set_function(lambda: self._inflight.bytes)
-        self._started = time.monotonic()
 
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinResponse:  # noqa: N802
         """Grant a lease."""
         engine = self._engine
-        with self._admitted(context, "Join") as caller:
+        with self._admitted(context, "Join", changes=True) as caller:
             if request.protocol_version != PROTOCOL_VERSION:
                 raise Refusal(
                     Reason.UNKNOWN_PROTOCOL,
@@ -111,7 +113,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 live_workers=len(engine.membership),
                 last_step=step,
                 last_incarnation=incarnation,
-                run_state=_RUN_STATES[engine.run.state],
+                run_state=RUN_STATES[engine.run.state],
                 server_version=__version__,
                 index_codecs=READABLE_INDEX_CODECS,
                 value_codecs=READABLE_VALUE_CODECS,
@@ -128,7 +130,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
             return pb.RenewLeaseResponse(
                 checkpoint=engine.persistence.checkpoint if engine.is_coordinator else "",
                 live_workers=len(engine.membership),
-                run_state=_RUN_STATES[engine.run.state],
+                run_state=RUN_STATES[engine.run.state],
                 version=engine.model.version if engine.model else 0,
             )
 
@@ -144,7 +146,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         """Take the model in."""
         engine = self._engine
 
-        with self._admitted(context, "UploadModel") as caller, self._stream() as charge:
+        with self._admitted(context, "UploadModel", changes=True) as caller, self._stream() as charge:
 
             def open_upload(header: pb.UploadHeader) -> tuple[Span, int]:
                 identity = self._identity(caller, header.identity, any_run=True)
@@ -195,7 +197,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
         """Take a push in and apply it."""
         engine = self._engine
 
-        with self._admitted(context, "PushSparse") as caller, self._stream() as charge:
+        with self._admitted(context, "PushSparse", changes=True) as caller, self._stream() as charge:
 
             def open_push(header: pb.PushHeader) -> PushReader:
                 identity = self._identity(caller, header.identity)
@@ -226,6 +228,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
             if repeated:
                 self._metrics.repeated_pushes.inc()
             self._count("PushSparse", engine.membership.require(identity), received=reader.bytes)
+            engine.traffic.answered("PushSparse", self._sizes.dense_bytes)
             return pb.PushSparseResponse(
                 version=answer.version,
                 staleness=answer.staleness,
@@ -234,7 +237,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 apply_nanoseconds=answer.apply_nanoseconds,
                 applied_scale=answer.applied_scale,
                 live_workers=len(engine.membership),
-                run_state=_RUN_STATES[engine.run.state],
+                run_state=RUN_STATES[engine.run.state],
             )
 
     def PullDiff(  # noqa: N802
@@ -255,25 +258,26 @@ class ParameterServerServicer(ParameterServerServiceServicer):
             )
             charge.add(segments_bytes(reply.segments))
             header = pb.PullHeader(
-                mode=_REPLY_MODES[reply.mode],
+                mode=REPLY_MODES[reply.mode],
                 version=reply.version,
                 reply_number=reply.number,
                 density=reply.density,
                 changed_density=reply.changed_density,
                 image=reply.image,
-                run_state=_RUN_STATES[engine.run.state],
+                run_state=RUN_STATES[engine.run.state],
             )
             member = engine.membership.require(identity)
             for message in self._pull_messages(header, reply):
                 self._count("PullDiff", member, sent=frames.wire_bytes(message))
                 yield message
+            engine.traffic.answered("PullDiff", self._sizes.dense_bytes)
 
     def ExchangeBuffers(  # noqa: N802
         self, request_iterator: Iterator[pb.ExchangeBuffersRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.ExchangeBuffersResponse]:
         """Average a worker's buffers."""
         engine = self._engine
-        with self._admitted(context, "ExchangeBuffers") as caller, self._stream() as charge:
+        with self._admitted(context, "ExchangeBuffers", changes=True) as caller, self._stream() as charge:
             requests = charged(request_iterator, charge)
             first = next(requests, None)
             if first is None or first.WhichOneof("message") != "header":
@@ -304,78 +308,11 @@ class ParameterServerServicer(ParameterServerServiceServicer):
     ) -> pb.LeaseSamplesResponse:
         """Hand samples out."""
         engine = self._engine
-        with self._admitted(context, "LeaseSamples") as caller:
+        with self._admitted(context, "LeaseSamples", changes=True) as caller:
             leased = engine.lease_samples(self._identity(caller, request.identity), wish_of(request))
             answer = answer_to_message(leased, len(engine.membership))
-            answer.run_state = _RUN_STATES[engine.run.state]
+            answer.run_state = RUN_STATES[engine.run.state]
             return answer
-
-    def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.GetStatusResponse:  # noqa: N802
-        """Report."""
-        engine = self._engine
-        with self._admitted(context, "GetStatus"):
-            model, layout = engine.model, engine.layout
-            span = engine.span if layout else Span(0, 0)
-            last = engine.persistence.last_snapshot
-            snapshot = last.manifest if last else None
-            return pb.GetStatusResponse(
-                run_id=engine.run.run_id,
-                run_state=_RUN_STATES[engine.run.state],
-                settings=run_settings(self._settings),
-                method=engine.run.method,
-                version=model.version if model else 0,
-                generation=model.generation if model else 0,
-                parameters=layout.size if layout else 0,
-                start=span.start,
-                length=span.length,
-                shard_index=self._settings.shard_index,
-                num_shards=self._settings.num_shards,
-                device=str(engine.device),
-                workers=[_worker_status(member) for member in engine.membership.members()],
-                push_bytes=engine.traffic["PushSparse"],
-                pull_bytes=engine.traffic["PullDiff"],
-                buffer_bytes=engine.traffic["ExchangeBuffers"],
-                samples=engine.run.samples,
-                queued=engine.writer.queued,
-                uptime_seconds=time.monotonic() - self._started,
-                server_version=__version__,
-                durability=self._settings.durability if self._settings.data_dir else "none",
-                snapshot_version=snapshot.version if snapshot else 0,
-                snapshot_checkpoint=snapshot.checkpoint if snapshot else "",
-                snapshot_age_seconds=max(0.0, time.time() - snapshot.created_unix_seconds) if snapshot else 0.0,
-                journal_bytes=engine.persistence.journal_bytes,
-            )
-
-    def FinishRun(self, request: pb.FinishRunRequest, context: grpc.ServicerContext) -> pb.FinishRunResponse:  # noqa: N802
-        """End the run."""
-        engine = self._engine
-        with self._admitted(context, "FinishRun"):
-            engine.run.require_id(request.run_id, may_be_empty=True)
-            path = engine.finish()
-            return pb.FinishRunResponse(version=engine.require_model(None).version, final_model=path)
-
-    def TakeSnapshot(  # noqa: N802
-        self, request: pb.TakeSnapshotRequest, context: grpc.ServicerContext
-    ) -> pb.TakeSnapshotResponse:
-        """Take a snapshot."""
-        with self._admitted(context, "TakeSnapshot"):
-            require_name("checkpoint", request.checkpoint or "-")
-            snapshot = self._engine.persistence.take_asked(self._engine, request.checkpoint)
-            manifest = snapshot.manifest
-            return pb.TakeSnapshotResponse(
-                checkpoint=manifest.checkpoint, version=manifest.version, path=str(snapshot.path)
-            )
-
-    def RestoreModel(  # noqa: N802
-        self, request: pb.RestoreModelRequest, context: grpc.ServicerContext
-    ) -> pb.RestoreModelResponse:
-        """Go back."""
-        with self._admitted(context, "RestoreModel"):
-            target = request.WhichOneof("target")
-            if target is None:
-                raise Refusal(Reason.BAD_REQUEST, "name a version or a checkpoint to go back to")
-            model = self._engine.roll_back(request.version if target == "version" else None, request.checkpoint)
-            return pb.RestoreModelResponse(version=model.version, generation=model.generation)
 
     def _stream(self) -> Charge:
         """Open the charge of a stream that a worker sends."""
@@ -387,26 +324,15 @@ class ParameterServerServicer(ParameterServerServiceServicer):
 
     @property
     def _largest_stream(self) -> int:
-        layout, nbytes = self._sized
-        if self._engine.layout is not layout:
-            layout = self._engine.layout
-            nbytes = largest_stream(layout, self._engine.span.length)
-            self._sized = layout, nbytes
-        return self._settings.stream_bytes or nbytes
+        return self._settings.stream_bytes or self._sizes.largest_stream
 
-    @contextmanager
-    def _admitted(self, context: grpc.ServicerContext, rpc: str) -> Iterator[Caller]:
-        """Let the caller in, or refuse; and turn every refusal inside into a status."""
-        with refusals_as_status(context, self._metrics, rpc):
-            yield self._gate.admit(context.invocation_metadata(), rpc)
-
-    def _identity(self, caller: Caller, message: pb.WorkerIdentity, *, any_run: bool = False) -> Identity:
-        for what, text in (("worker_id", message.worker_id), ("incarnation", message.incarnation)):
-            require_name(what, text)
-        require_worker(caller, message.worker_id)
-        if not any_run:
-            self._engine.run.require_id(message.run_id)
-        return identity_from_message(message)
+    @property
+    def _sizes(self) -> "_Sized":
+        layout = self._engine.layout
+        if self._sized.layout is not layout and layout is not None:
+            span = self._engine.span
+            self._sized = _Sized(layout, largest_stream(layout, span.length), dense_bytes(layout, span))
+        return self._sized
 
     def _chunks(self, segments: Sequence[Segment], form: WireForm, checksum: frames.Checksum) -> Iterator[pb.Chunk]:
         for segment in segments:
@@ -425,43 +351,3 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 checksum.add(chunk)
                 yield pb.PullDiffResponse(chunk=chunk)
         yield pb.PullDiffResponse(commit=checksum.commit())
-
-    def _count(self, rpc: str, member: Member | None, *, received: int = 0, sent: int = 0) -> None:
-        self._engine.traffic.count(rpc, received + sent)
-        self._metrics.received_bytes.labels(rpc=rpc).inc(received)
-        self._metrics.sent_bytes.labels(rpc=rpc).inc(sent)
-        if member is not None:
-            member.push_bytes += received
-            member.pull_bytes += sent
-
-
-def run_settings(settings: ServerSettings) -> pb.RunSettings:
-    """Write the part of the settings that workers are handed."""
-    return pb.RunSettings(
-        down_mode=_DOWN_MODES[settings.down_mode],
-        down_density=settings.down_density,
-        exact_limit=settings.exact_limit,
-        buffer_policy=_BUFFER_POLICIES[settings.buffers],
-        buffer_period_steps=settings.buffer_period_steps,
-        chunk_bytes=settings.chunk_bytes,
-        lease_seconds=settings.lease_seconds,
-        end_versions=settings.end_versions,
-        end_samples=settings.end_samples,
-        down_value_codec=VALUE_CODECS[settings.down_value_type],  # type: ignore[arg-type]
-    )
-
-
-def _worker_status(member: Member) -> pb.WorkerStatus:
-    return pb.WorkerStatus(
-        worker_id=member.identity.worker_id,
-        incarnation=member.identity.incarnation,
-        last_step=member.last_step,
-        staleness=member.staleness,
-        pushes=member.pushes,
-        push_bytes=member.push_bytes,
-        pull_bytes=member.pull_bytes,
-        samples=member.samples,
-        lease_remaining_seconds=max(0.0, member.lease_end - time.monotonic()),
-        reply_mode=_REPLY_MODES[member.reply_mode] if member.reply_mode else pb.REPLY_MODE_UNSPECIFIED,
-        reply_density=member.reply_density,
-    )

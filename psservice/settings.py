@@ -41,7 +41,9 @@ class ServerSettings(LayeredSettings):
     health_listen: str = Field(
         "127.0.0.1:50052", description="HOST:PORT of the plaintext gRPC health service; empty for none"
     )
-    metrics_listen: str = Field("127.0.0.1:9464", description="HOST:PORT of the Prometheus metrics; empty for none")
+    metrics_listen: str = Field(
+        "127.0.0.1:9464", description="HOST:PORT of the Prometheus metrics and the status page; empty for none"
+    )
     tls_cert: Path | None = Field(None, description="the server's certificate chain (PEM); turns on TLS for workers")
     tls_key: Path | None = Field(None, description="its key (PEM)")
     tls_client_ca: Path | None = Field(

@@ -346,7 +346,7 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     REFUSAL_REASON_BUSY: _RefusalReason.ValueType  # 19
     """The queue is full; RetryInfo says when to come back."""
     REFUSAL_REASON_DRAINING: _RefusalReason.ValueType  # 20
-    """The server is stopping."""
+    """The server is drained, or stopping."""
     REFUSAL_REASON_NOT_DURABLE: _RefusalReason.ValueType  # 21
     """The server cannot write to its data directory; RetryInfo says when to come back."""
     REFUSAL_REASON_UNAUTHENTICATED: _RefusalReason.ValueType  # 22
@@ -361,6 +361,10 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """The L2 norm of the update is above the run's limit."""
     REFUSAL_REASON_ROUND_OPEN: _RefusalReason.ValueType  # 27
     """The worker has contributed to a round that waits for others; RetryInfo says when to ask again."""
+    REFUSAL_REASON_EVICTED: _RefusalReason.ValueType  # 28
+    """An operator keeps the worker out; RetryInfo says for how long. Says nothing about an earlier attempt of the same call."""
+    REFUSAL_REASON_NO_SUCH_WORKER: _RefusalReason.ValueType  # 29
+    """No live worker has this name."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a call was refused; travels as the reason of google.rpc.ErrorInfo."""
@@ -406,7 +410,7 @@ REFUSAL_REASON_VERSION_IN_FUTURE: RefusalReason.ValueType  # 18
 REFUSAL_REASON_BUSY: RefusalReason.ValueType  # 19
 """The queue is full; RetryInfo says when to come back."""
 REFUSAL_REASON_DRAINING: RefusalReason.ValueType  # 20
-"""The server is stopping."""
+"""The server is drained, or stopping."""
 REFUSAL_REASON_NOT_DURABLE: RefusalReason.ValueType  # 21
 """The server cannot write to its data directory; RetryInfo says when to come back."""
 REFUSAL_REASON_UNAUTHENTICATED: RefusalReason.ValueType  # 22
@@ -421,7 +425,39 @@ REFUSAL_REASON_UPDATE_TOO_LARGE: RefusalReason.ValueType  # 26
 """The L2 norm of the update is above the run's limit."""
 REFUSAL_REASON_ROUND_OPEN: RefusalReason.ValueType  # 27
 """The worker has contributed to a round that waits for others; RetryInfo says when to ask again."""
+REFUSAL_REASON_EVICTED: RefusalReason.ValueType  # 28
+"""An operator keeps the worker out; RetryInfo says for how long. Says nothing about an earlier attempt of the same call."""
+REFUSAL_REASON_NO_SUCH_WORKER: RefusalReason.ValueType  # 29
+"""No live worker has this name."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
+
+class _DrainAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DrainActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrainAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAIN_ACTION_UNSPECIFIED: _DrainAction.ValueType  # 0
+    """Not set; refused."""
+    DRAIN_ACTION_CLOSE: _DrainAction.ValueType  # 1
+    """Close the shard, if it is open."""
+    DRAIN_ACTION_OPEN: _DrainAction.ValueType  # 2
+    """Open it again."""
+    DRAIN_ACTION_STOP: _DrainAction.ValueType  # 3
+    """Close it and, where nothing is under way any more, end the process as SIGTERM does."""
+
+class DrainAction(_DrainAction, metaclass=_DrainActionEnumTypeWrapper):
+    """What a call of Drain does."""
+
+DRAIN_ACTION_UNSPECIFIED: DrainAction.ValueType  # 0
+"""Not set; refused."""
+DRAIN_ACTION_CLOSE: DrainAction.ValueType  # 1
+"""Close the shard, if it is open."""
+DRAIN_ACTION_OPEN: DrainAction.ValueType  # 2
+"""Open it again."""
+DRAIN_ACTION_STOP: DrainAction.ValueType  # 3
+"""Close it and, where nothing is under way any more, end the process as SIGTERM does."""
+Global___DrainAction: _TypeAlias = DrainAction  # noqa: Y015
 
 @_typing.final
 class TensorSpec(_message.Message):
@@ -1787,6 +1823,8 @@ class WorkerStatus(_message.Message):
     LEASE_REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
     REPLY_MODE_FIELD_NUMBER: _builtins.int
     REPLY_DENSITY_FIELD_NUMBER: _builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name."""
     incarnation: _builtins.str
@@ -1809,6 +1847,10 @@ class WorkerStatus(_message.Message):
     """Mode of the last reply."""
     reply_density: _builtins.float
     """Density of the last reply."""
+    idle_seconds: _builtins.float
+    """Since its last push was applied, or since it joined, seconds."""
+    interval_seconds: _builtins.float
+    """Mean time between its pushes, seconds; 0 before the second."""
     def __init__(
         self,
         *,
@@ -1823,14 +1865,42 @@ class WorkerStatus(_message.Message):
         lease_remaining_seconds: _builtins.float = ...,
         reply_mode: Global___ReplyMode.ValueType = ...,
         reply_density: _builtins.float = ...,
+        idle_seconds: _builtins.float = ...,
+        interval_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "last_step", b"last_step", "lease_remaining_seconds", b"lease_remaining_seconds", "pull_bytes", b"pull_bytes", "push_bytes", b"push_bytes", "pushes", b"pushes", "reply_density", b"reply_density", "reply_mode", b"reply_mode", "samples", b"samples", "staleness", b"staleness", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_seconds", b"idle_seconds", "incarnation", b"incarnation", "interval_seconds", b"interval_seconds", "last_step", b"last_step", "lease_remaining_seconds", b"lease_remaining_seconds", "pull_bytes", b"pull_bytes", "push_bytes", b"push_bytes", "pushes", b"pushes", "reply_density", b"reply_density", "reply_mode", b"reply_mode", "samples", b"samples", "staleness", b"staleness", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class EvictedWorker(_message.Message):
+    """A worker that an operator keeps out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Name."""
+    remaining_seconds: _builtins.float
+    """Until it may join again, seconds."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        remaining_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["remaining_seconds", b"remaining_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictedWorker: _TypeAlias = EvictedWorker  # noqa: Y015
 
 @_typing.final
 class GetStatusResponse(_message.Message):
@@ -1863,6 +1933,16 @@ class GetStatusResponse(_message.Message):
     SNAPSHOT_CHECKPOINT_FIELD_NUMBER: _builtins.int
     SNAPSHOT_AGE_SECONDS_FIELD_NUMBER: _builtins.int
     JOURNAL_BYTES_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    CALLS_INSIDE_FIELD_NUMBER: _builtins.int
+    QUEUE_LIMIT_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
+    PUSHES_FIELD_NUMBER: _builtins.int
+    PULLS_FIELD_NUMBER: _builtins.int
+    DENSE_PUSH_BYTES_FIELD_NUMBER: _builtins.int
+    DENSE_PULL_BYTES_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     run_state: Global___RunState.ValueType
@@ -1909,6 +1989,24 @@ class GetStatusResponse(_message.Message):
     """Seconds since it was taken."""
     journal_bytes: _builtins.int
     """Bytes appended to the journal since the start."""
+    draining: _builtins.bool
+    """True while the shard is drained: nothing new is taken."""
+    calls_inside: _builtins.int
+    """Calls under way that may change the shard."""
+    queue_limit: _builtins.int
+    """Commits that may wait for the writer before BUSY."""
+    durable: _builtins.bool
+    """False while pushes cannot be written down as promised."""
+    pushes: _builtins.int
+    """Pushes answered since the start, repeats included."""
+    pulls: _builtins.int
+    """Pulls answered since the start."""
+    dense_push_bytes: _builtins.int
+    """Payload bytes of as many pushes of every element, each in the parameter's own data type."""
+    dense_pull_bytes: _builtins.int
+    """Payload bytes of as many pulls of every element."""
+    max_staleness: _builtins.int
+    """Staleness from which a push is refused; 0 for no such bound."""
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Its settings."""
@@ -1916,6 +2014,10 @@ class GetStatusResponse(_message.Message):
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """Live workers."""
+
+    @_builtins.property
+    def evicted(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvictedWorker]:
+        """Workers that are kept out."""
 
     def __init__(
         self,
@@ -1945,10 +2047,20 @@ class GetStatusResponse(_message.Message):
         snapshot_checkpoint: _builtins.str = ...,
         snapshot_age_seconds: _builtins.float = ...,
         journal_bytes: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        calls_inside: _builtins.int = ...,
+        queue_limit: _builtins.int = ...,
+        durable: _builtins.bool = ...,
+        pushes: _builtins.int = ...,
+        pulls: _builtins.int = ...,
+        dense_push_bytes: _builtins.int = ...,
+        dense_pull_bytes: _builtins.int = ...,
+        evicted: _abc.Iterable[Global___EvictedWorker] | None = ...,
+        max_staleness: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "device", b"device", "durability", b"durability", "generation", b"generation", "journal_bytes", b"journal_bytes", "length", b"length", "method", b"method", "num_shards", b"num_shards", "parameters", b"parameters", "pull_bytes", b"pull_bytes", "push_bytes", b"push_bytes", "queued", b"queued", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "parameters", b"parameters", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2107,3 +2219,119 @@ class RestoreModelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestoreModelResponse: _TypeAlias = RestoreModelResponse  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    """Asks to close or to open the shard."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTION_FIELD_NUMBER: _builtins.int
+    action: Global___DrainAction.ValueType
+    """What to do."""
+    def __init__(
+        self,
+        *,
+        action: Global___DrainAction.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    """How far a drain has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAINING_FIELD_NUMBER: _builtins.int
+    CALLS_INSIDE_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    """Whether the shard is closed."""
+    calls_inside: _builtins.int
+    """Calls under way that may change the shard; 0 in a closed one: it is drained."""
+    queued: _builtins.int
+    """Commits waiting for the writer."""
+    version: _builtins.int
+    """Version of the shard."""
+    stopping: _builtins.bool
+    """True if the process is about to end."""
+    def __init__(
+        self,
+        *,
+        draining: _builtins.bool = ...,
+        calls_inside: _builtins.int = ...,
+        queued: _builtins.int = ...,
+        version: _builtins.int = ...,
+        stopping: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls_inside", b"calls_inside", "draining", b"draining", "queued", b"queued", "stopping", b"stopping", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class EvictWorkerRequest(_message.Message):
+    """Asks to end a worker's lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    BAN_SECONDS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's name."""
+    ban_seconds: _builtins.float
+    """How long it is kept out afterwards, seconds; 0 lets it join again at once. At most a week. Kept in memory only."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        ban_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ban_seconds", b"ban_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictWorkerRequest: _TypeAlias = EvictWorkerRequest  # noqa: Y015
+
+@_typing.final
+class EvictWorkerResponse(_message.Message):
+    """What was ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAD_LEASE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    had_lease: _builtins.bool
+    """True if the worker held a lease; false if only how long it is kept out was changed."""
+    incarnation: _builtins.str
+    """Its incarnation, where it held a lease."""
+    last_step: _builtins.int
+    """Its last step that was applied."""
+    def __init__(
+        self,
+        *,
+        had_lease: _builtins.bool = ...,
+        incarnation: _builtins.str = ...,
+        last_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["had_lease", b"had_lease", "incarnation", b"incarnation", "last_step", b"last_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictWorkerResponse: _TypeAlias = EvictWorkerResponse  # noqa: Y015

@@ -100,6 +100,16 @@ class ParameterServerServiceStub(object):
                 request_serializer=pscore_dot_v1_dot_parameter__server__pb2.RestoreModelRequest.SerializeToString,
                 response_deserializer=pscore_dot_v1_dot_parameter__server__pb2.RestoreModelResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/Drain',
+                request_serializer=pscore_dot_v1_dot_parameter__server__pb2.DrainRequest.SerializeToString,
+                response_deserializer=pscore_dot_v1_dot_parameter__server__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.EvictWorker = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/EvictWorker',
+                request_serializer=pscore_dot_v1_dot_parameter__server__pb2.EvictWorkerRequest.SerializeToString,
+                response_deserializer=pscore_dot_v1_dot_parameter__server__pb2.EvictWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class ParameterServerServiceServicer(object):
@@ -197,6 +207,20 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Closes the shard to what is new and tells what is still under way; or opens it again. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvictWorker(self, request, context):
+        """Ends a worker's lease from outside, and may keep the worker out for a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ParameterServerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -264,6 +288,16 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.RestoreModel,
                     request_deserializer=pscore_dot_v1_dot_parameter__server__pb2.RestoreModelRequest.FromString,
                     response_serializer=pscore_dot_v1_dot_parameter__server__pb2.RestoreModelResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=pscore_dot_v1_dot_parameter__server__pb2.DrainRequest.FromString,
+                    response_serializer=pscore_dot_v1_dot_parameter__server__pb2.DrainResponse.SerializeToString,
+            ),
+            'EvictWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictWorker,
+                    request_deserializer=pscore_dot_v1_dot_parameter__server__pb2.EvictWorkerRequest.FromString,
+                    response_serializer=pscore_dot_v1_dot_parameter__server__pb2.EvictWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -618,6 +652,60 @@ class ParameterServerService(object):
             '/sparseps.v1.ParameterServerService/RestoreModel',
             pscore_dot_v1_dot_parameter__server__pb2.RestoreModelRequest.SerializeToString,
             pscore_dot_v1_dot_parameter__server__pb2.RestoreModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/Drain',
+            pscore_dot_v1_dot_parameter__server__pb2.DrainRequest.SerializeToString,
+            pscore_dot_v1_dot_parameter__server__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvictWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/EvictWorker',
+            pscore_dot_v1_dot_parameter__server__pb2.EvictWorkerRequest.SerializeToString,
+            pscore_dot_v1_dot_parameter__server__pb2.EvictWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,6 +65,10 @@ class ParameterServerServiceStub:
     """Takes a snapshot now. Needs a data directory."""
     RestoreModel: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.RestoreModelRequest, _parameter_server_pb2.RestoreModelResponse]
     """Goes back to a version that the data directory still covers, as a new generation that workers pull by themselves."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.DrainRequest, _parameter_server_pb2.DrainResponse]
+    """Closes the shard to what is new and tells what is still under way; or opens it again. Idempotent."""
+    EvictWorker: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.EvictWorkerRequest, _parameter_server_pb2.EvictWorkerResponse]
+    """Ends a worker's lease from outside, and may keep the worker out for a time."""
 
 @_typing.type_check_only
 class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
@@ -97,6 +101,10 @@ class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
     """Takes a snapshot now. Needs a data directory."""
     RestoreModel: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.RestoreModelRequest, _parameter_server_pb2.RestoreModelResponse]  # type: ignore[assignment]
     """Goes back to a version that the data directory still covers, as a new generation that workers pull by themselves."""
+    Drain: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.DrainRequest, _parameter_server_pb2.DrainResponse]  # type: ignore[assignment]
+    """Closes the shard to what is new and tells what is still under way; or opens it again. Idempotent."""
+    EvictWorker: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.EvictWorkerRequest, _parameter_server_pb2.EvictWorkerResponse]  # type: ignore[assignment]
+    """Ends a worker's lease from outside, and may keep the worker out for a time."""
 
 class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keeps one shard of a model and answers workers that train it."""
@@ -204,5 +212,21 @@ class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_parameter_server_pb2.RestoreModelResponse, _abc.Awaitable[_parameter_server_pb2.RestoreModelResponse]]:
         """Goes back to a version that the data directory still covers, as a new generation that workers pull by themselves."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _parameter_server_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.DrainResponse, _abc.Awaitable[_parameter_server_pb2.DrainResponse]]:
+        """Closes the shard to what is new and tells what is still under way; or opens it again. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def EvictWorker(
+        self,
+        request: _parameter_server_pb2.EvictWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.EvictWorkerResponse, _abc.Awaitable[_parameter_server_pb2.EvictWorkerResponse]]:
+        """Ends a worker's lease from outside, and may keep the worker out for a time."""
 
 def add_ParameterServerServiceServicer_to_server(servicer: ParameterServerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -46,7 +46,7 @@ def test_the_servers_own_modules_read_the_skewed_clock_and_leases_do_not_mind(tm
     clock = skewed.SkewedClock(path)
     assert clock() == pytest.approx(time.time(), abs=5)
     changed = skewed.modules_with_a_clock()
-    assert {"psservice.persistence", "psservice.servicer", "psservice.membership"} <= {*changed}
+    assert {"psservice.persistence", "psservice.statusreport", "psservice.membership"} <= {*changed}
     shifted = skewed.shifted_time(clock)
     monkeypatch.setattr("psservice.membership.time", shifted)
     members = Membership(60.0, lambda: reply_rule("exact", 0.1))

@@ -166,6 +166,8 @@ class Service:
             "FinishRun": lambda: [pb.FinishRunRequest(run_id="another")],
             "TakeSnapshot": lambda: [pb.TakeSnapshotRequest(checkpoint="c")],
             "RestoreModel": lambda: [pb.RestoreModelRequest(version=1 << 60)],
+            "Drain": lambda: [pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN)],
+            "EvictWorker": lambda: [pb.EvictWorkerRequest(worker_id="bert", ban_seconds=1.0)],
         }
         return calls[rpc]()
 
@@ -184,7 +186,8 @@ class Service:
         known = Identity(self.identity.worker_id, self.identity.incarnation)
         self.step = max(self.step, self.engine.membership.record(known).step)
         live = self.engine.membership.is_live(known)
-        return live and self.step < 1 << 62 and self.engine.run.state is RunState.TRAINING
+        open_ = not self.engine.doorway.is_closed and not self.engine.membership.evicted()
+        return live and open_ and self.step < 1 << 62 and self.engine.run.state is RunState.TRAINING
 
     def close(self) -> None:
         """Stop the engine."""

@@ -8,7 +8,8 @@ import torch
 from pscore.buffers import pack
 from pscore.reasons import Refusal
 from pscore.segment import Segment
-from psservice.engine import Engine, Push
+from psservice.calls import Push
+from psservice.engine import Engine
 from psservice.membership import Identity
 from psservice.metrics import Metrics
 from psservice.settings import ServerSettings

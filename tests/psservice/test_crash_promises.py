@@ -59,7 +59,7 @@ def test_a_run_that_ended_as_the_server_died_is_ended_by_the_next(directory, mon
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
         before = directory.with_name("before")
-        monkeypatch.setattr(engine, "_end_run", lambda: shutil.copytree(directory, before))
+        monkeypatch.setattr(engine._end, "come", lambda: shutil.copytree(directory, before))
         send(engine, 2, sparse_push(engine.span, 0.5, 2))
     with Shard(before, **options) as again:
         assert (again.run.state, again.model.version) == (RunState.FINISHED, 2)

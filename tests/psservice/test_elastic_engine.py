@@ -9,9 +9,9 @@ from test_recovery import Shard, after_a_crash, begin, stream
 
 from pscore.ranges import Ranges
 from pscore.reasons import Reason
+from psservice.calls import Push
 from psservice.datamessages import finished_of, share_to_messages
 from psservice.dataset import Plan, Wish
-from psservice.engine import Push
 from psservice.membership import Identity
 from psservice.streams import PushReader, read_push
 

@@ -162,7 +162,7 @@ def test_before_the_upload_there_is_nothing_to_push_to():
 
 
 def test_a_draining_server_takes_no_new_push(engine):
-    engine.draining = True
+    engine.doorway.close()
     assert reason_of(engine.check_push, ANNA, 1) is Reason.DRAINING
     assert reason_of(join, engine, LAYOUT, Identity("carl", "1")) is Reason.DRAINING
 

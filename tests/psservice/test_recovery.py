@@ -16,11 +16,12 @@ from pscore.layout import TensorSpec
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice.calls import Push
 from psservice.durability import journal as journal_module
 from psservice.durability.files import StorageError
 from psservice.durability.journal import segment_numbers, segment_path
 from psservice.durability.records import DamagedError
-from psservice.engine import Engine, Push
+from psservice.engine import Engine
 from psservice.metrics import Metrics
 from psservice.run import RunState
 from psservice.settings import ServerSettings

@@ -9,7 +9,7 @@ from service_makers import F32, bits, layout_of, sparse_push
 
 from pscore.layout import Span
 from pscore.segment import Segment
-from psservice.engine import Push
+from psservice.calls import Push
 from psservice.rules.regime import Regime
 from psservice.rules.staleness import StalenessScaling
 from psservice.shard.model import Correction, ModelShard, ShardSettings

@@ -1,0 +1,42 @@
+"""What goes into the engine and comes out of it, where that is more than a value or two."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message
+
+from pscore.segment import Segment
+from psservice.dataset import Share
+from psservice.membership import Identity
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOutcome:
+    """What a joining worker is told: ``state`` is ready, upload or wait; ``last_push`` is (incarnation, step).
+
+    ``first_step`` is the lowest number that its next push should have.
+    """
+
+    state: str
+    generation: int
+    version: int
+    last_push: tuple[str, int] | None
+    first_step: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A received push, not yet applied; segments in any order, disjoint, inside the shard's span."""
+
+    identity: Identity
+    step: int
+    generation: int
+    base_version: int
+    samples: int
+    segments: list[Segment]
+    messages: Sequence[Message] = ()
+    """The stream as it came, for the journal."""
+    learning_rate: float = 0.0
+    """That the values carry; 0 where it is not known."""
+    finished: Mapping[str, Share] = field(default_factory=dict)
+    """Samples that it finishes, by dataset."""

@@ -1,0 +1,123 @@
+"""What a shard is made of: the parts that every room of the engine works on, and nothing that they do."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+
+from pscore.layout import ModelLayout, Span
+from pscore.reasons import Reason, Refusal
+from psservice.buffers import BufferAverage
+from psservice.dataset import Datasets
+from psservice.doorway import Doorway
+from psservice.history import History
+from psservice.membership import Member, Membership
+from psservice.metrics import Metrics
+from psservice.persistence import Persistence
+from psservice.rules.regime import Regime
+from psservice.rules.reply import reply_rule
+from psservice.run import Run
+from psservice.settings import ServerSettings
+from psservice.shard.model import ModelShard
+from psservice.shard.writer import Writer
+from psservice.traffic import Traffic
+
+log = logging.getLogger(__name__)
+
+
+class ShardState:
+    """One shard of one run.
+
+    Args:
+        settings: the server's.
+        device: where the parameters live.
+        metrics: told what happens.
+        on_health: told ``False`` while pushes cannot be made durable.
+
+    Attributes:
+        layout: the model's, from the first join on.
+        model: this shard's part of it, from the upload on.
+        buffers: their average; on shard 0 only, where the run has any.
+        regime: what the run's method asks of the server.
+        durable: whether pushes can be written down as promised.
+        doorway: open unless the server is drained.
+        join_lock: held while a worker joins, and while the model is replaced.
+
+    Raises:
+        StorageError: the data directory is in use, or cannot be written.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, device: torch.device, metrics: Metrics, on_health: Callable[[bool], None]
+    ) -> None:
+        """Begin empty."""
+        self.settings, self.device, self.metrics = settings, device, metrics
+        self.traffic = Traffic()
+        self.doorway = Doorway()
+        self.is_coordinator = settings.shard_index == 0
+        self.run = Run(
+            settings.run_id,
+            coordinator=self.is_coordinator,
+            end_versions=settings.end_versions if self.is_coordinator else 0,
+            end_samples=settings.end_samples if self.is_coordinator else 0,
+        )
+        self.membership = Membership(
+            settings.lease_seconds,
+            lambda: reply_rule(settings.down_mode, settings.exact_limit),
+            on_expire=self._expired,
+        )
+        self.writer = Writer(settings.apply_queue_limit)
+        self.model: ModelShard | None = None
+        self.layout: ModelLayout | None = None
+        self.buffers: BufferAverage | None = None
+        self.datasets = Datasets()
+        self.regime = Regime()
+        self.join_lock = threading.Lock()
+        self.durable = True
+        self._on_health = on_health
+        self.persistence = Persistence(settings, self._health_changed)
+
+    @property
+    def span(self) -> Span:
+        """What this shard owns; raises :class:`Refusal` (``NOT_INITIALISED``) before the first join."""
+        if self.layout is None:
+            raise Refusal(Reason.NOT_INITIALISED, "no worker has joined yet, so the model is not known")
+        return self.layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
+
+    def require_model(self, generation: int | None) -> ModelShard:
+        """Return the model; raises :class:`Refusal` where there is none, or one of another generation."""
+        if self.model is None:
+            raise Refusal(Reason.NOT_INITIALISED, "no worker has uploaded a model yet")
+        if generation is not None and generation != self.model.generation:
+            raise Refusal(
+                Reason.STALE_GENERATION, f"the caller has generation {generation}, the server {self.model.generation}"
+            )
+        return self.model
+
+    def adopt(self, history: History) -> None:
+        """Become what a history has been replayed to; before anything is served, or on the writer thread."""
+        manifest = history.manifest
+        self.layout, self.model, self.buffers = history.layout, history.model, history.buffers
+        self.datasets = history.datasets
+        self.run.restore(history.run_id, history.run_state, manifest.method, manifest.method_settings, history.samples)
+        self.regime = Regime.of(manifest.method_settings)
+        live = [live.identity for live in history.workers.values()]
+        for member in self.membership.restore(history.pushes, history.last_pushes, live):
+            live_then = history.workers[member.identity.worker_id]
+            member.index_codecs, member.clock = live_then.index_codecs, live_then.clock
+            member.last_step = self.membership.record(member.identity).step
+        self.metrics.version.set(history.model.version)
+        self.metrics.live_workers.set(len(self.membership))
+
+    def _health_changed(self, healthy: bool) -> None:
+        self.durable = healthy
+        self._on_health(healthy)
+
+    def _expired(self, member: Member) -> None:
+        self.persistence.left(member.identity)
+        self.metrics.leases_expired.inc()
+        log.warning(
+            "lease ended: worker is taken for dead",
+            extra={"worker": member.identity.worker_id, "last_step": member.last_step},
+        )

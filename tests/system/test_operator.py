@@ -1,0 +1,270 @@
+"""What an operator does to running servers, with real processes: every command, its exit status, and its JSON."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import psclient
+from psclient.errors import EvictedError
+from psclient.local import LocalServer
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice import cli
+from psservice.operate import call
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+
+NOWHERE = "127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def two_shards(tmp_path_factory):
+    """A run of two shards with a data directory; each test leaves it serving."""
+    with LocalServer(shards=2, health_listen="127.0.0.1:0", data_dir=tmp_path_factory.mktemp("data")) as server:
+        yield server
+
+
+@pytest.fixture
+def worker(two_shards):
+    """A model and its optimizer, after one step."""
+    model = make_model(batch_norm=False)
+    with_dgs = psclient.DGS(
+        model.parameters(), lr=0.1, model=model, server=two_shards.server, worker="w", settings=QUICK
+    )
+    train_step(model, with_dgs, *make_data())
+    yield model, with_dgs
+    with_dgs.close()
+
+
+def status(address):
+    return call(address, "GetStatus", pb.GetStatusRequest(), 30.0)
+
+
+def versions(server):
+    return [status(address).version for address in server.addresses]
+
+
+def run(capsys, *words):
+    """Run a command in this process; return its exit status and what it has printed."""
+    capsys.readouterr()
+    code = cli.main([*words])
+    return code, capsys.readouterr()
+
+
+def run_json(capsys, *words):
+    code, printed = run(capsys, *words, "--json")
+    return code, json.loads(printed.out)
+
+
+def refused(metrics_address, reason):
+    """How many calls a shard has refused for a reason."""
+    text = urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=30).read().decode()
+    found = re.search(rf'psservice_refusals_total{{reason="{reason}"}} (\S+)', text)
+    return float(found[1]) if found else 0.0
+
+
+def health(address):
+    with grpc.insecure_channel(address) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+def test_workers_of_all_shards_in_one_table(two_shards, worker, capsys):
+    code, found = run_json(capsys, "workers", *reversed(two_shards.addresses))
+    assert code == 0
+    (only,) = found["workers"]
+    assert only["worker_id"] == "w"
+    assert set(only["staleness"]) == {"0", "1"}
+    assert only["missing_shards"] == found["unreached"] == []
+    assert only["push_bytes"] == worker[1].totals.push_bytes
+    assert only["step"] == status(two_shards.addresses[1]).workers[0].last_step
+    code, printed = run(capsys, "workers", two_shards.server)
+    assert code == 0
+    assert only["incarnation"][:8] in printed.out
+
+
+def test_a_frame_of_top_has_shards_rates_and_workers(two_shards, worker, capsys):
+    code, frame = run_json(capsys, "top", two_shards.server, "--once", "--interval-seconds", "0.1")
+    assert code == 0
+    assert [shard["shard_index"] for shard in frame["shards"]] == [0, 1]
+    assert [shard["pushes_per_second"] for shard in frame["shards"]] == [0, 0]
+    assert all(shard["dense_push_bytes"] >= 4 * shard["length"] for shard in frame["shards"])
+    assert [each["worker_id"] for each in frame["workers"]] == ["w"]
+    code, printed = run(capsys, "top", NOWHERE, two_shards.server, "--interval-seconds", "0.1")
+    assert code == 4, "one of three does not answer"
+    assert "no answer" in printed.out
+    assert "1 workers" in printed.out
+
+
+def test_top_goes_on_line_by_line_until_it_is_interrupted(two_shards):
+    command = [sys.executable, "-m", "psservice", "top", two_shards.server, "--json", "--interval-seconds", "0.1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+    try:
+        frames = [json.loads(process.stdout.readline()) for _ in range(2)]
+        assert frames[0]["unix_seconds"] < frames[1]["unix_seconds"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_exit_statuses_tell_unreachable_wrong_refused_and_partial(two_shards, worker, capsys):
+    quick = ("--timeout", "20")
+    for command in (
+        ["status"],
+        ["workers"],
+        ["finish"],
+        ["snapshot"],
+        ["restore", "--version", "1"],
+        ["drain"],
+        ["evict", "w"],
+    ):
+        assert run(capsys, *command, NOWHERE, *quick)[0] == 1, command
+    assert run(capsys, "status", NOWHERE, two_shards.server, *quick)[0] == 4
+    assert run(capsys, "restore", two_shards.server, "--checkpoint", "no-such")[0] == 3
+    assert run(capsys, "evict", "nobody", two_shards.server)[0] == 3
+    before = [status(address).snapshot_checkpoint for address in two_shards.addresses]
+    code, printed = run(capsys, "snapshot", two_shards.server, NOWHERE, *quick)
+    assert (code, "no snapshot was taken" in printed.err) == (1, True), "a checkpoint is of all shards or of none"
+    assert [status(address).snapshot_checkpoint for address in two_shards.addresses] == before
+    for wrong in (
+        ["status", "no-port"],
+        ["evict", "w", NOWHERE, "--ban-seconds", "nan"],
+        ["top", NOWHERE, "--interval-seconds", "0"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(wrong)
+        assert ended.value.code == 2, wrong
+
+
+def test_shards_of_two_runs_are_told_apart_before_anything_is_done(two_shards, worker, capsys):
+    with LocalServer() as other:
+        code, printed = run(capsys, "drain", two_shards.server, other.server)
+        assert code == 2
+        assert "nothing was done" in printed.err
+    assert not any(status(address).draining for address in two_shards.addresses)
+
+
+def test_a_checkpoint_is_taken_with_addresses_in_any_order_and_gone_back_to(two_shards, worker, capsys):
+    model, optimizer = worker
+    code, taken = run_json(capsys, "snapshot", *reversed(two_shards.addresses))
+    assert code == 0
+    assert [each["address"] for each in taken] == two_shards.addresses
+    assert len({each["checkpoint"] for each in taken}) == 1
+    train_step(model, optimizer, *make_data(1))
+    code, back = run_json(capsys, "restore", two_shards.server, "--checkpoint", taken[0]["checkpoint"])
+    assert code == 0
+    assert [each["version"] for each in back] == [each["version"] for each in taken] == versions(two_shards)
+    train_step(model, optimizer, *make_data(2))
+    optimizer.pull()
+    assert_same_parameters(model, two_shards.server)
+
+
+def test_a_drained_shard_takes_nothing_new_and_its_workers_wait_for_it(two_shards, worker, capsys):
+    model, optimizer = worker
+    before = versions(two_shards)
+    code, drained = run_json(capsys, "drain", two_shards.server)
+    assert code == 0
+    assert all(each["drained"] and not each["stopping"] for each in drained)
+    assert len({each["snapshot"]["checkpoint"] for each in drained}) == 1
+    assert [each["snapshot"]["version"] for each in drained] == before
+    assert [health(address) for address in two_shards.health_addresses] == ["NOT_SERVING"] * 2
+    stepping = threading.Thread(target=train_step, args=(model, optimizer, *make_data(1)), daemon=True)
+    stepping.start()
+    wait_until(lambda: refused(two_shards.metrics_addresses[0], "DRAINING") >= 2)
+    assert stepping.is_alive(), "it is refused again and again, and waits"
+    assert versions(two_shards) == before
+    code, opened = run_json(capsys, "drain", "--undo", two_shards.server)
+    assert (code, [each["draining"] for each in opened]) == (0, [False, False])
+    stepping.join(60)
+    assert not stepping.is_alive()
+    assert versions(two_shards) == [version + 1 for version in before], "once, and at both"
+    assert [health(address) for address in two_shards.health_addresses] == ["SERVING"] * 2
+    assert_same_parameters(model, two_shards.server)
+
+
+def test_drain_waits_for_a_push_that_is_under_way(two_shards, worker, capsys):
+    _, optimizer = worker
+    address, answers = two_shards.addresses[1], []
+    shard = status(address)
+    commit = threading.Event()
+
+    def messages():
+        identity = optimizer._membership.identity
+        header = pb.PushHeader(
+            identity=identity, step=1000, generation=shard.generation, base_version=shard.version, samples=1
+        )
+        yield pb.PushSparseRequest(header=header)
+        commit.wait(60)
+        yield pb.PushSparseRequest(commit=pb.Commit())
+
+    pushing = threading.Thread(
+        target=lambda: answers.append(call(address, "PushSparse", messages(), 60.0)), daemon=True
+    )
+    pushing.start()
+    wait_until(lambda: status(address).calls_inside == 1)
+    code, late = run_json(capsys, "drain", address, "--timeout", "1")
+    assert code == 4
+    assert (late[0]["drained"], late[0]["calls_inside"], late[0]["snapshot"]) == (False, 1, None)
+    commit.set()
+    code, drained = run_json(capsys, "drain", address)
+    assert (code, drained[0]["drained"]) == (0, True)
+    pushing.join(60)
+    assert answers[0].version == drained[0]["version"] == drained[0]["snapshot"]["version"] == shard.version + 1
+    assert run(capsys, "drain", "--undo", address)[0] == 0
+
+
+def test_an_evicted_worker_joins_again_and_nothing_is_lost(two_shards, worker, capsys):
+    model, optimizer = worker
+    before = versions(two_shards)
+    code, evicted = run_json(capsys, "evict", "w", two_shards.server)
+    assert code == 0
+    assert all(each["had_lease"] for each in evicted)
+    assert run_json(capsys, "workers", two_shards.server)[1]["workers"] == []
+    train_step(model, optimizer, *make_data(1))
+    assert versions(two_shards) == [version + 1 for version in before]
+    assert optimizer.report.refused == 0
+    assert_same_parameters(model, two_shards.server)
+
+
+def test_a_worker_that_is_kept_out_is_told_so_and_goes_on_afterwards(two_shards, worker, capsys):
+    model, optimizer = worker
+    before = versions(two_shards)
+    assert run(capsys, "evict", "w", two_shards.server, "--ban-seconds", "600")[0] == 0
+    with pytest.raises(EvictedError, match="evicted worker 'w'") as told:
+        train_step(model, optimizer, *make_data(1))
+    assert 0 < told.value.seconds <= 600
+    assert versions(two_shards) == before
+    code, found = run_json(capsys, "workers", two_shards.server)
+    assert (code, found["workers"]) == (0, [])
+    assert 0 < found["evicted"]["w"] <= 600
+    assert run(capsys, "evict", "w", two_shards.server, "--ban-seconds", "0")[0] == 0
+    train_step(model, optimizer, *make_data(2))
+    assert versions(two_shards) == [version + 2 for version in before], "what was in doubt, and the new step, once each"
+    assert_same_parameters(model, two_shards.server)
+    assert run(capsys, "evict", "w", two_shards.server, "--ban-seconds", "1e9")[0] == 3
+
+
+def test_drain_and_stop_ends_the_process_and_the_run_goes_on_from_its_disk(tmp_path, capsys):
+    with LocalServer(data_dir=tmp_path) as server:
+        model = make_model(batch_norm=False)
+        optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model, server=server.server, settings=QUICK)
+        train_step(model, optimizer, *make_data())
+        code, stopped = run_json(capsys, "drain", "--stop", server.server)
+        assert (code, stopped[0]["stopping"]) == (0, True)
+        assert server.processes[0].wait(60) == 0
+        server.restart()
+        train_step(model, optimizer, *make_data(1))
+        assert versions(server) == [2]
+        for name, tensor in psclient.download(server.server).items():
+            assert torch.equal(tensor, dict(model.named_parameters())[name]), name
