@@ -120,7 +120,7 @@ class Engine:
         self.admission = Admission(
             settings.max_staleness, settings.ssp_bound if coordinates else 0, settings.max_update_norm
         )
-        self.writer = Writer(settings.apply_queue_limit)
+        self.writer = Writer(settings.apply_queue_limit, metrics.queue_seconds.observe)
         self.model: ModelShard | None = None
         self.layout: ModelLayout | None = None
         self.buffers: BufferAverage | None = None
@@ -194,6 +194,7 @@ class Engine:
                     self.membership.leave(identity)
                     raise
             member.index_codecs = index_codecs
+            self.metrics.joins.inc(not known)
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
             last_push = self.membership.last_push(identity.worker_id)
@@ -208,6 +209,7 @@ class Engine:
             self.persistence.left(identity)
             with suppress(Refusal):
                 self._rounds.look(lambda: self.model, self.regime.rounds)
+            self.metrics.leaves.inc()
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker left", extra={"worker": identity.worker_id})
 

@@ -18,6 +18,7 @@ from pscore.channels import is_loopback
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import add_ParameterServerServiceServicer_to_server
 from pscore.version import __version__
+from psservice import readings
 from psservice.durability.files import StorageError
 from psservice.engine import Engine
 from psservice.metrics import Metrics
@@ -67,11 +68,10 @@ class Server:
             self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable)
         except (StorageError, SecurityError) as error:
             raise StartError(str(error)) from error
-        self._metrics.follow(lambda: self.engine.writer.queued, lambda: self.engine.persistence.journal_bytes)
-        self._metrics.clock_spread.set_function(self.engine.membership.clock_spread)
         self._stop = threading.Event()
 
         self._watchdog = Watchdog(settings.stream_idle_seconds, settings.stream_seconds, self._metrics)
+        readings.follow(self.engine, self._watchdog)
         self._server = _grpc_server(
             settings.rpc_threads, settings.rpc_threads * _MOST_QUEUED_CALLS, WatchedCalls(self._watchdog)
         )
