@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from pscore.generation import epoch, sibling_generation
 from pscore.reasons import Reason, Refusal
+from pscore.tracing import traced
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.datamessages import record_of
 from psservice.dataset import Leased, Wish
@@ -269,6 +270,7 @@ class Persistence:
         if self.keeps_journal:
             self._append(GROUPS, Body.of([decision.to_bytes()]))
 
+    @traced("durable")
     def wait(self) -> None:
         """Wait until everything that was written before this call is as durable as was promised.
 
@@ -282,6 +284,7 @@ class Persistence:
         except JournalError as error:
             raise _not_durable(error) from error
 
+    @traced("journal")
     def _append(self, kind: int, body: Body) -> int:
         assert self._store is not None
         try:

@@ -14,7 +14,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
+from pscore import tracing
 from pscore.channels import is_loopback
+from pscore.tracing import TracingError
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import add_ParameterServerServiceServicer_to_server
 from pscore.version import __version__
@@ -25,6 +27,7 @@ from psservice.metrics import Metrics
 from psservice.security import CertificateFiles, Gate, SecurityError, TokenFile
 from psservice.servicer import ParameterServerServicer
 from psservice.settings import ServerSettings, shown, split_address
+from psservice.tracedcalls import TracedCalls
 from psservice.upkeep import Upkeep
 from psservice.watchdog import Watchdog, WatchedCalls
 
@@ -63,17 +66,23 @@ class Server:
         self._health = health.HealthServicer()
         self._stopping = False
         try:
+            if settings.tracing:
+                tracing.start("psservice", f"shard-{settings.shard_index}")
             gate = Gate(TokenFile(settings.tokens) if settings.tokens else None)
             credentials = _credentials(settings)
             self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable)
-        except (StorageError, SecurityError) as error:
+        except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
         self._stop = threading.Event()
 
         self._watchdog = Watchdog(settings.stream_idle_seconds, settings.stream_seconds, self._metrics)
         readings.follow(self.engine, self._watchdog)
+        interceptors: list[grpc.ServerInterceptor] = [TracedCalls()] if settings.tracing else []
         self._server = _grpc_server(
-            settings.rpc_threads, settings.rpc_threads * _MOST_QUEUED_CALLS, WatchedCalls(self._watchdog)
+            settings.rpc_threads,
+            settings.rpc_threads * _MOST_QUEUED_CALLS,
+            *interceptors,
+            WatchedCalls(self._watchdog),
         )
         add_ParameterServerServiceServicer_to_server(ParameterServerServicer(self.engine, gate), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -140,6 +149,7 @@ class Server:
         self._upkeep.close()
         if self._health_server is not None:
             self._health_server.stop(None).wait()
+        tracing.stop()
         log.info("stopped", extra={"version": self.engine.model.version if self.engine.model else 0})
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -21,6 +21,7 @@ from pscore.layout import ModelLayout, Span
 from pscore.messages import PROTOCOL_VERSION, layout_from_message, layout_to_message
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
+from pscore.tracing import traced_stream
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceServicer
 from pscore.version import __version__
@@ -414,6 +415,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 checksum.add(chunk)
                 yield chunk
 
+    @traced_stream("encode")
     def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse]:
         checksum = frames.Checksum()
         yield pb.PullDiffResponse(header=header)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from pscore import tracing
 from pscore.reasons import Reason, Refusal
 
 Result = TypeVar("Result")
@@ -47,7 +48,7 @@ class Writer:
             if self._closed:
                 raise Refusal(Reason.DRAINING, "the server is stopping")
             try:
-                self._jobs.put_nowait((job, future, time.perf_counter()))
+                self._jobs.put_nowait((tracing.carried(job, "queue"), future, time.perf_counter()))
             except queue.Full:
                 raise Refusal(
                     Reason.BUSY, "too many updates are waiting to be applied", retry_seconds=BUSY_RETRY_SECONDS
