@@ -171,6 +171,7 @@ class Cluster:
                 self.membership.join()
                 for shard in self.shards:
                     if shard.in_doubt is not None and shard.in_doubt.generation != shard.generation:
+                        shard.in_doubt.trace.end(Reason.STALE_GENERATION.name)
                         outcome.refused.append(shard.in_doubt)
                         shard.in_doubt = None
         raise LeaseLostError("the server takes the worker in and refuses its pushes again and again")

@@ -18,7 +18,9 @@ from psclient.merging.trace import Trace
 from psclient.push import Pusher
 from psclient.report import StepReport
 from psclient.shard import PulledReply, PushPart
+from pscore import tracing
 from pscore.segment import entries
+from pscore.tracing import NO_SPAN
 from pscore.v1 import parameter_server_pb2 as pb
 
 Replies = dict[int, PulledReply]
@@ -50,6 +52,7 @@ class Exchange:
         self._planner = planner
         self._trace = Trace(pusher.groups, 0.0)
         self._committed = self._settling = 0.0
+        self._opened_trace = self._settled_trace = NO_SPAN  # two: with overlap a push may open before the last reply
 
     @property
     def groups(self) -> Sequence[range]:
@@ -65,7 +68,9 @@ class Exchange:
         """Begin the push of a new step; the last one must be settled."""
         self.step = max(self.step + 1, self._cluster.membership.first_step)
         self._trace = Trace(self.groups, time.perf_counter())
-        self._pusher.open(self.step, samples, learning_rate)
+        self._opened_trace = tracing.begin_step(step=self.step, worker=self._cluster.membership.identity.worker_id)
+        with self._opened_trace.active():
+            self._pusher.open(self.step, samples, learning_rate)
         return StepReport(self.step)
 
     def regroup(self) -> None:
@@ -87,20 +92,22 @@ class Exchange:
         """Accumulate the gradients of a group (finite, by position), select, and send what was selected."""
         tally = Tally()
         self.begin_group(number)
-        with report.timed("select"):
-            sent = self._compressor.compress(self.groups[number], gradients, clip, tally)
-        report.wanted_entries += tally.wanted
-        report.selected_entries += tally.selected
-        self._compressor.give_back(self._pusher.send(report, number, sent))
+        with self._opened_trace.active():
+            with report.timed("select"):
+                sent = self._compressor.compress(self.groups[number], gradients, clip, tally)
+            report.wanted_entries += tally.wanted
+            report.selected_entries += tally.selected
+            self._compressor.give_back(self._pusher.send(report, number, sent))
         self._trace.entries.update((position, entry.values.numel()) for position, entry in sent)
         self._trace.elements.update((position, gradients[position].numel()) for position, _ in sent)
         self._trace.done[number] = time.perf_counter()
 
     def send_held(self, report: StepReport, number: int) -> None:
         """Send everything that the tensors of a group hold, in fp32: a flush must leave nothing behind."""
-        with report.timed("select"):
-            sent = self._compressor.empty(self.groups[number])
-        self._pusher.send(report, number, sent, exact=True)
+        with self._opened_trace.active():
+            with report.timed("select"):
+                sent = self._compressor.empty(self.groups[number])
+            self._pusher.send(report, number, sent, exact=True)
 
     def commit(self, report: StepReport) -> None:
         """End the push; it is in doubt from now on."""
@@ -110,6 +117,7 @@ class Exchange:
     def abandon(self) -> None:
         """Break off a push that has no commit yet; what was taken out goes back."""
         self.give_back(self._cluster.abandon_push())
+        self._opened_trace.end("abandoned")
 
     def settle(self, report: StepReport) -> None:
         """Wait until each part of the push is acknowledged or refused, and take back what was refused.
@@ -119,6 +127,7 @@ class Exchange:
             SparsepsError: a server refused for a reason that joining again does not mend; everything is taken back.
         """
         self._settling = self._committed
+        self._settled_trace = self._opened_trace
         outcome = self._cluster.settle()
         self.give_back(outcome.refused)
         report.refused = len(outcome.refused)
@@ -141,13 +150,16 @@ class Exchange:
         Raises:
             ServerUnreachableError: some shard did not answer.
         """
-        return self._cluster.fetch()
+        with self._settled_trace.active():
+            return self._cluster.fetch()
 
     def apply(self, report: StepReport, replies: Replies) -> None:
         """Write the replies into the parameters and count them."""
-        with report.timed("apply"):
+        with self._settled_trace.active(), report.timed("apply"):
             self._cluster.apply(replies)
         self.count(report, replies)
+        self._settled_trace.note(version=report.version, staleness=report.staleness)
+        self._settled_trace.end()
 
     def count(self, report: StepReport, replies: Replies) -> None:
         """Count replies that have been applied."""

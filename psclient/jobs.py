@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from pscore import tracing
+
 Result = TypeVar("Result")
 
 
@@ -27,7 +29,7 @@ class JobThread:
     def submit(self, job: Callable[[], Result]) -> "Future[Result]":
         """Run a job after those before it."""
         future: Future[Result] = Future()
-        self._jobs.put((job, future))
+        self._jobs.put((tracing.carried(job), future))
         return future
 
     def close(self, seconds: float) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from pscore import tracing
+
 PHASES = ("select", "encode", "send", "wait", "apply", "buffers")
 
 
@@ -58,7 +60,8 @@ class StepReport:
         """Add the time of the body to a phase."""
         started = time.perf_counter()
         try:
-            yield
+            with tracing.span(phase):
+                yield
         finally:
             self.seconds[phase] += time.perf_counter() - started
 

@@ -8,6 +8,7 @@ import torch
 from psclient import settings as client_settings
 from psclient.cluster import Cluster
 from psclient.compression import Choice, Compressor
+from psclient.errors import ConfigurationError
 from psclient.exchange import Exchange
 from psclient.groups import ParamGroups
 from psclient.local import LocalServer, start_alone
@@ -20,7 +21,9 @@ from psclient.push import Pusher
 from psclient.replica import Replica
 from psclient.settings import ClientSettings
 from psclient.shard import ShardClient
+from pscore import tracing
 from pscore.selectors import SELECTORS
+from pscore.tracing import TracingError
 
 Server = str | Sequence[str] | LocalServer
 """What names the servers: addresses in one string or in several, or servers of one's own."""
@@ -68,13 +71,18 @@ def open_session(
         lags: gives each layer a density of its own, where asked for.
 
     Raises:
-        ConfigurationError: a server address is not one, or this worker should not train alone.
+        ConfigurationError: a server address is not one, tracing cannot begin, or this worker should not train alone.
     """
+    worker = client_settings.worker_name(settings)
+    if settings.tracing:
+        try:
+            tracing.start("psclient", worker)
+        except TracingError as error:
+            raise ConfigurationError(str(error)) from error
     own_server = start_alone() if settings.server == client_settings.LOCAL else None
     addresses = client_settings.addresses((own_server or settings).server)
     shards = [ShardClient(address, index, settings) for index, address in enumerate(addresses)]
     replica = Replica(model.layout, model.parameters)
-    worker = client_settings.worker_name(settings)
     membership = Membership(shards, worker, replica, model.buffers, method.name, agreed, settings)
     cluster = Cluster(shards, membership, replica, model.buffers)
     choice = Choice(SELECTORS[settings.selector], settings.select_over, settings.dense_below)

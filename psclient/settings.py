@@ -71,6 +71,7 @@ class ClientSettings(LayeredSettings):
         description="elements of a group with merge=elements, and until a plan is made of measurements",
     )
     bucket_bytes: int = Field(25 << 20, ge=1, description="bytes of gradients of a group with merge=buckets")
+    tracing: bool = Field(False, description="trace each step, by OpenTelemetry (needs the extra sparseps[tracing])")
     flush_on_sigterm: bool = Field(True, description="on SIGTERM, push what is still held, leave, then exit")
 
     @property

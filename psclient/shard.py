@@ -17,11 +17,12 @@ from psclient.errors import ServerFaultError, Transient, from_rpc_error
 from psclient.link import LinkSpeed
 from psclient.merging.trace import PushTiming
 from psclient.settings import AUTO, ClientSettings
-from pscore import frames
+from pscore import frames, tracing
 from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
+from pscore.tracing import NO_SPAN, TraceSpan
 from pscore.v1 import parameter_server_pb2 as pb
 
 REJOIN_REASONS = frozenset(
@@ -46,6 +47,7 @@ class PushPart:
         messages: what is sent; the same bytes at each attempt.
         segments: the payload as it arrives, for giving it back.
         timing: when the groups of the plan left, and what they weigh, for measuring the link.
+        trace: from the header to the answer, over all attempts.
     """
 
     step: int
@@ -55,6 +57,7 @@ class PushPart:
     segments: list[Segment] = field(default_factory=list)
     checksum: frames.Checksum = field(default_factory=frames.Checksum)
     bytes: int = 0
+    trace: TraceSpan = NO_SPAN
 
 
 @dataclass(slots=True)
@@ -144,10 +147,13 @@ class ShardClient:
         """Begin to stream a push: the header goes out now, chunks as they are handed in."""
         generation = self.generation  # read once: a fetch on another thread may join again
         self.timing = PushTiming.of(len(plan))
-        self.in_doubt = PushPart(step, generation, self.timing)
+        trace = tracing.begin("push", shard=self.index)
+        self.in_doubt = PushPart(step, generation, self.timing, trace=trace)
         self._live = queue.SimpleQueue()
         stream = iter(self._live.get, None)
-        self._call = self.connection.stub.PushSparse.future(stream, timeout=self.settings.deadline_seconds)
+        self._call = self.connection.stub.PushSparse.future(
+            stream, timeout=self.settings.deadline_seconds, metadata=trace.headers
+        )
         header = pb.PushHeader(
             identity=identity,
             step=step,
@@ -187,6 +193,8 @@ class ShardClient:
     def abandon_push(self) -> PushPart | None:
         """Break a push off before its commit: nothing of it can have been applied."""
         part, self.in_doubt = self.in_doubt, None
+        if part is not None:
+            part.trace.end("abandoned")
         if self._call is not None:
             self._call.cancel()
         if self._live is not None:
@@ -213,14 +221,20 @@ class ShardClient:
                         if not response.repeated_push:
                             part.timing.arrived = _seconds(response)
                     else:
-                        response = self.connection.stub.PushSparse(iter(part.messages), timeout=attempt.timeout)
+                        response = self.connection.stub.PushSparse(
+                            iter(part.messages), timeout=attempt.timeout, metadata=part.trace.headers
+                        )
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error)
                     if isinstance(failure, Refusal):
+                        if failure.reason is not Reason.LEASE_EXPIRED:  # else it is repeated, after joining
+                            part.trace.end(failure.reason.name)
                         return failure
                     raise failure from error
                 self._measure(part, response)
                 self.in_doubt = None
+                part.trace.note(version=response.version, staleness=response.staleness)
+                part.trace.end()
                 return response
         raise AssertionError("patience does not end by itself")
 
@@ -256,13 +270,18 @@ class ShardClient:
             image=self.replica_is_image,
             link_bytes_per_second=self.downlink.bytes_per_second or 0.0,
         )
+        with tracing.span("pull", shard=self.index) as trace:
+            return self._pull(request, patience, trace)
+
+    def _pull(self, request: pb.PullDiffRequest, patience: Patience, trace: TraceSpan) -> PulledReply | Refusal:
         for attempt in patience:
             with attempt:
                 try:
-                    return self._read_reply(request, attempt.timeout)
+                    return self._read_reply(request, attempt.timeout, trace)
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error)
                     if isinstance(failure, Refusal):
+                        trace.end(failure.reason.name)
                         return failure
                     raise failure from error
                 except Refusal as damage:  # raised by our own decoder
@@ -275,8 +294,10 @@ class ShardClient:
         self.acknowledged_reply = reply.header.reply_number
         self.replica_is_image = reply.header.image
 
-    def _read_reply(self, request: pb.PullDiffRequest, timeout_seconds: float) -> PulledReply:
-        responses: Iterator[pb.PullDiffResponse] = self.connection.stub.PullDiff(request, timeout=timeout_seconds)
+    def _read_reply(self, request: pb.PullDiffRequest, timeout_seconds: float, trace: TraceSpan) -> PulledReply:
+        responses: Iterator[pb.PullDiffResponse] = self.connection.stub.PullDiff(
+            request, timeout=timeout_seconds, metadata=trace.headers
+        )
         reader = frames.ChunkReader(self.span)
         header: pb.PullHeader | None = None
         received, decode_seconds, began = 0, 0.0, math.inf

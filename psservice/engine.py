@@ -130,6 +130,7 @@ class Engine(ShardState):
                     self.membership.leave(identity)
                     raise
             member.index_codecs = index_codecs
+            self.metrics.joins.inc(not known)
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
             last_push = self.membership.last_push(identity.worker_id)
@@ -144,6 +145,7 @@ class Engine(ShardState):
             self.persistence.left(identity)
             with suppress(Refusal):
                 self._rounds.look(lambda: self.model, self.regime.rounds)
+            self.metrics.leaves.inc()
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker left", extra={"worker": identity.worker_id})
 

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from pscore.generation import epoch, sibling_generation
 from pscore.reasons import Reason, Refusal
+from pscore.tracing import traced
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.datamessages import record_of
 from psservice.dataset import Leased, Wish
@@ -99,6 +100,22 @@ class Persistence:
     def journal_bytes(self) -> int:
         """Bytes written down since the start."""
         return 0 if self._store is None else self._store.journal_bytes
+
+    @property
+    def journal_errors(self) -> int:
+        """Failed attempts to write the journal, or to force it to the disk, since the start."""
+        return 0 if self._store is None else self._store.journal_errors
+
+    @property
+    def snapshot_errors(self) -> int:
+        """Snapshots that could not be written, since the start."""
+        return 0 if self._store is None else self._store.snapshot_errors
+
+    @property
+    def snapshot_interval_seconds(self) -> float:
+        """Longest time between two snapshots of a model that changes; 0 where none are taken."""
+        periods = 1 if self._settings.shard_index == 0 else _PATIENCE
+        return 0.0 if self._store is None else self._settings.snapshot_seconds * periods
 
     # The way back
 
@@ -253,6 +270,7 @@ class Persistence:
         if self.keeps_journal:
             self._append(GROUPS, Body.of([decision.to_bytes()]))
 
+    @traced("durable")
     def wait(self) -> None:
         """Wait until everything that was written before this call is as durable as was promised.
 
@@ -266,6 +284,7 @@ class Persistence:
         except JournalError as error:
             raise _not_durable(error) from error
 
+    @traced("journal")
     def _append(self, kind: int, body: Body) -> int:
         assert self._store is not None
         try:
@@ -347,6 +366,7 @@ class Persistence:
         on_host = {name: tensor.cpu().contiguous() for name, tensor in moment.tensors.items()}
         snapshot = self._store.write(moment.manifest, on_host)
         self._note(snapshot, metrics)
+        metrics.snapshot_write_seconds.set(time.monotonic() - started)
         log.info(
             "snapshot taken",
             extra={
@@ -360,7 +380,7 @@ class Persistence:
 
     def _work(self, engine: Kept) -> None:
         """Shard 0 takes a checkpoint every period; the others when they are told of one, or long after nobody did."""
-        period = self._settings.snapshot_seconds * (1 if engine.is_coordinator else _PATIENCE)
+        period = self.snapshot_interval_seconds
         tried = time.monotonic()
         while not self._stop.is_set():
             told = self._told.wait(min(_POLL_SECONDS, period))

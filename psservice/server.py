@@ -13,10 +13,13 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pscore import tracing
 from pscore.channels import is_loopback
+from pscore.tracing import TracingError
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import add_ParameterServerServiceServicer_to_server
 from pscore.version import __version__
+from psservice import readings
 from psservice.durability.files import StorageError
 from psservice.engine import Engine
 from psservice.metrics import Metrics
@@ -24,6 +27,7 @@ from psservice.operatorservicer import Process
 from psservice.security import CertificateFiles, Gate, SecurityError, TokenFile
 from psservice.servicer import ParameterServerServicer
 from psservice.settings import ServerSettings, shown, split_address
+from psservice.tracedcalls import TracedCalls
 from psservice.upkeep import Upkeep
 from psservice.watchdog import Watchdog, WatchedCalls
 from psservice.web.pages import application
@@ -65,18 +69,23 @@ class Server:
         self._serving = False
         self._healthy = True
         try:
+            if settings.tracing:
+                tracing.start("psservice", f"shard-{settings.shard_index}")
             gate = Gate(TokenFile(settings.tokens) if settings.tokens else None)
             credentials = _credentials(settings)
             self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable)
-        except (StorageError, SecurityError) as error:
+        except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
-        self._metrics.follow(lambda: self.engine.writer.queued, lambda: self.engine.persistence.journal_bytes)
-        self._metrics.clock_spread.set_function(self.engine.membership.clock_spread)
         self._stop = threading.Event()
 
         self._watchdog = Watchdog(settings.stream_idle_seconds, settings.stream_seconds, self._metrics)
+        readings.follow(self.engine, self._watchdog)
+        interceptors: list[grpc.ServerInterceptor] = [TracedCalls()] if settings.tracing else []
         self._server = _grpc_server(
-            settings.rpc_threads, settings.rpc_threads * _MOST_QUEUED_CALLS, WatchedCalls(self._watchdog)
+            settings.rpc_threads,
+            settings.rpc_threads * _MOST_QUEUED_CALLS,
+            *interceptors,
+            WatchedCalls(self._watchdog),
         )
         servicer = ParameterServerServicer(self.engine, gate, Process(self._look_at_health, self._stop.set))
         add_ParameterServerServiceServicer_to_server(servicer, self._server)
@@ -148,6 +157,7 @@ class Server:
             self._health_server.stop(None).wait()
         if self._web is not None:
             self._web.close()
+        tracing.stop()
         log.info("stopped", extra={"version": self.engine.model.version if self.engine.model else 0})
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

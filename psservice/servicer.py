@@ -23,6 +23,7 @@ from pscore.layout import ModelLayout, Span
 from pscore.messages import PROTOCOL_VERSION, layout_from_message, layout_to_message
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
+from pscore.tracing import traced_stream
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceServicer
 from pscore.version import __version__
@@ -228,7 +229,7 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
             if repeated:
                 self._metrics.repeated_pushes.inc()
             self._count("PushSparse", engine.membership.require(identity), received=reader.bytes)
-            engine.traffic.answered("PushSparse", self._sizes.dense_bytes)
+            self._answered("PushSparse")
             return pb.PushSparseResponse(
                 version=answer.version,
                 staleness=answer.staleness,
@@ -270,7 +271,7 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
             for message in self._pull_messages(header, reply):
                 self._count("PullDiff", member, sent=frames.wire_bytes(message))
                 yield message
-            engine.traffic.answered("PullDiff", self._sizes.dense_bytes)
+            self._answered("PullDiff")
 
     def ExchangeBuffers(  # noqa: N802
         self, request_iterator: Iterator[pb.ExchangeBuffersRequest], context: grpc.ServicerContext
@@ -322,6 +323,10 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
         """Open the charge of an answer, which is as large as it is."""
         return self._inflight.open(most_of_worker=self._settings.worker_bytes or 2 * self._largest_stream)
 
+    def _answered(self, rpc: str) -> None:
+        self._engine.traffic.answered(rpc, self._sizes.dense_bytes)
+        self._metrics.dense_bytes.labels(rpc=rpc).inc(self._sizes.dense_bytes)
+
     @property
     def _largest_stream(self) -> int:
         return self._settings.stream_bytes or self._sizes.largest_stream
@@ -340,6 +345,7 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
                 checksum.add(chunk)
                 yield chunk
 
+    @traced_stream("encode")
     def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse]:
         checksum = frames.Checksum()
         yield pb.PullDiffResponse(header=header)

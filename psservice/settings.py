@@ -168,6 +168,9 @@ class ServerSettings(LayeredSettings):
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="form of a log line; auto is text on a terminal, JSON elsewhere"
     )
+    tracing: bool = Field(
+        False, description="go on with the traces of workers, by OpenTelemetry (needs the extra sparseps[tracing])"
+    )
     ready_fd: int | None = Field(
         None, ge=0, description="file descriptor to which one line of JSON with the bound addresses is written"
     )

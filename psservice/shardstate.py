@@ -67,7 +67,7 @@ class ShardState:
             lambda: reply_rule(settings.down_mode, settings.exact_limit),
             on_expire=self._expired,
         )
-        self.writer = Writer(settings.apply_queue_limit)
+        self.writer = Writer(settings.apply_queue_limit, metrics.queue_seconds.observe)
         self.model: ModelShard | None = None
         self.layout: ModelLayout | None = None
         self.buffers: BufferAverage | None = None

@@ -8,6 +8,7 @@ from pscore.frames import BytesReader, Checksum, ChunkReader, wire_bytes
 from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
+from pscore.tracing import traced
 from pscore.v1 import parameter_server_pb2 as pb
 
 
@@ -72,6 +73,7 @@ class PushReader:
         return [segment for reader in self._readers for segment in reader.segments]
 
 
+@traced("receive")
 def read_push(
     requests: Iterator[pb.PushSparseRequest], open_push: Callable[[pb.PushHeader], PushReader]
 ) -> tuple[pb.PushHeader, PushReader, list[Segment]]:

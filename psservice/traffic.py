@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from pscore.layout import ModelLayout, Span
 
+COUNTED = ("PushSparse", "PullDiff", "ExchangeBuffers")
+"""The calls whose bytes are counted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Flow:
@@ -26,7 +29,7 @@ class Traffic:
 
     def __init__(self) -> None:
         """Start at zero."""
-        self._flows = {rpc: Flow() for rpc in ("PushSparse", "PullDiff", "ExchangeBuffers")}
+        self._flows = {rpc: Flow() for rpc in COUNTED}
         self._lock = threading.Lock()
 
     def count(self, rpc: str, message_bytes: int) -> None:
@@ -53,6 +56,4 @@ class Traffic:
 
 def dense_bytes(layout: ModelLayout, span: Span) -> int:
     """Return what all elements of a span weigh, each in the data type of its parameter."""
-    return sum(
-        common.length * layout.parameters[position].dtype.itemsize for position, common in layout.overlapping(span)
-    )
+    return sum(dtype.itemsize * run.length for dtype, run in layout.dtype_runs(span))

@@ -57,6 +57,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
         self._thread.start()
 
+    @property
+    def running(self) -> int:
+        """Calls that are being served."""
+        return len(self._calls)
+
     def close(self) -> None:
         """End the thread."""
         self._stop.set()
@@ -73,6 +78,7 @@ class Watchdog:
         finally:
             with self._lock:
                 self._calls.discard(call)
+            self._metrics.call_seconds.labels(rpc=rpc).observe(self._clock() - call.started)
 
     @contextmanager
     def waiting(self, call: Watched, what: str) -> Iterator[None]:

@@ -55,6 +55,10 @@ class Journal:
         fsync: when what was appended is forced to the disk.
         interval_seconds: between two of these, in that mode.
         on_health: told ``False`` when a record could not be written, ``True`` when one can be again.
+
+    Attributes:
+        bytes_written: appended so far.
+        errors: failed attempts to write or to force to the disk, so far.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Journal:
         self.directory = directory
         self.number = number
         self.bytes_written = 0
+        self.errors = 0
         self._fsync, self._interval_seconds, self._on_health = fsync, interval_seconds, on_health
         self._healthy = True
         self._lock = threading.Lock()
@@ -163,6 +168,7 @@ class Journal:
                 self._descriptor, self._path, self._mark, self._size = self._open_segment()
             except OSError as error:
                 self.number -= 1
+                self.errors += 1
                 raise JournalError(f"cannot begin a segment of the journal: {error.strerror}", final=False) from error
             os.close(old)
             return self.number
@@ -214,6 +220,7 @@ class Journal:
         return descriptor, path, head[len(MAGIC) :], HEAD_BYTES
 
     def _undo(self, error: OSError) -> None:
+        self.errors += 1
         self._set_healthy(False)
         try:
             os.ftruncate(self._descriptor, self._size)
@@ -223,6 +230,7 @@ class Journal:
     def _break(self, why: str) -> None:
         self._broken = f"{why}; restart the server to recover what is on the disk"
         log.error("journal broken", extra={"error": self._broken})
+        self.errors += 1
         self._set_healthy(False)
         self._changed.notify_all()
 

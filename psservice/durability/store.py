@@ -231,6 +231,9 @@ class Store:
         settings: see :class:`StoreSettings`.
         on_health: told whether records can be written.
 
+    Attributes:
+        snapshot_errors: snapshots that could not be written, so far.
+
     Raises:
         StorageError: another server has the directory, or it cannot be written.
     """
@@ -244,6 +247,7 @@ class Store:
         self._journal: Journal | None = None
         self._number = 0
         self._writing = threading.Lock()
+        self.snapshot_errors = 0
         try:
             for name in ("snapshots", "journal"):
                 (self.directory / name).mkdir(exist_ok=True)
@@ -260,6 +264,11 @@ class Store:
     def journal_bytes(self) -> int:
         """Bytes appended since the start."""
         return 0 if self._journal is None else self._journal.bytes_written
+
+    @property
+    def journal_errors(self) -> int:
+        """Failed attempts to write the journal, or to force it to the disk, since the start."""
+        return 0 if self._journal is None else self._journal.errors
 
     def past(self, mode: RecoverMode) -> Past:
         """Open what the directory holds; :meth:`begin` comes after it is read."""
@@ -329,6 +338,7 @@ class Store:
             try:
                 snapshot = snapshots.write(directory, manifest, tensors)
             except OSError as error:
+                self.snapshot_errors += 1
                 raise StorageError(f"cannot write a snapshot to {directory}: {error.strerror or error}") from error
             kept = snapshots.prune(directory, self.settings.keep)
             if self._journal is not None:

@@ -14,6 +14,7 @@ import torch
 
 from pscore.layout import ModelLayout, Span
 from pscore.segment import Segment
+from pscore.tracing import traced
 from psservice.rules.freezing import Decision, Freezing, Frozen
 from psservice.rules.groups import GroupSettings
 from psservice.rules.regime import Regime
@@ -103,6 +104,7 @@ class GroupedShard(ModelShard):
         """Staleness counts the pushes of all, and says nothing of a model of one's own."""
         return False
 
+    @traced("apply")
     def take(self, worker: str, push: Segment | None, correction: Correction | None = None, step: int = 0) -> int:
         """Change a worker's own model; if its round is frozen, average it with that as the rule for the late says.
 

@@ -12,6 +12,7 @@ import torch
 from pscore.layout import ModelLayout, Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
+from pscore.tracing import traced
 from psservice.rules.regime import Regime
 from psservice.rules.rounds import Round
 from psservice.rules.update.base import Place, RuleState
@@ -115,6 +116,7 @@ class ModelShard:
         self._past = PastValues(limit) if settings.delay_compensation else None
         self._offset_dtype = torch.int32 if span.length < 2**31 else torch.int64
 
+    @traced("apply")
     def take(self, worker: str, push: Segment | None, correction: Correction | None = None, step: int = 0) -> int:
         """Take a push in: apply it, or add it to the open round.
 

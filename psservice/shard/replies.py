@@ -11,6 +11,7 @@ from pscore import frames
 from pscore.frames import WireForm
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment, entries
+from pscore.tracing import traced
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.rules.reply import ReplyRule
 from psservice.shard.difference import DifferenceSelection, DownSettings
@@ -149,6 +150,7 @@ def add(image: torch.Tensor, segments: list[Segment]) -> None:
             image.index_add_(0, segment.offsets, segment.values)
 
 
+@traced("select")
 def answer(
     model: ModelShard,
     writer: Writer,

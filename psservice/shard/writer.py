@@ -2,10 +2,12 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from pscore import tracing
 from pscore.reasons import Reason, Refusal
 
 Result = TypeVar("Result")
@@ -14,11 +16,17 @@ BUSY_RETRY_SECONDS = 0.2
 
 
 class Writer:
-    """Runs jobs one at a time in the order of submission, behind a bounded queue."""
+    """Runs jobs one at a time in the order of submission, behind a bounded queue.
 
-    def __init__(self, queue_limit: int) -> None:
-        """Start the thread; at most ``queue_limit`` jobs wait."""
-        self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue(queue_limit)
+    Args:
+        queue_limit: jobs that may wait.
+        waited: told of each job for how many seconds it has waited.
+    """
+
+    def __init__(self, queue_limit: int, waited: Callable[[float], None] = lambda seconds: None) -> None:
+        """Start the thread."""
+        self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any], float] | None] = queue.Queue(queue_limit)
+        self._waited = waited
         self._closing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="shard-writer", daemon=True)
@@ -40,7 +48,7 @@ class Writer:
             if self._closed:
                 raise Refusal(Reason.DRAINING, "the server is stopping")
             try:
-                self._jobs.put_nowait((job, future))
+                self._jobs.put_nowait((tracing.carried(job, "queue"), future, time.perf_counter()))
             except queue.Full:
                 raise Refusal(
                     Reason.BUSY, "too many updates are waiting to be applied", retry_seconds=BUSY_RETRY_SECONDS
@@ -56,7 +64,8 @@ class Writer:
 
     def _work(self) -> None:
         while (entry := self._jobs.get()) is not None:
-            job, future = entry
+            job, future, submitted = entry
+            self._waited(time.perf_counter() - submitted)
             try:
                 future.set_result(job())
             except BaseException as error:

@@ -1,0 +1,79 @@
+"""Writes docs/metrics.md from what psservice/metrics.py declares; ``--check`` only compares.
+
+Run it after changing a metric: ``.venv/bin/python tools/generate_metrics_reference.py``.
+"""
+
+import sys
+from pathlib import Path
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
+
+from psservice.metrics import Metrics, ReadInfo
+
+TARGET = Path(__file__).parent.parent / "docs" / "metrics.md"
+
+HEAD = """# Metrics
+
+Generated from `psservice/metrics.py` by `tools/generate_metrics_reference.py`.
+
+Each shard serves these at `http://HOST:9464/metrics` (`--metrics-listen`), in the text format of Prometheus. Times of
+day are Unix seconds, and counters begin at 0 with the process. A histogram `NAME` is exposed as `NAME_bucket`,
+`NAME_sum` and `NAME_count`. Which run and shard a line is of is said once, by `psservice_shard_info`; join it by
+instance:
+
+```
+rate(psservice_pushes_total[5m]) * on (job, instance) group_left (run, shard) psservice_shard_info
+```
+
+What to be told of, and what to do then: [alerts](alerts.md).
+
+| name | kind | labels | meaning |
+|---|---|---|---|
+"""
+
+
+def exposed_name(metric: Metric) -> str:
+    """Return the name under which a metric is queried; of a histogram, what its series begin with."""
+    return metric.name + {"counter": "_total", "info": "_info"}.get(metric.type, "")
+
+
+def declared_labels(metrics: Metrics) -> dict[str, tuple[str, ...]]:
+    """Return the labels of each metric that has any, but a histogram's ``le``; by the metric's name in the library."""
+    found = {}
+    for declared in vars(metrics).values():
+        if isinstance(declared, Counter | Gauge | Histogram):
+            found[declared._name] = tuple(declared._labelnames)
+        elif isinstance(declared, ReadInfo):
+            found[next(iter(declared.collect())).name] = declared.labels
+    return found
+
+
+def table() -> str:
+    """Return a Markdown table of all metrics, by name; those of the process itself last."""
+    declared = Metrics()
+    labels_of = declared_labels(declared)
+    metrics = sorted(declared.registry.collect(), key=lambda metric: (metric.name.startswith("process_"), metric.name))
+    rows = []
+    for metric in metrics:
+        labels = ", ".join(f"`{label}`" for label in labels_of.get(metric.name, ())) or "–"
+        kind = "gauge" if metric.type == "info" else metric.type
+        rows.append(f"| `{exposed_name(metric)}` | {kind} | {labels} | {metric.documentation.rstrip('.')} |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> int:
+    """Write or compare; return 1 where the page is out of date."""
+    page = HEAD + table()
+    if "--check" in sys.argv[1:]:
+        if not TARGET.exists() or TARGET.read_text() != page:
+            print(f"{TARGET.name} is out of date: run tools/generate_metrics_reference.py", file=sys.stderr)
+            return 1
+        return 0
+    TARGET.write_text(page)
+    print(f"wrote {TARGET}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
