@@ -18,7 +18,7 @@ from pscore.codecs.names import (
 )
 from pscore.frames import WireForm
 from pscore.layout import ModelLayout, Span
-from pscore.messages import PROTOCOL_VERSION, layout_from_message, layout_to_message
+from pscore.messages import PROTOCOL_VERSION, SHARD_HEADER, layout_from_message, layout_to_message, place_of
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
@@ -77,13 +77,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 )
             engine.run.require_id(request.identity.run_id, may_be_empty=True)
             identity = self._identity(caller, request.identity, any_run=True)
-            mine = (self._settings.shard_index, self._settings.num_shards)
-            if (request.shard_index, request.num_shards) != mine:
-                raise Refusal(
-                    Reason.SHARD_MISMATCH,
-                    f"the worker takes this server for shard {request.shard_index} of {request.num_shards}; "
-                    f"it is shard {mine[0]} of {mine[1]}",
-                )
+            self._require_place(place_of(request.shard_index, request.num_shards))
             down = VALUE_CODECS[self._settings.down_value_type]
             if down not in (request.value_codecs or PLAIN_VALUE_CODECS):
                 raise Refusal(
@@ -331,7 +325,7 @@ class ParameterServerServicer(ParameterServerServiceServicer):
                 shard_index=self._settings.shard_index,
                 num_shards=self._settings.num_shards,
                 device=str(engine.device),
-                workers=[_worker_status(member) for member in engine.membership.members()],
+                workers=[_worker_status(member) for member in engine.membership.members() if not request.brief],
                 push_bytes=engine.traffic["PushSparse"],
                 pull_bytes=engine.traffic["PullDiff"],
                 buffer_bytes=engine.traffic["ExchangeBuffers"],
@@ -398,7 +392,20 @@ class ParameterServerServicer(ParameterServerServiceServicer):
     def _admitted(self, context: grpc.ServicerContext, rpc: str) -> Iterator[Caller]:
         """Let the caller in, or refuse; and turn every refusal inside into a status."""
         with refusals_as_status(context, self._metrics, rpc):
-            yield self._gate.admit(context.invocation_metadata(), rpc)
+            metadata = context.invocation_metadata()
+            caller = self._gate.admit(metadata, rpc)
+            for key, value in metadata:
+                if key == SHARD_HEADER:
+                    self._require_place(str(value))
+            yield caller
+
+    def _require_place(self, meant: str) -> None:
+        """Refuse a call that is meant for another shard: its address may have been another's a moment ago."""
+        mine = place_of(self._settings.shard_index, self._settings.num_shards)
+        if meant != mine:
+            raise Refusal(
+                Reason.SHARD_MISMATCH, f"the worker takes this server for shard {meant[:32]}; it is shard {mine}"
+            )
 
     def _identity(self, caller: Caller, message: pb.WorkerIdentity, *, any_run: bool = False) -> Identity:
         for what, text in (("worker_id", message.worker_id), ("incarnation", message.incarnation)):
