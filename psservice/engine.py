@@ -522,10 +522,17 @@ class Engine:
             buffers if self.is_coordinator else [],
             next_generation(0),
             start.version,
+            start,
         )
 
     def _install(
-        self, layout: ModelLayout, flat: torch.Tensor, buffers: list[torch.Tensor], generation: int, version: int
+        self,
+        layout: ModelLayout,
+        flat: torch.Tensor,
+        buffers: list[torch.Tensor],
+        generation: int,
+        version: int,
+        start: modelstart.Start | None = None,
     ) -> None:
         before = self.model, self.buffers, self.run.state
         self.model = make_shard(
@@ -538,6 +545,8 @@ class Engine:
             regime=self.regime,
         )
         self.buffers = BufferAverage(layout.buffers, buffers) if buffers else None
+        if start is not None:
+            self._go_on_from(start, self.model)
         self.run.started()
         try:
             self.persistence.take_inside(self)
@@ -548,6 +557,17 @@ class Engine:
         self._upload_turn.end()
         self.metrics.version.set(version)
         log.info("model installed", extra={"generation": generation, "version": version, "elements": self.span.length})
+
+    def _go_on_from(self, start: modelstart.Start, model: ModelShard) -> None:
+        """Take over how far another run had come, whatever its number of shards was."""
+        if self.is_coordinator:
+            self.run.samples, self.datasets = start.samples, start.datasets
+        if self.buffers is not None:
+            self.buffers.weight = start.buffer_weight
+        if start.memories:
+            same_model = start.layout is not None and start.layout.fingerprint == model.layout.fingerprint
+            if not (same_model and model.inherit(start.memories)):
+                log.warning("the update rule begins anew: that of the --init run, or its order of tensors, is another")
 
     def _end_run(self) -> None:
         """End the run; on the writer thread, so that the final model is the one at the last version."""

@@ -49,7 +49,7 @@ class Network:
             _ip("netns", "add", self._bridge)
             _ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
             _ip("-n", self._bridge, "link", "set", "bridge", "up")
-            for number, (host, namespace) in enumerate(self._namespaces.items()):
+            for number, namespace in enumerate(self._namespaces.values()):
                 files = _FILES / namespace
                 files.mkdir(parents=True)
                 (files / "hosts").write_text("127.0.0.1 localhost\n")

@@ -1,7 +1,7 @@
 """Hosts that are cut off, that come back under other addresses, that change places: nothing is lost or doubled.
 
-Servers and workers are processes on hosts of their own. One worker knows the shards by their names, the other one, which
-pushes beside its computation, knows one name for all.
+Servers and workers are processes on hosts of their own. One worker knows the shards by their names; the other one,
+which pushes beside its computation, knows one name for all.
 """
 
 import json
@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
