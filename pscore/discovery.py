@@ -143,7 +143,8 @@ def _sort(
         return Sighting({}, 0, [*troubles, f"the servers belong to different runs: {claims}"], errors)
     total = totals.pop() if totals else 0
     if total > MOST_SHARDS:
-        return Sighting({}, 0, [*troubles, f"the servers say that they are {total}; {MOST_SHARDS} are possible"])
+        troubles.append(f"the servers say that they are {total}; at most {MOST_SHARDS} are possible")
+        return Sighting({}, 0, troubles, errors)
     shards: dict[int, str] = {}
     doubtful: set[int] = set()
     for address, answer in answers.items():
