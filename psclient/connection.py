@@ -3,6 +3,7 @@
 import logging
 import math
 import random
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -10,7 +11,7 @@ from types import TracebackType
 import grpc
 
 from psclient.errors import STEP_AGAIN, ConfigurationError, SparsepsError, Transient, out_of_patience
-from pscore.channels import ChannelError, Security, open_channel
+from pscore.channels import ChannelError, Headers, Security, open_channel
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 log = logging.getLogger("psclient")
@@ -25,36 +26,80 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a new channel really dials anew
 )
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 3.0
+_DIAL_SECONDS = 1.0  # the shortest time between two channels, unless there is reason to know better
 
 
 class Connection:
-    """A channel to one shard, replaceable."""
+    """A channel to one shard, replaceable.
 
-    def __init__(self, address: str, security: Security) -> None:
+    Args:
+        address: ``HOST:PORT``, or another name of the shard for messages.
+        security: how the channel is protected.
+        headers: metadata that every call carries.
+        locate: where the shard is now, ``HOST:PORT``; by default at the address.
+    """
+
+    def __init__(
+        self, address: str, security: Security, headers: Headers = (), locate: Callable[[], str] | None = None
+    ) -> None:
         """Dial lazily.
 
         Raises:
             ConfigurationError: the channel cannot be secured as asked.
         """
         self.address = address
-        self._security = security
+        self._security, self._headers, self._locate = security, tuple(headers), locate
+        self._retired: grpc.Channel | None = None
+        self._closed = False
+        self._lock = threading.Lock()
         self._channel = self._open()
         self.stub = ParameterServerServiceStub(self._channel)
 
+    @property
+    def is_located(self) -> bool:
+        """Whether its address is looked for, and not given."""
+        return self._locate is not None
+
     def renew(self) -> None:
-        """Dial anew: a restarted pod keeps its name and changes its address."""
-        before = self._channel
-        self._channel = self._open()
-        self.stub = ParameterServerServiceStub(self._channel)
-        before.close()  # last: another thread may be about to call
+        """Dial anew: a restarted pod keeps its name and changes its address.
+
+        Other threads may have calls on the channel before, so that one ends when the next one is replaced.
+        """
+        with self._lock:
+            self._renew()
+
+    def look_again(self) -> None:
+        """Dial anew after a call that nobody has answered, but not with every one.
+
+        gRPC asks for a name's address less and less often, up to two minutes apart, and would wait for a machine that
+        is gone until its pings have failed.
+        """
+        with self._lock:
+            if time.monotonic() - self._dialled > _DIAL_SECONDS:
+                self._renew()
 
     def close(self) -> None:
         """Close the channel."""
-        self._channel.close()
+        with self._lock:
+            self._closed = True
+            self._channel.close()
+            if self._retired is not None:
+                self._retired.close()
+
+    def _renew(self) -> None:
+        if self._closed:
+            return
+        retired, self._retired = self._retired, self._channel
+        self._channel = self._open()
+        self.stub = ParameterServerServiceStub(self._channel)
+        if retired is not None:
+            retired.close()
 
     def _open(self) -> grpc.Channel:
+        address = self.address if self._locate is None else self._locate()
+        self._dialled = time.monotonic()
         try:
-            return open_channel(self.address, self._security, _OPTIONS)
+            return open_channel(address, self._security, _OPTIONS, self._headers)
         except ChannelError as error:
             raise ConfigurationError(str(error)) from error
 
@@ -81,8 +126,13 @@ class Patience:
         deadline_seconds: float,
         hint: str = STEP_AGAIN,
         limit: Callable[[], float] = lambda: math.inf,
+        look_again: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin now; ``hint`` says what to do at the end, which ``limit`` (monotonic seconds) may bring forward."""
+        """Begin now.
+
+        ``hint`` says what to do at the end, which ``limit`` (monotonic seconds) may bring forward; ``look_again`` is
+        called before another attempt where the server may be at another address by then.
+        """
         self.address = address
         self.timeout = deadline_seconds
         self._first_deadline_seconds = self._deadline_seconds = deadline_seconds
@@ -92,6 +142,7 @@ class Patience:
         self._warned = False
         self._hint = hint
         self._limit = limit
+        self._look_again = look_again
 
     def __iter__(self) -> "Patience":
         """Iterate over attempts."""
@@ -122,6 +173,8 @@ class Patience:
             self._warned = True
             log.warning("%s does not answer (%s); trying for %.0f s more", self.address, error, self._seconds - elapsed)
         time.sleep(delay)
+        if error.lost:
+            self._look_again()
         if error.retry_seconds is None:
             self._deadline_seconds *= 2
         self._delay = min(_LONGEST_DELAY_SECONDS, 2 * self._delay)

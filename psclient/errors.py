@@ -25,6 +25,9 @@ _TRANSIENT = frozenset(
     }
 )
 
+_LOST = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
+"""Nobody answers: the server may be somewhere else by now."""
+
 _LATER = frozenset({Reason.BUSY, Reason.TOO_FAR_AHEAD, Reason.ROUND_OPEN, Reason.DRAINING, Reason.NOT_DURABLE})
 """Reasons for which the same call will do later."""
 
@@ -237,11 +240,17 @@ class NodeBrokenError(SparsepsError):
 class Transient(Exception):  # noqa: N818 - never leaves the library: it is answered with another attempt
     """A call failed in a way that trying again may mend."""
 
-    def __init__(self, why: str, retry_seconds: float | None = None, reason: Reason | None = None) -> None:
-        """Carry what was heard, when the server wants to be asked again, and its reason where it has given one."""
+    def __init__(
+        self, why: str, retry_seconds: float | None = None, reason: Reason | None = None, *, lost: bool = False
+    ) -> None:
+        """Carry what was heard, when the server wants to be asked again, and its reason where it has given one.
+
+        ``lost``: the server may be at another address now.
+        """
         super().__init__(why)
         self.retry_seconds = retry_seconds
         self.reason = reason
+        self.lost = lost
 
 
 def from_rpc_error(error: grpc.RpcError) -> Exception:
@@ -257,9 +266,12 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
         return EvictedError(why, retry_seconds or 0.0)  # likewise
     if reason is not None:
         detail = detail.removesuffix(f" ({reason.name}: {reason.advice})")  # it is put back where it is shown
+    if reason is Reason.SHARD_MISMATCH:
+        return Transient(detail, reason=reason, lost=True)  # no refusal either: it is another server's answer
+    if reason is not None:
         return Refusal(reason, detail, retry_seconds=retry_seconds, **metadata)
     if code in _TRANSIENT:
-        return Transient(f"{code.name}: {detail}")
+        return Transient(f"{code.name}: {detail}", lost=code in _LOST)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         detail += "; is this the port for workers (--listen), or that of the health check?"
     return ServerFaultError(f"the server answered {code.name}: {detail}")

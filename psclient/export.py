@@ -10,18 +10,19 @@ import torch
 
 from psclient import settings as client_settings
 from psclient.connection import Connection, Patience
+from psclient.directory import connect
 from psclient.errors import ConfigurationError, ServerFaultError, Transient, from_refusal, from_rpc_error
 from psclient.membership import SLOWEST_BYTES_A_SECOND
 from psclient.settings import ClientSettings
 from pscore import frames, modelfile
 from pscore.buffers import packed_bytes, unpack
-from pscore.channels import Security
 from pscore.generation import epoch
 from pscore.layout import ModelLayout, Span
 from pscore.messages import layout_from_message
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 
+_WAIT_LONGER = "Raise --timeout (patience_seconds) to wait longer"
 _MODEL_ALLOWANCE_SECONDS = 4 * 25e6 / SLOWEST_BYTES_A_SECOND  # the size is not known before the first answer
 
 
@@ -57,10 +58,11 @@ def download(
         ConfigurationError: the addresses are not those of all shards of one model.
         AccessError: the server asks for another token.
     """
-    found = client_settings.addresses(server if isinstance(server, str) else ",".join(server))
+    server = server if isinstance(server, str) else ",".join(server)
     security = (settings or client_settings.load()).security
-    with ThreadPoolExecutor(len(found)) as pool:
-        parts = list(pool.map(lambda address: _fetch(address, security, patience_seconds, deadline_seconds), found))
+    connections = connect(server, security, patience_seconds, _WAIT_LONGER, announce=False)
+    with ThreadPoolExecutor(len(connections)) as pool:
+        parts = list(pool.map(lambda each: _fetch(each, patience_seconds, deadline_seconds), connections))
     first = parts[0]
     if any(
         part.header.num_shards != len(parts)
@@ -70,8 +72,8 @@ def download(
         for i, part in enumerate(parts)
     ):
         seen = ", ".join(
-            f"{address} is shard {part.header.shard_index} of {part.header.num_shards} of run {part.header.run_id}"
-            for address, part in zip(found, parts, strict=True)
+            f"{each.address} is shard {part.header.shard_index} of {part.header.num_shards} of run {part.header.run_id}"
+            for each, part in zip(connections, parts, strict=True)
         )
         raise ConfigurationError(f"give every shard of one run once, in order; {seen}")
     state = modelfile.assemble(first.layout, torch.cat([part.values for part in parts]), first.buffers)
@@ -98,12 +100,10 @@ def save(
     return path
 
 
-def _fetch(address: str, security: Security, patience_seconds: float, deadline_seconds: float) -> _Part:
-    connection = Connection(address, security)
+def _fetch(connection: Connection, patience_seconds: float, deadline_seconds: float) -> _Part:
+    address = connection.address
     try:
-        patience = Patience(
-            address, patience_seconds, deadline_seconds, "Raise --timeout (patience_seconds) to wait longer"
-        )
+        patience = Patience(address, patience_seconds, deadline_seconds, _WAIT_LONGER, look_again=connection.look_again)
         for attempt in patience:
             with attempt:
                 try:

@@ -8,7 +8,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import grpc
+
 from psclient.connection import quietly
+from psclient.errors import Transient, from_rpc_error
 from psclient.shard import ShardClient
 from pscore.v1 import parameter_server_pb2 as pb
 
@@ -59,7 +62,7 @@ class LeaseThread:
     def join(self, seconds: float | None = None) -> None:
         """Wait for the thread's end, as long as a renewal that is under way may take, or ``seconds``."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(self.renewal_seconds * len(self._shards) + 1.0 if seconds is None else seconds)
+            self._thread.join(2 * self.renewal_seconds + 1.0 if seconds is None else seconds)
 
     def _run(self) -> None:
         while True:
@@ -72,13 +75,33 @@ class LeaseThread:
             job()
 
     def _renew(self) -> None:
-        for shard in self._shards:
-            quietly(partial(self._renew_at, shard))
+        before = self._checkpoint
+        self._renew_at(self._shards)
+        if self._checkpoint != before:
+            self._renew_at(self._shards[1:])
 
-    def _renew_at(self, shard: ShardClient) -> None:
+    def _renew_at(self, shards: Sequence[ShardClient]) -> None:
+        """Renew at all of these at once: one that does not answer must not cost the leases at the others."""
         request = pb.RenewLeaseRequest(identity=self._identity, checkpoint=self._checkpoint)
-        answer = shard.connection.stub.RenewLease(request, timeout=max(0.5, self.renewal_seconds))
-        self._checkpoint = answer.checkpoint or self._checkpoint
+        seconds = max(0.5, self.renewal_seconds)
+        calls: list[tuple[ShardClient, grpc._CallFuture[pb.RenewLeaseResponse]]] = []
+
+        def send(shard: ShardClient) -> None:
+            calls.append((shard, shard.connection.stub.RenewLease.future(request, timeout=seconds)))
+
+        for shard in shards:
+            quietly(partial(send, shard))
+        for shard, call in calls:
+            quietly(partial(self._hear, shard, call))
+
+    def _hear(self, shard: ShardClient, call: "grpc._CallFuture[pb.RenewLeaseResponse]") -> None:
+        try:
+            self._checkpoint = call.result().checkpoint or self._checkpoint
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error)
+            if isinstance(failure, Transient) and failure.lost:
+                shard.connection.look_again()
+            raise
 
 
 @functools.cache

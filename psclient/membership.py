@@ -18,6 +18,7 @@ from psclient.errors import (
     START_FIRST,
     STEP_AGAIN,
     ConfigurationError,
+    RefusedError,
     ServerNotReadyError,
     Transient,
     from_refusal,
@@ -146,6 +147,7 @@ class Membership:
             deadline + extra_seconds,
             STEP_AGAIN if self._joined else START_FIRST,
             limit=lambda: self._hurry_until,
+            look_again=shard.connection.look_again,
         )
 
     def join(self) -> None:
@@ -248,6 +250,8 @@ class Membership:
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error)
                     if not isinstance(failure, Refusal):
+                        if self._is_misplaced(shard, failure):
+                            raise RefusedError(Refusal(Reason.SHARD_MISMATCH, str(failure))) from None
                         raise failure from error
                     if failure.reason is not Reason.WORKER_ALIVE:
                         raise from_refusal(failure) from None
@@ -261,6 +265,11 @@ class Membership:
                 shard.readable = frozenset(answer.index_codecs or PLAIN_INDEX_CODECS)
                 return answer
         raise AssertionError("patience does not end by itself")
+
+    def _is_misplaced(self, shard: ShardClient, failure: Exception) -> bool:
+        """Tell whether a shard's address was given in the wrong place; later on, it has become another shard's."""
+        is_elsewhere = isinstance(failure, Transient) and failure.reason is Reason.SHARD_MISMATCH
+        return is_elsewhere and not self._joined and not shard.connection.is_located
 
     def _require_codecs(self, shard: ShardClient, answer: pb.JoinResponse) -> None:
         for setting, codecs, readable in (

@@ -46,9 +46,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
         density: see :data:`Density`.
         model: the module that the parameters belong to: gives tensors their names, and buffers and samples their due.
             Without it, tensors are named by position, and buffers stay local.
-        server: ``HOST:PORT`` of each shard in order (a list, or one string with commas), a running
-            :class:`~psclient.LocalServer`, or ``"local"`` to start one; the default is ``PSCLIENT_SERVER``, then
-            ``"local"``.
+        server: ``HOST:PORT`` of each shard in order (a list, or one string with commas or a range as ``{0..3}``), one
+            ``dns:///HOST:PORT`` for all, a running :class:`~psclient.LocalServer`, or ``"local"`` to start one; the
+            default is ``PSCLIENT_SERVER``, then ``"local"``.
         worker: this worker's name; see :class:`~psclient.ClientSettings`.
         overlap: push while backward goes on, and fetch the reply while the next step computes: every gradient is one
             step staler, and gradients must not be touched between ``backward()`` and ``step()``.
@@ -99,7 +99,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         session = open_session(
             type(self), self.agreed_settings(), self._model, self._groups, self.state, resolved, lags
         )
-        self._planner = session.planner
+        self._server, self._planner = session.server, session.planner
         self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
         self._compressor = session.compressor
         schedule = density if callable(density) else None
@@ -207,8 +207,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     @property
     def server(self) -> str:
-        """The addresses of the shards, separated by commas."""
-        return ",".join(shard.address for shard in self._cluster.shards)
+        """The shards as they were named: their addresses, separated by commas, or one name for all."""
+        return self._server
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:

@@ -8,6 +8,7 @@ import torch
 from psclient import settings as client_settings
 from psclient.cluster import Cluster
 from psclient.compression import Choice, Compressor
+from psclient.directory import connect
 from psclient.errors import ConfigurationError
 from psclient.exchange import Exchange
 from psclient.groups import ParamGroups
@@ -39,6 +40,7 @@ class Session:
         compressor: selects, and takes back what did not arrive.
         exchange: its pushes and pulls.
         planner: which tensors go together.
+        server: how the servers were named.
         own_server: an embedded server that was started for it.
     """
 
@@ -47,6 +49,7 @@ class Session:
     compressor: Compressor
     exchange: Exchange
     planner: Planner
+    server: str
     own_server: LocalServer | None
 
 
@@ -72,6 +75,7 @@ def open_session(
 
     Raises:
         ConfigurationError: a server address is not one, tracing cannot begin, or this worker should not train alone.
+        ServerUnreachableError: behind one name for all shards, some were not found.
     """
     worker = client_settings.worker_name(settings)
     if settings.tracing:
@@ -80,8 +84,9 @@ def open_session(
         except TracingError as error:
             raise ConfigurationError(str(error)) from error
     own_server = start_alone() if settings.server == client_settings.LOCAL else None
-    addresses = client_settings.addresses((own_server or settings).server)
-    shards = [ShardClient(address, index, settings) for index, address in enumerate(addresses)]
+    server = (own_server or settings).server
+    connections = connect(server, settings.security, settings.connect_seconds)
+    shards = [ShardClient(connection, index, settings) for index, connection in enumerate(connections)]
     replica = Replica(model.layout, model.parameters)
     membership = Membership(shards, worker, replica, model.buffers, method.name, agreed, settings)
     cluster = Cluster(shards, membership, replica, model.buffers)
@@ -96,7 +101,7 @@ def open_session(
     )
     compressor = Compressor(method, model, memories, groups.of, choice, planner.density_of)
     exchange = Exchange(cluster, Pusher(model.layout, cluster, planner.groups), compressor, planner)
-    return Session(membership, cluster, compressor, exchange, planner, own_server)
+    return Session(membership, cluster, compressor, exchange, planner, server, own_server)
 
 
 def server_string(server: Server | None) -> str | None:

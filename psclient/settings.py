@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_va
 from pydantic_settings import SettingsConfigDict
 
 from psclient.errors import ConfigurationError
+from pscore.addresses import AddressError, expand
 from pscore.channels import Security
 from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.layered_settings import LayeredSettings
@@ -26,7 +27,9 @@ class ClientSettings(LayeredSettings):
     model_config = SettingsConfigDict(env_prefix="PSCLIENT_", frozen=True, extra="forbid")
 
     server: str = Field(
-        LOCAL, description="HOST:PORT of each shard in order, separated by commas; local starts an embedded server"
+        LOCAL,
+        description="HOST:PORT of each shard in order, separated by commas, or as a range: ps-{0..3}.ps:50051; or "
+        "dns:///HOST:PORT, one name for all shards; local starts an embedded server",
     )
     worker: str = Field("", description="this worker's name; empty takes it from the job's environment")
     run_id: str = Field("", description="refuse to train in any other run; empty accepts the server's")
@@ -124,15 +127,15 @@ def resolve(settings: ClientSettings | None, server: str | None, worker: str | N
 
 
 def addresses(server: str) -> tuple[str, ...]:
-    """Split a comma-separated list of ``HOST:PORT``; raises :class:`ConfigurationError` where one has no port."""
-    found = tuple(part.strip() for part in server.split(",") if part.strip())
-    for address in found:
-        host, _, port = address.rpartition(":")
-        if not host or "/" in host or " " in host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigurationError(f"server address {address!r} is not HOST:PORT")
-    if not found or len(set(found)) < len(found):
-        raise ConfigurationError(f"server {server!r}: give each shard's HOST:PORT once")
-    return found
+    """Return each shard's address, or one name for all (:func:`pscore.addresses.expand`).
+
+    Raises:
+        ConfigurationError: the servers are named in another way.
+    """
+    try:
+        return expand(server)
+    except AddressError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def worker_name(settings: ClientSettings, environment: Mapping[str, str] = os.environ) -> str:

@@ -84,9 +84,9 @@ class PulledReply:
 class ShardClient:
     """The calls to one shard, and the state of the replica with respect to it."""
 
-    def __init__(self, address: str, index: int, settings: ClientSettings) -> None:
+    def __init__(self, connection: Connection, index: int, settings: ClientSettings) -> None:
         """Prepare; nothing is dialled yet."""
-        self.connection = Connection(address, settings.security)
+        self.connection = connection
         self.index = index
         self.settings = settings
         self.span = Span(0, 0)
@@ -104,7 +104,7 @@ class ShardClient:
 
     @property
     def address(self) -> str:
-        """``HOST:PORT``."""
+        """``HOST:PORT``, or another name of it."""
         return self.connection.address
 
     def adopt(self, generation: int, *, version: int | None = None) -> None:

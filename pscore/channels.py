@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import grpc
 
 OptionPairs = Sequence[tuple[str, Any]]
+Headers = Sequence[tuple[str, str]]
 
 
 class ChannelError(Exception):
@@ -56,8 +57,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def open_channel(address: str, security: Security, options: OptionPairs = ()) -> grpc.Channel:
+def open_channel(address: str, security: Security, options: OptionPairs = (), headers: Headers = ()) -> grpc.Channel:
     """Open a channel to ``HOST:PORT``; nothing is dialled yet.
+
+    Args:
+        address: where to.
+        security: how the channel is protected.
+        options: gRPC's.
+        headers: metadata that every call carries.
 
     Raises:
         ChannelError: a file cannot be read, or a token would travel in plaintext beyond this machine.
@@ -84,7 +91,9 @@ def open_channel(address: str, security: Security, options: OptionPairs = ()) ->
         )
         names = (("grpc.ssl_target_name_override", security.server_name),) if security.server_name else ()
         channel = grpc.secure_channel(address, credentials, options=[*options, *names])
-    return grpc.intercept_channel(channel, _Bearer(token)) if token else channel
+    if token:
+        headers = [*headers, ("authorization", f"Bearer {token}")]
+    return grpc.intercept_channel(channel, _Headers(headers)) if headers else channel
 
 
 def _read(path: Path, what: str) -> bytes:
@@ -105,22 +114,22 @@ class _Call(NamedTuple):
     compression: Any
 
 
-class _Bearer(
+class _Headers(
     grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds the token to every call: not as call credentials, which gRPC gives out over TLS alone, even to loopback."""
+    """Adds metadata to every call; a token too: gRPC gives call credentials out over TLS alone, even to loopback."""
 
-    def __init__(self, token: str) -> None:
-        self._header = ("authorization", f"Bearer {token}")
+    def __init__(self, headers: Headers) -> None:
+        self._headers = tuple(headers)
 
     def _add(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
         call = _Call(
             details.method,
             details.timeout,
-            [*(details.metadata or ()), self._header],
+            [*(details.metadata or ()), *self._headers],
             details.credentials,
             details.wait_for_ready,
             details.compression,

@@ -12,6 +12,9 @@ from pscore.v1 import parameter_server_pb2 as pb
 
 PROTOCOL_VERSION = 1
 
+SHARD_HEADER = "sparseps-shard"
+"""Metadata of a call: the shard that the caller takes the server for, as :func:`place_of` writes it."""
+
 DATA_TYPES: dict[torch.dtype, "pb.DataType.ValueType"] = {
     torch.float32: pb.DATA_TYPE_FLOAT32,
     torch.float16: pb.DATA_TYPE_FLOAT16,
@@ -28,6 +31,11 @@ _DTYPES = {code: dtype for dtype, code in DATA_TYPES.items()}
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_ELEMENTS = 1 << 48  # beyond any model; keeps a hostile shape from overflowing arithmetic
+
+
+def place_of(index: int, num_shards: int) -> str:
+    """Write which shard of how many."""
+    return f"{index} of {num_shards}"
 
 
 def layout_to_message(layout: ModelLayout) -> pb.ModelLayout:

@@ -5,6 +5,8 @@ from contextlib import contextmanager, nullcontext
 
 import grpc
 
+from pscore.messages import SHARD_HEADER, place_of
+from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.engine import Engine
 from psservice.identities import identity_from_message, require_name
@@ -35,9 +37,22 @@ class CallBase:
         """
         entered = self._engine.doorway.entered() if changes else nullcontext()
         with refusals_as_status(context, self._metrics, rpc):
-            caller = self._gate.admit(context.invocation_metadata(), rpc)
+            metadata = context.invocation_metadata()
+            caller = self._gate.admit(metadata, rpc)
+            for key, value in metadata:
+                if key == SHARD_HEADER:
+                    self._require_place(str(value))
             with entered:
                 yield caller
+
+    def _require_place(self, meant: str) -> None:
+        """Refuse a call that is meant for another shard: its address may have been another's a moment ago."""
+        settings = self._engine.settings
+        mine = place_of(settings.shard_index, settings.num_shards)
+        if meant != mine:
+            raise Refusal(
+                Reason.SHARD_MISMATCH, f"the worker takes this server for shard {meant[:32]}; it is shard {mine}"
+            )
 
     def _identity(self, caller: Caller, message: pb.WorkerIdentity, *, any_run: bool = False) -> Identity:
         for what, text in (("worker_id", message.worker_id), ("incarnation", message.incarnation)):

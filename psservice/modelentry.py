@@ -13,6 +13,7 @@ from psservice import modelstart
 from psservice.buffers import BufferAverage
 from psservice.membership import Identity
 from psservice.shard.grouped import make_shard
+from psservice.shard.model import ModelShard
 from psservice.shardstate import ShardState
 from psservice.uploadturn import UploadTurn
 
@@ -90,11 +91,18 @@ class ModelEntry:
             buffers if state.is_coordinator else [],
             next_generation(0),
             start.version,
+            start,
         )
         self.start = None
 
     def _install(
-        self, layout: ModelLayout, flat: torch.Tensor, buffers: list[torch.Tensor], generation: int, version: int
+        self,
+        layout: ModelLayout,
+        flat: torch.Tensor,
+        buffers: list[torch.Tensor],
+        generation: int,
+        version: int,
+        start: modelstart.Start | None = None,
     ) -> None:
         state = self._state
         before = state.model, state.buffers, state.run.state
@@ -108,6 +116,8 @@ class ModelEntry:
             regime=state.regime,
         )
         state.buffers = BufferAverage(layout.buffers, buffers) if buffers else None
+        if start is not None:
+            self._go_on_from(start, state.model)
         state.run.started()
         try:
             state.persistence.take_inside(state)
@@ -118,3 +128,15 @@ class ModelEntry:
         self.turn.end()
         state.metrics.version.set(version)
         log.info("model installed", extra={"generation": generation, "version": version, "elements": state.span.length})
+
+    def _go_on_from(self, start: modelstart.Start, model: ModelShard) -> None:
+        """Take over how far another run had come, whatever its number of shards was."""
+        state = self._state
+        if state.is_coordinator:
+            state.run.samples, state.datasets = start.samples, start.datasets
+        if state.buffers is not None:
+            state.buffers.weight = start.buffer_weight
+        if start.memories:
+            same_model = start.layout is not None and start.layout.fingerprint == model.layout.fingerprint
+            if not (same_model and model.inherit(start.memories)):
+                log.warning("the update rule begins anew: that of the --init run, or its order of tensors, is another")

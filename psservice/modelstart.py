@@ -1,6 +1,7 @@
 """Starting from a model file or another run's directory: tensors by name, put into the first worker's order."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -9,14 +10,31 @@ from pscore import modelfile
 from pscore.layout import ModelLayout
 from pscore.reasons import Reason, Refusal
 from psservice import replay
+from psservice.dataset import Datasets
+from psservice.rules.update.recut import RuleMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run begins with, and from which version it counts."""
+    """What a run begins with: a model, and where it comes from another run, how far that had come.
+
+    Attributes:
+        tensors: by name.
+        version: from which it counts.
+        samples: trained before.
+        memories: of the update rules of all shards before; none where there was no run.
+        layout: by which the memories are cut.
+        datasets: whose samples were whose.
+        buffer_weight: how many contributions the averages of the buffers stand for.
+    """
 
     tensors: modelfile.StateDict
-    version: int
+    version: int = 0
+    samples: int = 0
+    memories: Sequence[RuleMemory] = ()
+    layout: ModelLayout | None = None
+    datasets: Datasets = field(default_factory=Datasets)
+    buffer_weight: float = 0.0
 
 
 def read(path: Path, checkpoint: str) -> Start:
@@ -27,9 +45,18 @@ def read(path: Path, checkpoint: str) -> Start:
         StorageError: the directory does not have it.
     """
     if not path.is_dir():
-        return Start(modelfile.read(path), 0)
+        return Start(modelfile.read(path))
     brought = replay.histories(path, checkpoint=checkpoint)
-    return Start(replay.state_of(brought, exact=True), max(history.model.version for history in brought))
+    first = brought[0]  # the coordinator: samples and buffers are its
+    return Start(
+        replay.state_of(brought, exact=True),
+        max(history.model.version for history in brought),
+        first.samples,
+        [history.model.remember() for history in brought],
+        first.layout,
+        first.datasets,
+        first.buffers.weight if first.buffers else 0.0,
+    )
 
 
 def fit(

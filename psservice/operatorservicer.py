@@ -53,7 +53,7 @@ class OperatorServicer(CallBase):
     def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.GetStatusResponse:  # noqa: N802
         """Report."""
         with self._admitted(context, "GetStatus"):
-            return self.report.message()
+            return self.report.message(brief=request.brief)
 
     def FinishRun(self, request: pb.FinishRunRequest, context: grpc.ServicerContext) -> pb.FinishRunResponse:  # noqa: N802
         """End the run."""

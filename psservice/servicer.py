@@ -20,7 +20,7 @@ from pscore.codecs.names import (
 )
 from pscore.frames import WireForm
 from pscore.layout import ModelLayout, Span
-from pscore.messages import PROTOCOL_VERSION, layout_from_message, layout_to_message
+from pscore.messages import PROTOCOL_VERSION, layout_from_message, layout_to_message, place_of
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from pscore.tracing import traced_stream
@@ -80,13 +80,7 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
                 )
             engine.run.require_id(request.identity.run_id, may_be_empty=True)
             identity = self._identity(caller, request.identity, any_run=True)
-            mine = (self._settings.shard_index, self._settings.num_shards)
-            if (request.shard_index, request.num_shards) != mine:
-                raise Refusal(
-                    Reason.SHARD_MISMATCH,
-                    f"the worker takes this server for shard {request.shard_index} of {request.num_shards}; "
-                    f"it is shard {mine[0]} of {mine[1]}",
-                )
+            self._require_place(place_of(request.shard_index, request.num_shards))
             down = VALUE_CODECS[self._settings.down_value_type]
             if down not in (request.value_codecs or PLAIN_VALUE_CODECS):
                 raise Refusal(

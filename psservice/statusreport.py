@@ -34,8 +34,8 @@ class StatusReport:
         self._engine = engine
         self._started = time.monotonic()
 
-    def message(self) -> pb.GetStatusResponse:
-        """Return what is so now."""
+    def message(self, *, brief: bool = False) -> pb.GetStatusResponse:
+        """Return what is so now; ``brief`` leaves the workers out."""
         engine, settings = self._engine, self._engine.settings
         model, layout = engine.model, engine.layout
         span = engine.span if layout else Span(0, 0)
@@ -55,7 +55,7 @@ class StatusReport:
             shard_index=settings.shard_index,
             num_shards=settings.num_shards,
             device=str(engine.device),
-            workers=[self._worker(member) for member in engine.membership.members()],
+            workers=[self._worker(member) for member in engine.membership.members() if not brief],
             push_bytes=push.message_bytes,
             pull_bytes=pull.message_bytes,
             buffer_bytes=engine.traffic["ExchangeBuffers"].message_bytes,

@@ -5,6 +5,7 @@ other, so each sees, and leaves behind, exactly one version.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from pscore.tracing import traced
 from psservice.rules.regime import Regime
 from psservice.rules.rounds import Round
 from psservice.rules.update.base import Place, RuleState
+from psservice.rules.update.recut import RuleMemory
 from psservice.shard.ledger import Support, UpdateLedger, union
 from psservice.shard.past_values import Overwritten, PastValues, compensated
 
@@ -218,6 +220,17 @@ class ModelShard:
             self.round.restore(part("round"))
         if self._past is not None and "past" in state.plain:
             self._past.restore(part("past"), device)
+
+    def remember(self) -> RuleMemory:
+        """Return what the update rule remembers, for shards that are cut in other places."""
+        return self._rule.remember()
+
+    def inherit(self, memories: Sequence[RuleMemory]) -> bool:
+        """Take over what the update rules of all shards of another run remember; False where theirs is another one."""
+        if {memory.kind for memory in memories} != {self._rule.remember().kind}:
+            return False
+        self._rule.inherit(memories)
+        return True
 
     def _advance(self, support: Support) -> int:
         # The ledger first: who reads beside the writer must not see a version of which the ledger does not know.

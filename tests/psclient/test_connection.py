@@ -4,24 +4,47 @@ import time
 
 import pytest
 
+from psclient import connection as module
 from psclient.connection import Connection, Patience
 from psclient.errors import ServerUnreachableError, Transient
 from pscore.channels import Security
 
 
-def test_a_channel_is_closed_only_when_calls_go_over_the_next_one():
-    connection, seen = Connection("127.0.0.1:1", Security()), []
+def test_a_call_that_is_under_way_outlives_one_renewal():
+    connection, closed = Connection("127.0.0.1:1", Security()), []
     before = connection.stub
 
     class Closing:
         def close(self):
-            seen.append(connection.stub is not before)
+            closed.append(connection.stub is not before)
 
     connection._channel.close()
     connection._channel = Closing()
     connection.renew()
+    assert not closed
+    connection.renew()
+    assert closed == [True]
     connection.close()
-    assert seen == [True], "a call on a closed channel is a ValueError, which nobody expects"
+
+
+def test_channels_are_not_made_faster_than_they_can_dial(monkeypatch):
+    connection = Connection("127.0.0.1:1", Security())
+    first = connection.stub
+    monkeypatch.setattr(module, "_DIAL_SECONDS", 3600.0)
+    connection.look_again()
+    assert connection.stub is first
+    monkeypatch.setattr(module, "_DIAL_SECONDS", 0.0)
+    connection.look_again()
+    assert connection.stub is not first
+    connection.close()
+
+
+def test_a_closed_connection_stays_closed():
+    connection = Connection("127.0.0.1:1", Security())
+    connection.close()
+    before = connection.stub
+    connection.renew()
+    assert connection.stub is before
 
 
 def test_the_last_attempt_has_a_whole_deadline_and_no_attempt_a_longer_one_than_is_left():

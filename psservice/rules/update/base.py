@@ -1,6 +1,6 @@
 """What an update rule is: a shard's parameters, what a push does to them, and what must survive a restart."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,6 +8,7 @@ import torch
 
 from pscore.layout import ModelLayout, Span
 from pscore.segment import Segment
+from psservice.rules.update.recut import RuleMemory
 from psservice.shard.ledger import Support
 
 
@@ -63,6 +64,12 @@ class UpdateRule(Protocol):
 
     def restore(self, state: RuleState) -> None:
         """Take over what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
+
+    def remember(self) -> RuleMemory:
+        """Return what is remembered, for shards that are cut in other places."""
+
+    def inherit(self, memories: Sequence[RuleMemory]) -> None:
+        """Take over what all shards of another run :meth:`remember`, with a rule of the same kind."""
 
 
 RuleMaker = Callable[[Place], UpdateRule]

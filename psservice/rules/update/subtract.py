@@ -1,11 +1,14 @@
 """``θ −= p``: the rule of every method whose worker sends learning rate times direction."""
 
+from collections.abc import Sequence
+
 import torch
 
 from pscore.kernels import backend_of
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from psservice.rules.update.base import Place, RuleState
+from psservice.rules.update.recut import RuleMemory
 from psservice.shard.ledger import Support
 
 _LARGE = 1e30  # smaller values cannot take a parameter out of its range, nor can many of them in a lifetime
@@ -41,4 +44,11 @@ class Subtract:
         return RuleState()
 
     def restore(self, state: RuleState) -> None:
+        """Nothing is remembered."""
+
+    def remember(self) -> RuleMemory:
+        """Nothing is remembered."""
+        return RuleMemory("subtract")
+
+    def inherit(self, memories: Sequence[RuleMemory]) -> None:
         """Nothing is remembered."""

@@ -7,7 +7,7 @@ entries that were sent, parameters and optimizer state alike.
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from psservice.rules.update.base import Place, RuleMaker, RuleState
+from psservice.rules.update.recut import PieceMemory, RuleMemory, recut
 from psservice.rules.update.specs import (
     ELEMENTWISE,
     LAZY,
@@ -180,6 +181,25 @@ class TorchOptimizer:
             places = {id(tensor): place for place, tensor in enumerate(order)}
             whole["state"] = {places[id(self._pieces[n][1])]: values for n, values in restored.items()}
             self._optimizer.load_state_dict(whole)
+
+    def remember(self) -> RuleMemory:
+        """Return the optimizer's state by entries of the layout."""
+        states = self._optimizer.state if self._optimizer else {}
+        pieces = [PieceMemory(span, tuple(tensor.shape), dict(states[tensor])) for span, tensor in self._pieces]
+        return RuleMemory(self._settings.optimizer.name, self._updates, pieces)
+
+    def inherit(self, memories: Sequence[RuleMemory]) -> None:
+        """Put the optimizer's state together from that of shards that were cut in other places."""
+        pieces = [piece for memory in memories for piece in memory.pieces]
+        tensors: dict[str, torch.Tensor] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        for number, (span, tensor) in enumerate(self._pieces):
+            for name, value in recut(pieces, span, tuple(tensor.shape)).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{number}.{name}"] = value.to(tensor.device) if value.dim() else value
+                else:
+                    plain.setdefault(str(number), {})[name] = value
+        self.restore(RuleState({"updates": max(memory.updates for memory in memories), "state": plain}, tensors))
 
     # Inner parts
 
