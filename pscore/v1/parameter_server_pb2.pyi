@@ -3,7 +3,7 @@
 isort:skip_file
 The contract between workers and a sparseps parameter server.
 
-docs/protocol.md is the state machine behind these messages. Conventions:
+docs/protocol.md is the state machine behind these messages, docs/writing-a-client.md what to send when. Conventions:
  * an index is a position in the model's flat layout, counted over the whole model on every shard;
  * payload bytes are little-endian and described by an explicit codec; an unknown codec is UNIMPLEMENTED;
  * every stream is header, chunks, commit; nothing is applied before the commit has been checked.
@@ -367,7 +367,7 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """No live worker has this name."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
-    """Why a call was refused; travels as the reason of google.rpc.ErrorInfo."""
+    """Why a call was refused; its full name travels as the reason of google.rpc.ErrorInfo."""
 
 REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
 """Not set; never sent."""
@@ -507,7 +507,7 @@ class ModelLayout(_message.Message):
     BUFFERS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
-    """SHA-256 over names, shapes, data types and order."""
+    """SHA-256 over a line of text for each tensor; docs/writing-a-client.md has its bytes."""
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """Parameters, in named_parameters() order."""
@@ -674,7 +674,7 @@ class JoinRequest(_message.Message):
 
     @_builtins.property
     def method_settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Settings of the method in which workers must agree, as canonical text."""
+        """Settings of the method in which workers must agree, compared as text; none may be missing or in addition."""
 
     @_builtins.property
     def layout(self) -> Global___ModelLayout:
@@ -682,7 +682,9 @@ class JoinRequest(_message.Message):
 
     @_builtins.property
     def index_codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___IndexCodec.ValueType]:
-        """Index codecs that the worker can read; none listed: DENSE and RAW32. It writes none that the answer does not list."""
+        """Index codecs that the worker can read; none listed: DENSE and RAW32. DENSE is written in any case. The worker
+        writes none that the answer does not list.
+        """
 
     @_builtins.property
     def value_codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___ValueCodec.ValueType]:
@@ -734,7 +736,7 @@ class JoinResponse(_message.Message):
     state: Global___JoinState.ValueType
     """What to do next."""
     run_id: _builtins.str
-    """The run."""
+    """The run. Shard 0's is named in all other calls, to every shard; another shard may have none before."""
     generation: _builtins.int
     """Generation of the model here, or, with UPLOAD, of the upload to be made; 0 if there is none yet. Upper 32 bits:
     which full upload; lower 32 bits: random, one a history of versions.
@@ -913,11 +915,11 @@ class Chunk(_message.Message):
     group: _builtins.int
     """Which group of the header's plan it belongs to."""
     start: _builtins.int
-    """First index of the span."""
+    """First index of the span, in the whole model. Chunks of a group ascend, and their spans do not overlap."""
     length: _builtins.int
     """Elements in the span."""
     count: _builtins.int
-    """Entries in the chunk; equal to length for DENSE."""
+    """Entries in the chunk, at least 1; equal to length for DENSE."""
     index_codec: Global___IndexCodec.ValueType
     """How indices are written."""
     value_codec: Global___ValueCodec.ValueType
@@ -1320,13 +1322,13 @@ class PushHeader(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """The worker's step; rises within an incarnation."""
+    """The worker's step; from 1, rises within an incarnation, the same at every shard."""
     generation: _builtins.int
     """Generation of the model that the worker trains."""
     base_version: _builtins.int
     """Version of this shard that the replica has."""
     samples: _builtins.int
-    """Samples that this step has consumed."""
+    """Samples that this step has consumed; told to every shard, counted by shard 0. 0 for a flush."""
     learning_rate: _builtins.float
     """Learning rate that the values carry, for DC-ASGD; 0 where it is not known."""
     @_builtins.property
@@ -1335,7 +1337,7 @@ class PushHeader(_message.Message):
 
     @_builtins.property
     def plan(self) -> _containers.RepeatedCompositeFieldContainer[Global___Group]:
-        """The groups that follow: disjoint, inside the shard's range, each sent in ascending order."""
+        """The groups that follow: disjoint, inside the shard's range, each sent in ascending order. Empty where nothing follows."""
 
     @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedSamples]:
@@ -1527,7 +1529,9 @@ class PullHeader(_message.Message):
     changed_density: _builtins.float
     """What changed since the replica's version, over elements owned; 1 where it is not known."""
     image: _builtins.bool
-    """True if the server keeps an image of this replica from this reply on: keep an fp32 replica."""
+    """True if the server keeps an image of this replica from this reply on: keep an fp32 replica, which begins as this
+    reply leaves the parameters, rounded to their data types.
+    """
     run_state: Global___RunState.ValueType
     """Where the run is."""
     def __init__(
@@ -1599,11 +1603,11 @@ class BuffersHeader(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """The worker's step."""
+    """The worker's step; counted once."""
     generation: _builtins.int
     """Generation of the model."""
     samples: _builtins.int
-    """Samples seen since the worker's last exchange."""
+    """Samples seen since the worker's last exchange; 0 to ask without contributing."""
     buffer_bytes: _builtins.int
     """Bytes that follow."""
     @_builtins.property
