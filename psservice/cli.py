@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,6 +126,8 @@ def _serve(arguments: Sequence[str]) -> int:
         return EXIT_USAGE
     logs.configure(loaded.log_level, loaded.log_format)
 
+    # The first process of a container has no default for SIGTERM. Until the server heeds it, nothing needs to be ended in order.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_OK))
     from pscore.modelfile import ModelFileError
     from psservice.server import Server, StartError
 
