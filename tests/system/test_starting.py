@@ -51,7 +51,7 @@ def starting(tmp_path):
 
 
 def test_a_server_is_alive_before_it_serves(starting):
-    process, pipe, ready, state = starting
+    _, pipe, ready, state = starting
     assert state("liveness") == STATES.SERVING
     assert state("") == STATES.NOT_SERVING
     assert state("sparseps.v1.ParameterServerService") == STATES.NOT_SERVING
