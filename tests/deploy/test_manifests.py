@@ -25,7 +25,7 @@ KNOWN_ELSEWHERE = {
     "TrainingRuntime": {"mlPolicy", "template"},
     "TrainJob": {"runtimeRef", "trainer"},
 }
-"""Kinds of operators, of which Kubernetes' own schemas know nothing, and the fields of their specs that are used here."""
+"""Kinds of other projects, of which Kubernetes' schemas know nothing, and the fields of their specs that are used."""
 
 VERSIONS = {
     "Certificate": "cert-manager.io/v1",
