@@ -80,12 +80,11 @@ class Engine(ShardState):
         try:
             self._entry = ModelEntry(self)
             self.persistence.recover(self)
+            self._entry.read_start()
         except BaseException:
             self.writer.close()
             self.persistence.abandon()
             raise
-        if self.model is not None:
-            self._entry.start = None
         self._end.come_again()
         self.persistence.start(self)
         threading.Thread(target=self._end_leases, name="lease-reaper", daemon=True).start()

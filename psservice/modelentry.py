@@ -32,12 +32,20 @@ class ModelEntry:
     """
 
     def __init__(self, state: ShardState) -> None:
-        """Read what the server was started with."""
+        """Begin with nothing; :meth:`read_start` comes when the shard has recovered what it has."""
         self._state = state
         self.turn = UploadTurn(state.membership.is_live)
         self.start: modelstart.Start | None = None
-        if state.settings.init:
-            self.start = modelstart.read(state.settings.init, state.settings.init_checkpoint)
+
+    def read_start(self) -> None:
+        """Read what the server was started with; a shard with a past of its own goes on from there instead.
+
+        Raises:
+            ModelFileError, StorageError: it cannot be read.
+        """
+        settings = self._state.settings
+        if settings.init and self._state.model is None:
+            self.start = modelstart.read(settings.init, settings.init_checkpoint)
 
     def check_upload(self, identity: Identity, generation: int) -> None:
         """Refuse an upload that would not be taken; called before its bytes are received, and again at the end."""
