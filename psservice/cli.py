@@ -1,8 +1,9 @@
-"""``psservice``: serve, status, finish, snapshot, restore, replay."""
+"""``psservice``: serve, health, status, finish, snapshot, restore, replay."""
 
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"psservice {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", help="run a server (see psservice serve --help)")
+    health = commands.add_parser("health", help="ask a server's health port; exit status 0 if it serves, 1 if not")
+    health.add_argument("address", nargs="?", metavar="ADDRESS", help="its --health-listen (default 127.0.0.1:50052)")
+    health.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
     status = commands.add_parser("status", help="show versions, workers and bytes of running servers")
     finish = commands.add_parser("finish", help="end the run: pushes are refused, the final model is written")
     snapshot = commands.add_parser("snapshot", help="take a checkpoint over all shards now (shard 0 first)")
@@ -49,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target.add_argument("--checkpoint", default="", metavar="ID", help="checkpoint instead of a version")
     replay.add_argument("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
     options = parser.parse_args(words)
+    if options.command == "health":
+        return _health(options)
     return _replay(options) if options.command == "replay" else _operate(options)
 
 
@@ -101,6 +107,19 @@ def _operate(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _health(options: argparse.Namespace) -> int:
+    from psservice import healthcheck
+
+    address = options.address or healthcheck.DEFAULT_ADDRESS
+    try:
+        healthcheck.check(address, options.timeout)
+    except healthcheck.UnhealthyError as error:
+        print(f"psservice health: {error}", file=sys.stderr)
+        return EXIT_UNREACHABLE
+    print(f"{address}: serving")
+    return EXIT_OK
+
+
 def _replay(options: argparse.Namespace) -> int:
     from psservice import replay
     from psservice.durability.files import StorageError
@@ -114,6 +133,9 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
+    # Until Server.run heeds it. The first process of a container ignores a signal without a handler, and would be killed
+    # only when its grace period is over. Nothing is served yet, and files may be left as kill -9 leaves them.
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_OK))
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
 
     from psservice import logs, settings  # late: see above
