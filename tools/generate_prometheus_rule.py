@@ -1,0 +1,50 @@
+"""Writes the PrometheusRule of Kubernetes from deploy/prometheus/rules.yaml; ``--check`` only compares.
+
+The Prometheus operator takes rules as an object whose ``spec`` is a file of rules, and kustomize cannot put one into the other.
+Run this after changing a rule: ``.venv/bin/python tools/generate_prometheus_rule.py``.
+"""
+
+import sys
+import textwrap
+from pathlib import Path
+
+import yaml
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+SOURCE = DEPLOY / "prometheus" / "rules.yaml"
+TARGET = DEPLOY / "kubernetes" / "components" / "monitoring" / "prometheusrule.yaml"
+
+HEAD = """\
+# Generated from deploy/prometheus/rules.yaml by tools/generate_prometheus_rule.py; do not edit.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: psservice
+  labels: {app.kubernetes.io/name: sparseps}
+spec:
+"""
+
+
+def rule(rules: str) -> str:
+    """Return the object that holds a file of rules, comments and all."""
+    text = HEAD + textwrap.indent(rules, "  ")
+    if yaml.safe_load(text)["spec"] != yaml.safe_load(rules):
+        raise ValueError(f"{SOURCE.name} cannot be indented: a rule's text would change")
+    return text
+
+
+def main() -> int:
+    """Write or compare; return 1 where the file is out of date."""
+    text = rule(SOURCE.read_text())
+    if "--check" in sys.argv[1:]:
+        if not TARGET.exists() or TARGET.read_text() != text:
+            print(f"{TARGET.name} is out of date: run tools/generate_prometheus_rule.py", file=sys.stderr)
+            return 1
+        return 0
+    TARGET.write_text(text)
+    print(f"wrote {TARGET}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
