@@ -1,7 +1,7 @@
 """One worker of the quickstart, on a server that runs already: in a container, in a pod, on another machine.
 
-Start it once a worker, each with its number: --worker, or JOB_COMPLETION_INDEX in an indexed Job of Kubernetes. Worker 0
-tests the server's model at the end and exits with status 1 if it misses the target.
+Start it once a worker, each with its number: --worker, or JOB_COMPLETION_INDEX in an indexed Job of Kubernetes. Worker
+0 tests the server's model at the end and exits with status 1 if it misses the target.
 """
 
 import argparse

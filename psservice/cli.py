@@ -133,8 +133,8 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    # Until Server.run heeds it. The first process of a container ignores a signal without a handler, and would be killed
-    # only when its grace period is over. Nothing is served yet, and files may be left as kill -9 leaves them.
+    # Until Server.run heeds it. The first process of a container ignores a signal without a handler, and would only be
+    # killed when its grace period is over. Nothing is served yet, and files may be left as kill -9 leaves them.
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_OK))
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
 

@@ -25,7 +25,8 @@ def check(address: str, timeout_seconds: float) -> None:
             )
         except grpc.RpcError as error:
             raise UnhealthyError(
-                f"{address}: {error.code().name}: {error.details()}; is a server running with --health-listen {address}?"
+                f"{address}: {error.code().name}: {error.details()}; "
+                f"is a server running with --health-listen {address}?"
             ) from error
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

@@ -1,8 +1,8 @@
 """What the test takes of this machine, and how all of it is given back.
 
-Both stages run in mount and process namespaces, the pods in a network namespace as well: when the first process of these
-is gone, so is every container, mount, bridge, firewall rule and sysctl, also after ``kill -9``. What remains is one folder
-of the cache and empty cgroups, which are removed here.
+Both stages run in mount and process namespaces, the pods in a network namespace as well: when the first process of
+these is gone, so is every container, mount, bridge, firewall rule and sysctl, also after ``kill -9``. What remains is
+one folder of the cache and empty cgroups, which are removed here.
 """
 
 import contextlib

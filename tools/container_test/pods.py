@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from psservice.operate import OperateError, call
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice.operate import OperateError, call
 from tools.container_test import image, manifests
 from tools.container_test.machine import FAILED, ROOT, TestFailedError, say, settle_in
 from tools.container_test.manifests import PlayedPod
