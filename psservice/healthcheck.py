@@ -20,7 +20,7 @@ def check(address: str, timeout_seconds: float) -> None:
     # Without the proxy of the environment, through which gRPC would go to loopback too.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
+            answer = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]  # made at run time
                 health_pb2.HealthCheckRequest(), timeout=timeout_seconds, wait_for_ready=False
             )
         except grpc.RpcError as error:

@@ -3,18 +3,22 @@
 import argparse
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 
 from tools.container_test import __doc__ as about
 from tools.container_test import needs
-from tools.container_test.machine import SKIPPED, SkippedError, say, stage, work_folder
+from tools.container_test.machine import ROOT, SKIPPED, SkippedError, say, stage, work_folder
+
+OVERLAY = ROOT / "deploy" / "kubernetes" / "overlays" / "cpu-dev"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="make container-test", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.container_test", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.parse_args()
+    parser.add_argument("--overlay", type=Path, default=OVERLAY, metavar="DIR", help="other manifests than cpu-dev's")
+    options = parser.parse_args()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         needs.check()
@@ -22,8 +26,8 @@ def main() -> int:
             say("stage 1 of 2: the image")
             status = stage("image", work, network=False)
             if status == 0:
-                say("stage 2 of 2: the pods of deploy/kubernetes/overlays/cpu-dev")
-                status = stage("pods", work, network=True)
+                say(f"stage 2 of 2: the pods of {options.overlay}")
+                status = stage("pods", work, options.overlay, network=True)
     except SkippedError as error:
         print(f"container test skipped: {error}", flush=True)
         return SKIPPED

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -20,6 +20,7 @@ FAILED, SKIPPED = 1, 77
 """Exit statuses beside 0; 77 is how test programs of old say that they were skipped."""
 
 _CGROUPS = "libpod_parent"
+_POLL_SECONDS = 1.0  # asking podman is dear
 _started = time.monotonic()
 
 
@@ -42,6 +43,19 @@ def cache() -> Path:
     """Return the folder that outlives a run."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "sparseps"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Poll until a condition holds.
+
+    Raises:
+        TestFailedError: not in time.
+    """
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TestFailedError(f"not within {seconds:.0f} s: {what}")
+        time.sleep(_POLL_SECONDS)
 
 
 @contextlib.contextmanager
@@ -76,9 +90,10 @@ def namespaces(*, network: bool) -> list[str]:
     return [*die_with_us, "unshare", *own, "--"]
 
 
-def stage(module: str, work: Path, *, network: bool) -> int:
+def stage(module: str, *arguments: Path, network: bool) -> int:
     """Run a module of this package in namespaces; return its exit status. A stop of this process stops it."""
-    command = [*namespaces(network=network), sys.executable, "-m", f"tools.container_test.{module}", str(work)]
+    words = [sys.executable, "-m", f"tools.container_test.{module}", *map(str, arguments)]
+    command = [*namespaces(network=network), *words]
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         return process.wait()

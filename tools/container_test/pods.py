@@ -1,27 +1,24 @@
 """The stage that runs the pods of the overlay: training, a killed server, and a clean end."""
 
+import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate import OperateError, call
 from tools.container_test import image, manifests
-from tools.container_test.machine import FAILED, ROOT, TestFailedError, say, settle_in
+from tools.container_test.machine import FAILED, TestFailedError, say, settle_in, wait_until
 from tools.container_test.manifests import PlayedPod
 from tools.container_test.podman import Podman
-
-OVERLAY = ROOT / "deploy" / "kubernetes" / "overlays" / "cpu-dev"
 
 _NETWORK = "sparseps"
 _PORT = 50051
 _READY_SECONDS = 240.0
 _TRAINING_SECONDS = 600.0
 _STOP_SECONDS = 120
-_POLL_SECONDS = 0.5
 _KILL_AT_VERSION = 60  # of 440: both workers are well on their way
 
 
@@ -31,6 +28,7 @@ class Pods:
     def __init__(self, podman: Podman, plan: manifests.Plan) -> None:
         self._podman = podman
         self._plan = plan
+        self._addresses: dict[str, str] = {}
 
     def start_servers(self) -> None:
         """Start every shard and wait until each says that it serves."""
@@ -38,7 +36,7 @@ class Pods:
         for pod in self._plan.servers:
             self._play(pod, image.SERVER)
         for pod in self._plan.servers:
-            wait_until(lambda pod=pod: self.healthy(pod), _READY_SECONDS, f"{pod.name} serves")
+            wait_until(functools.partial(self.healthy, pod), _READY_SECONDS, f"{pod.name} serves")
             self._check_confinement(pod)
         say(f"{len(self._plan.servers)} shards serve, and their health checks say so")
 
@@ -110,7 +108,7 @@ class Pods:
         self._podman.run("kube", "play", "--network", network, "-", stdin=pod.text, seconds=300)
 
     def _health_check(self, pod: PlayedPod) -> list[str]:
-        test = self._podman.inspect(pod.image, "image")["Config"]["Healthcheck"]["Test"]
+        test = self._podman.inspect(pod.image, "image")["Healthcheck"]["Test"]
         if test[:1] != ["CMD"]:
             raise TestFailedError(f"the health check of {pod.image} is {test}, not a program of its own")
         return list(test[1:])
@@ -141,25 +139,14 @@ class Pods:
 
     def _version(self, pod: PlayedPod) -> int:
         """Return the version of a shard; 0 while it has none, or does not answer."""
-        infra = self._podman.inspect(pod.name, "pod")["InfraContainerID"]
-        address = self._podman.inspect(infra)["NetworkSettings"]["Networks"][_NETWORK]["IPAddress"]
+        if pod.name not in self._addresses:  # it belongs to the pod, whatever becomes of its container
+            infra = self._podman.inspect(pod.name, "pod")["InfraContainerID"]
+            address = self._podman.inspect(infra)["NetworkSettings"]["Networks"][_NETWORK]["IPAddress"]
+            self._addresses[pod.name] = f"{address}:{_PORT}"
         try:
-            return int(call(f"{address}:{_PORT}", "GetStatus", pb.GetStatusRequest(), 10.0).version)
+            return int(call(self._addresses[pod.name], "GetStatus", pb.GetStatusRequest(), 10.0).version)
         except OperateError:
             return 0
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Poll until a condition holds.
-
-    Raises:
-        TestFailedError: not in time.
-    """
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise TestFailedError(f"not within {seconds:.0f} s: {what}")
-        time.sleep(_POLL_SECONDS)
 
 
 def main(work: Path, overlay: Path) -> int:
@@ -182,4 +169,4 @@ def main(work: Path, overlay: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), OVERLAY))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
