@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 
+LIVENESS = "liveness"
+"""The health service's name for "this process answers": not whether it serves. Kubernetes restarts a pod by it."""
+
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
     ("grpc.keepalive_time_ms", 60_000),
@@ -50,7 +53,7 @@ class Server:
     """One running shard: the service, its health and its metrics, each on a port of its own."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Bind every port and start to serve.
+        """Bind every port and start to serve; the health service answers first, before a journal is replayed.
 
         Raises:
             StartError: with what is missing.
@@ -61,6 +64,20 @@ class Server:
         self._metrics = Metrics()
         self._health = health.HealthServicer()
         self._stopping = False
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        self._health_server, self.health_address = self._start_health()
+        try:
+            self._start_service()
+        except BaseException:
+            if self._health_server is not None:
+                self._health_server.stop(None)
+            raise
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    def _start_service(self) -> None:
+        """Bring the shard back to where it was, and open the ports of workers and metrics."""
+        settings = self.settings
         try:
             gate = Gate(TokenFile(settings.tokens) if settings.tokens else None)
             credentials = _credentials(settings)
@@ -82,16 +99,9 @@ class Server:
                 (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
             )
         self.address = _bind(self._server, settings.listen, "--listen", credentials)
-        self._health_server, self.health_address = None, ""
-        if settings.health_listen:
-            self._health_server = _grpc_server(2, None)
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
-            self.health_address = _bind(self._health_server, settings.health_listen, "--health-listen")
-            self._health_server.start()
         self.metrics_address = self._start_metrics() if settings.metrics_listen else ""
         self._server.start()
         self._upkeep = Upkeep(lambda: self.engine.layout.size if self.engine.layout else 0)
-        self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def run(self) -> None:
         """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop."""
@@ -159,6 +169,16 @@ class Server:
         if self.settings.reflection == "auto":
             return is_loopback(split_address(self.settings.listen)[0])
         return self.settings.reflection == "on"
+
+    def _start_health(self) -> tuple[grpc.Server | None, str]:
+        """Start the health service on its own port; return it and its address, or nothing if it is turned off."""
+        if not self.settings.health_listen:
+            return None, ""
+        server = _grpc_server(2, None)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        address = _bind(server, self.settings.health_listen, "--health-listen")
+        server.start()
+        return server, address
 
     def _start_metrics(self) -> str:
         host, port = split_address(self.settings.metrics_listen)

@@ -1,7 +1,7 @@
 """Writes deploy/kubernetes/base/psservice.yaml from the settings class; ``--check`` only compares.
 
-The file is what the ConfigMap of the shards holds: every setting, explained, at the value that it has on Kubernetes. Run
-this after changing a setting: ``.venv/bin/python tools/generate_configmap.py``.
+The file is what the ConfigMap of the shards holds: every setting, explained, at the value that it has on Kubernetes.
+Run this after changing a setting: ``.venv/bin/python tools/generate_configmap.py``.
 """
 
 import sys

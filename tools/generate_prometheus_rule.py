@@ -1,7 +1,7 @@
 """Writes the PrometheusRule of Kubernetes from deploy/prometheus/rules.yaml; ``--check`` only compares.
 
-The Prometheus operator takes rules as an object whose ``spec`` is a file of rules, and kustomize cannot put one into the other.
-Run this after changing a rule: ``.venv/bin/python tools/generate_prometheus_rule.py``.
+The Prometheus operator takes rules as an object whose ``spec`` is a file of rules, and kustomize cannot put one into
+the other. Run this after changing a rule: ``.venv/bin/python tools/generate_prometheus_rule.py``.
 """
 
 import sys

@@ -1,0 +1,108 @@
+"""The built manifests, as tests look at them: built once an overlay, and pods found wherever a kind keeps them."""
+
+import functools
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent.parent
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
+SECURE = [name for name in OVERLAYS if name != "cpu-dev"]
+
+Object = dict[str, Any]
+
+POD_TEMPLATES = {
+    "StatefulSet": ["spec.template"],
+    "Job": ["spec.template"],
+    "JobSet": ["spec.replicatedJobs.*.template.spec.template"],
+    "TrainingRuntime": ["spec.template.spec.replicatedJobs.*.template.spec.template"],
+}
+"""Where each kind keeps the templates of its pods."""
+
+
+@functools.cache
+def build(overlay: str) -> tuple[Object, ...]:
+    """Return the objects of an overlay; skips the test where nothing here can build it."""
+    if shutil.which("kubectl"):
+        command = ["kubectl", "kustomize"]
+    elif shutil.which("kustomize"):
+        command = ["kustomize", "build"]
+    else:
+        pytest.skip("neither kubectl nor kustomize is installed (.ci/install-kubectl installs kubectl)")
+    folder = KUBERNETES / "overlays" / overlay
+    built = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    return tuple(yaml.safe_load_all(built.stdout))
+
+
+def one(overlay: str, kind: str, name: str) -> Object:
+    """Return an object by its name; a hash that kustomize has appended is no part of it."""
+    named = re.compile(rf"{re.escape(name)}(-[a-z0-9]{{10}})?")
+    found = [e for e in build(overlay) if e["kind"] == kind and named.fullmatch(e["metadata"]["name"])]
+    if len(found) > 1:
+        found = [each for each in found if each["metadata"]["name"] == name]
+    assert len(found) == 1, f"{overlay} has {len(found)} of {kind}/{name}"
+    return found[0]
+
+
+def pods(overlay: str) -> Iterator[tuple[str, Object]]:
+    """Yield every pod template of an overlay with the kind that it belongs to."""
+    for each in build(overlay):
+        for path in POD_TEMPLATES.get(each["kind"], []):
+            for template in _at(each, path.split(".")):
+                yield each["kind"], template
+
+
+def _at(value: Any, path: list[str]) -> Iterator[Any]:
+    if not path:
+        yield value
+    elif path[0] == "*":
+        for each in value:
+            yield from _at(each, path[1:])
+    else:
+        yield from _at(value[path[0]], path[1:])
+
+
+def server(overlay: str) -> Object:
+    """Return the pod template of the shards."""
+    template: Object = one(overlay, "StatefulSet", "psservice")["spec"]["template"]
+    return template
+
+
+def container(template: Object) -> Object:
+    """Return a pod template's only container."""
+    (found,) = template["spec"]["containers"]
+    return dict(found)
+
+
+def workers(overlay: str) -> list[Object]:
+    """Return the pod templates of workers."""
+    return [template for kind, template in pods(overlay) if kind != "StatefulSet"]
+
+
+def environment(overlay: str, template: Object, shard: int = 0) -> dict[str, str]:
+    """Return what a container finds in its environment, as the kubelet fills it in."""
+    spec = container(template)
+    found: dict[str, str] = {}
+    for source in spec.get("envFrom", []):
+        found |= one(overlay, "ConfigMap", source["configMapRef"]["name"])["data"]
+    for variable in spec.get("env", []):
+        found[variable["name"]] = variable["value"] if "value" in variable else _filled_in(variable, spec, shard)
+    return found
+
+
+def _filled_in(variable: Object, spec: Object, shard: int) -> str:
+    source = variable["valueFrom"]
+    if "resourceFieldRef" in source:
+        assert source["resourceFieldRef"]["resource"] == "requests.cpu"
+        requested = str(spec["resources"]["requests"]["cpu"])
+        return str(-(-int(requested[:-1]) // 1000)) if requested.endswith("m") else requested
+    assert source == {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
+    return str(shard)

@@ -1,0 +1,294 @@
+"""The scripts beside the manifests, run: certificates, the Job that re-shards, Slurm with stand-ins for its tools."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+import torch
+import yaml
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+import psclient
+from psclient.local import LocalServer
+from pscore.channels import Security, open_channel
+from psservice.security import CertificateFiles
+from tests.deploy import manifests
+from tests.deploy.manifests import KUBERNETES, ROOT, environment, one
+from tests.system.tools import QUICK, make_data, make_model, train_step
+
+SLURM = ROOT / "deploy" / "slurm"
+SCRIPTS = [
+    *(KUBERNETES / name for name in ("make-certificates", "reshard-job")),
+    *sorted(SLURM.iterdir()),
+    ROOT / ".ci" / "install-kubectl",
+]
+SECONDS = 110
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_pass_shellcheck(script):
+    found = shutil.which("shellcheck", path=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+    command = [found] if found else ["bash", "-n"]
+    answer = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=SECONDS)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+# Certificates
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("certificates")
+    subprocess.run([KUBERNETES / "make-certificates", folder], check=True, timeout=SECONDS, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def shard(certificates):
+    """A health service behind the certificates of a shard, mounted where the overlay mounts them."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    files = certificates / "psservice"
+    credentials = CertificateFiles(files / "tls.crt", files / "tls.key", files / "ca.crt").credentials()
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def answers(address, security):
+    with open_channel(address, security) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return stub.Check(health_pb2.HealthCheckRequest(), timeout=30).status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_the_secrets_have_the_files_that_pods_look_for(certificates):
+    for template, secret in [
+        (manifests.server("mtls-secret"), "psservice"),
+        (manifests.workers("workers-job")[0], "psclient"),
+    ]:
+        names = environment("workers-job" if secret == "psclient" else "mtls-secret", template).values()
+        wanted = {name.rpartition("/")[2] for name in names if name.startswith("/etc/sparseps-tls/")}
+        assert wanted == {path.name for path in (certificates / secret).iterdir()}
+
+
+def test_workers_get_in_with_the_name_that_they_are_told(certificates, shard):
+    name = environment("workers-job", manifests.workers("workers-job")[0])["PSCLIENT_TLS_SERVER_NAME"]
+    mine = certificates / "psclient"
+    worker = Security(mine / "ca.crt", mine / "tls.crt", mine / "tls.key", name)
+    assert answers(shard, worker)
+    other = Security(mine / "ca.crt", mine / "tls.crt", mine / "tls.key", "psservice-3.psservice.sparseps.svc")
+    assert answers(shard, other)
+    inside = certificates / "psservice"  # psservice status, inside the pod of a shard
+    assert answers(shard, Security(inside / "ca.crt", inside / "tls.crt", inside / "tls.key", name))
+
+
+def test_nobody_gets_in_without_a_certificate_or_by_another_name(certificates, shard):
+    mine = certificates / "psclient"
+    with pytest.raises(grpc.RpcError):
+        answers(shard, Security(mine / "ca.crt", None, None, "psservice"))
+    with pytest.raises(grpc.RpcError):
+        answers(shard, Security(mine / "ca.crt", mine / "tls.crt", mine / "tls.key", "elsewhere"))
+
+
+def test_both_ways_to_certificates_give_the_same_names(certificates):
+    shown = subprocess.run(
+        ["openssl", "x509", "-in", certificates / "psservice" / "tls.crt", "-noout", "-ext", "subjectAltName"],
+        capture_output=True, text=True, check=True, timeout=SECONDS,
+    ).stdout  # fmt: skip
+    names = {part.strip().removeprefix("DNS:") for part in shown.splitlines()[1].split(",")}
+    assert names == set(one("mtls", "Certificate", "psservice")["spec"]["dnsNames"])
+
+
+# Re-sharding
+
+
+def reshard_job(*arguments, **variables):
+    answer = subprocess.run(
+        [KUBERNETES / "reshard-job", *arguments],
+        capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **variables},
+    )  # fmt: skip
+    return answer.returncode, answer.stdout
+
+
+def test_the_job_is_valid_and_fits_the_shards():
+    status, text = reshard_job("3", "e1-v7", STORAGE_CLASS="shared", STORAGE="5Gi")
+    assert status == 0
+    claim, job = yaml.safe_load_all(text)
+    from kubernetes_validate import validate
+
+    for each in (claim, job):
+        validate(each, "1.32.0", strict=True)
+    assert claim["spec"]["storageClassName"] == "shared"
+    spec = job["spec"]["template"]["spec"]
+    named = [v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v]
+    stateful = one("reshard", "StatefulSet", "psservice")
+    template = stateful["spec"]["volumeClaimTemplates"][0]["metadata"]["name"]
+    assert named == [claim["metadata"]["name"], *(f"{template}-{stateful['metadata']['name']}-{i}" for i in range(3))]
+    volumes = {volume["name"]: volume for volume in stateful["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["init"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    pod = stateful["spec"]["template"]
+    assert spec["containers"][0]["image"] == manifests.container(pod)["image"]
+    assert spec["serviceAccountName"] == pod["spec"]["serviceAccountName"]
+    assert spec["securityContext"] == pod["spec"]["securityContext"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["0"], ["two"], ["2", "a b"], ["2", "", "/elsewhere"], ["2", "$(x)"]])
+def test_wrong_arguments_print_nothing(arguments):
+    assert reshard_job(*arguments) == (2, "")
+
+
+def test_three_shards_begin_with_the_model_of_two(tmp_path):
+    data, init = tmp_path / "data", tmp_path / "init"
+    with LocalServer(shards=2, data_dir=data) as server:
+        model = make_model()
+        optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model, server=server.server, settings=QUICK)
+        for _ in range(2):
+            train_step(model, optimizer, *make_data())
+        optimizer.close()
+        before = psclient.download(server.server)
+    for index in range(2):  # a claim each
+        (tmp_path / "claims" / str(index)).mkdir(parents=True)
+        (data / f"shard-{index}-of-2").rename(tmp_path / "claims" / str(index) / f"shard-{index}-of-2")
+    init.mkdir()
+
+    _, text = reshard_job("2")
+    container = list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"]["containers"][0]
+    script = container["args"][0].replace("/claims/", f"{tmp_path}/claims/").replace("/init", str(init))
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "psservice").write_text(f'#!/bin/sh\nexec {sys.executable} -m psservice "$@"\n')
+    (programs / "psservice").chmod(0o755)
+    environ = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    subprocess.run([*container["command"], script], check=True, timeout=SECONDS, env=environ, cwd=ROOT)
+    assert subprocess.run([*container["command"], script], timeout=SECONDS, env=environ, cwd=ROOT).returncode == 1
+
+    found = environment("reshard", manifests.server("reshard"))["PSSERVICE_INIT"]
+    with LocalServer(shards=3, init=found.replace("/init", str(init)), data_dir=tmp_path / "run-2") as server:
+        model = make_model(1)
+        optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model, server=server.server, settings=QUICK)
+        assert optimizer.version == 2
+        after = psclient.download(server.server)
+        optimizer.close()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+# Slurm
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Stand-ins for Slurm's commands: ``srun`` starts its tasks here, the others write down how they were called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    srun = f"""\
+        #!{sys.executable}
+        import os, signal, subprocess, sys
+        words = sys.argv[1:]
+        tasks = 1
+        while words[0].startswith("--"):
+            name, _, value = words.pop(0).partition("=")
+            tasks = int(value) if name == "--ntasks" else tasks
+        children = [
+            subprocess.Popen(words, env={{**os.environ, "SLURM_PROCID": str(i)}}) for i in range(tasks)
+        ]
+        signal.signal(signal.SIGTERM, lambda *_: [child.send_signal(signal.SIGTERM) for child in children])
+        sys.exit(max(child.wait() for child in children))
+        """
+    note = f"""\
+        #!{sys.executable}
+        import json, os, sys
+        names = {{name: os.environ.get(name) for name in ("SPARSEPS_RUN", "SPARSEPS_SHARDS")}}
+        with open({str(tmp_path / "calls")!r}, "a") as calls:
+            calls.write(json.dumps([os.path.basename(sys.argv[0]), sys.argv[1:], names]) + "\\n")
+        print(4711)
+        """
+    psservice = f'#!/bin/sh\nexec {sys.executable} -m psservice "$@"\n'
+    for name, text in (("srun", textwrap.dedent(srun)), ("sbatch", textwrap.dedent(note)), ("psservice", psservice)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+
+def test_submit_makes_three_jobs_that_follow_each_other(slurm, tmp_path):
+    run = tmp_path / "run"
+    (run / "addresses").mkdir(parents=True)  # of shards that are gone
+    subprocess.run(
+        [SLURM / "submit", run, "2", "8", "python", "train.py", "a b"],
+        check=True, timeout=SECONDS, env=slurm, capture_output=True,
+    )  # fmt: skip
+    shards, workers, end = (json.loads(line) for line in (tmp_path / "calls").read_text().splitlines())
+    assert str(SLURM / "shards.sbatch") in shards[1]
+    assert "--ntasks=2" in shards[1]
+    assert shards[2] == {"SPARSEPS_RUN": str(run), "SPARSEPS_SHARDS": "2"}
+    assert workers[1][-4:] == [str(SLURM / "workers.sbatch"), "python", "train.py", "a b"]
+    assert {"--array=0-7", "--dependency=after:4711"} <= set(workers[1])
+    assert {"--dependency=afterany:4711", "--wrap=scancel --signal=TERM 4711"} <= set(end[1])
+    assert not (run / "addresses").exists()
+    assert subprocess.run([SLURM / "submit", run, "0", "8", "true"], env=slurm, timeout=SECONDS).returncode == 2
+
+
+def test_workers_of_an_array_find_the_shards_and_sigterm_ends_them_in_order(slurm, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    variables = {
+        "SPARSEPS_RUN": str(tmp_path / "run"), "SPARSEPS_SHARDS": "2", "SPARSEPS_PORT": str(port),
+        "SPARSEPS_HOST": "127.0.0.1", "PSSERVICE_INSECURE": "true", "SLURM_CPUS_PER_TASK": "1",
+    }  # fmt: skip
+    shards = subprocess.Popen(["bash", SLURM / "shards.sbatch"], env=slurm | variables, stderr=subprocess.DEVNULL)
+    try:
+        # A worker that joins, says who it is and trains a step: SIGTERM finds two shards with a model to keep.
+        worker = textwrap.dedent("""
+            import os
+            import psclient
+            from tests.system.tools import make_data, make_model, train_step
+            model = make_model()
+            optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model)
+            train_step(model, optimizer, *make_data())
+            settings = psclient.settings.load()
+            print(len(settings.server.split(",")), psclient.settings.worker_name(settings))
+            print(os.environ["WORLD_SIZE"], optimizer.version)
+            optimizer.close()
+        """)
+        array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}
+        answer = subprocess.run(
+            ["bash", SLURM / "workers.sbatch", sys.executable, "-c", worker],
+            env=slurm | variables | array, capture_output=True, text=True, timeout=SECONDS,
+        )  # fmt: skip
+        assert answer.returncode == 0, answer.stderr
+        assert answer.stdout.split() == ["2", "job-3", "8", "1"]
+        (batch,) = children_of(shards.pid)
+        os.kill(batch, signal.SIGTERM)  # as Slurm does: the steps, not the script
+        assert shards.wait(60) == 0
+        for index in range(2):
+            assert list((tmp_path / "run" / "data" / f"shard-{index}-of-2" / "snapshots").iterdir())
+    finally:
+        for process in reversed([shards.pid, *descendants(shards.pid)]):
+            if shards.poll() is None:
+                os.kill(process, signal.SIGKILL)
+        shards.wait(60)
+
+
+def children_of(process):
+    import psutil
+
+    return [child.pid for child in psutil.Process(process).children()]
+
+
+def descendants(process):
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(process).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

@@ -1,0 +1,85 @@
+"""What a server says and heeds while it starts, and what it needs when it starts again."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from safetensors.torch import save_file
+
+import psclient
+from psclient.local import LocalServer
+from tests.system.tools import QUICK, make_data, make_model, train_step
+
+STATES = health_pb2.HealthCheckResponse
+WAIT_SECONDS = 60
+
+
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def starting(tmp_path):
+    """A server that has opened its health port and now waits for its token file, a pipe that nobody has written to."""
+    pipe, health = tmp_path / "tokens", free_address()
+    os.mkfifo(pipe)
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "psservice", "serve", "--listen=127.0.0.1:0", f"--health-listen={health}",
+         "--metrics-listen=", f"--tokens={pipe}", f"--ready-fd={write_end}"],
+        pass_fds=(write_end,), stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    os.close(write_end)
+    with grpc.insecure_channel(health) as channel, os.fdopen(read_end) as ready:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        def state(service):
+            request = health_pb2.HealthCheckRequest(service=service)
+            return stub.Check(request, timeout=WAIT_SECONDS, wait_for_ready=True).status
+
+        yield process, pipe, ready, state
+    process.kill()
+    process.wait(WAIT_SECONDS)
+
+
+def test_a_server_is_alive_before_it_serves(starting):
+    _, pipe, ready, state = starting
+    assert state("liveness") == STATES.SERVING
+    assert state("") == STATES.NOT_SERVING
+    assert state("sparseps.v1.ParameterServerService") == STATES.NOT_SERVING
+    pipe.write_text("worker a-token\n")
+    assert json.loads(ready.readline())["health"]
+    assert [state(name) for name in ("liveness", "", "sparseps.v1.ParameterServerService")] == [STATES.SERVING] * 3
+
+
+def test_a_server_that_starts_heeds_sigterm(starting):
+    process, _, _, state = starting
+    assert state("liveness") == STATES.SERVING
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT_SECONDS) == 0
+
+
+def test_a_shard_with_a_past_of_its_own_does_not_read_what_it_began_with(tmp_path):
+    start = tmp_path / "start.safetensors"
+    save_file(make_model(5).state_dict(), start)
+    options = {"init": start, "data_dir": tmp_path / "data"}
+    with LocalServer(**options) as server:
+        model = make_model()
+        optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model, server=server.server, settings=QUICK)
+        train_step(model, optimizer, *make_data())
+        optimizer.close()
+        before = psclient.download(server.server)
+    start.unlink()
+    with LocalServer(**options) as server:
+        after = psclient.download(server.server)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not torch.equal(after["0.weight"], make_model(5).state_dict()["0.weight"])
