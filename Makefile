@@ -13,10 +13,10 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 SOURCES := pscore psservice psclient tests examples benchmarks chaos compare tools
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart examples test fuzz fuzz-service chaos soak lint format stubs bench compare wheel clean
+.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format stubs bench compare wheel clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo 'ARGS="..." goes to the program behind quickstart, examples, test, fuzz, chaos, soak, bench and compare; PYTHON=python3.12 picks the interpreter.'
 
 venv: $(STAMP) ## Set up .venv with the tested versions of everything
@@ -42,6 +42,9 @@ examples: venv ## Run every example on small data, kill and resume the long ones
 
 test: venv ## Run the tests
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(ARGS)
+
+container-test: venv ## Build the image and train in its containers, from the manifests; as root, with podman (status 77: cannot be run here)
+	@$(VENV)/bin/python -m tools.container_test $(ARGS)
 
 fuzz: venv ## Look for hostile chunks that no test has; ARGS="--seconds 600 --codec rice"
 	@$(PIP) install --quiet -c constraints.txt -e '.[fuzz]'

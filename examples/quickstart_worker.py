@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -37,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a worker tells the parent process after a step; the bytes are sums since the start."""
+    """What a worker tells of after a step; the bytes are sums since the start."""
 
     step: int
     steps: int
@@ -88,8 +89,8 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(x[TEST_SAMPLES:], y[TEST_SAMPLES:]), TensorDataset(x[:TEST_SAMPLES], y[:TEST_SAMPLES])
 
 
-def train(index: int, job: Job, parent: Connection) -> None:
-    """Train on this worker's share of the data and tell the parent after each step."""
+def train(index: int, job: Job, tell: Callable[[Progress], None]) -> None:
+    """Train on this worker's share of the data and tell of each step."""
     torch.set_num_threads(1)  # the workers share the cores
     torch.manual_seed(job.seed)
     images, labels = load_digits()[0].tensors
@@ -123,7 +124,7 @@ def train(index: int, job: Job, parent: Connection) -> None:
 
             step += 1
             totals = optimizer.totals
-            parent.send(
+            tell(
                 Progress(
                     step=step,
                     steps=steps,
@@ -144,7 +145,7 @@ def main(index: int, job: Job, parent: Connection) -> None:
     """Run :func:`train` in a process of its own; the parent is told how it ended."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        train(index, job, parent)
+        train(index, job, parent.send)
         parent.send(Done())
     except Exception:
         parent.send(traceback.format_exc())

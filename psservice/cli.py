@@ -1,4 +1,4 @@
-"""``psservice``: serve, replay, and the commands for running servers."""
+"""``psservice``: serve, health, replay, and the commands for running servers."""
 
 import argparse
 import math
@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     if options.command == "replay":
         return _replay(options)
+    if options.command == "health":
+        return _health(options)
     return _operate(options, parser.error)
 
 
@@ -62,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--interval-seconds", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks (default 2)"
     )
+    health = commands.add_parser("health", help="ask a server's health port; exit status 0 if it serves, 1 if not")
+    health.add_argument("address", nargs="?", metavar="ADDRESS", help="its --health-listen (default 127.0.0.1:50052)")
+    health.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
     target = restore.add_mutually_exclusive_group(required=True)
     target.add_argument("--version", type=int, metavar="V", help="version of each shard to go back to")
     target.add_argument("--checkpoint", default="", metavar="ID", help="checkpoint to go back to")
@@ -192,6 +197,19 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
     return EXIT_USAGE
 
 
+def _health(options: argparse.Namespace) -> int:
+    from psservice import healthcheck
+
+    address = options.address or healthcheck.DEFAULT_ADDRESS
+    try:
+        healthcheck.check(address, options.timeout)
+    except healthcheck.UnhealthyError as error:
+        print(f"psservice health: {error}", file=sys.stderr)
+        return EXIT_UNABLE
+    print(f"{address}: serving")
+    return EXIT_DONE
+
+
 def _replay(options: argparse.Namespace) -> int:
     from psservice import replay
     from psservice.durability.files import StorageError
@@ -205,6 +223,9 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
+    # Until Server.run heeds it: the first process of a container ignores a signal without a handler, and would be killed
+    # when its grace period is over. What was opened is closed on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_DONE))
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
 
     from psservice import logs, settings  # late: see above
@@ -216,8 +237,6 @@ def _serve(arguments: Sequence[str]) -> int:
         return EXIT_USAGE
     logs.configure(loaded.log_level, loaded.log_format)
 
-    # A container's first process is ended by SIGTERM only if it heeds it; until the server does, an exit is enough.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_OK))
     from pscore.modelfile import ModelFileError
     from psservice.server import Server, StartError
 

@@ -1,0 +1,130 @@
+"""The stage that builds the images and holds them to what they promise."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+from tools.container_test import base, hostpip
+from tools.container_test.machine import (
+    FAILED,
+    ROOT,
+    SKIPPED,
+    SkippedError,
+    TestFailedError,
+    say,
+    settle_in,
+    wait_until,
+)
+from tools.container_test.podman import Podman
+
+BASE, SERVER, QUICKSTART = (f"localhost/sparseps-test-{name}:latest" for name in ("base", "server", "quickstart"))
+
+_BUILD_SECONDS = 1500
+_START_SECONDS = 120.0
+_UNWANTED = "cc c++ gcc g++ clang ld as make cmake ninja"  # programs
+_SURVEY = f"""
+set -eu
+for program in {_UNWANTED}; do ! command -v "$program" || exit 3; done
+test -z "$(find /opt/sparseps -type d \\( -name tests -o -path '*/torch/include' \\) | tee /dev/stderr)" || exit 4
+test -z "$(find / -xdev \\( -path '*/.cache/pip' -o -path '/var/lib/apt/lists/*_Packages' \\) 2>/dev/null)" || exit 5
+test "$(id -u):$(id -g)" = 10001:10001 || exit 6
+! touch /opt/sparseps/written 2>/dev/null || exit 7
+touch /data/written /tmp/written || exit 8
+test -z "$(find / -xdev -perm -4000 -o -xdev -perm -2000 2>/dev/null | grep /opt/)" || exit 9
+"""
+_WRONG = {
+    3: "a compiler or a build tool is in it",
+    4: "tests or headers are in it",
+    5: "a package manager's cache is in it",
+    6: "it does not run as 10001:10001",
+    7: "its user can write to its program",
+    8: "its user cannot write to /data and /tmp",
+    9: "a program of ours runs as its owner",
+}
+HARDENED = ("--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--no-healthcheck")
+
+
+def main(work: Path) -> int:
+    settle_in()
+    podman = Podman(work)
+    try:
+        archive = base.make()
+        podman.run("import", str(archive), BASE, seconds=300)
+        tried = podman.attempt("run", "--rm", "--network=none", BASE, "true", seconds=120)
+        if tried.returncode != 0:
+            raise SkippedError(f"podman cannot run a container here: {tried.stderr.strip()}")
+        _build(podman, work)
+        _survey(podman)
+        _stop_early(podman)
+    except SkippedError as error:
+        print(f"container test skipped: {error}", flush=True)
+        return SKIPPED
+    except TestFailedError as error:
+        print(f"container test FAILED: {error}", file=sys.stderr, flush=True)
+        return FAILED
+    return 0
+
+
+def _build(podman: Podman, work: Path) -> None:
+    options = [
+        *("--network=host", "--format=docker", "--pull=never", "--file", str(ROOT / "deploy" / "Containerfile")),
+        *("--build-arg", f"BASE_IMAGE={BASE}", *hostpip.mounts(work)),
+    ]
+    for target, name in (("server", SERVER), ("quickstart", QUICKSTART)):
+        say(f"building the image {target}")
+        podman.run("build", *options, "--target", target, "--tag", name, str(ROOT), seconds=_BUILD_SECONDS)
+        size = podman.inspect(name, "image")["Size"]
+        say(f"image {target}: {size / 1e6:.0f} MB, of which the base is {_base_size(podman) / 1e6:.0f} MB")
+
+
+def _base_size(podman: Podman) -> int:
+    return int(podman.inspect(BASE, "image")["Size"])
+
+
+def _survey(podman: Podman) -> None:
+    """Look into the server's image, with a root that is only read and without any capability."""
+    looked = podman.attempt(
+        "run", "--rm", "--network=none", *HARDENED, "--entrypoint=sh", SERVER, "-c", _SURVEY, seconds=300
+    )
+    if looked.returncode != 0:
+        why = _WRONG.get(looked.returncode, "it cannot be looked into")
+        raise TestFailedError(f"the server's image: {why}\n{looked.stdout}{looked.stderr}")
+    said = podman.run("run", "--rm", "--network=none", *HARDENED, SERVER, "--version", seconds=120).split()[-1]
+    labels = podman.inspect(SERVER, "image")["Labels"]
+    if labels.get("org.opencontainers.image.version") != said:
+        raise TestFailedError(f"the image is labelled {json.dumps(labels)} and holds version {said}")
+    open_door = podman.attempt("run", "--rm", "--network=none", *HARDENED, SERVER, seconds=120)
+    if open_door.returncode != 2 or "--insecure" not in open_door.stderr:
+        raise TestFailedError(
+            f"without tokens or --insecure the server must not start; status {open_door.returncode}: {open_door.stderr}"
+        )
+    say(f"version {said}; runs as 10001 on a read-only root without capabilities; no compiler, no tests, no caches")
+
+
+def _stop_early(podman: Podman) -> None:
+    """Send SIGTERM while the server is starting, as the first process of its container: it heeds it."""
+    name = "early"
+    podman.run("run", "--detach", "--name", name, "--network=none", *HARDENED, SERVER, "serve", "--insecure")
+    pid = int(podman.inspect(name)["State"]["Pid"])
+    wait_until(lambda: _catches(pid, signal.SIGTERM), _START_SECONDS, "the server has a handler for SIGTERM")
+    podman.run("kill", "--signal=TERM", name)
+    status = int(podman.run("wait", name, seconds=_START_SECONDS))
+    podman.run("rm", "--volumes", name)
+    if status != 0:
+        raise TestFailedError(f"told to stop while it started, the server ended with status {status}")
+    say("told to stop while it starts, the server does")
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Tell whether a process has a handler for a signal, or is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) & 1 << (number - 1))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
