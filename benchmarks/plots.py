@@ -9,9 +9,11 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -21,6 +23,7 @@ from benchmarks.section import Plot
 PALETTE = ("#1a7fc1", "#d55e00", "#0f9b6c", "#b8609a", "#85762f", "#7a7a7a")
 _TEXT = "#010203"  # stands for the page's own text colour until the SVG is written
 _SIZE = (8.6, 4.2)
+_DOTS_AN_INCH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +50,25 @@ def lines(
 ) -> Plot:
     """Draw curves over one pair of axes."""
     with _style(title):
-        figure, plane = _frame(axes)
-        for curve in curves:
-            if not curve.points:
-                continue
-            x, y = zip(*curve.points, strict=True)
-            plane.plot(
-                x,
-                y,
-                label=curve.name,
-                color=PALETTE[curve.colour % len(PALETTE)],
-                linestyle="--" if curve.dashed else "-",
-                marker=curve.marker,
-                markersize=4,
-                linewidth=1.6,
-            )
-        if log_x:
-            plane.set_xscale("log")
-            _name_ticks(plane, sorted({x for curve in curves for x, _ in curve.points}))
-        if log_y:
-            plane.set_yscale("log")
-            plane.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            plane.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-            plane.yaxis.set_minor_formatter(NullFormatter())
-        else:
-            plane.set_ylim(bottom=0)
-        figure.legend(loc="outside right upper", frameon=False)
+        figure = _curves(axes, curves, log_x=log_x, log_y=log_y)
         return Plot(title, caption, _svg(figure, title))
+
+
+def save_lines(
+    path: Path,
+    title: str,
+    axes: tuple[str, str],
+    curves: Sequence[Line],
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> None:
+    """Write the same as a picture on white ground, its title above."""
+    with _style(title):
+        figure = _curves(axes, curves, log_x=log_x, log_y=log_y)
+        figure.suptitle(title, fontsize=11, x=0.01, horizontalalignment="left")
+        FigureCanvasAgg(figure)
+        figure.savefig(path, dpi=_DOTS_AN_INCH, facecolor="white", transparent=False)
 
 
 def bars(title: str, caption: str, axis: str, values: Sequence[tuple[str, float]]) -> Plot:
@@ -87,6 +82,36 @@ def bars(title: str, caption: str, axis: str, values: Sequence[tuple[str, float]
         plane.margins(x=0.1)
         figure.set_size_inches(_SIZE[0], 0.9 + 0.45 * len(values))
         return Plot(title, caption, _svg(figure, title))
+
+
+def _curves(axes: tuple[str, str], curves: Sequence[Line], *, log_x: bool, log_y: bool) -> Figure:
+    figure, plane = _frame(axes)
+    for curve in curves:
+        if not curve.points:
+            continue
+        x, y = zip(*curve.points, strict=True)
+        plane.plot(
+            x,
+            y,
+            label=curve.name,
+            color=PALETTE[curve.colour % len(PALETTE)],
+            linestyle="--" if curve.dashed else "-",
+            marker=curve.marker,
+            markersize=4,
+            linewidth=1.6,
+        )
+    if log_x:
+        plane.set_xscale("log")
+        _name_ticks(plane, sorted({x for curve in curves for x, _ in curve.points}))
+    if log_y:
+        plane.set_yscale("log")
+        plane.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        plane.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+        plane.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        plane.set_ylim(bottom=0)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
 
 
 def _style(salt: str) -> AbstractContextManager[None]:

@@ -95,6 +95,11 @@ class Link:
         self._numbers = itertools.count()
         self._round = 0
 
+    @property
+    def under_way(self) -> int:
+        """Transfers that share the link now."""
+        return len(self._flows)
+
     def transfer(self, size: float) -> Event:
         """Carry bytes; return the moment at which the last one is through."""
         event = Event()

@@ -13,14 +13,16 @@ from benchmarks.section import Section
 __all__ = ["show", "write"]
 
 
-def write(directory: Path, facts: dict[str, Any], sections: Sequence[Section]) -> list[Path]:
-    """Write ``report.html``, ``report.md`` and ``bench.json``; return their paths."""
+def write(
+    directory: Path, facts: dict[str, Any], sections: Sequence[Section], figures_name: str = "bench.json"
+) -> list[Path]:
+    """Write ``report.html``, ``report.md`` and every figure as JSON; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     figures = {section.key: {"seconds_taken": section.seconds, **section.figures} for section in sections}
     texts = {
         "report.html": page(facts, sections),
         "report.md": markdown(facts, sections),
-        "bench.json": json.dumps({**facts, "figures": figures}, indent=2, ensure_ascii=False) + "\n",
+        figures_name: json.dumps({**facts, "figures": figures}, indent=2, ensure_ascii=False) + "\n",
     }
     for name, text in texts.items():
         (directory / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,85 @@
+"""All costs, measured on this machine, as the simulation takes them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+
+from benchmarks.scale import engine, transport
+from benchmarks.scale.costs import Costs
+from benchmarks.scale.engine import Points
+from benchmarks.scale.fits import Curve, Line, line, worst
+
+_CENTS = 1.05  # densities nearer to one another than this are one point of a curve
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is measured.
+
+    Attributes:
+        sizes: of shards whose engine is measured, elements.
+        densities: of pushes there.
+        repeats: of each.
+        served: sizes of models beside a real server.
+        served_density: of pushes there.
+        rounds: of that.
+        worker_sizes: of models that a real worker trains.
+        worker_steps: of each.
+    """
+
+    sizes: tuple[int, ...] = (500_000, 2_000_000, 8_000_000, 32_000_000)
+    densities: tuple[float, ...] = (0.001, 0.01)
+    repeats: int = 9
+    served: tuple[int, ...] = (200_000, 2_000_000, 12_000_000)
+    served_density: float = 0.01
+    rounds: int = 3
+    worker_sizes: tuple[int, ...] = (1_000_000, 8_000_000, 32_000_000)
+    worker_steps: int = 7
+
+
+QUICK = Extent((500_000, 2_000_000), (0.001, 0.01), 3, (200_000, 4_000_000), 0.01, 1, (1_000_000, 4_000_000), 3)
+
+
+def measure(extent: Extent, seed: int, say: Callable[[str], None]) -> tuple[Costs, Points]:
+    """Measure; return the costs, and the points that their lines were laid through."""
+    work = engine.measure(extent.sizes, extent.densities, extent.repeats, seed, say)
+    costs = replace(
+        Costs(**_lines(work.points)),
+        index_bits=_curve(work.index_bits),
+        push_frame=median(work.push_frame),
+        pull_frame=median(work.pull_frame),
+        serial=dict(work.serial),
+    )
+    served = transport.measure(costs, extent.served, extent.served_density, extent.rounds, seed, say)
+    say("a real worker")
+    worked = transport.worker(extent.worker_sizes, extent.served_density, extent.worker_steps, seed)
+    points = work.points | served.points | worked
+    notes = {name: worst(line(found), found) for name, found in points.items()}
+    costs = replace(
+        costs,
+        **_lines(served.points | worked),
+        idle=median(served.idle),
+        renewal=median(served.renewal),
+        crowding=max(0.0, median(served.crowding)),
+        server_bytes=served.server_bytes,
+        notes=notes,
+    )
+    return costs, points
+
+
+def _lines(points: Points) -> dict[str, Line]:
+    return {name: line(found) for name, found in points.items()}
+
+
+def _curve(points: list[tuple[float, float]]) -> Curve:
+    """Join points whose densities hardly differ."""
+    groups: list[list[tuple[float, float]]] = []
+    for point in sorted(points):
+        if groups and point[0] < _CENTS * groups[-1][0][0]:
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    return Curve(
+        tuple(median(density for density, _ in group) for group in groups),
+        tuple(median(bits for _, bits in group) for group in groups),
+    )

@@ -1,0 +1,110 @@
+"""What a step costs, as the simulation takes it. All of it is measured; see :mod:`benchmarks.scale.calibration`."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from benchmarks.scale.fits import Curve, Line
+
+SCAN_FROM = 1 / 6
+"""Entries over elements from which the server marks and scans for a union and does not sort: psservice.shard.ledger."""
+
+AMONG_CHANGED = 1 / 40
+"""Changed entries over elements up to which a top-k reply looks among them alone (psservice.shard.difference)."""
+
+VALUE_BYTES = 4
+"""fp32."""
+
+
+NOTHING = Line()
+NO_BITS = Curve((1e-6, 1.0), (0.0, 0.0))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one core, and bytes. Units of a line: entries, but where something else is said.
+
+    Attributes:
+        decode: to parse, decode, check and merge a push.
+        apply: of the writer, for a push.
+        journal: of the writer, to append a push to the journal.
+        union_sort: to find what has changed by sorting; entries of all pushes that a pull covers.
+        union_mark: likewise by marking, for each of these entries; ``union_scan`` comes on top.
+        union_scan: elements of the shard.
+        gather: of the writer, to read the values of a reply; entries of the reply.
+        copy: of the writer, to copy everything; elements of the shard.
+        encode: to write a sparse reply.
+        encode_dense: to write a dense reply; elements.
+        select_all: to select a top-k reply among all; elements of the shard.
+        select_changed: among what has changed; entries of all pushes that it covers.
+        push_call: of the server, gRPC's part of a push; bytes.
+        pull_call: likewise of a pull.
+        client_push: of a client that replays a push; bytes.
+        client_pull: of one that takes a reply and does not decode it; bytes.
+        idle: seconds of a call in which nobody computes: threads are woken.
+        renewal: of the server, to renew a lease.
+        worker_select: of a real worker, to accumulate and select; elements of the model.
+        worker_encode: likewise to write a push.
+        worker_install: likewise to decode a reply and write it into the model.
+        index_bits: of an entry, by density.
+        push_frame: bytes of a push beside indices and values, for a shard.
+        pull_frame: likewise of a reply.
+        serial: share of each named work that no other thread of the process can do meanwhile.
+        crowding: how much more CPU time a work takes for each further one at once, as a share, up to as many as there
+            are cores.
+        server_bytes: resident set of a server without a model.
+        notes: how well the lines fit, by name: the largest relative distance.
+    """
+
+    decode: Line = NOTHING
+    apply: Line = NOTHING
+    journal: Line = NOTHING
+    union_sort: Line = NOTHING
+    union_mark: Line = NOTHING
+    union_scan: Line = NOTHING
+    gather: Line = NOTHING
+    copy: Line = NOTHING
+    encode: Line = NOTHING
+    encode_dense: Line = NOTHING
+    select_all: Line = NOTHING
+    select_changed: Line = NOTHING
+    push_call: Line = NOTHING
+    pull_call: Line = NOTHING
+    client_push: Line = NOTHING
+    client_pull: Line = NOTHING
+    idle: float = 0.0
+    renewal: float = 0.0
+    worker_select: Line = NOTHING
+    worker_encode: Line = NOTHING
+    worker_install: Line = NOTHING
+    index_bits: Curve = NO_BITS
+    push_frame: float = 0.0
+    pull_frame: float = 0.0
+    serial: Mapping[str, float] = field(default_factory=dict)
+    crowding: float = 0.0
+    server_bytes: float = 0.0
+    notes: Mapping[str, float] = field(default_factory=dict)
+
+    def sparse_bytes(self, entries: float, density: float) -> float:
+        """Return index and value bytes of a sparse message stream."""
+        return entries * (VALUE_BYTES + self.index_bits(density) / 8)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return asdict(self)
+
+    def free(self) -> "Costs":
+        """Return the same bytes where nothing costs time: what networks allow, however fast the hosts are."""
+        nothing = {name: Line() for name, value in self.__dict__.items() if isinstance(value, Line)}
+        return replace(self, **nothing, idle=0.0, renewal=0.0)  # type: ignore[arg-type]
+
+
+def from_plain(plain: Mapping[str, Any]) -> Costs:
+    """Read what :meth:`Costs.plain` has written, also after JSON."""
+    values: dict[str, Any] = dict(plain)
+    for name, value in plain.items():
+        if isinstance(value, Mapping) and set(value) == {"fixed", "each"}:
+            values[name] = Line(**value)
+    bits = plain["index_bits"]
+    values["index_bits"] = Curve(tuple(bits["densities"]), tuple(bits["values"]))
+    return Costs(**values)

@@ -1,0 +1,245 @@
+"""The server's own work, measured on its engine in this process: no gRPC, no other process.
+
+Times are CPU times of the process, so that what else the machine does hardly matters.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from benchmarks.layouts import noise_push, one_tensor
+from benchmarks.scale.costs import AMONG_CHANGED, SCAN_FROM
+from benchmarks.scale.fits import serial_share
+from benchmarks.shardserver import InProcessShard
+from benchmarks.wire import Tally
+from pscore.layout import ModelLayout
+from pscore.segment import Segment
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.shard.ledger import union
+
+Points = dict[str, list[tuple[float, float]]]
+"""(units, seconds) by cost, as :class:`~benchmarks.scale.costs.Costs` names them."""
+
+_WINDOWS = (2, 6, 40)
+"""Pushes that replies cover; with the densities measured these lie on both sides of where unions are marked."""
+
+_THREAD_SECONDS, _THREAD_ROUNDS = 0.3, 4
+_LEAST = 1e-7
+
+
+@dataclass
+class Work:
+    """What was found.
+
+    Attributes:
+        points: medians.
+        index_bits: (density, bits) of replies and pushes.
+        push_frame: bytes of a push beside indices and values.
+        pull_frame: likewise of a reply.
+        serial: shares, by work.
+    """
+
+    points: Points = field(default_factory=dict)
+    index_bits: list[tuple[float, float]] = field(default_factory=list)
+    push_frame: list[float] = field(default_factory=list)
+    pull_frame: list[float] = field(default_factory=list)
+    serial: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, units: float, seconds: Sequence[float]) -> None:
+        """Note a median."""
+        self.points.setdefault(name, []).append((units, median(seconds)))
+
+
+def measure(
+    sizes: Sequence[int], densities: Sequence[float], repeats: int, seed: int, say: Callable[[str], None]
+) -> Work:
+    """Measure shards of several sizes, with one torch thread as on a server that has many calls."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    work, rng = Work(), np.random.default_rng(seed)
+    try:
+        for size in sizes:
+            layout = one_tensor(size)
+            for density in densities:
+                say(f"engine: {size:,} elements at {density:.1%}")
+                _pushes(work, layout, density, repeats, rng)
+                _exact(work, layout, density, repeats, rng)
+                _topk(work, layout, density, repeats, rng)
+            _dense(work, layout, repeats, rng)
+        _threads(work, one_tensor(sizes[len(sizes) // 2]), max(densities), rng)
+    finally:
+        torch.set_num_threads(threads)
+    return work
+
+
+def _pushes(work: Work, layout: ModelLayout, density: float, repeats: int, rng: np.random.Generator) -> None:
+    plain = InProcessShard(layout, "exact")
+    with TemporaryDirectory() as directory:
+        kept = InProcessShard(layout, "exact", data_dir=Path(directory), snapshot_seconds=3600.0)
+        times: dict[str, list[float]] = {"decode": [], "apply": [], "journal": []}
+        for repeat in range(-1, repeats):
+            push = noise_push(layout, density, 0, rng)
+            decode, commit, messages = _push(plain, push)
+            _, durable, _ = _push(kept, push)
+            started = time.process_time()
+            plain.model.apply(push)
+            applied = time.process_time() - started
+            if repeat >= 0:
+                times["decode"].append(decode + max(0.0, commit - applied))
+                times["apply"].append(applied)
+                times["journal"].append(max(_LEAST, durable - commit))
+        tally = Tally(messages)
+        work.index_bits.append((density, 8 * tally.index_bytes / tally.entries))
+        work.push_frame.append(tally.bytes - tally.index_bytes - tally.value_bytes)
+        kept.close()
+    plain.close()
+    for name, seconds in times.items():
+        work.add(name, tally.entries, seconds)
+
+
+def _push(shard: InProcessShard, push: Segment) -> tuple[float, float, list[pb.PushSparseRequest]]:
+    """Read and apply a push; return the seconds of each, and its messages."""
+    messages = shard.push_messages(push)
+    wires = [message.SerializeToString() for message in messages]
+    started = time.process_time()
+    parsed = [pb.PushSparseRequest.FromString(wire) for wire in wires]
+    header, segments = shard.read(parsed)
+    decoded = time.process_time()
+    shard.apply(header, segments, parsed if shard.settings.data_dir else ())
+    return decoded - started, time.process_time() - decoded, messages
+
+
+def _exact(work: Work, layout: ModelLayout, density: float, repeats: int, rng: np.random.Generator) -> None:
+    shard = InProcessShard(layout, "exact", ledger_multiple=8.0)
+    size = layout.size
+    for window in _WINDOWS:
+        unions, gathers, encodes = [], [], []
+        for repeat in range(-1, max(2, repeats // 2)):
+            for _ in range(window):
+                shard.commit(noise_push(layout, density, 0, rng))
+            supports = shard.model.ledger.since(shard.model.version - window)
+            assert supports is not None
+            started = time.process_time()
+            changed = union(supports, size)
+            united = time.process_time()
+            reply = shard.pull(shard.model.version - window)
+            built = time.process_time()
+            messages = list(shard.pull_messages(reply))
+            for message in messages:
+                message.SerializeToString()
+            ended = time.process_time()
+            if repeat >= 0:
+                unions.append(united - started)
+                gathers.append(max(_LEAST, built - united - (united - started)))
+                encodes.append(ended - built)
+        tally = Tally(messages)
+        entries = window * density * size
+        marked = entries >= SCAN_FROM * size
+        work.add("union_mark" if marked else "union_sort", entries, unions)
+        assert changed is not None
+        work.add("gather", changed.numel(), gathers)
+        work.add("encode", tally.entries, encodes)
+        work.index_bits.append((tally.entries / size, 8 * tally.index_bytes / tally.entries))
+        work.pull_frame.append(tally.bytes - tally.index_bytes - tally.value_bytes)
+    shard.close()
+
+
+def _topk(work: Work, layout: ModelLayout, density: float, repeats: int, rng: np.random.Generator) -> None:
+    shard = InProcessShard(layout, "topk", down_density=density)
+    shard.open_image()
+    for window in (1, 8):
+        entries = window * density * layout.size
+        selects = []
+        for repeat in range(-3, repeats):
+            for _ in range(window):
+                shard.commit(noise_push(layout, density, 0, rng))
+            started = time.process_time()
+            shard.pull_topk()
+            if repeat >= 0:
+                selects.append(time.process_time() - started)
+        if entries <= AMONG_CHANGED * layout.size:
+            work.add("select_changed", entries, selects)
+        else:
+            work.add("select_all", layout.size, selects)
+    shard.close()
+
+
+def _dense(work: Work, layout: ModelLayout, repeats: int, rng: np.random.Generator) -> None:
+    shard = InProcessShard(layout, "exact")
+    everything = Segment(shard.span, None, torch.full((layout.size,), 1e-3))
+    copies, encodes, scans = [], [], []
+    for _ in range(max(2, repeats // 2)):
+        shard.commit(everything)
+        started = time.process_time()
+        reply = shard.pull(shard.model.version - 1)
+        built = time.process_time()
+        for message in shard.pull_messages(reply):
+            message.SerializeToString()
+        encodes.append(time.process_time() - built)
+        copies.append(built - started)
+        mark = np.zeros(layout.size, dtype=np.bool_)
+        mark[rng.integers(0, layout.size, 16)] = True
+        started = time.process_time()
+        np.zeros(layout.size, dtype=np.bool_)
+        np.flatnonzero(mark)
+        scans.append(time.process_time() - started)
+    shard.close()
+    work.add("copy", layout.size, copies)
+    work.add("encode_dense", layout.size, encodes)
+    work.add("union_scan", layout.size, scans)
+
+
+def _threads(work: Work, layout: ModelLayout, density: float, rng: np.random.Generator) -> None:
+    """Let one and two threads do the same works, each on its own, and see how much faster two are."""
+    shards = [InProcessShard(layout, "exact", ledger_multiple=8.0) for _ in range(2)]
+    push = noise_push(layout, density, 0, rng)
+    wires = [[message.SerializeToString() for message in shard.push_messages(push)] for shard in shards]
+    for shard in shards:
+        for _ in range(4):
+            shard.commit(noise_push(layout, density, 0, rng))
+    replies = [shard.pull(shard.model.version - 4) for shard in shards]
+
+    def decode(which: int) -> None:
+        shards[which].read([pb.PushSparseRequest.FromString(wire) for wire in wires[which]])
+
+    def encode(which: int) -> None:
+        for message in shards[which].pull_messages(replies[which]):
+            message.SerializeToString()
+
+    def build(which: int) -> None:
+        shards[which].pull(shards[which].model.version - 4)
+
+    for name, job in (("decode", decode), ("encode", encode), ("build", build)):
+        rates = [(_rate(job, 1), _rate(job, 2)) for _ in range(_THREAD_ROUNDS)]
+        work.serial[name] = serial_share(
+            max(one for one, _ in rates), max(two for _, two in rates), os.cpu_count() or 1
+        )
+    for shard in shards:
+        shard.close()
+
+
+def _rate(job: Callable[[int], None], threads: int) -> float:
+    """Return jobs a second of so many threads together."""
+    counts, ready = [0] * threads, threading.Barrier(threads)
+
+    def loop(which: int) -> None:
+        ready.wait()
+        end = time.monotonic() + _THREAD_SECONDS
+        while time.monotonic() < end:
+            job(which)
+            counts[which] += 1
+
+    running = [threading.Thread(target=loop, args=(which,)) for which in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return sum(counts) / _THREAD_SECONDS

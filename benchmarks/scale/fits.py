@@ -1,0 +1,82 @@
+"""Costs as functions of what they grow with, and how they are found from measurements."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A cost with a fixed part and a part that grows.
+
+    Attributes:
+        fixed: seconds.
+        each: seconds for each unit.
+    """
+
+    fixed: float = 0.0
+    each: float = 0.0
+
+    def __call__(self, units: float) -> float:
+        """Return the seconds for so many units."""
+        return self.fixed + self.each * units
+
+    def times(self, factor: float) -> "Line":
+        """Return so many times the cost."""
+        return Line(factor * self.fixed, factor * self.each)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A quantity by density, straight between measured points in the logarithm of the density.
+
+    Attributes:
+        densities: ascending.
+        values: at these.
+    """
+
+    densities: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __call__(self, density: float) -> float:
+        """Return the quantity; that of the nearest point beyond the ends."""
+        return float(np.interp(np.log(max(density, 1e-12)), np.log(self.densities), self.values))
+
+
+def line(points: Sequence[tuple[float, float]]) -> Line:
+    """Fit a line with no negative part to (units, seconds), every point with the same weight to its relative error."""
+    units, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    weight = 1 / np.maximum(seconds, 1e-9)
+    columns = np.stack([np.ones_like(units), units], axis=1) * weight[:, None]
+    target = seconds * weight
+    (fixed, each), *_ = np.linalg.lstsq(columns, target, rcond=None)
+    if fixed < 0:
+        fixed, each = 0.0, _alone(columns[:, 1], target)
+    elif each < 0:
+        fixed, each = _alone(columns[:, 0], target), 0.0
+    return Line(max(0.0, float(fixed)), max(0.0, float(each)))
+
+
+def worst(found: Line, points: Sequence[tuple[float, float]]) -> float:
+    """Return the largest relative distance of a measurement from a line."""
+    return max(abs(found(units) / max(seconds, 1e-9) - 1) for units, seconds in points)
+
+
+def serial_share(one: float, two: float, cores: int = 2) -> float:
+    """Return the share of a work that no second thread can do meanwhile (Amdahl), from rates with one and two threads.
+
+    Args:
+        one: works a second of one thread.
+        two: of two threads together.
+        cores: that two threads have: with one core nothing is learnt, and the share is 1.
+    """
+    if cores < 2:
+        return 1.0
+    return min(1.0, max(0.0, 2 * one / two - 1))
+
+
+def _alone(
+    column: "np.ndarray[tuple[int], np.dtype[np.float64]]", target: "np.ndarray[tuple[int], np.dtype[np.float64]]"
+) -> float:
+    return float(column @ target / (column @ column))

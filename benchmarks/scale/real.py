@@ -1,0 +1,186 @@
+"""Real runs: server processes and clients on loopback, watched for a while."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import psutil
+
+from benchmarks.generators import push_share
+from benchmarks.layouts import one_tensor
+from benchmarks.loadgenerator import CALL_SECONDS
+from benchmarks.scale import updates
+from benchmarks.scale.client import Step
+from psclient.local import LocalServer
+
+CLIENT_PROCESSES = 2
+"""That the clients of a run are dealt out to."""
+
+_WARM_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen, a step meaning one of one worker with all shards.
+
+    Attributes:
+        steps_per_second: of all workers.
+        staleness: mean.
+        staleness_90: 90th percentile.
+        sent: bytes a step, up.
+        received: bytes a step, down.
+        push_seconds: mean, from the first byte to the last shard's answer.
+        pull_seconds: mean, of the steps that pull.
+        server_cpu: seconds a step, of all server processes.
+        client_cpu: seconds a step, of all client processes.
+        steps: that were counted.
+    """
+
+    steps_per_second: float
+    staleness: float
+    staleness_90: float
+    sent: float
+    received: float
+    push_seconds: float
+    pull_seconds: float
+    server_cpu: float
+    client_cpu: float
+    steps: float
+
+    def plain(self) -> dict[str, float]:
+        """Return it for JSON."""
+        return asdict(self)
+
+
+class Stage:
+    """Servers with a model, and updates for clients; a context manager.
+
+    Args:
+        size: elements of the model.
+        density: of a push.
+        shards: servers.
+        workers: most clients that will be asked for.
+        down_mode: of the servers.
+        seed: of the updates.
+
+    Attributes:
+        layout: of the model.
+        addresses: of the servers.
+    """
+
+    def __init__(self, size: int, density: float, shards: int, workers: int, down_mode: str, seed: int) -> None:
+        """Start the servers and give them the model."""
+        self._stack = ExitStack()
+        try:
+            self._server = self._stack.enter_context(
+                LocalServer(shards, down_mode=down_mode, down_density=density, buffers="none", lease_seconds=600)
+            )
+            self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+            self._names = [f"w{number:03}" for number in range(workers)]
+            self.layout = one_tensor(size)
+            self.addresses = self._server.addresses
+            updates.write(self._directory, self.layout, density, shards, self._names, seed)
+            updates.upload(self.addresses, self.layout)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def run(self, workers: int, think: float, seconds: float, pushes: int = 1) -> Seen:
+        """Let clients work, and watch them for a while; the beginning is not counted."""
+        names = self._names[:workers]
+        with ExitStack() as stack:
+            count = min(CLIENT_PROCESSES, workers)
+            processes = [self._client(names[i::count], think, pushes) for i in range(count)]
+            for process in processes:
+                stack.callback(_end, process)
+            for process in processes:
+                if _line(process).strip() != "ready":
+                    raise RuntimeError("clients did not get ready; their message is above")
+            _tell(processes)
+            time.sleep(_WARM_SECONDS + 2 * think)
+            before = time.monotonic(), self.server_cpu(), _cpu([process.pid for process in processes])
+            time.sleep(seconds)
+            after = time.monotonic(), self.server_cpu(), _cpu([process.pid for process in processes])
+            _tell(processes)
+            steps = [[Step(*step) for step in worker] for process in processes for worker in json.loads(_line(process))]
+        return _summary(steps, before, after)
+
+    def server_cpu(self) -> float:
+        """Return the CPU seconds of all servers so far."""
+        return _cpu([process.pid for process in self._server.processes])
+
+    def memory(self) -> list[int]:
+        """Return the resident bytes of each server."""
+        return [psutil.Process(process.pid).memory_info().rss for process in self._server.processes]
+
+    def __enter__(self) -> "Stage":
+        """Return it, ready."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the servers."""
+        self._stack.close()
+
+    def _client(self, names: Sequence[str], think: float, pushes: int) -> "subprocess.Popen[str]":
+        addresses = ",".join(self.addresses)
+        options = [f"--think={think}", f"--pushes={pushes}"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.scale.client", *options, addresses, str(self._directory), *names],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+
+def _summary(
+    steps: Sequence[Sequence[Step]], before: tuple[float, float, float], after: tuple[float, float, float]
+) -> Seen:
+    seconds = after[0] - before[0]
+    count = sum(push_share((step.began, step.ended), before[0], after[0]) for worker in steps for step in worker)
+    inside = [step for worker in steps for step in worker if before[0] <= step.ended <= after[0]]
+    if not inside:
+        raise RuntimeError("no step ended while the clients were watched")
+    pulls = [step for step in inside if step.received]
+    staleness = [step.staleness for step in inside]
+    return Seen(
+        steps_per_second=count / seconds,
+        staleness=fmean(staleness),
+        staleness_90=float(np.percentile(staleness, 90)),
+        sent=fmean(step.sent for step in inside),
+        received=fmean(step.received for step in inside),
+        push_seconds=fmean(step.pushed - step.began for step in inside),
+        pull_seconds=fmean(step.ended - step.pushed for step in pulls) if pulls else 0.0,
+        server_cpu=(after[1] - before[1]) / count,
+        client_cpu=(after[2] - before[2]) / count,
+        steps=count,
+    )
+
+
+def _cpu(pids: Sequence[int]) -> float:
+    return sum(times.user + times.system for times in (psutil.Process(pid).cpu_times() for pid in pids))
+
+
+def _tell(processes: "Sequence[subprocess.Popen[str]]") -> None:
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+def _line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    if process.poll() is None:
+        process.kill()
+    process.communicate(timeout=CALL_SECONDS)

@@ -1,0 +1,117 @@
+"""What a pull costs and weighs, by how many pushes it covers; and which way of answering ``auto`` would choose."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from benchmarks.scale.costs import AMONG_CHANGED, SCAN_FROM, VALUE_BYTES, Costs
+
+EXACT_LIMIT = 0.10
+"""Density of change above which ``auto`` leaves exact replies (``--exact-limit``)."""
+
+LEDGER_MULTIPLE = 1.0
+"""Entries that the server remembers, as a multiple of the elements (``--ledger-multiple``)."""
+
+CALM_PULLS = 64
+"""Pulls with little change after which ``auto`` goes back (psservice.rules.reply)."""
+
+_SPARSE_CHARGE, _DENSE_CHARGE = 12, 4  # bytes that the server charges an entry of a reply with
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer of one shard.
+
+    Attributes:
+        size: bytes.
+        entries: in it.
+        build: seconds beside the writer.
+        read: seconds of the writer.
+        encode: seconds.
+        charge: bytes that it occupies in the server.
+        topk: whether it is one.
+    """
+
+    size: float
+    entries: float
+    build: float
+    read: float
+    encode: float
+    charge: float
+    topk: bool = False
+
+
+class Place(Protocol):
+    """What is remembered of a worker."""
+
+    in_topk: bool
+    calm: int
+
+
+class Replies:
+    """The answers of one shard.
+
+    Args:
+        costs: of its works.
+        elements: of the shard.
+        density: of pushes and of top-k replies.
+        down_mode: ``auto``, ``exact`` or ``topk``.
+    """
+
+    def __init__(self, costs: Costs, elements: float, density: float, down_mode: str) -> None:
+        """Nothing is known yet."""
+        self._costs, self._elements, self._density, self._mode = costs, elements, density, down_mode
+        self._known: dict[tuple[int, bool], Reply] = {}
+
+    def after(self, window: int, place: Place) -> Reply:
+        """Return the answer to a worker, that covers so many pushes."""
+        return self._reply(window, self._chooses_topk(window, place))
+
+    def union(self, window: int) -> float:
+        """Return the density of what pushes at random places have changed together."""
+        return 1 - (1 - self._density) ** window
+
+    def _chooses_topk(self, window: int, place: Place) -> bool:
+        """Follow psservice.rules.reply; the reply that opens an image is taken for one that follows."""
+        if self._mode != "auto":
+            return self._mode == "topk"
+        changed = window * self._density
+        if changed > LEDGER_MULTIPLE:
+            return place.in_topk
+        if not place.in_topk:
+            place.calm, place.in_topk = 0, self.union(window) > EXACT_LIMIT
+        else:
+            place.calm = place.calm + 1 if changed < EXACT_LIMIT / 2 else 0
+            place.in_topk = place.calm < CALM_PULLS
+        return place.in_topk
+
+    def _reply(self, window: int, topk: bool) -> Reply:
+        if (window, topk) not in self._known:
+            self._known[window, topk] = self._topk(window) if topk else self._exact(window)
+        return self._known[window, topk]
+
+    def _exact(self, window: int) -> Reply:
+        costs, elements = self._costs, self._elements
+        covered = window * self._density * elements
+        if covered > LEDGER_MULTIPLE * elements:
+            size = costs.pull_frame + VALUE_BYTES * elements
+            copy, encode = costs.copy(elements), costs.encode_dense(elements)
+            return Reply(size, elements, 0.0, copy, encode, _DENSE_CHARGE * elements)
+        union = self.union(window)
+        entries = union * elements
+        if window <= 1:
+            build = 0.0
+        elif covered < SCAN_FROM * elements:
+            build = costs.union_sort(covered)
+        else:
+            build = costs.union_mark(covered) + costs.union_scan(elements)
+        size = costs.pull_frame + costs.sparse_bytes(entries, union)
+        read, encode = costs.gather(entries), costs.encode(entries)
+        return Reply(size, entries, build, read, encode, _SPARSE_CHARGE * entries)
+
+    def _topk(self, window: int) -> Reply:
+        costs, elements = self._costs, self._elements
+        covered, entries = window * self._density * elements, self._density * elements
+        among = covered <= AMONG_CHANGED * elements
+        build = costs.select_changed(covered) if among else costs.select_all(elements)
+        size = costs.pull_frame + costs.sparse_bytes(entries, self._density)
+        return Reply(size, entries, build, 0.0, costs.encode(entries), _SPARSE_CHARGE * entries, topk=True)

@@ -1,0 +1,189 @@
+"""The sections of the report, from what was measured and simulated."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.scale import charts, sweeps, tables
+from benchmarks.scale.charts import Chart
+from benchmarks.scale.check import Row
+from benchmarks.scale.costs import Costs
+from benchmarks.scale.engine import Points
+from benchmarks.scale.sweeps import Found, Sweeper, base, networks, with_workers
+from benchmarks.section import Section
+
+_NOISE = 0.3  # of the servers' works, where one shard for all is compared with each of them
+_SHOWN = (1, 10, 100, 1000)  # workers that tables have rows for
+
+
+def costs(found: Costs, points: Points) -> Section:
+    """Tell what was measured."""
+    section = Section("costs", "What a push and a pull cost here")
+    section.tables.append(tables.costs(found, points))
+    section.figures = {"costs": found.plain(), "points": points}
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in found.serial.items())
+    section.notes += [
+        f"Serial share, which two threads of the process cannot do at once: {shares}.",
+        f"A call in which nobody computes: {found.idle * 1e6:.0f} µs. A renewal of a lease: {found.renewal * 1e6:.0f} "
+        f"µs. More CPU time where several works run at once: {found.crowding:.0%}. A server without a model: "
+        f"{found.server_bytes / 1e6:.0f} MB.",
+        "CPU times, so that other work on the machine changes them less than it changes a clock's.",
+    ]
+    return section
+
+
+def check(rows: Sequence[Row]) -> tuple[Section, list[Chart]]:
+    """Compare real runs with simulations."""
+    section = Section("check", "The simulation against real runs")
+    drawn = charts.checks(rows)
+    section.tables += [tables.summary(rows), tables.validation(rows)]
+    section.plots += [chart.plot() for chart in drawn]
+    section.figures = {"rows": [row.plain() for row in rows]}
+    section.notes += [
+        "A server (or two) and clients on this machine, which share its cores; clients replay encoded pushes, throw "
+        "replies away, and think in between. Costs were measured with other model sizes, with one client (what several "
+        "at once cost more: with two and four), and without think time.",
+        "Staleness is off relative to the real one, or to 1 where that is less.",
+    ]
+    return section, drawn
+
+
+def sweep(sweeper: Sweeper, *, quick: bool) -> tuple[Section, list[Chart]]:
+    """Vary one thing at a time."""
+    section = Section("sweeps", f"{sweeps.ELEMENTS:,} parameters, 1 to 1,000 workers")
+    server_bytes = sweeper.costs.server_bytes
+    drawn: list[Chart] = []
+    everything: list[Found] = []
+    for density in sweeps.DENSITIES:
+        percent, key = f"{density:.1%}", f"{density:g}".replace(".", "")
+        by_shards = [(f"{count} shards", sweeper.along(base(density, count))) for count in sweeps.SHARDS]
+        free = [(f"{count}, bytes alone", sweeper.along(base(density, count), free=True)) for count in sweeps.SHARDS]
+        where = f"Density {percent}, servers at 25 Gbit/s, workers at 10, {sweeps.COMPUTE:g} s of compute a step."
+        alone = f"{where} Dashed: hosts that cost nothing, so that only networks do."
+        drawn += [
+            charts.of(
+                f"speedup-{key}",
+                f"Speedup by shards, density {percent}",
+                alone,
+                "times one worker",
+                by_shards,
+                charts.speedup,
+                dashed=free,
+                ideal=True,
+            ),
+            charts.of(
+                f"staleness-{key}",
+                f"Staleness by shards, density {percent}",
+                where,
+                "versions, mean",
+                by_shards,
+                charts.staleness,
+            ),
+            charts.of(
+                f"out-{key}",
+                f"What each server sends, density {percent}",
+                where,
+                "Gbit/s",
+                by_shards,
+                charts.gigabits_out,
+            ),
+        ]
+        section.tables.append(_table(f"By shards, density {percent}", by_shards, server_bytes))
+        everything += [found for _, along in [*by_shards, *free] for found in along]
+    for title, key, series in _networks(sweeper):
+        free = [
+            (f"{name}, bytes alone", [sweeper.at(found.cluster, free=True) for found in along])
+            for name, along in series
+        ]
+        drawn.append(
+            charts.of(
+                key,
+                title,
+                "Density 0.1 %, 16 shards. Dashed: hosts that cost nothing.",
+                "times one worker",
+                series,
+                charts.speedup,
+                dashed=free,
+                ideal=True,
+            )
+        )
+        section.tables.append(_table(title, series, server_bytes))
+        everything += [found for _, along in series for found in along]
+    for title, key, series in _others(sweeper):
+        drawn.append(charts.of(key, title, "Density 0.1 %.", "times one worker", series, charts.speedup, ideal=True))
+        section.tables.append(_table(title, series, server_bytes))
+        everything += [found for _, along in series for found in along]
+    if not quick:
+        section.tables.append(tables.against_each(_each(sweeper)))
+    section.plots += [chart.plot() for chart in drawn]
+    section.figures = {"points": [found.plain() for found in everything]}
+    section.notes += [
+        "Costs are those of this machine's CPU, for workers too: selecting from 10⁹ parameters on a core is part of "
+        "each step, and a GPU would take far less. Servers have 16 such cores and one interpreter.",
+        "A server has a thread for each worker here (`--rpc-threads`); its default is 64.",
+        "GB a shard: parameters, ledger, an image for each worker that is answered top-k, calls in flight, the "
+        "process.",
+    ]
+    return section, drawn
+
+
+def saturate(sweeper: Sweeper, *, quick: bool) -> Section:
+    """Say what saturates where."""
+    section = Section("saturation", "What saturates first, and how many shards move it")
+    shards = (1, 4, 16, 64) if quick else (1, 2, 4, 8, 16, 32, 64)
+    workers = sweeps.WORKERS if quick else (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700, 1000)
+    for density in sweeps.DENSITIES:
+        rows = []
+        for gigabits in sweeps.SERVER_GIGABITS:
+            for megabits in (1000, 10_000):
+                cluster = base(density, 1, **networks(gigabits, megabits))
+                name = f"servers {gigabits} Gbit/s, workers {megabits / 1000:g}"
+                rows.append((name, sweeps.saturation(sweeper, cluster, shards, workers)))
+        section.tables.append(tables.saturations(f"Density {density:.1%}", rows, max(workers)))
+    section.notes += [
+        f"Saturated: used {sweeps.BUSY:.0%} of the time. Efficient: speedup over workers of {sweeps.EFFICIENT:.0%}.",
+    ]
+    return section
+
+
+def _table(title: str, series: charts.Series, server_bytes: float) -> tables.Table:
+    shown = [(name, found) for name, along in series for found in along if found.cluster.workers in _SHOWN]
+    return tables.points(title, shown, server_bytes)
+
+
+def _networks(sweeper: Sweeper) -> list[tuple[str, str, charts.Series]]:
+    servers = [
+        (f"{gigabits} Gbit/s", sweeper.along(base(**networks(gigabits, 10_000)))) for gigabits in sweeps.SERVER_GIGABITS
+    ]
+    workers = [
+        (f"{megabits} Mbit/s", sweeper.along(base(**networks(25, megabits)))) for megabits in sweeps.WORKER_MEGABITS
+    ]
+    return [
+        ("Speedup by the servers' cards, workers at 10 Gbit/s", "server-cards", servers),
+        ("Speedup by the workers' cards, servers at 25 Gbit/s", "worker-cards", workers),
+    ]
+
+
+def _others(sweeper: Sweeper) -> list[tuple[str, str, charts.Series]]:
+    computes = [(f"{seconds:g} s", sweeper.along(base(compute=seconds))) for seconds in sweeps.COMPUTES]
+    modes = [
+        ("auto", sweeper.along(base())),
+        ("exact", sweeper.along(base(down_mode="exact"))),
+        ("top-k", sweeper.along(base(down_mode="topk"))),
+        ("auto, overlap", sweeper.along(base(overlap=True))),
+        ("auto, journal", sweeper.along(base(journal=True))),
+        ("auto, 64 threads", [sweeper.at(replace(found.cluster, rpc_threads=64)) for found in sweeper.along(base())]),
+    ]
+    return [
+        ("Speedup by compute time of a step, 16 shards", "compute", computes),
+        ("Speedup by way of answering, overlap, journal and threads, 16 shards", "modes", modes),
+    ]
+
+
+def _each(sweeper: Sweeper) -> list[tuple[str, Found, Found]]:
+    compared = []
+    for workers, shards, noise in ((32, 4, 0.0), (32, 4, _NOISE), (100, 16, _NOISE), (1000, 64, 0.0)):
+        cluster = with_workers(replace(base(shards=shards), noise=noise), workers)
+        each = sweeper.at(replace(cluster, each_shard=True))
+        name = f"{workers} workers, {shards} shards, works vary by ±{noise:.0%}"
+        compared.append((name, sweeper.at(cluster), each))
+    return compared

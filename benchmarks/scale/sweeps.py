@@ -1,0 +1,182 @@
+"""What is varied: workers, shards, networks, densities, compute time; and what saturates where."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from benchmarks.scale.costs import VALUE_BYTES, Costs
+from benchmarks.scale.model import Cluster, Outcome, simulate
+
+ELEMENTS = 1_000_000_000
+COMPUTE = 4.0
+"""Seconds of a step of the sweeps, selection apart."""
+
+WORKERS = (1, 3, 10, 30, 100, 300, 1000)
+SHARDS = (1, 4, 16, 64)
+DENSITIES = (0.001, 0.01)
+SERVER_GIGABITS = (1, 10, 25, 100)
+WORKER_MEGABITS = (100, 1000, 10_000)
+COMPUTES = (1.0, 4.0, 16.0)
+CORES = 16
+"""Of a server."""
+
+BUSY = 0.9
+"""Use from which a resource counts as saturated: queues have taken over there, though the last tenth is not used."""
+
+EFFICIENT = 0.8
+"""Speedup over workers that a cluster is to keep."""
+
+_GIGABIT, _MEGABIT = 1e9 / 8, 1e6 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One point of a sweep."""
+
+    cluster: Cluster
+    outcome: Outcome
+    alone: float
+    """Seconds of a step of one worker, all else being the same."""
+
+    @property
+    def efficiency(self) -> float:
+        """Speedup over one worker, a worker."""
+        return self.outcome.steps_per_second * self.alone / self.cluster.workers
+
+    @property
+    def busiest(self) -> tuple[str, float]:
+        """The resource that is used most, and how much."""
+        name = max(self.uses, key=lambda name: self.uses[name])
+        return name, self.uses[name]
+
+    @property
+    def uses(self) -> dict[str, float]:
+        """Use of each resource: a server's, and a worker's card."""
+        sent, received = self.outcome.sent, self.outcome.received
+        steps = self.outcome.steps_per_second / self.cluster.workers
+        return self.outcome.used | {"worker's card": max(sent, received) * steps / self.cluster.worker_rate}
+
+    @property
+    def server_bits(self) -> tuple[float, float]:
+        """Bits a second of each server, in and out."""
+        rate = 8 * self.outcome.steps_per_second / self.cluster.shards
+        return rate * self.outcome.sent, rate * self.outcome.received
+
+    @property
+    def worker_bits(self) -> tuple[float, float]:
+        """Bits a second of each worker, out and in."""
+        rate = 8 * self.outcome.steps_per_second / self.cluster.workers
+        return rate * self.outcome.sent, rate * self.outcome.received
+
+    def plain(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "cluster": asdict(self.cluster),
+            "outcome": asdict(self.outcome),
+            "efficiency": self.efficiency,
+            "server_bits_per_second": self.server_bits,
+            "worker_bits_per_second": self.worker_bits,
+            "memory_bytes": memory(self.cluster, self.outcome.topk),
+        }
+
+
+class Sweeper:
+    """Simulates, each configuration once.
+
+    Args:
+        costs: of this machine.
+        seed: of the simulations.
+        say: shows what is going on.
+    """
+
+    def __init__(self, costs: Costs, seed: int, say: Callable[[str], None]) -> None:
+        """Nothing is simulated yet."""
+        self.costs, self._seed, self._say = costs, seed, say
+        self._known: dict[tuple[Cluster, bool], Outcome] = {}
+
+    def at(self, cluster: Cluster, *, free: bool = False) -> Found:
+        """Simulate a cluster, and one worker of it; ``free`` of all costs but the network's."""
+        alone = self._outcome(replace(cluster, workers=1), free)
+        return Found(cluster, self._outcome(cluster, free), alone.step_seconds)
+
+    def along(self, cluster: Cluster, workers: Sequence[int] = WORKERS, *, free: bool = False) -> list[Found]:
+        """Simulate a cluster with several numbers of workers."""
+        return [self.at(with_workers(cluster, count), free=free) for count in workers]
+
+    def _outcome(self, cluster: Cluster, free: bool) -> Outcome:
+        key = cluster, free
+        if key not in self._known:
+            self._say(f"simulated: {cluster.workers} workers, {cluster.shards} shards, {cluster.density:.1%}")
+            costs = self.costs.free() if free else self.costs
+            self._known[key] = simulate(cluster, costs, seed=self._seed, warm=3, counted=3)
+        return self._known[key]
+
+
+def base(density: float = 0.001, shards: int = 16, **other: Any) -> Cluster:
+    """Return the cluster that sweeps begin from: 25 Gbit/s servers and 10 Gbit/s workers."""
+    values = {"server_rate": 25 * _GIGABIT, "worker_rate": 10_000 * _MEGABIT, "compute": COMPUTE, **other}
+    return Cluster(ELEMENTS, density, 1, shards, server_cores=CORES, **values)
+
+
+def with_workers(cluster: Cluster, workers: int) -> Cluster:
+    """Return it with so many workers, and a thread of the server for each of them and some to spare."""
+    return replace(cluster, workers=workers, rpc_threads=max(64, workers + 8))
+
+
+def networks(server_gigabits: float, worker_megabits: float) -> dict[str, float]:
+    """Return the rates of cards, as :class:`Cluster` takes them."""
+    return {"server_rate": server_gigabits * _GIGABIT, "worker_rate": worker_megabits * _MEGABIT}
+
+
+@dataclass(frozen=True, slots=True)
+class Saturation:
+    """Where a cluster stops growing.
+
+    Attributes:
+        cluster: of one worker.
+        workers: the first number with a saturated resource; 0 where there is none.
+        resource: which.
+        most: workers of the last number that keeps the efficiency.
+        shards: that keep a thousand workers efficient; 0 where the largest number does not.
+        at_thousand: what is busiest with the largest number of shards and workers, and how much.
+    """
+
+    cluster: Cluster
+    workers: int
+    resource: str
+    most: int
+    shards: int
+    at_thousand: tuple[str, float]
+
+
+def saturation(sweeper: Sweeper, cluster: Cluster, shards: Sequence[int], workers: Sequence[int]) -> Saturation:
+    """Find where the first resource saturates, and how many shards move that beyond the largest number of workers."""
+    first, resource, most = 0, "", 0
+    for found in sweeper.along(cluster, workers):
+        if found.efficiency >= EFFICIENT:
+            most = found.cluster.workers
+        name, used = found.busiest
+        if used >= BUSY and not first:
+            first, resource = found.cluster.workers, name
+        if first and found.efficiency < EFFICIENT:
+            break
+    enough, last = 0, ("", 0.0)
+    for count in shards:
+        found = sweeper.at(with_workers(replace(cluster, shards=count), max(workers)))
+        last = found.busiest
+        if found.efficiency >= EFFICIENT:
+            enough = count
+            break
+    return Saturation(cluster, first, resource, most, enough, last)
+
+
+def memory(cluster: Cluster, topk: float = 1.0, server_bytes: float = 0.0) -> float:
+    """Return the bytes that a shard occupies: its parameters, the ledger's offsets, an image for each top-k worker.
+
+    Args:
+        cluster: whose shard.
+        topk: share of workers that are answered top-k.
+        server_bytes: of the process itself.
+    """
+    images = cluster.workers * topk
+    return server_bytes + VALUE_BYTES * cluster.part * (2 + images) + cluster.inflight_bytes

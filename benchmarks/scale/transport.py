@@ -1,0 +1,121 @@
+"""What gRPC costs beside the engine, and what a client costs: real servers, one client at a time."""
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import torch
+
+from benchmarks.loadgenerator import CALL_SECONDS
+from benchmarks.network import workercosts
+from benchmarks.scale import updates
+from benchmarks.scale.costs import Costs
+from benchmarks.scale.engine import Points
+from benchmarks.scale.real import Seen, Stage
+from pscore.layout import ModelLayout, TensorSpec
+from pscore.v1 import parameter_server_pb2 as pb
+from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+
+_SECONDS = 2.0
+_NEVER = 1_000_000_000
+"""Pushes to a pull, where there is to be none."""
+
+_RENEWALS = 400
+_TENSORS = 8
+
+
+@dataclass
+class Transport:
+    """What was found: (bytes, seconds) by cost, as in :class:`~benchmarks.scale.costs.Costs`.
+
+    Attributes:
+        points: of calls; of the worker in elements and entries.
+        idle: seconds of a call in which nobody computed, each time.
+        crowding: see there.
+        renewal: see there, each time.
+        server_bytes: resident set of a server, its model apart.
+    """
+
+    points: Points = field(default_factory=dict)
+    idle: list[float] = field(default_factory=list)
+    crowding: list[float] = field(default_factory=list)
+    renewal: list[float] = field(default_factory=list)
+    server_bytes: float = 0.0
+
+    def add(self, name: str, units: float, seconds: float) -> None:
+        """Note a measurement."""
+        self.points.setdefault(name, []).append((units, max(1e-6, seconds)))
+
+
+def measure(
+    engine: Costs, sizes: Sequence[int], density: float, rounds: int, seed: int, say: Callable[[str], None]
+) -> Transport:
+    """Run one client, then two, beside a server of each size.
+
+    Args:
+        engine: what the server's own work costs, which is taken away from what its process uses.
+        sizes: of models; not those that the model is checked with.
+        density: of pushes.
+        rounds: of each.
+        seed: of the updates.
+        say: shows what is going on.
+    """
+    found = Transport()
+    for size in sizes:
+        say(f"transport: {size:,} elements")
+        with Stage(size, density, 1, 4, "exact", seed) as stage:
+            stage.run(2, 0.0, 0.5)  # what compiles, compiles now
+            for _ in range(rounds):
+                alone = stage.run(1, 0.0, _SECONDS, _NEVER)
+                both = stage.run(1, 0.0, _SECONDS)
+                crowd = stage.run(2, 0.0, _SECONDS, _NEVER), stage.run(4, 0.0, _SECONDS, _NEVER)
+                _note(found, engine, size * density, alone, both)
+                found.crowding += [seen.server_cpu / alone.server_cpu - 1 for seen in crowd]
+            found.renewal.append(_renewal(stage))
+            found.server_bytes = found.server_bytes or stage.memory()[0] - 4.0 * size
+    return found
+
+
+def _note(found: Transport, engine: Costs, entries: float, alone: Seen, both: Seen) -> None:
+    """Take away what the engine's work costs; the rest is the calls'."""
+    push = engine.decode(entries) + engine.apply(entries)
+    found.add("push_call", alone.sent, alone.server_cpu - push)
+    found.add("client_push", alone.sent, alone.client_cpu)
+    pull = engine.gather(entries) + engine.encode(entries)  # of one push, which needs no union
+    found.add("pull_call", both.received, both.server_cpu - alone.server_cpu - pull)
+    found.add("client_pull", both.received, both.client_cpu - alone.client_cpu)
+    found.idle.append(max(0.0, alone.push_seconds - alone.server_cpu - alone.client_cpu))
+
+
+def _renewal(stage: Stage) -> float:
+    """Return the CPU time of a server for one renewal of a lease."""
+    with grpc.insecure_channel(stage.addresses[0]) as channel:
+        stub = ParameterServerServiceStub(channel)
+        request = updates.join_request(stage.layout, 0, 1)
+        request.identity.worker_id, request.identity.incarnation = "renewer", str(uuid.uuid4())
+        request.identity.run_id = stub.Join(request, timeout=CALL_SECONDS).run_id
+        renew = pb.RenewLeaseRequest(identity=request.identity)
+        before = stage.server_cpu()
+        for _ in range(_RENEWALS):
+            stub.RenewLease(renew, timeout=CALL_SECONDS)
+        seconds = stage.server_cpu() - before
+        stub.Leave(pb.LeaveRequest(identity=request.identity), timeout=CALL_SECONDS)
+    return seconds / _RENEWALS
+
+
+def worker(sizes: Sequence[int], density: float, steps: int, seed: int) -> Points:
+    """Return what a real worker's step costs, beside a real server: (elements or entries, seconds)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    points: Points = {}
+    try:
+        for size in sizes:
+            specs = (TensorSpec(f"layer{i}", (size // _TENSORS,), torch.float32) for i in range(_TENSORS))
+            costs = workercosts.sparse(ModelLayout(tuple(specs)), density, ("fp32",), steps, seed)["fp32"]
+            points.setdefault("worker_select", []).append((size, costs.select))
+            points.setdefault("worker_encode", []).append((costs.push_entries, costs.encode + costs.send))
+            points.setdefault("worker_install", []).append((costs.reply_entries, costs.install))
+    finally:
+        torch.set_num_threads(threads)
+    return points
