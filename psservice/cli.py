@@ -223,8 +223,8 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    # Until Server.run heeds it: the first process of a container ignores a signal without a handler, and would be killed
-    # when its grace period is over. What was opened is closed on the way out.
+    # Until Server.run heeds it: the first process of a container ignores a signal without a handler, and would be
+    # killed at the end of its grace period. What was opened is closed on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_DONE))
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
 
