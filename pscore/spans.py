@@ -93,7 +93,7 @@ class _OpenSpan(TraceSpan):
         return cls(opened) if opened.is_recording() else NO_SPAN
 
     @property
-    def headers(self) -> Headers:  # type: ignore[override]
+    def headers(self) -> Headers | None:
         """The ``traceparent`` alone: what else a trace carries is not for the servers."""
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier, self._context)
@@ -107,14 +107,10 @@ class _OpenSpan(TraceSpan):
         finally:
             contexts.detach(token)
 
-    def run(
-        self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
-    ) -> Result:
-        def inside() -> Result:
-            contexts.attach(self._context)
-            return function(*arguments)
-
-        return contextvars.copy_context().run(inside)
+    def run(self, function: Callable[..., Result], *arguments: object) -> Result:
+        context = contextvars.copy_context()
+        context.run(contexts.attach, self._context)
+        return context.run(function, *arguments)
 
     def note(self, **attributes: str | int | float) -> None:
         self._span.set_attributes(_named(attributes))

@@ -32,23 +32,20 @@ class TracingError(Exception):
 
 
 class TraceSpan:
-    """A span that has begun and not ended. This one belongs to no trace and does nothing.
+    """A span that has begun and not ended. This one belongs to no trace and does nothing."""
 
-    Attributes:
-        headers: what a call sends along to be part of the trace; ``None`` for nothing.
-    """
-
-    headers: Headers | None = None
+    @property
+    def headers(self) -> Headers | None:
+        """What a call sends along to be part of the trace; ``None`` for nothing."""
+        return None
 
     def active(self) -> AbstractContextManager[None]:
         """Let what begins in the body, in this thread, be part of it."""
         return _NULL
 
-    def run(
-        self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
-    ) -> Result:
+    def run(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call a function, and let what begins in it be part of the span."""
-        return function(*args, **kwargs)
+        return function(*arguments)
 
     def note(self, **attributes: str | int | float) -> None:
         """Add attributes, which are named ``sparseps.…``."""

@@ -69,7 +69,7 @@ def _streaming(inner: Any, rpc: str, parent: str) -> Callable[..., Any]:
 
 def _end(call: TraceSpan, context: grpc.ServicerContext) -> None:
     """End a call's span with its status; gRPC knows of none where the answer was given."""
-    status = context.code()
-    name = getattr(status, "name", "OK") if status is not None else "OK"
+    status = context.code()  # type: ignore[attr-defined]
+    name = status.name if isinstance(status, grpc.StatusCode) else "OK"
     call.note(status=name)
     call.end("" if name == "OK" else name)

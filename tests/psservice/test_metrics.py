@@ -7,6 +7,7 @@ import torch
 from engine_makers import ANNA, BERT, HOUR, join, push, reason_of, upload
 from service_makers import BF16, F32, layout_of
 
+from pscore.layout import Span
 from pscore.reasons import Reason
 from psservice import readings
 from psservice.durability import journal as journal_module
@@ -15,6 +16,7 @@ from psservice.engine import Engine
 from psservice.metrics import Metrics
 from psservice.persistence import Persistence
 from psservice.settings import ServerSettings
+from psservice.traffic import dense_bytes
 from psservice.watchdog import Watchdog
 
 LAYOUT = layout_of((6, F32), (4, BF16))
@@ -61,10 +63,9 @@ def test_a_shard_that_follows_waits_longer_for_its_own_snapshot(tmp_path):
     kept.abandon()
 
 
-def test_what_a_dense_push_would_weigh_is_counted_in_the_parameters_own_types(running):
-    push(running, 1, {2: 1.0})
-    push(running, 2, {3: 1.0}, base=1)
-    assert value(running, "psservice_dense_bytes_total", rpc="PushSparse") == 2 * (6 * 4 + 4 * 2)
+def test_what_a_dense_push_would_weigh_is_counted_in_the_parameters_own_types():
+    assert dense_bytes(LAYOUT, Span(0, 10)) == 6 * 4 + 4 * 2
+    assert dense_bytes(LAYOUT, Span(5, 2)) == 4 + 2
 
 
 def test_coming_and_going_is_counted_once(running):
