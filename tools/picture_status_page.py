@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
 """Draw docs/status-page.png: the status page of a shard with real workers, in headless Chromium.
 
-    python tools/picture_status_page.py [--output docs/status-page.png] [--seconds 20]
+    python tools/picture_status_page.py [--output docs/status-page.png] [--version 200]
 
 Needs Debian's packages chromium and chromium-driver. Exit status: 0 done, 1 there is no browser.
 """
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import torch
@@ -23,6 +25,8 @@ from psclient.local import LocalServer
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, HEIGHT = 1000, 620
 WORKERS = 4
+LONGEST_SECONDS = 300
+PAGE_SECONDS = 7  # a few looks of the page, so that it knows rates
 
 
 def train(server: str, number: int, stop: threading.Event) -> None:
@@ -40,8 +44,19 @@ def train(server: str, number: int, stop: threading.Event) -> None:
     optimizer.close()
 
 
-def picture(url: str, seconds: float, output: Path) -> None:
-    """Look at a page for a while and keep what it looks like."""
+def await_version(url: str, version: int) -> None:
+    """Wait until the shard is at a version; raises ``TimeoutError`` where it does not come there."""
+    end = time.monotonic() + LONGEST_SECONDS
+    while time.monotonic() < end:
+        with urllib.request.urlopen(f"{url}status.json", timeout=30) as answer:
+            if json.load(answer)["version"] >= version:
+                return
+        time.sleep(1)
+    raise TimeoutError(f"version {version} was not reached in {LONGEST_SECONDS} s")
+
+
+def picture(url: str, output: Path) -> None:
+    """Look at a page until it knows rates, and keep what it looks like."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -53,7 +68,7 @@ def picture(url: str, seconds: float, output: Path) -> None:
         size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         driver.get(url)
-        time.sleep(seconds)
+        time.sleep(PAGE_SECONDS)
         driver.save_screenshot(str(output))
     finally:
         driver.quit()
@@ -63,7 +78,7 @@ def main() -> int:
     """Run a server and workers, and draw."""
     parser = argparse.ArgumentParser(description="Draw docs/status-page.png.")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "status-page.png")
-    parser.add_argument("--seconds", type=float, default=20.0, help="how long is trained before (default 20)")
+    parser.add_argument("--version", type=int, default=200, help="version at which the picture is taken (default 200)")
     options = parser.parse_args()
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
         print("chromium or chromedriver is missing: apt-get install chromium chromium-driver", file=sys.stderr)
@@ -74,7 +89,9 @@ def main() -> int:
         for thread in threads:
             thread.start()
         try:
-            picture(f"http://{server.metrics_addresses[0]}/", options.seconds, options.output)
+            url = f"http://{server.metrics_addresses[0]}/"
+            await_version(url, options.version)
+            picture(url, options.output)
         finally:
             stop.set()
             for thread in threads:
