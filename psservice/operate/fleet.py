@@ -1,5 +1,6 @@
 """All shards as one: their statuses in order, their workers in one table, and rates between two looks."""
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,13 +78,13 @@ class Look:
         return {shard.address: shard.error for shard in self.shards if shard.error is not None}
 
     def workers(self) -> list[Worker]:
-        """Return the live workers of all shards by name."""
+        """Return the live workers of all shards by name, numbers in it by value."""
         found: dict[str, dict[int, pb.WorkerStatus]] = {}
         indices = [status.shard_index for status in self.reached.values()]
         for status in self.reached.values():
             for worker in status.workers:
                 found.setdefault(worker.worker_id, {})[status.shard_index] = worker
-        return [_joined(name, found[name], indices) for name in sorted(found)]
+        return [_joined(name, found[name], indices) for name in sorted(found, key=_natural)]
 
     def rates(self, before: "Look | None") -> dict[str, Rates]:
         """Return by address what moved since an earlier look; shards that have started anew meanwhile are left out."""
@@ -135,6 +136,11 @@ def saved_share(status: pb.GetStatusResponse) -> float | None:
     """Return the share of the dense bytes that was saved; ``None`` before the first push."""
     dense = status.dense_push_bytes + status.dense_pull_bytes
     return saved_bytes(status) / dense if dense else None
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return what sorts worker-2 before worker-10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _joined(name: str, by_shard: dict[int, pb.WorkerStatus], indices: Sequence[int]) -> Worker:

@@ -16,6 +16,8 @@ WIDE_COLUMNS = 110
 """From so many columns on everything is shown."""
 
 _FEWEST_WORKERS_SHOWN = 3
+_FRAME_LINES = 4
+"""Of a table, around its rows."""
 
 
 def frame_plain(found: Look, rates: dict[str, Rates]) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def frame(found: Look, rates: dict[str, Rates], columns: int, lines: int | None 
     below = [Text(f"{name}: evicted, may come back in {seconds:.0f} s") for name, seconds in evicted(found).items()]
     hidden = 0
     if lines is not None:
-        taken = 1 + 3 + len(found.shards) + 3 + len(below) + 1  # headline, shards, head of the workers, one line below
+        taken = 1 + len(found.shards) + 2 * _FRAME_LINES + len(below) + 1  # headline, shards, workers' table, one below
         hidden = max(0, len(workers) - max(_FEWEST_WORKERS_SHOWN, lines - taken))
     if hidden:
         below.insert(0, Text(f"and {hidden} more workers: make the terminal higher, or see psservice workers", "dim"))

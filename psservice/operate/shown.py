@@ -96,7 +96,7 @@ def print_workers(found: Look) -> None:
 def worker_table(workers: list[Worker], *, wide: bool = True) -> Table:
     """Return the table of workers over all shards; without incarnations and a few figures where it is to be narrow."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
-    table.add_column("worker", overflow="ellipsis", no_wrap=True)
+    table.add_column("worker", overflow="ellipsis", no_wrap=True, max_width=48 if wide else 24)
     if wide:
         table.add_column("incarnation", no_wrap=True)
     for name in ("step", "staleness", "pushes/s", *(["idle"] if wide else []), "pushed", "pulled", "lease"):

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from importlib import resources
+from typing import Any
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -15,6 +16,11 @@ from psservice.plain import plain
 
 _COMMON = [("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")]
 _READING = ("GET", "HEAD")
+_PAGE_HEADERS = [
+    ("Referrer-Policy", "no-referrer"),
+    ("X-Frame-Options", "DENY"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+]
 
 
 def application(registry: CollectorRegistry, report: Callable[[], pb.GetStatusResponse]) -> WSGIApplication:
@@ -38,7 +44,7 @@ def application(registry: CollectorRegistry, report: Callable[[], pb.GetStatusRe
             return send("405 Method Not Allowed", "text/plain", b"only GET and HEAD\n", ("Allow", "GET, HEAD"))
         match environ.get("PATH_INFO", "/"):
             case "/metrics":
-                return metrics(environ, start_response)
+                return _with_headers(metrics, environ, start_response)
             case "/":
                 return send("200 OK", "text/html; charset=utf-8", page, *page_headers)
             case "/status.json":
@@ -49,11 +55,14 @@ def application(registry: CollectorRegistry, report: Callable[[], pb.GetStatusRe
     return answer
 
 
-_PAGE_HEADERS = [
-    ("Referrer-Policy", "no-referrer"),
-    ("X-Frame-Options", "DENY"),
-    ("Cross-Origin-Resource-Policy", "same-origin"),
-]
+def _with_headers(metrics: WSGIApplication, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    """Answer with the metrics, under our headers too; their application knows no HEAD."""
+
+    def begin(status: str, headers: list[tuple[str, str]], *rest: Any) -> Callable[[bytes], object]:
+        return start_response(status, [*headers, *_COMMON], *rest)
+
+    body = metrics({**environ, "REQUEST_METHOD": "GET"}, begin)
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else body
 
 
 def content_security_policy(page: str) -> str:

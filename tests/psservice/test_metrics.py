@@ -65,7 +65,7 @@ def test_a_shard_that_follows_waits_longer_for_its_own_snapshot(tmp_path):
 
 def test_what_a_dense_push_would_weigh_is_counted_in_the_parameters_own_types():
     assert dense_bytes(LAYOUT, Span(0, 10)) == 6 * 4 + 4 * 2
-    assert dense_bytes(LAYOUT, Span(5, 2)) == 4 + 2
+    assert dense_bytes(LAYOUT, Span(5, 7)) == 4 + 2
 
 
 def test_coming_and_going_is_counted_once(running):

@@ -147,11 +147,12 @@ def test_exit_statuses_tell_unreachable_wrong_refused_and_partial(two_shards, wo
         assert ended.value.code == 2, wrong
 
 
-def test_shards_of_two_runs_are_told_apart_before_anything_is_done(two_shards, worker, capsys):
-    with LocalServer() as other:
-        code, printed = run(capsys, "drain", two_shards.server, other.server)
+def test_the_same_shard_under_two_names_is_noticed_before_anything_is_done(two_shards, worker, capsys):
+    other_name = two_shards.addresses[0].replace("127.0.0.1", "localhost")
+    for command in (["drain"], ["snapshot"], ["restore", "--version", "1"]):
+        code, printed = run(capsys, *command, two_shards.server, other_name)
         assert code == 2
-        assert "nothing was done" in printed.err
+        assert "both shard 0; nothing was done" in printed.err
     assert not any(status(address).draining for address in two_shards.addresses)
 
 
