@@ -51,6 +51,7 @@ class Connection:
         self._security, self._headers, self._locate = security, tuple(headers), locate
         self._retired: grpc.Channel | None = None
         self._closed = False
+        self._dialled = 0.0
         self._lock = threading.Lock()
         self._channel = self._open()
         self.stub = ParameterServerServiceStub(self._channel)

@@ -75,8 +75,9 @@ class Sighting:
     def describe(self) -> str:
         """Say what is missing, and why."""
         if self.num_shards:
+            several = len(self.missing) > 1
             numbers = ", ".join(map(str, self.missing))
-            what = f"shard {numbers} of {self.num_shards} is missing"
+            what = f"shard{'s' * several} {numbers} of {self.num_shards} {'are' if several else 'is'} missing"
         else:
             what = "no shard is found"
         return f"{what}; {'; '.join(self.troubles)}" if self.troubles else what

@@ -151,7 +151,7 @@ def test_shards_that_start_later_are_waited_for(net, monkeypatch, caplog):
     ("shards", "words"),
     [
         ([(0, 3), (2, 3)], "shard 1 of 3 is missing"),
-        ([(2, 3)], "shard 0, 1 of 3 is missing"),
+        ([(2, 3)], "shards 0, 1 of 3 are missing"),
         ([(0, 1), (0, 1)], r"shard 0 of 1 is missing; .* are both shard 0; stop one of them"),
         ([(0, 2), (1, 3)], r"no shard is found; the servers belong to different runs: .* is shard 0 of 2"),
         ([(0, 1 << 31)], "they are 2147483648; at most 1024 are possible"),
