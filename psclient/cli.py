@@ -18,7 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write a running server's model to a safetensors file",
         epilog="TLS and tokens come from the environment, as for workers: PSCLIENT_TLS_CA, PSCLIENT_TOKEN_FILE, ...",
     )
-    save.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard, in order")
+    save.add_argument(
+        "addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard, in order; or dns:///HOST:PORT"
+    )
     save.add_argument("--out", type=Path, required=True, metavar="FILE")
     save.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="how long to try")
     merge = commands.add_parser("merge", help="join the final models of all shards into one file")

@@ -51,6 +51,7 @@ class Connection:
         self._security, self._headers, self._locate = security, tuple(headers), locate
         self._retired: grpc.Channel | None = None
         self._closed = False
+        self._dialled = 0.0
         self._lock = threading.Lock()
         self._channel = self._open()
         self.stub = ParameterServerServiceStub(self._channel)
@@ -65,18 +66,27 @@ class Connection:
 
         Other threads may have calls on the channel before, so that one ends when the next one is replaced.
         """
+        channel = self._open()  # which may have to look for the server
         with self._lock:
-            self._renew()
+            if self._closed:
+                channel.close()
+                return
+            retired, self._retired, self._channel = self._retired, self._channel, channel
+            self.stub = ParameterServerServiceStub(channel)
+        if retired is not None:
+            retired.close()
 
     def look_again(self) -> None:
         """Dial anew after a call that nobody has answered, but not with every one.
 
-        gRPC asks for a name's address less and less often, up to two minutes apart, and would wait for a machine that
-        is gone until its pings have failed.
+        gRPC asks for the address of a name that does not resolve less and less often, up to two minutes apart, and
+        keeps a connection to a machine that is gone until the system gives it up.
         """
         with self._lock:
-            if time.monotonic() - self._dialled > _DIAL_SECONDS:
-                self._renew()
+            if self._closed or time.monotonic() - self._dialled <= _DIAL_SECONDS:
+                return
+            self._dialled = time.monotonic()
+        self.renew()
 
     def close(self) -> None:
         """Close the channel."""
@@ -85,15 +95,6 @@ class Connection:
             self._channel.close()
             if self._retired is not None:
                 self._retired.close()
-
-    def _renew(self) -> None:
-        if self._closed:
-            return
-        retired, self._retired = self._retired, self._channel
-        self._channel = self._open()
-        self.stub = ParameterServerServiceStub(self._channel)
-        if retired is not None:
-            retired.close()
 
     def _open(self) -> grpc.Channel:
         address = self.address if self._locate is None else self._locate()

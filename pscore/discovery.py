@@ -11,10 +11,37 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
-from pscore.addresses import MOST_SHARDS, split
+from pscore.addresses import MOST_SHARDS, expand, is_service, split
 from pscore.channels import Security, open_channel
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+
+
+class DiscoveryError(Exception):
+    """Not all shards behind a name were found; the message says which, and why."""
+
+
+def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ...], Security]:
+    """Return every shard's address, and how it is called; one name for all shards is looked up, once.
+
+    Args:
+        server: in any form of :func:`pscore.addresses.expand`.
+        security: how servers are called.
+        seconds: how long the name, and then the servers, may take to answer.
+
+    Raises:
+        AddressError: the servers are named in another way.
+        DiscoveryError: shards behind a name are missing.
+        ChannelError: no channel can be secured as asked.
+    """
+    addresses = expand(server)
+    if not is_service(addresses[0]):
+        return addresses, security
+    service = Service(addresses[0], security)
+    sighting = service.look(seconds)
+    if sighting.addresses is None:
+        raise DiscoveryError(f"{service.address}: {sighting.describe()}")
+    return sighting.addresses, service.security
 
 
 @dataclass(frozen=True)
@@ -48,8 +75,9 @@ class Sighting:
     def describe(self) -> str:
         """Say what is missing, and why."""
         if self.num_shards:
+            several = len(self.missing) > 1
             numbers = ", ".join(map(str, self.missing))
-            what = f"shard {numbers} of {self.num_shards} is missing"
+            what = f"shard{'s' * several} {numbers} of {self.num_shards} {'are' if several else 'is'} missing"
         else:
             what = "no shard is found"
         return f"{what}; {'; '.join(self.troubles)}" if self.troubles else what

@@ -144,7 +144,7 @@ class ModelEntry:
             state.run.samples, state.datasets = start.samples, start.datasets
         if state.buffers is not None:
             state.buffers.weight = start.buffer_weight
-        if start.memories:
+        if any(memory.pieces for memory in start.memories):
             same_model = start.layout is not None and start.layout.fingerprint == model.layout.fingerprint
             if not (same_model and model.inherit(start.memories)):
                 log.warning("the update rule begins anew: that of the --init run, or its order of tensors, is another")

@@ -11,6 +11,9 @@ import trustme
 
 from psclient.directory import Directory, connect
 from psclient.errors import AccessError, ConfigurationError, ServerUnreachableError
+from psclient.leases import LeaseThread
+from psclient.settings import ClientSettings
+from psclient.shard import ShardClient
 from pscore import discovery
 from pscore.channels import Security
 from pscore.messages import SHARD_HEADER
@@ -32,7 +35,12 @@ class Shard(ParameterServerServiceServicer):
     def __init__(self, index, num_shards, run_id="run"):
         self.answer = pb.GetStatusResponse(shard_index=index, num_shards=num_shards, run_id=run_id, generation=7)
         self.refusal = None
-        self.heard = []
+        self.heard, self.checkpoints = [], []
+
+    def RenewLease(self, request, context):  # noqa: N802
+        self.meet.wait()  # until the others are asked too
+        self.checkpoints.append(request.checkpoint)
+        return pb.RenewLeaseResponse(checkpoint="" if self.answer.shard_index else "e1-v1")
 
     def GetStatus(self, request, context):  # noqa: N802
         self.heard.append((request.brief, dict(context.invocation_metadata())))
@@ -143,7 +151,7 @@ def test_shards_that_start_later_are_waited_for(net, monkeypatch, caplog):
     ("shards", "words"),
     [
         ([(0, 3), (2, 3)], "shard 1 of 3 is missing"),
-        ([(2, 3)], "shard 0, 1 of 3 is missing"),
+        ([(2, 3)], "shards 0, 1 of 3 are missing"),
         ([(0, 1), (0, 1)], r"shard 0 of 1 is missing; .* are both shard 0; stop one of them"),
         ([(0, 2), (1, 3)], r"no shard is found; the servers belong to different runs: .* is shard 0 of 2"),
         ([(0, 1 << 31)], "they are 2147483648; at most 1024 are possible"),
@@ -159,6 +167,17 @@ def test_what_is_missing_is_said_at_the_end(net, shards, words):
     with pytest.raises(ServerUnreachableError, match=words) as caught:
         found(net, 0.5)
     assert caught.value.address == net.address
+
+
+def test_an_operator_finds_them_too(net):
+    at = net.host("127.0.0.2", Shard(0, 2))
+    net.name = ["127.0.0.2"]
+    assert discovery.find("a-{0..1}:1", Security(), 30.0) == (("a-0:1", "a-1:1"), Security())
+    with pytest.raises(discovery.DiscoveryError, match=r"dns:///psservice\.test.*: shard 1 of 2 is missing"):
+        discovery.find(net.address, Security(), 30.0)
+    net.name.append("127.0.0.3")
+    other = net.host("127.0.0.3", Shard(1, 2))
+    assert discovery.find(net.address, Security(), 30.0) == ((at, other), Security(server_name=NAME))
 
 
 def test_an_address_of_each_family_may_be_the_same_server(net):
@@ -269,3 +288,30 @@ def test_a_name_that_takes_long_to_resolve_is_asked_for_once(net, monkeypatch):
     answered.set()
     assert service.resolve(30.0) == [f"127.0.0.2:{net.port}"]
     assert len(asked) == 1
+
+
+def test_leases_are_renewed_at_all_shards_at_once_and_a_new_checkpoint_is_told_at_once(net):
+    shards = [Shard(index, 3) for index in range(3)]
+    net.name = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+    meets = threading.Barrier(3, timeout=30), threading.Barrier(2, timeout=30)
+    for ip, shard in zip(net.name, shards, strict=True):
+        net.host(ip, shard)
+        shard.meet = Meeting(meets)
+    connections = connect(net.address, Security(), 30.0)
+    clients = [ShardClient(connection, i, ClientSettings()) for i, connection in enumerate(connections)]
+    leases = LeaseThread(clients, pb.WorkerIdentity())
+    leases.renewal_seconds = 30.0
+    leases._renew()
+    assert [shard.checkpoints for shard in shards] == [[""], ["", "e1-v1"], ["", "e1-v1"]]
+    for connection in connections:
+        connection.close()
+
+
+class Meeting:
+    """Where a shard's first call waits for the first calls of all, and its second for the second ones of the others."""
+
+    def __init__(self, barriers):
+        self._barriers = iter(barriers)
+
+    def wait(self):
+        next(self._barriers).wait()

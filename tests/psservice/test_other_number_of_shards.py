@@ -153,10 +153,15 @@ def listing(directory):
 
 
 def test_a_tensor_that_was_cut_is_put_together_and_cut_elsewhere():
-    left = PieceMemory(Span(0, 3), (3,), {"step": torch.tensor(4.0), "mean": torch.tensor([1.0, 2.0, 3.0])})
-    right = PieceMemory(Span(3, 6), (3,), {"step": torch.tensor(5.0), "mean": torch.tensor([4.0, 5.0, 6.0])})
+    left = PieceMemory(
+        Span(0, 3), (3,), {"step": torch.tensor(4.0), "left": 0.9, "mean": torch.tensor([1.0, 2.0, 3.0])}
+    )
+    right = PieceMemory(
+        Span(3, 6), (3,), {"step": torch.tensor(5.0), "left": 0.8, "mean": torch.tensor([4.0, 5.0, 6.0])}
+    )
     whole = recut([right, left], Span(0, 6), (2, 3))
-    assert (whole["step"].item(), whole["mean"].tolist()) == (5.0, [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    assert (whole["step"].item(), whole["left"]) == (5.0, 0.8)
+    assert whole["mean"].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
     assert recut([left, right], Span(2, 4), (2,))["mean"].tolist() == [3.0, 4.0]
     assert recut([left], Span(2, 4), (2,))["mean"].tolist() == [3.0, 0.0]
     assert recut([left, right], Span(6, 8), (2,)) == {}

@@ -43,7 +43,7 @@ def recut(pieces: Sequence[PieceMemory], span: Span, shape: tuple[int, ...]) -> 
     """Return the state of one piece, put together from all that overlap it.
 
     A piece that was cut in the same places keeps everything as it is. Of others, what has a value for each entry is
-    cut, and a counter is the furthest: shards need not have taken the same pushes.
+    cut; what counts steps is taken from the furthest, because shards need not have taken the same pushes.
 
     Args:
         pieces: of all shards that remember.
@@ -53,6 +53,7 @@ def recut(pieces: Sequence[PieceMemory], span: Span, shape: tuple[int, ...]) -> 
     found = sorted((p for p in pieces if p.span.intersect(span).length), key=lambda piece: piece.span.start)
     if len(found) == 1 and found[0].span == span:
         return dict(found[0].state)
+    furthest = max((piece.state for piece in found), key=lambda state: float(state.get("step", 0)), default={})
     state: dict[str, Any] = {}
     for name in dict.fromkeys(name for piece in found for name in piece.state):
         values = [(piece, piece.state[name]) for piece in found if name in piece.state]
@@ -65,7 +66,7 @@ def recut(pieces: Sequence[PieceMemory], span: Span, shape: tuple[int, ...]) -> 
                 ]
             state[name] = whole.reshape(shape)
         else:
-            state[name] = max(value for _, value in values)
+            state[name] = furthest.get(name, values[0][1])
     return state
 
 
