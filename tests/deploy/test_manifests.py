@@ -340,7 +340,7 @@ def test_prometheus_reads_the_shards_and_has_the_rules():
     assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
-def test_the_base_alone_refuses_to_start(monkeypatch, tmp_path):
+def test_the_base_alone_refuses_to_start():
     """Who may call is decided by an overlay; forgetting it must not open the shards to everybody."""
     config = KUBERNETES / "base" / "psservice.yaml"
     with pytest.raises(ValueError, match="would let anybody in"):

@@ -269,9 +269,8 @@ def test_workers_of_an_array_are_told_where_the_shards_are(slurm, tmp_path, monk
         assert ClientSettings().server == "node-7:6000,node-7:6001"
         assert worker_name(ClientSettings(), told) == "job-3"
 
-        wait_until(
-            lambda: len([*tmp_path.glob("shard-?")]) == 2 and all(p.read_text() for p in tmp_path.glob("shard-?"))
-        )
+        files = [tmp_path / f"shard-{index}" for index in range(2)]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), 60)
         for index in range(2):
             words, settings = json.loads(files[index].read_text())
             assert words == ["serve"]
