@@ -39,7 +39,7 @@ def build(overlay: str) -> tuple[Object, ...]:
     folder = KUBERNETES / "overlays" / overlay
     built = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stderr
-    return tuple(yaml.safe_load_all(built.stdout))
+    return tuple(yaml.load_all(built.stdout, yaml.CSafeLoader))
 
 
 def one(overlay: str, kind: str, name: str) -> Object:

@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import psutil
 import pytest
 import torch
 import yaml
@@ -18,11 +17,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import psclient
 from psclient.local import LocalServer
+from psclient.settings import ClientSettings, worker_name
 from pscore.channels import Security, open_channel
 from psservice.security import CertificateFiles
+from psservice.settings import ServerSettings
 from tests.deploy import manifests
 from tests.deploy.manifests import KUBERNETES, ROOT, environment, one
-from tests.system.tools import QUICK, make_data, make_model, train_step
+from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
 
 SLURM = ROOT / "deploy" / "slurm"
 SCRIPTS = [
@@ -148,7 +149,7 @@ def test_wrong_arguments_print_nothing(arguments):
     assert reshard_job(*arguments) == (2, "")
 
 
-def test_three_shards_begin_with_the_model_of_two(tmp_path):
+def test_one_shard_begins_with_the_model_of_two(tmp_path):
     data, init = tmp_path / "data", tmp_path / "init"
     with LocalServer(shards=2, data_dir=data) as server:
         model = make_model()
@@ -174,7 +175,7 @@ def test_three_shards_begin_with_the_model_of_two(tmp_path):
     assert subprocess.run([*container["command"], script], timeout=SECONDS, env=environ, cwd=ROOT).returncode == 1
 
     found = environment("reshard", manifests.server("reshard"))["PSSERVICE_INIT"]
-    with LocalServer(shards=3, init=found.replace("/init", str(init)), data_dir=tmp_path / "run-2") as server:
+    with LocalServer(init=found.replace("/init", str(init)), data_dir=tmp_path / "run-2") as server:
         model = make_model(1)
         optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model, server=server.server, settings=QUICK)
         assert optimizer.version == 2
@@ -213,11 +214,20 @@ def slurm(tmp_path):
             calls.write(json.dumps([os.path.basename(sys.argv[0]), sys.argv[1:], names]) + "\\n")
         print(4711)
         """
-    psservice = f'#!/bin/sh\nexec {sys.executable} -m psservice "$@"\n'
-    for name, text in (("srun", textwrap.dedent(srun)), ("sbatch", textwrap.dedent(note)), ("psservice", psservice)):
-        (folder / name).write_text(text)
+    psservice = f"""\
+        #!{sys.executable}
+        import json, os, signal, sys
+        settings = {{name: value for name, value in os.environ.items() if name.startswith("PSSERVICE_")}}
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        with open({str(tmp_path)!r} + "/shard-" + os.environ["SLURM_PROCID"], "w") as file:
+            json.dump([sys.argv[1:], settings], file)
+        signal.pause()
+        """
+    programs = {"srun": srun, "sbatch": note, "psservice": psservice}
+    for name, text in programs.items():
+        (folder / name).write_text(textwrap.dedent(text))
         (folder / name).chmod(0o755)
-    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 def test_submit_makes_three_jobs_that_follow_each_other(slurm, tmp_path):
@@ -238,57 +248,44 @@ def test_submit_makes_three_jobs_that_follow_each_other(slurm, tmp_path):
     assert subprocess.run([SLURM / "submit", run, "0", "8", "true"], env=slurm, timeout=SECONDS).returncode == 2
 
 
-def test_workers_of_an_array_find_the_shards_and_sigterm_ends_them_in_order(slurm, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+def test_workers_of_an_array_are_told_where_the_shards_are(slurm, tmp_path, monkeypatch):
+    run = tmp_path / "run"
     variables = {
-        "SPARSEPS_RUN": str(tmp_path / "run"), "SPARSEPS_SHARDS": "2", "SPARSEPS_PORT": str(port),
-        "SPARSEPS_HOST": "127.0.0.1", "PSSERVICE_INSECURE": "true", "SLURM_CPUS_PER_TASK": "1",
+        "SPARSEPS_RUN": str(run), "SPARSEPS_SHARDS": "2", "SPARSEPS_PORT": "6000", "SPARSEPS_HOST": "node-7",
+        "PSSERVICE_INSECURE": "true", "SLURM_CPUS_PER_TASK": "3",
     }  # fmt: skip
-    shards = subprocess.Popen(["bash", SLURM / "shards.sbatch"], env=slurm | variables, stderr=subprocess.DEVNULL)
+    batch = subprocess.Popen(["bash", SLURM / "shards.sbatch"], env=slurm | variables)
     try:
-        # A worker that joins, says who it is and trains a step: SIGTERM finds two shards with a model to keep.
-        worker = textwrap.dedent("""
-            import os
-            import psclient
-            from tests.system.tools import make_data, make_model, train_step
-            model = make_model()
-            optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model)
-            train_step(model, optimizer, *make_data())
-            settings = psclient.settings.load()
-            print(len(settings.server.split(",")), psclient.settings.worker_name(settings))
-            print(os.environ["WORLD_SIZE"], optimizer.version)
-            optimizer.close()
-        """)
-        array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}
+        shown = "import json, os; print(json.dumps(dict(os.environ)))"
+        array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8", "SLURM_PROCID": "0"}
         answer = subprocess.run(
-            ["bash", SLURM / "workers.sbatch", sys.executable, "-c", worker],
+            ["bash", SLURM / "workers.sbatch", sys.executable, "-c", shown],
             env=slurm | variables | array, capture_output=True, text=True, timeout=SECONDS,
         )  # fmt: skip
-        assert answer.returncode == 0, answer.stderr
-        assert answer.stdout.split() == ["2", "job-3", "8", "1"]
-        (batch,) = children_of(shards.pid)
-        os.kill(batch, signal.SIGTERM)  # as Slurm does: the steps, not the script
-        assert shards.wait(60) == 0
+        told = json.loads(answer.stdout)
+        assert told["WORLD_SIZE"] == "8"
+        for name in ("PSCLIENT_SERVER", "JOB_COMPLETION_INDEX"):
+            monkeypatch.setenv(name, told[name])
+        assert ClientSettings().server == "node-7:6000,node-7:6001"
+        assert worker_name(ClientSettings(), told) == "job-3"
+
+        files = [tmp_path / f"shard-{index}" for index in range(2)]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), 60)
         for index in range(2):
-            assert list((tmp_path / "run" / "data" / f"shard-{index}-of-2" / "snapshots").iterdir())
+            words, settings = json.loads(files[index].read_text())
+            assert words == ["serve"]
+            with monkeypatch.context() as patched:
+                for name, value in settings.items():
+                    patched.setenv(name, value)
+                loaded = ServerSettings()
+            assert (loaded.shard_index, loaded.num_shards) == (index, 2)
+            assert loaded.listen == f"0.0.0.0:{6000 + index}"
+            assert (loaded.data_dir, loaded.compute_threads) == (run / "data", 3)
+        (step,) = psutil.Process(batch.pid).children()
+        step.terminate()  # as Slurm does before the time is over: the steps, not the script
+        assert batch.wait(60) == 0
     finally:
-        for process in reversed([shards.pid, *descendants(shards.pid)]):
-            if shards.poll() is None:
-                os.kill(process, signal.SIGKILL)
-        shards.wait(60)
-
-
-def children_of(process):
-    import psutil
-
-    return [child.pid for child in psutil.Process(process).children()]
-
-
-def descendants(process):
-    import psutil
-
-    try:
-        return [child.pid for child in psutil.Process(process).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+        if batch.poll() is None:
+            for process in [*psutil.Process(batch.pid).children(recursive=True), batch]:
+                process.kill()
+            batch.wait(60)
