@@ -7,9 +7,12 @@ from statistics import median
 from benchmarks.scale import engine, transport
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
-from benchmarks.scale.fits import Curve, Line, line, worst
+from benchmarks.scale.fits import Curve, Line, growing_share, line, worst
 
 _CENTS = 1.05  # densities nearer to one another than this are one point of a curve
+
+_SERIAL = {"decode": "decode", "encode": "encode", "union": "union_sort", "select": "select_all"}
+"""Whose line says what is fixed of a work that two threads did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Extent:
     repeats: int = 9
     served: tuple[int, ...] = (200_000, 2_000_000, 12_000_000)
     served_density: float = 0.01
-    rounds: int = 3
+    rounds: int = 2
     worker_sizes: tuple[int, ...] = (1_000_000, 8_000_000, 32_000_000)
     worker_steps: int = 7
 
@@ -43,12 +46,13 @@ QUICK = Extent((500_000, 2_000_000), (0.001, 0.01), 3, (200_000, 4_000_000), 0.0
 def measure(extent: Extent, seed: int, say: Callable[[str], None]) -> tuple[Costs, Points]:
     """Measure; return the costs, and the points that their lines were laid through."""
     work = engine.measure(extent.sizes, extent.densities, extent.repeats, seed, say)
+    lines = _lines(work.points)
     costs = replace(
-        Costs(**_lines(work.points)),
+        Costs(**lines),
         index_bits=_curve(work.index_bits),
         push_frame=median(work.push_frame),
         pull_frame=median(work.pull_frame),
-        serial=dict(work.serial),
+        serial={kind: growing_share(lines[_SERIAL[kind]], *found) for kind, found in work.serial.items()},
     )
     served = transport.measure(costs, extent.served, extent.served_density, extent.rounds, seed, say)
     say("a real worker")

@@ -49,7 +49,8 @@ class Costs:
         index_bits: of an entry, by density.
         push_frame: bytes of a push beside indices and values, for a shard.
         pull_frame: likewise of a reply.
-        serial: share of each named work that no other thread of the process can do meanwhile.
+        serial: share of what grows of a work that no other thread of the process can do meanwhile, for ``decode``,
+            ``encode``, ``union`` and ``select``; what is fixed is Python, and nobody else's turn.
         crowding: how much more CPU time a work takes for each further one at once, as a share, up to as many as there
             are cores.
         server_bytes: resident set of a server without a model.
@@ -84,6 +85,12 @@ class Costs:
     crowding: float = 0.0
     server_bytes: float = 0.0
     notes: Mapping[str, float] = field(default_factory=dict)
+
+    def split(self, work: Line, units: float, kind: str) -> tuple[float, float]:
+        """Return the seconds of a work with the interpreter's lock, and without."""
+        growing = work.each * units
+        share = self.serial.get(kind, 0.0)
+        return work.fixed + share * growing, (1 - share) * growing
 
     def sparse_bytes(self, entries: float, density: float) -> float:
         """Return index and value bytes of a sparse message stream."""
