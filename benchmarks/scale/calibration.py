@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
-from benchmarks.scale import engine, transport
+from benchmarks.scale import engine, overlap, transport
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
 from benchmarks.scale.fits import Curve, Line, growing_share, line, worst
@@ -28,6 +28,7 @@ class Extent:
         rounds: of that.
         worker_sizes: of models that a real worker trains.
         worker_steps: of each.
+        trained: steps of each of eight workers whose pushes are laid over one another.
     """
 
     sizes: tuple[int, ...] = (500_000, 2_000_000, 8_000_000, 32_000_000)
@@ -38,9 +39,10 @@ class Extent:
     rounds: int = 2
     worker_sizes: tuple[int, ...] = (1_000_000, 8_000_000, 32_000_000)
     worker_steps: int = 7
+    trained: int = 60
 
 
-QUICK = Extent((500_000, 2_000_000), (0.001, 0.01), 3, (200_000, 4_000_000), 0.01, 1, (1_000_000, 4_000_000), 3)
+QUICK = Extent((500_000, 2_000_000), (0.001, 0.01), 3, (200_000, 4_000_000), 0.01, 1, (1_000_000, 4_000_000), 3, 20)
 
 
 def measure(extent: Extent, seed: int, say: Callable[[str], None]) -> tuple[Costs, Points]:
@@ -57,6 +59,8 @@ def measure(extent: Extent, seed: int, say: Callable[[str], None]) -> tuple[Cost
     served = transport.measure(costs, extent.served, extent.served_density, extent.rounds, seed, say)
     say("a real worker")
     worked = transport.worker(extent.worker_sizes, extent.served_density, extent.worker_steps, seed)
+    say("overlap of pushes in training")
+    novelty = overlap.measure(extent.densities, extent.trained, seed)
     points = work.points | served.points | worked
     notes = {name: worst(line(found), found) for name, found in points.items()}
     costs = replace(
@@ -64,6 +68,7 @@ def measure(extent: Extent, seed: int, say: Callable[[str], None]) -> tuple[Cost
         **_lines(served.points | worked),
         idle=median(served.idle),
         renewal=median(served.renewal),
+        novelty=Curve(tuple(novelty), tuple(novelty.values())),
         crowding=max(0.0, median(served.crowding)),
         server_bytes=served.server_bytes,
         notes=notes,

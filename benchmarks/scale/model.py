@@ -173,7 +173,7 @@ class _Shard:
         self.room = Pool(simulator, cluster.inflight_bytes)
         self.version = 0
         self.places = [_Place() for _ in range(cluster.workers)]
-        self.replies = Replies(costs, cluster.part, cluster.density, cluster.down_mode)
+        self.replies = Replies(costs, cluster.part, cluster.density, cluster.down_mode, random=cluster.replay)
         self._draw = draw
         entries = cluster.part * cluster.density
         self.push_bytes = costs.push_frame + costs.sparse_bytes(entries, cluster.density)

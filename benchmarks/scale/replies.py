@@ -55,10 +55,12 @@ class Replies:
         elements: of the shard.
         density: of pushes and of top-k replies.
         down_mode: ``auto``, ``exact`` or ``topk``.
+        random: whether pushes name random places, as replayed ones do, and not those of training.
     """
 
-    def __init__(self, costs: Costs, elements: float, density: float, down_mode: str) -> None:
+    def __init__(self, costs: Costs, elements: float, density: float, down_mode: str, *, random: bool = True) -> None:
         """Nothing is known yet."""
+        self._novelty = 1.0 if random else costs.novelty(density)
         self._costs, self._elements, self._density, self._mode = costs, elements, density, down_mode
         self._known: dict[tuple[int, bool], Reply] = {}
 
@@ -67,8 +69,8 @@ class Replies:
         return self._reply(window, self._chooses_topk(window, place))
 
     def union(self, window: int) -> float:
-        """Return the density of what pushes at random places have changed together."""
-        return 1 - (1 - self._density) ** window
+        """Return the density of what pushes have changed together."""
+        return 1 - (1 - self._density) ** (window**self._novelty)
 
     def _chooses_topk(self, window: int, place: Place) -> bool:
         """Follow psservice.rules.reply; the reply that opens an image is taken for one that follows."""

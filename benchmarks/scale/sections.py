@@ -25,6 +25,12 @@ def costs(found: Costs, points: Points) -> Section:
         f"A call in which nobody computes: {found.idle * 1e6:.0f} µs. A renewal of a lease: {found.renewal * 1e6:.0f} "
         f"µs. More CPU time where several works run at once: {found.crowding:.0%}. A server without a model: "
         f"{found.server_bytes / 1e6:.0f} MB.",
+        "Pushes of eight workers in training overlap: n of them change what n^a at random places would, with a = "
+        + ", ".join(
+            f"{value:.2f} at {density:.1%}"
+            for density, value in zip(found.novelty.densities, found.novelty.values, strict=True)
+        )
+        + ".",
         "CPU times, so that other work on the machine changes them less than it changes a clock's.",
     ]
     return section

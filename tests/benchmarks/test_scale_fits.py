@@ -2,9 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from benchmarks.scale.fits import Curve, Line, growing_share, line, serial_share, worst
+from benchmarks.scale.overlap import novelty
 
 
 def test_a_line_is_found_again():
@@ -50,3 +52,12 @@ def test_what_is_fixed_is_serial_and_the_rest_of_the_share_is_of_what_grows():
     assert growing_share(work, 3000, 0.25) == pytest.approx(0)
     assert growing_share(work, 3000, 0.625) == pytest.approx(0.5)
     assert growing_share(Line(1e-3, 0.0), 3000, 1.0) == 0
+
+
+def test_pushes_at_random_places_are_all_news_and_repeated_ones_none():
+    rng = np.random.default_rng(0)
+    random_ones = [rng.choice(100_000, 1000, replace=False) for _ in range(64)]
+    assert novelty(random_ones, 100_000) == pytest.approx(1.0, abs=0.01)
+    assert novelty([random_ones[0]] * 64, 100_000) == pytest.approx(0.0, abs=0.01)
+    shared = [np.concatenate([random_ones[0][:500], part[:500]]) for part in random_ones]
+    assert 0.5 < novelty(shared, 100_000) < 0.95
