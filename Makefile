@@ -13,11 +13,11 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 SOURCES := pscore psservice psclient tests examples benchmarks chaos compare tools
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format stubs bench compare wheel clean
+.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format stubs bench scale compare wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'ARGS="..." goes to the program behind quickstart, examples, test, fuzz, chaos, soak, bench and compare; PYTHON=python3.12 picks the interpreter.'
+	@echo 'ARGS="..." goes to the program behind quickstart, examples, test, fuzz, chaos, soak, bench, scale and compare; PYTHON=python3.12 picks the interpreter.'
 
 venv: $(STAMP) ## Set up .venv with the tested versions of everything
 
@@ -72,6 +72,9 @@ stubs: venv ## Regenerate the gRPC stubs from proto/
 
 bench: venv ## Run the benchmarks and write runs/bench/report.html; QUICK=1 takes two minutes
 	@$(VENV)/bin/python -m benchmarks.bench $(if $(QUICK),--quick) $(ARGS)
+
+scale: venv ## Simulate up to 1,000 workers and 64 shards from costs measured here, into runs/scale; QUICK=1 takes two minutes
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m benchmarks.scale $(if $(QUICK),--quick) $(ARGS)
 
 compare: venv ## Compare the training methods into runs/compare; an hour, QUICK=1 takes five minutes; goes on where it was
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m compare $(if $(QUICK),--quick) $(ARGS)

@@ -79,7 +79,7 @@ def train(model: nn.Module, density: float, steps: int, seed: int, selector: str
         model.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
-        sent = _push(list(model.parameters()), states, rate, density, SELECTORS[selector], run)
+        sent = push(list(model.parameters()), states, rate, density, SELECTORS[selector], run)
         if step % keep_every == keep_every - 1:
             _keep(run, sent, [p.numel() for p in model.parameters()])
         run.loss = loss.item()
@@ -87,7 +87,7 @@ def train(model: nn.Module, density: float, steps: int, seed: int, selector: str
 
 
 @torch.no_grad()
-def _push(
+def push(
     parameters: Sequence[torch.Tensor],
     states: Sequence[State],
     rate: float,
@@ -95,6 +95,7 @@ def _push(
     selector: Selector,
     run: Run,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Accumulate gradients, select, and apply; return offsets and values by parameter."""
     sent = []
     for parameter, state in zip(parameters, states, strict=True):
         assert parameter.grad is not None

@@ -13,7 +13,7 @@ from benchmarks import machine, report
 from benchmarks.progress import Progress
 from benchmarks.report import guide
 from benchmarks.report.markdown import markdown
-from benchmarks.scale import calibration, check, sections
+from benchmarks.scale import calibration, check, sections, sweeps
 from benchmarks.scale.costs import from_plain
 from benchmarks.scale.sweeps import Sweeper
 
@@ -43,20 +43,21 @@ def main(arguments: list[str] | None = None) -> int:
                     check.QUICK if options.quick else check.CASES,
                     costs,
                     os.cpu_count() or 1,
-                    2.0 if options.quick else 5.0,
-                    1 if options.quick else 3,
+                    2.0 if options.quick else 4.0,
+                    1 if options.quick else 2,
                     options.seed,
                     progress.say,
                 )
                 section, drawn = sections.check(rows)
                 found.append(section)
+            grid = sweeps.QUICK if options.quick else sweeps.Grid()
             sweeper = Sweeper(costs, options.seed, progress.say)
             progress.section("sweeps")
-            section, charts = sections.sweep(sweeper, quick=options.quick)
+            section, charts = sections.sweep(sweeper, grid)
             found.append(section)
             drawn = [*drawn, *charts]
             progress.section("saturation")
-            found.append(sections.saturate(sweeper, quick=options.quick))
+            found.append(sections.saturate(sweeper, grid))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

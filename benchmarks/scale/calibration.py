@@ -4,12 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
-from benchmarks.scale import engine, transport
+from benchmarks.scale import engine, overlap, transport
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
-from benchmarks.scale.fits import Curve, Line, line, worst
+from benchmarks.scale.fits import Curve, Line, growing_share, line, worst
 
 _CENTS = 1.05  # densities nearer to one another than this are one point of a curve
+
+_SERIAL = {"decode": "decode", "encode": "encode", "union": "union_sort", "select": "select_all"}
+"""Whose line says what is fixed of a work that two threads did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Extent:
         rounds: of that.
         worker_sizes: of models that a real worker trains.
         worker_steps: of each.
+        trained: steps of each of eight workers whose pushes are laid over one another.
     """
 
     sizes: tuple[int, ...] = (500_000, 2_000_000, 8_000_000, 32_000_000)
@@ -32,27 +36,31 @@ class Extent:
     repeats: int = 9
     served: tuple[int, ...] = (200_000, 2_000_000, 12_000_000)
     served_density: float = 0.01
-    rounds: int = 3
+    rounds: int = 2
     worker_sizes: tuple[int, ...] = (1_000_000, 8_000_000, 32_000_000)
     worker_steps: int = 7
+    trained: int = 60
 
 
-QUICK = Extent((500_000, 2_000_000), (0.001, 0.01), 3, (200_000, 4_000_000), 0.01, 1, (1_000_000, 4_000_000), 3)
+QUICK = Extent((500_000, 2_000_000), (0.001, 0.01), 3, (200_000, 4_000_000), 0.01, 1, (1_000_000, 4_000_000), 3, 20)
 
 
 def measure(extent: Extent, seed: int, say: Callable[[str], None]) -> tuple[Costs, Points]:
     """Measure; return the costs, and the points that their lines were laid through."""
     work = engine.measure(extent.sizes, extent.densities, extent.repeats, seed, say)
+    lines = _lines(work.points)
     costs = replace(
-        Costs(**_lines(work.points)),
+        Costs(**lines),
         index_bits=_curve(work.index_bits),
         push_frame=median(work.push_frame),
         pull_frame=median(work.pull_frame),
-        serial=dict(work.serial),
+        serial={kind: growing_share(lines[_SERIAL[kind]], *found) for kind, found in work.serial.items()},
     )
     served = transport.measure(costs, extent.served, extent.served_density, extent.rounds, seed, say)
     say("a real worker")
     worked = transport.worker(extent.worker_sizes, extent.served_density, extent.worker_steps, seed)
+    say("overlap of pushes in training")
+    novelty = overlap.measure(extent.densities, extent.trained, seed)
     points = work.points | served.points | worked
     notes = {name: worst(line(found), found) for name, found in points.items()}
     costs = replace(
@@ -60,6 +68,7 @@ def measure(extent: Extent, seed: int, say: Callable[[str], None]) -> tuple[Cost
         **_lines(served.points | worked),
         idle=median(served.idle),
         renewal=median(served.renewal),
+        novelty=Curve(tuple(novelty), tuple(novelty.values())),
         crowding=max(0.0, median(served.crowding)),
         server_bytes=served.server_bytes,
         notes=notes,

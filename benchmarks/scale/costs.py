@@ -18,6 +18,7 @@ VALUE_BYTES = 4
 
 NOTHING = Line()
 NO_BITS = Curve((1e-6, 1.0), (0.0, 0.0))
+ALL_NEW = Curve((1e-6, 1.0), (1.0, 1.0))
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,11 @@ class Costs:
         worker_encode: likewise to write a push.
         worker_install: likewise to decode a reply and write it into the model.
         index_bits: of an entry, by density.
+        novelty: ``a``, by density: ``n`` pushes of real training change what ``n^a`` at random places would.
         push_frame: bytes of a push beside indices and values, for a shard.
         pull_frame: likewise of a reply.
-        serial: share of each named work that no other thread of the process can do meanwhile.
+        serial: share of what grows of a work that no other thread of the process can do meanwhile, for ``decode``,
+            ``encode``, ``union`` and ``select``; what is fixed is Python, and nobody else's turn.
         crowding: how much more CPU time a work takes for each further one at once, as a share, up to as many as there
             are cores.
         server_bytes: resident set of a server without a model.
@@ -78,12 +81,19 @@ class Costs:
     worker_encode: Line = NOTHING
     worker_install: Line = NOTHING
     index_bits: Curve = NO_BITS
+    novelty: Curve = ALL_NEW
     push_frame: float = 0.0
     pull_frame: float = 0.0
     serial: Mapping[str, float] = field(default_factory=dict)
     crowding: float = 0.0
     server_bytes: float = 0.0
     notes: Mapping[str, float] = field(default_factory=dict)
+
+    def split(self, work: Line, units: float, kind: str) -> tuple[float, float]:
+        """Return the seconds of a work with the interpreter's lock, and without."""
+        growing = work.each * units
+        share = self.serial.get(kind, 0.0)
+        return work.fixed + share * growing, (1 - share) * growing
 
     def sparse_bytes(self, entries: float, density: float) -> float:
         """Return index and value bytes of a sparse message stream."""
@@ -105,6 +115,6 @@ def from_plain(plain: Mapping[str, Any]) -> Costs:
     for name, value in plain.items():
         if isinstance(value, Mapping) and set(value) == {"fixed", "each"}:
             values[name] = Line(**value)
-    bits = plain["index_bits"]
-    values["index_bits"] = Curve(tuple(bits["densities"]), tuple(bits["values"]))
+    for name in ("index_bits", "novelty"):
+        values[name] = Curve(*(tuple(plain[name][part]) for part in ("densities", "values")))
     return Costs(**values)

@@ -22,7 +22,9 @@ from benchmarks.shardserver import InProcessShard
 from benchmarks.wire import Tally
 from pscore.layout import ModelLayout
 from pscore.segment import Segment
+from pscore.selectors import DEFAULT_SELECTOR, SELECTORS
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice.shard.difference import DifferenceSelection, DownSettings
 from psservice.shard.ledger import union
 
 Points = dict[str, list[tuple[float, float]]]
@@ -44,14 +46,14 @@ class Work:
         index_bits: (density, bits) of replies and pushes.
         push_frame: bytes of a push beside indices and values.
         pull_frame: likewise of a reply.
-        serial: shares, by work.
+        serial: by work, (units, share) of what two threads did.
     """
 
     points: Points = field(default_factory=dict)
     index_bits: list[tuple[float, float]] = field(default_factory=list)
     push_frame: list[float] = field(default_factory=list)
     pull_frame: list[float] = field(default_factory=list)
-    serial: dict[str, float] = field(default_factory=dict)
+    serial: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, units: float, seconds: Sequence[float]) -> None:
         """Note a median."""
@@ -74,7 +76,7 @@ def measure(
                 _exact(work, layout, density, repeats, rng)
                 _topk(work, layout, density, repeats, rng)
             _dense(work, layout, repeats, rng)
-        _threads(work, one_tensor(sizes[len(sizes) // 2]), max(densities), rng)
+        _threads(work, one_tensor(sizes[-1]), max(densities), rng)
     finally:
         torch.set_num_threads(threads)
     return work
@@ -214,14 +216,32 @@ def _threads(work: Work, layout: ModelLayout, density: float, rng: np.random.Gen
         for message in shards[which].pull_messages(replies[which]):
             message.SerializeToString()
 
-    def build(which: int) -> None:
-        shards[which].pull(shards[which].model.version - 4)
+    def unite(which: int) -> None:
+        supports = shards[which].model.ledger.since(shards[which].model.version - 4)
+        assert supports is not None
+        union(supports, layout.size)
 
-    for name, job in (("decode", decode), ("encode", encode), ("build", build)):
+    down = DownSettings(density, 0, SELECTORS[DEFAULT_SELECTOR])
+    images = [torch.zeros(layout.size) for _ in shards]
+    selections = [DifferenceSelection(down) for _ in shards]
+
+    def select(which: int) -> None:
+        model = shards[which].model
+        selections[which].select(model.theta, images[which], layout, model.span, model.version, None)
+
+    entries = density * layout.size
+    jobs = {
+        "decode": (entries, decode),
+        "encode": (replies[0].density * layout.size, encode),
+        "union": (4 * entries, unite),
+        "select": (layout.size, select),
+    }
+    for name, (units, job) in jobs.items():
+        job(0)
+        job(1)
         rates = [(_rate(job, 1), _rate(job, 2)) for _ in range(_THREAD_ROUNDS)]
-        work.serial[name] = serial_share(
-            max(one for one, _ in rates), max(two for _, two in rates), os.cpu_count() or 1
-        )
+        one, two = max(one for one, _ in rates), max(two for _, two in rates)
+        work.serial[name] = units, serial_share(one, two, os.cpu_count() or 1)
     for shard in shards:
         shard.close()
 

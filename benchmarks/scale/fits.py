@@ -76,6 +76,14 @@ def serial_share(one: float, two: float, cores: int = 2) -> float:
     return min(1.0, max(0.0, 2 * one / two - 1))
 
 
+def growing_share(work: Line, units: float, share: float) -> float:
+    """Return the serial share of what grows of a work, from that of all of it: what is fixed is serial."""
+    growing = work.each * units
+    if growing <= 0:
+        return 0.0
+    return min(1.0, max(0.0, (share * work(units) - work.fixed) / growing))
+
+
 def _alone(
     column: "np.ndarray[tuple[int], np.dtype[np.float64]]", target: "np.ndarray[tuple[int], np.dtype[np.float64]]"
 ) -> float:

@@ -24,6 +24,7 @@ RENEWAL_SECONDS = 5.0
 """Between two renewals of a worker's lease: a third of its life by default."""
 
 _RENEWAL_TICK = 1.0
+_SLACK = 1e-9  # of all places, for what floating point has lost
 _ENTRY_BYTES = 24  # what the server charges an entry of a push with, decoded and merged, beside the message twice
 
 
@@ -140,7 +141,7 @@ class Pool:
         return self._places
 
     def _serve(self) -> None:
-        while self._queue and self._queue[0][0] <= self._free + 1e-9:
+        while self._queue and self._queue[0][0] <= self._free + _SLACK * self._places:
             self._note()
             places, event = self._queue.popleft()
             self._free -= places
@@ -172,15 +173,14 @@ class _Shard:
         self.room = Pool(simulator, cluster.inflight_bytes)
         self.version = 0
         self.places = [_Place() for _ in range(cluster.workers)]
-        self.replies = Replies(costs, cluster.part, cluster.density, cluster.down_mode)
+        self.replies = Replies(costs, cluster.part, cluster.density, cluster.down_mode, random=cluster.replay)
         self._draw = draw
         entries = cluster.part * cluster.density
         self.push_bytes = costs.push_frame + costs.sparse_bytes(entries, cluster.density)
         self._charge = 2 * self.push_bytes + _ENTRY_BYTES * entries
-        serial = costs.serial.get("decode", 0.0)
-        decode = costs.decode(entries)
-        self._push_serial = costs.push_call.fixed + serial * decode
-        self._push_free = costs.push_call.each * self.push_bytes + (1 - serial) * decode
+        serially, freely = costs.split(costs.decode, entries, "decode")
+        self._push_serial = costs.push_call.fixed + serially
+        self._push_free = costs.push_call.each * self.push_bytes + freely
         self._apply = costs.apply(entries) + (costs.journal(entries) if cluster.journal else 0.0)
 
     def push(self, worker: int, ready: Event, staleness: list[int]) -> Process:
@@ -213,16 +213,14 @@ class _Shard:
         yield self.threads.take()
         window = self.version - place.base
         reply = self.replies.after(window, place)
-        serial = costs.serial.get("build", 0.0)
-        yield from self._work(costs.pull_call.fixed + serial * reply.build, (1 - serial) * reply.build)
+        yield from self._work(costs.pull_call.fixed + reply.build[0], reply.build[1])
         if reply.read:
             yield from self._write(reply.read)
         place.base = self.version
         yield self.room.take(reply.charge)
         ahead = max(0.0, 1 - DEFAULT_CHUNK_BYTES / reply.size)
-        serial = costs.serial.get("encode", 0.0)
-        serially = serial * reply.encode
-        freely = (1 - serial) * reply.encode + costs.pull_call.each * reply.size
+        serially, freely = reply.encode
+        freely += costs.pull_call.each * reply.size
         yield from self._work((1 - ahead) * serially, (1 - ahead) * freely)
         departure = self.down.transfer(reply.size)
         if ahead:

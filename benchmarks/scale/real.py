@@ -111,7 +111,7 @@ class Stage:
             after = time.monotonic(), self.server_cpu(), _cpu([process.pid for process in processes])
             _tell(processes)
             steps = [[Step(*step) for step in worker] for process in processes for worker in json.loads(_line(process))]
-        return _summary(steps, before, after)
+        return summary(steps, before, after)
 
     def server_cpu(self) -> float:
         """Return the CPU seconds of all servers so far."""
@@ -140,9 +140,10 @@ class Stage:
         )
 
 
-def _summary(
+def summary(
     steps: Sequence[Sequence[Step]], before: tuple[float, float, float], after: tuple[float, float, float]
 ) -> Seen:
+    """Sum steps up, by worker, between two moments: each a clock's time, the servers' and the clients' CPU seconds."""
     seconds = after[0] - before[0]
     count = sum(push_share((step.began, step.ended), before[0], after[0]) for worker in steps for step in worker)
     inside = [step for worker in steps for step in worker if before[0] <= step.ended <= after[0]]

@@ -24,18 +24,18 @@ class Reply:
     Attributes:
         size: bytes.
         entries: in it.
-        build: seconds beside the writer.
+        build: seconds beside the writer, with the interpreter's lock and without.
         read: seconds of the writer.
-        encode: seconds.
+        encode: seconds, likewise.
         charge: bytes that it occupies in the server.
         topk: whether it is one.
     """
 
     size: float
     entries: float
-    build: float
+    build: tuple[float, float]
     read: float
-    encode: float
+    encode: tuple[float, float]
     charge: float
     topk: bool = False
 
@@ -55,10 +55,12 @@ class Replies:
         elements: of the shard.
         density: of pushes and of top-k replies.
         down_mode: ``auto``, ``exact`` or ``topk``.
+        random: whether pushes name random places, as replayed ones do, and not those of training.
     """
 
-    def __init__(self, costs: Costs, elements: float, density: float, down_mode: str) -> None:
+    def __init__(self, costs: Costs, elements: float, density: float, down_mode: str, *, random: bool = True) -> None:
         """Nothing is known yet."""
+        self._novelty = 1.0 if random else costs.novelty(density)
         self._costs, self._elements, self._density, self._mode = costs, elements, density, down_mode
         self._known: dict[tuple[int, bool], Reply] = {}
 
@@ -67,8 +69,8 @@ class Replies:
         return self._reply(window, self._chooses_topk(window, place))
 
     def union(self, window: int) -> float:
-        """Return the density of what pushes at random places have changed together."""
-        return 1 - (1 - self._density) ** window
+        """Return the density of what pushes have changed together."""
+        return 1 - (1 - self._density) ** (window**self._novelty)
 
     def _chooses_topk(self, window: int, place: Place) -> bool:
         """Follow psservice.rules.reply; the reply that opens an image is taken for one that follows."""
@@ -94,24 +96,29 @@ class Replies:
         covered = window * self._density * elements
         if covered > LEDGER_MULTIPLE * elements:
             size = costs.pull_frame + VALUE_BYTES * elements
-            copy, encode = costs.copy(elements), costs.encode_dense(elements)
-            return Reply(size, elements, 0.0, copy, encode, _DENSE_CHARGE * elements)
+            encode = costs.split(costs.encode_dense, elements, "encode")
+            return Reply(size, elements, (0.0, 0.0), costs.copy(elements), encode, _DENSE_CHARGE * elements)
         union = self.union(window)
         entries = union * elements
         if window <= 1:
-            build = 0.0
+            build = 0.0, 0.0
         elif covered < SCAN_FROM * elements:
-            build = costs.union_sort(covered)
+            build = costs.split(costs.union_sort, covered, "union")
         else:
-            build = costs.union_mark(covered) + costs.union_scan(elements)
+            marked = costs.split(costs.union_mark, covered, "union")
+            scanned = costs.split(costs.union_scan, elements, "union")
+            build = marked[0] + scanned[0], marked[1] + scanned[1]
         size = costs.pull_frame + costs.sparse_bytes(entries, union)
-        read, encode = costs.gather(entries), costs.encode(entries)
-        return Reply(size, entries, build, read, encode, _SPARSE_CHARGE * entries)
+        encode = costs.split(costs.encode, entries, "encode")
+        return Reply(size, entries, build, costs.gather(entries), encode, _SPARSE_CHARGE * entries)
 
     def _topk(self, window: int) -> Reply:
         costs, elements = self._costs, self._elements
         covered, entries = window * self._density * elements, self._density * elements
-        among = covered <= AMONG_CHANGED * elements
-        build = costs.select_changed(covered) if among else costs.select_all(elements)
+        if covered <= AMONG_CHANGED * elements:
+            build = costs.split(costs.select_changed, covered, "select")
+        else:
+            build = costs.split(costs.select_all, elements, "select")
         size = costs.pull_frame + costs.sparse_bytes(entries, self._density)
-        return Reply(size, entries, build, 0.0, costs.encode(entries), _SPARSE_CHARGE * entries, topk=True)
+        encode = costs.split(costs.encode, entries, "encode")
+        return Reply(size, entries, build, 0.0, encode, _SPARSE_CHARGE * entries, topk=True)

@@ -8,10 +8,9 @@ from benchmarks.scale.charts import Chart
 from benchmarks.scale.check import Row
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
-from benchmarks.scale.sweeps import Found, Sweeper, base, networks, with_workers
+from benchmarks.scale.sweeps import Found, Grid, Sweeper, base, networks, with_workers
 from benchmarks.section import Section
 
-_NOISE = 0.3  # of the servers' works, where one shard for all is compared with each of them
 _SHOWN = (1, 10, 100, 1000)  # workers that tables have rows for
 
 
@@ -26,6 +25,12 @@ def costs(found: Costs, points: Points) -> Section:
         f"A call in which nobody computes: {found.idle * 1e6:.0f} µs. A renewal of a lease: {found.renewal * 1e6:.0f} "
         f"µs. More CPU time where several works run at once: {found.crowding:.0%}. A server without a model: "
         f"{found.server_bytes / 1e6:.0f} MB.",
+        "Pushes of eight workers in training overlap: n of them change what n^a at random places would, with a = "
+        + ", ".join(
+            f"{value:.2f} at {density:.1%}"
+            for density, value in zip(found.novelty.densities, found.novelty.values, strict=True)
+        )
+        + ".",
         "CPU times, so that other work on the machine changes them less than it changes a clock's.",
     ]
     return section
@@ -47,16 +52,19 @@ def check(rows: Sequence[Row]) -> tuple[Section, list[Chart]]:
     return section, drawn
 
 
-def sweep(sweeper: Sweeper, *, quick: bool) -> tuple[Section, list[Chart]]:
+def sweep(sweeper: Sweeper, grid: Grid) -> tuple[Section, list[Chart]]:
     """Vary one thing at a time."""
-    section = Section("sweeps", f"{sweeps.ELEMENTS:,} parameters, 1 to 1,000 workers")
+    section = Section("sweeps", f"{sweeps.ELEMENTS:,} parameters, {min(grid.workers)} to {max(grid.workers):,} workers")
     server_bytes = sweeper.costs.server_bytes
     drawn: list[Chart] = []
     everything: list[Found] = []
-    for density in sweeps.DENSITIES:
+    for density in grid.densities:
         percent, key = f"{density:.1%}", f"{density:g}".replace(".", "")
-        by_shards = [(f"{count} shards", sweeper.along(base(density, count))) for count in sweeps.SHARDS]
-        free = [(f"{count}, bytes alone", sweeper.along(base(density, count), free=True)) for count in sweeps.SHARDS]
+        by_shards = [(f"{count} shards", sweeper.along(base(density, count), grid.workers)) for count in grid.shards]
+        free = [
+            (f"{count}, bytes alone", sweeper.along(base(density, count), grid.workers, free=True))
+            for count in grid.shards
+        ]
         where = f"Density {percent}, servers at 25 Gbit/s, workers at 10, {sweeps.COMPUTE:g} s of compute a step."
         alone = f"{where} Dashed: hosts that cost nothing, so that only networks do."
         drawn += [
@@ -89,7 +97,7 @@ def sweep(sweeper: Sweeper, *, quick: bool) -> tuple[Section, list[Chart]]:
         ]
         section.tables.append(_table(f"By shards, density {percent}", by_shards, server_bytes))
         everything += [found for _, along in [*by_shards, *free] for found in along]
-    for title, key, series in _networks(sweeper):
+    for title, key, series in _networks(sweeper, grid):
         free = [
             (f"{name}, bytes alone", [sweeper.at(found.cluster, free=True) for found in along])
             for name, along in series
@@ -108,12 +116,11 @@ def sweep(sweeper: Sweeper, *, quick: bool) -> tuple[Section, list[Chart]]:
         )
         section.tables.append(_table(title, series, server_bytes))
         everything += [found for _, along in series for found in along]
-    for title, key, series in _others(sweeper):
+    for title, key, series in _others(sweeper, grid):
         drawn.append(charts.of(key, title, "Density 0.1 %.", "times one worker", series, charts.speedup, ideal=True))
         section.tables.append(_table(title, series, server_bytes))
         everything += [found for _, along in series for found in along]
-    if not quick:
-        section.tables.append(tables.against_each(_each(sweeper)))
+    section.tables.append(tables.against_each(_each(sweeper, grid)))
     section.plots += [chart.plot() for chart in drawn]
     section.figures = {"points": [found.plain() for found in everything]}
     section.notes += [
@@ -126,19 +133,19 @@ def sweep(sweeper: Sweeper, *, quick: bool) -> tuple[Section, list[Chart]]:
     return section, drawn
 
 
-def saturate(sweeper: Sweeper, *, quick: bool) -> Section:
+def saturate(sweeper: Sweeper, grid: Grid) -> Section:
     """Say what saturates where."""
     section = Section("saturation", "What saturates first, and how many shards move it")
-    shards = (1, 4, 16, 64) if quick else (1, 2, 4, 8, 16, 32, 64)
-    workers = sweeps.WORKERS if quick else (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700, 1000)
-    for density in sweeps.DENSITIES:
+    for density in grid.densities:
         rows = []
-        for gigabits in sweeps.SERVER_GIGABITS:
+        for gigabits in grid.server_gigabits:
             for megabits in (1000, 10_000):
                 cluster = base(density, 1, **networks(gigabits, megabits))
                 name = f"servers {gigabits} Gbit/s, workers {megabits / 1000:g}"
-                rows.append((name, sweeps.saturation(sweeper, cluster, shards, workers)))
-        section.tables.append(tables.saturations(f"Density {density:.1%}", rows, max(workers)))
+                rows.append(
+                    (name, sweeps.saturation(sweeper, cluster, grid.saturating_shards, grid.saturating_workers))
+                )
+        section.tables.append(tables.saturations(f"Density {density:.1%}", rows, max(grid.saturating_workers)))
     section.notes += [
         f"Saturated: used {sweeps.BUSY:.0%} of the time. Efficient: speedup over workers of {sweeps.EFFICIENT:.0%}.",
     ]
@@ -150,12 +157,14 @@ def _table(title: str, series: charts.Series, server_bytes: float) -> tables.Tab
     return tables.points(title, shown, server_bytes)
 
 
-def _networks(sweeper: Sweeper) -> list[tuple[str, str, charts.Series]]:
+def _networks(sweeper: Sweeper, grid: Grid) -> list[tuple[str, str, charts.Series]]:
     servers = [
-        (f"{gigabits} Gbit/s", sweeper.along(base(**networks(gigabits, 10_000)))) for gigabits in sweeps.SERVER_GIGABITS
+        (f"{gigabits} Gbit/s", sweeper.along(base(**networks(gigabits, 10_000)), grid.workers))
+        for gigabits in grid.server_gigabits
     ]
     workers = [
-        (f"{megabits} Mbit/s", sweeper.along(base(**networks(25, megabits)))) for megabits in sweeps.WORKER_MEGABITS
+        (f"{megabits} Mbit/s", sweeper.along(base(**networks(25, megabits)), grid.workers))
+        for megabits in grid.worker_megabits
     ]
     return [
         ("Speedup by the servers' cards, workers at 10 Gbit/s", "server-cards", servers),
@@ -163,15 +172,18 @@ def _networks(sweeper: Sweeper) -> list[tuple[str, str, charts.Series]]:
     ]
 
 
-def _others(sweeper: Sweeper) -> list[tuple[str, str, charts.Series]]:
-    computes = [(f"{seconds:g} s", sweeper.along(base(compute=seconds))) for seconds in sweeps.COMPUTES]
+def _others(sweeper: Sweeper, grid: Grid) -> list[tuple[str, str, charts.Series]]:
+    computes = [(f"{seconds:g} s", sweeper.along(base(compute=seconds), grid.workers)) for seconds in grid.computes]
     modes = [
-        ("auto", sweeper.along(base())),
-        ("exact", sweeper.along(base(down_mode="exact"))),
-        ("top-k", sweeper.along(base(down_mode="topk"))),
-        ("auto, overlap", sweeper.along(base(overlap=True))),
-        ("auto, journal", sweeper.along(base(journal=True))),
-        ("auto, 64 threads", [sweeper.at(replace(found.cluster, rpc_threads=64)) for found in sweeper.along(base())]),
+        ("auto", sweeper.along(base(), grid.workers)),
+        ("exact", sweeper.along(base(down_mode="exact"), grid.workers)),
+        ("top-k", sweeper.along(base(down_mode="topk"), grid.workers)),
+        ("auto, overlap", sweeper.along(base(overlap=True), grid.workers)),
+        ("auto, journal", sweeper.along(base(journal=True), grid.workers)),
+        (
+            "auto, 64 threads",
+            [sweeper.at(replace(found.cluster, rpc_threads=64)) for found in sweeper.along(base(), grid.workers)],
+        ),
     ]
     return [
         ("Speedup by compute time of a step, 16 shards", "compute", computes),
@@ -179,10 +191,10 @@ def _others(sweeper: Sweeper) -> list[tuple[str, str, charts.Series]]:
     ]
 
 
-def _each(sweeper: Sweeper) -> list[tuple[str, Found, Found]]:
+def _each(sweeper: Sweeper, grid: Grid) -> list[tuple[str, Found, Found]]:
     compared = []
-    for workers, shards, noise in ((32, 4, 0.0), (32, 4, _NOISE), (100, 16, _NOISE), (1000, 64, 0.0)):
-        cluster = with_workers(replace(base(shards=shards), noise=noise), workers)
+    for workers, shards, noise in grid.each_shard:
+        cluster = with_workers(replace(base(shards=shards), noise=noise), grid.workers)
         each = sweeper.at(replace(cluster, each_shard=True))
         name = f"{workers} workers, {shards} shards, works vary by ±{noise:.0%}"
         compared.append((name, sweeper.at(cluster), each))

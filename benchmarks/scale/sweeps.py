@@ -11,12 +11,6 @@ ELEMENTS = 1_000_000_000
 COMPUTE = 4.0
 """Seconds of a step of the sweeps, selection apart."""
 
-WORKERS = (1, 3, 10, 30, 100, 300, 1000)
-SHARDS = (1, 4, 16, 64)
-DENSITIES = (0.001, 0.01)
-SERVER_GIGABITS = (1, 10, 25, 100)
-WORKER_MEGABITS = (100, 1000, 10_000)
-COMPUTES = (1.0, 4.0, 16.0)
 CORES = 16
 """Of a server."""
 
@@ -27,6 +21,42 @@ EFFICIENT = 0.8
 """Speedup over workers that a cluster is to keep."""
 
 _GIGABIT, _MEGABIT = 1e9 / 8, 1e6 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is varied, one thing at a time.
+
+    Attributes:
+        workers: numbers of them.
+        shards: likewise.
+        densities: of pushes and of top-k replies.
+        server_gigabits: a second, of a server's card.
+        worker_megabits: a second, of a worker's.
+        computes: seconds of a step beside communication.
+        saturating_workers: where the first saturated resource is looked for.
+        saturating_shards: that are tried against it.
+        each_shard: (workers, shards, noise) of clusters that are simulated both ways.
+    """
+
+    workers: tuple[int, ...] = (1, 3, 10, 30, 100, 300, 1000)
+    shards: tuple[int, ...] = (1, 4, 16, 64)
+    densities: tuple[float, ...] = (0.001, 0.01)
+    server_gigabits: tuple[int, ...] = (1, 10, 25, 100)
+    worker_megabits: tuple[int, ...] = (100, 1000, 10_000)
+    computes: tuple[float, ...] = (1.0, 4.0, 16.0)
+    saturating_workers: tuple[int, ...] = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700, 1000)
+    saturating_shards: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    each_shard: tuple[tuple[int, int, float], ...] = ((32, 4, 0.0), (32, 4, 0.3), (100, 16, 0.3), (1000, 64, 0.0))
+
+
+QUICK = Grid(
+    workers=(1, 10, 100, 1000),
+    shards=(1, 16, 64),
+    saturating_workers=(1, 3, 10, 30, 100, 300, 1000),
+    saturating_shards=(1, 4, 16, 64),
+    each_shard=((32, 4, 0.0), (32, 4, 0.3)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +129,7 @@ class Sweeper:
         alone = self._outcome(replace(cluster, workers=1), free)
         return Found(cluster, self._outcome(cluster, free), alone.step_seconds)
 
-    def along(self, cluster: Cluster, workers: Sequence[int] = WORKERS, *, free: bool = False) -> list[Found]:
+    def along(self, cluster: Cluster, workers: Sequence[int], *, free: bool = False) -> list[Found]:
         """Simulate a cluster with several numbers of workers."""
         return [self.at(with_workers(cluster, count), free=free) for count in workers]
 
