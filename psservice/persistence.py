@@ -100,6 +100,11 @@ class Persistence:
         """Bytes written down since the start."""
         return 0 if self._store is None else self._store.journal_bytes
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing can be written down any more until the server is started again."""
+        return self._store is not None and self._store.is_broken
+
     # The way back
 
     def recover(self, engine: Kept) -> None:
