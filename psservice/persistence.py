@@ -117,6 +117,11 @@ class Persistence:
         periods = 1 if self._settings.shard_index == 0 else _PATIENCE
         return 0.0 if self._store is None else self._settings.snapshot_seconds * periods
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing can be written down any more until the server is started again."""
+        return self._store is not None and self._store.is_broken
+
     # The way back
 
     def recover(self, engine: Kept) -> None:

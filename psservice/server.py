@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 
 LIVENESS = "liveness"
-"""The health service's name for "this process answers": not whether it serves. Kubernetes restarts a pod by it."""
+"""The health service's name for "no restart is needed": not whether it serves. Kubernetes restarts a pod by it."""
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
@@ -151,7 +151,13 @@ class Server:
             if parent is not None and os.getppid() != parent:
                 log.info("the parent process is gone")
                 break
+            self.check_liveness()
         self.stop()
+
+    def check_liveness(self) -> None:
+        """Say so where the journal is beyond what a running server can mend."""
+        if self.engine.persistence.is_broken:
+            self._health.set(LIVENESS, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def stop(self) -> None:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""

@@ -87,6 +87,11 @@ class Journal:
         if fsync != "never":
             self._thread.start()
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether nobody knows what is on the disk, so that only a restart, which reads it, helps."""
+        return self._broken is not None
+
     def append(self, kind: int, body: Body) -> int:
         """Write one record; return its number, for :meth:`take_back`.
 

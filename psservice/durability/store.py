@@ -270,6 +270,11 @@ class Store:
         """Failed attempts to write the journal, or to force it to the disk, since the start."""
         return 0 if self._journal is None else self._journal.errors
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether only a restart helps. See :attr:`Journal.is_broken`."""
+        return self._journal is not None and self._journal.is_broken
+
     def past(self, mode: RecoverMode) -> Past:
         """Open what the directory holds; :meth:`begin` comes after it is read."""
         return Past(self.directory, mode=mode, mend=True)

@@ -1,5 +1,6 @@
-"""What a server says and heeds while it starts, and what it needs when it starts again."""
+"""When a server starts: what it says and heeds meanwhile, what it needs the second time, and when it asks for that."""
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,9 @@ from safetensors.torch import save_file
 
 import psclient
 from psclient.local import LocalServer
+from psservice.server import Server
+from psservice.settings import ServerSettings
+from tests.system.test_raw_client import RawWorker
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 STATES = health_pb2.HealthCheckResponse
@@ -83,3 +87,43 @@ def test_a_shard_with_a_past_of_its_own_does_not_read_what_it_began_with(tmp_pat
         after = psclient.download(server.server)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert not torch.equal(after["0.weight"], make_model(5).state_dict()["0.weight"])
+
+
+def test_a_server_whose_disk_has_failed_asks_for_a_restart(tmp_path, monkeypatch):
+    """And one whose disk is full does not: space may be made under a running server."""
+    settings = ServerSettings(
+        listen="127.0.0.1:0", health_listen="127.0.0.1:0", metrics_listen="", data_dir=tmp_path, fsync="always"
+    )
+    server = Server(settings)
+    try:
+        worker = RawWorker(server.address, "w")
+        worker.join()
+        with grpc.insecure_channel(server.health_address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+
+            def states():
+                server.check_liveness()
+                requests = [health_pb2.HealthCheckRequest(service=name) for name in ("liveness", "")]
+                return [stub.Check(request, timeout=WAIT_SECONDS).status for request in requests]
+
+            with monkeypatch.context() as full:
+                full.setattr(os, "writev", failing(errno.ENOSPC))
+                with pytest.raises(grpc.RpcError, match="free space"):
+                    worker.push([1], [1.0])
+                assert states() == [STATES.SERVING, STATES.NOT_SERVING]
+            assert worker.push([1], [1.0]).version == 1
+            assert states() == [STATES.SERVING, STATES.SERVING]
+            monkeypatch.setattr(os, "fdatasync", failing(errno.EIO))
+            with pytest.raises(grpc.RpcError, match="restart"):
+                worker.push([1], [1.0])
+            assert states() == [STATES.NOT_SERVING, STATES.NOT_SERVING]
+    finally:
+        monkeypatch.undo()
+        server.stop()
+
+
+def failing(number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
