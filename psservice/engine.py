@@ -77,15 +77,15 @@ class Engine(ShardState):
         self._end = RunEnd(self, lambda model: self._rounds.close(model))
         self._rounds = RoundKeeper(self.membership, self.persistence, self.writer, metrics, self._end.round_closed)
         self._groups = GroupKeeper(self.membership, self.persistence, self.writer, metrics)
+        self._entry = ModelEntry(self)
         try:
-            self._entry = ModelEntry(self)
             self.persistence.recover(self)
+            if self.model is None:  # a shard with a past of its own goes on from there
+                self._entry.read_start()
         except BaseException:
             self.writer.close()
             self.persistence.abandon()
             raise
-        if self.model is not None:
-            self._entry.start = None
         self._end.come_again()
         self.persistence.start(self)
         threading.Thread(target=self._end_leases, name="lease-reaper", daemon=True).start()

@@ -31,12 +31,21 @@ class ModelEntry:
     """
 
     def __init__(self, state: ShardState) -> None:
-        """Read what the server was started with."""
+        """Nothing is there."""
         self._state = state
         self.turn = UploadTurn(state.membership.is_live)
         self.start: modelstart.Start | None = None
-        if state.settings.init:
-            self.start = modelstart.read(state.settings.init, state.settings.init_checkpoint)
+
+    def read_start(self) -> None:
+        """Read what the server was started with.
+
+        Raises:
+            ModelFileError: the file cannot be read.
+            StorageError: the directory does not have what was asked for.
+        """
+        settings = self._state.settings
+        if settings.init:
+            self.start = modelstart.read(settings.init, settings.init_checkpoint)
 
     def check_upload(self, identity: Identity, generation: int) -> None:
         """Refuse an upload that would not be taken; called before its bytes are received, and again at the end."""

@@ -46,8 +46,8 @@ def drain(lines: Lines, *, as_json: bool, stop: bool) -> int:
         results.append(_Drained(address, outcome, snapshots.get(address), stopped.get(address)))
     if as_json:
         print(json.dumps([each.plain() for each in results], indent=2))
-    else:
-        for each in results:
+    for each in results:
+        if each.error is not None or not as_json:
             shown.say(each.words(), failed=each.error is not None)
     if any(each.is_late for each in results):
         return EXIT_PARTIAL

@@ -194,4 +194,3 @@ def test_an_eviction_is_remembered_by_the_journal(tmp_path):
     with engines(data_dir=tmp_path) as (engine,):
         assert len(engine.membership) == 0
         assert join(engine, LAYOUT, ANNA).last_push == ("1", 1), "who was kept out is forgotten, what it pushed is not"
-
