@@ -77,8 +77,8 @@ class Engine(ShardState):
         self._end = RunEnd(self, lambda model: self._rounds.close(model))
         self._rounds = RoundKeeper(self.membership, self.persistence, self.writer, metrics, self._end.round_closed)
         self._groups = GroupKeeper(self.membership, self.persistence, self.writer, metrics)
+        self._entry = ModelEntry(self)
         try:
-            self._entry = ModelEntry(self)
             self.persistence.recover(self)
             self._entry.read_start()
         except BaseException:

@@ -23,7 +23,7 @@ def status(lines: Lines, *, as_json: bool) -> int:
         _print_json(outcomes)
     else:
         shown.print_statuses(found)
-        _complain(outcomes)
+    _complain(outcomes)
     return exit_status(outcomes)
 
 
@@ -33,10 +33,9 @@ def workers(lines: Lines, *, as_json: bool) -> int:
     outcomes = [Outcome(shard.address, shard.status, shard.error) for shard in found.shards]
     if as_json:
         print(json.dumps(shown.workers_plain(found), indent=2))
-    else:
-        if found.reached:
-            shown.print_workers(found)
-        _complain(outcomes)
+    elif found.reached:
+        shown.print_workers(found)
+    _complain(outcomes)
     return exit_status(outcomes)
 
 
@@ -91,13 +90,15 @@ def evict(lines: Lines, *, as_json: bool, worker_id: str, ban_seconds: float) ->
 
     if not acted:
         return report(outcomes, words, as_json=as_json)
+    counted = [each for each in outcomes if each not in strangers]
     if as_json:
         _print_json(outcomes)
+        _complain(counted)
     else:
-        _say([each for each in outcomes if each not in strangers], words)
+        _say(counted, words)
         for each in strangers:
             print(f"{each.address}: {worker_id!r} had no lease here")
-    return exit_status([each for each in outcomes if each not in strangers])
+    return exit_status(counted)
 
 
 def take_snapshots(lines: Lines, addresses: Sequence[str]) -> list[Outcome]:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pscore.v1 import parameter_server_pb2 as pb
@@ -29,16 +29,14 @@ def drain(lines: Lines, *, as_json: bool, stop: bool) -> int:
     with what is under way.
     """
     found = one_run(lines)
-    closed = _close(lines, [*found.reached])
+    closed = _until(lines, [*found.reached], pb.DRAIN_ACTION_CLOSE, _is_drained)
     drained = [address for address, each in closed.items() if each.error is None and _is_drained(each.answer)]
     kept = [a for a in drained if found.reached[a].durability not in ("", "none") and found.reached[a].generation]
     snapshots = {each.address: each for each in take_snapshots(lines, kept)}
     stopped: dict[str, Outcome] = {}
     if stop:
         ready = [a for a in drained if a not in snapshots or snapshots[a].error is None]
-        stopped = {
-            each.address: each for each in lines.all("Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_STOP), ready)
-        }
+        stopped = _until(lines, ready, pb.DRAIN_ACTION_STOP, lambda answer: answer.stopping)
     results = []
     for shard in found.shards:
         address = shard.address
@@ -46,8 +44,8 @@ def drain(lines: Lines, *, as_json: bool, stop: bool) -> int:
         results.append(_Drained(address, outcome, snapshots.get(address), stopped.get(address)))
     if as_json:
         print(json.dumps([each.plain() for each in results], indent=2))
-    else:
-        for each in results:
+    for each in results:
+        if each.error is not None or not as_json:
             shown.say(each.words(), failed=each.error is not None)
     if any(each.is_late for each in results):
         return EXIT_PARTIAL
@@ -60,7 +58,9 @@ class _Drained:
     def __init__(self, address: str, closed: Outcome, snapshot: Outcome | None, stopped: Outcome | None) -> None:
         self.address = address
         self._closed, self._snapshot, self._stopped = closed, snapshot, stopped
-        self.is_late = closed.error is None and not _is_drained(closed.answer)
+        self._is_pending = closed.error is None and not _is_drained(closed.answer)
+        goes_on = stopped is not None and stopped.error is None and not stopped.answer.stopping
+        self.is_late = self._is_pending or goes_on
 
     @property
     def error(self) -> OperateError | None:
@@ -73,7 +73,7 @@ class _Drained:
     def plain(self) -> dict[str, Any]:
         """Return it for JSON."""
         found = shown.outcome_plain(self._closed)
-        found["drained"] = self._closed.error is None and not self.is_late
+        found["drained"] = self._closed.error is None and not self._is_pending
         found["snapshot"] = shown.outcome_plain(self._snapshot) if self._snapshot is not None else None
         found["stopping"] = self._stopped is not None and self._stopped.error is None and self._stopped.answer.stopping
         if self._stopped is not None and self._stopped.error is not None:
@@ -85,7 +85,7 @@ class _Drained:
         if self._closed.error is not None:
             return str(self._closed.error)
         answer = self._closed.answer
-        if self.is_late:
+        if self._is_pending:
             return (
                 f"{self.address}: closed, and not drained yet: {answer.calls_inside} calls under way, "
                 f"{answer.queued} waiting for the writer; ask again"
@@ -99,7 +99,8 @@ class _Drained:
             taken = self._snapshot.answer
             parts.append(f"checkpoint {taken.checkpoint or '(of this shard alone)'}: {taken.path}")
         if self._stopped is not None:
-            parts.append(f"not stopped: {self._stopped.error}" if self._stopped.error else "stopping")
+            failed = self._stopped.error or (None if self._stopped.answer.stopping else "it is busy, ask again")
+            parts.append(f"not stopped: {failed}" if failed else "stopping")
         return "; ".join(parts)
 
 
@@ -107,12 +108,17 @@ def _is_drained(answer: pb.DrainResponse) -> bool:
     return answer.draining and not answer.calls_inside and not answer.queued
 
 
-def _close(lines: Lines, addresses: Sequence[str]) -> dict[str, Outcome]:
-    """Close these shards and wait until nothing is under way, as long as a call may take; return what came last."""
-    request = pb.DrainRequest(action=pb.DRAIN_ACTION_CLOSE)
+def _until(
+    lines: Lines,
+    addresses: Sequence[str],
+    action: "pb.DrainAction.ValueType",
+    is_done: Callable[[pb.DrainResponse], bool],
+) -> dict[str, Outcome]:
+    """Ask these shards for an action until it is done, as long as a call may take; return what came last."""
+    request = pb.DrainRequest(action=action)
     end = time.monotonic() + lines.timeout_seconds
-    found = {each.address: each for each in lines.all("Drain", request, addresses)} if addresses else {}
-    while late := [a for a, each in found.items() if each.error is None and not _is_drained(each.answer)]:
+    found = {each.address: each for each in lines.all("Drain", request, addresses)}
+    while late := [a for a, each in found.items() if each.error is None and not is_done(each.answer)]:
         if time.monotonic() >= end:
             break
         time.sleep(_POLL_SECONDS)

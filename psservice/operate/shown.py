@@ -167,10 +167,11 @@ def kept(answer: pb.GetStatusResponse) -> str:
     """Return what a shard has on its disk."""
     if answer.durability in ("", "none"):
         return "nothing (no --data-dir)"
-    age = f"{answer.snapshot_age_seconds:.0f} s ago" if answer.snapshot_age_seconds else "none yet"
     journal = f", {human_bytes(answer.journal_bytes)} in the journal" if answer.durability == "journal" else ""
     name = f", checkpoint {answer.snapshot_checkpoint}" if answer.snapshot_checkpoint else ""
-    return f"snapshot of version {answer.snapshot_version:,} {age}{name}{journal}"
+    if not answer.snapshot_age_seconds:
+        return f"no snapshot yet{journal}"
+    return f"snapshot of version {answer.snapshot_version:,} {answer.snapshot_age_seconds:.0f} s ago{name}{journal}"
 
 
 def _shard_workers(answer: pb.GetStatusResponse) -> Table:

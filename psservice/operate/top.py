@@ -1,6 +1,7 @@
 """``psservice top``: looking at running shards again and again."""
 
 import json
+import os
 import select
 import sys
 import time
@@ -100,7 +101,7 @@ def _quits(watched: bool, seconds: float) -> bool:
         if not watched:
             time.sleep(remaining)
         elif select.select([sys.stdin], [], [], remaining)[0]:
-            key = sys.stdin.read(1)
-            if key in ("", "q", "Q"):  # nothing: the terminal is gone
+            keys = os.read(sys.stdin.fileno(), 64)
+            if not keys or b"q" in keys.lower():  # nothing: the terminal is gone
                 return True
     return False

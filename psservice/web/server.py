@@ -5,7 +5,7 @@ import socket
 import socketserver
 import threading
 import time
-from typing import Any
+from typing import IO, Any, cast
 from wsgiref.handlers import SimpleHandler
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import WSGIApplication
@@ -129,7 +129,7 @@ class _Request(WSGIRequestHandler):
         if not self.parse_request():
             return
         server: Any = self.server
-        streams: Any = self.rfile, self.wfile
+        streams = cast(IO[bytes], self.rfile), cast(IO[bytes], self.wfile)
         answer = _Answer(*streams, self.get_stderr(), self.get_environ(), multithread=True)
         answer.run(server.get_app())
 
