@@ -21,7 +21,7 @@ _JOB_VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "SLURM_PROCID", "JOB_COM
 def clean_environment(monkeypatch):
     """No setting or job variable of the machine reaches a test."""
     for name in list(os.environ):
-        if name.startswith(("PSCLIENT_", "PSSERVICE_")) or name in _JOB_VARIABLES:
+        if name.startswith(("PSCLIENT_", "PSSERVICE_", "OTEL_")) or name in _JOB_VARIABLES:
             monkeypatch.delenv(name)
 
 

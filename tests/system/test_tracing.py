@@ -88,18 +88,18 @@ def collector():
 @pytest.fixture(scope="module")
 def server(collector, tmp_path_factory):
     """Two shards that trace, with a data directory each."""
-    before = dict(os.environ)
-    os.environ.update(collector.environment)
-    try:
-        with LocalServer(shards=2, tracing=True, data_dir=tmp_path_factory.mktemp("data")) as running:
-            yield running
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in collector.environment.items():
+            patched.setenv(name, value)
+        running = LocalServer(shards=2, tracing=True, data_dir=tmp_path_factory.mktemp("data"))
+    with running:
+        yield running
 
 
 @pytest.mark.parametrize("mode", ["plain", "overlap"])
-def test_a_step_is_one_trace_over_a_worker_and_two_shards_also_after_a_restart(mode, server, collector):
+def test_a_step_is_one_trace_over_a_worker_and_two_shards_also_after_a_restart(mode, server, collector, monkeypatch):
+    for name, value in collector.environment.items():
+        monkeypatch.setenv(name, value)
     known = {span.trace for span in collector.spans}
 
     def new_trees():
