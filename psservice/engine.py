@@ -133,8 +133,6 @@ class Engine:
             settings.chunk_bytes,
         )
         self._start: modelstart.Start | None = None
-        if settings.init:
-            self._start = modelstart.read(settings.init, settings.init_checkpoint)
         self._upload_turn = UploadTurn(self.membership.is_live)
         self._join_lock = threading.Lock()
         self._stop = threading.Event()
@@ -145,6 +143,8 @@ class Engine:
         self._groups = GroupKeeper(self.membership, self.persistence, self.writer, metrics)
         try:
             self.persistence.recover(self)
+            if settings.init and self.model is None:
+                self._start = modelstart.read(settings.init, settings.init_checkpoint)
         except BaseException:
             self.writer.close()
             self.persistence.abandon()
