@@ -1,6 +1,7 @@
 """A run goes on with another number of shards: what is taken along, and from which directories."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -115,9 +116,23 @@ def test_a_restart_goes_on_from_its_own_directory_and_not_from_the_start_again(t
         for shard in shards:
             join(shard, LAYOUT, BERT, method_settings=settings())
         train(shards, BERT, gradients[STEPS : 2 * STEPS])
+    shutil.rmtree(directory)
     with going_on(3, directory, tmp_path / "three") as shards:
         assert [shard.model.version for shard in shards] == [2 * STEPS] * 3
         torch.testing.assert_close(model_of(shards), at_home(values, gradients[: 2 * STEPS]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_volume_may_hold_the_old_shard_and_the_new_one(two, tmp_path):
+    volume, values, gradients = two
+    old = tmp_path / "old"
+    old.mkdir()
+    for shard in volume.iterdir():
+        (old / shard.name).symlink_to(shard)
+    for _ in range(2):
+        with going_on(3, old, volume) as shards:
+            for shard in shards:
+                assert join(shard, LAYOUT, BERT, method_settings=settings()).version == STEPS
+            torch.testing.assert_close(model_of(shards), at_home(values, gradients[:STEPS]), rtol=1e-5, atol=1e-6)
 
 
 def test_another_optimizer_begins_anew_and_says_so(two, tmp_path, caplog):
