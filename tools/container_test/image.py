@@ -26,7 +26,8 @@ _UNWANTED = "cc c++ gcc g++ clang ld as make cmake ninja"  # programs
 _SURVEY = f"""
 set -eu
 for program in {_UNWANTED}; do ! command -v "$program" || exit 3; done
-test -z "$(find /opt/sparseps -type d \\( -name tests -o -path '*/torch/include' \\) | tee /dev/stderr)" || exit 4
+found=$(find /opt/sparseps -type d \\( -name tests -o -path '*/torch/include' \\))
+test -z "$found" || {{ echo "$found"; exit 4; }}
 test -z "$(find / -xdev \\( -path '*/.cache/pip' -o -path '/var/lib/apt/lists/*_Packages' \\) 2>/dev/null)" || exit 5
 test "$(id -u):$(id -g)" = 10001:10001 || exit 6
 ! touch /opt/sparseps/written 2>/dev/null || exit 7
