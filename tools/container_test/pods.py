@@ -16,7 +16,7 @@ from tools.container_test.podman import Podman
 
 _NETWORK = "sparseps"
 _PORT = 50051
-_READY_SECONDS = 240.0
+_READY_SECONDS = 300.0
 _TRAINING_SECONDS = 600.0
 _STOP_SECONDS = 120
 _KILL_AT_VERSION = 60  # of 440: both workers are well on their way
