@@ -70,6 +70,15 @@ def test_the_health_check_is_a_program_that_asks_the_health_port():
     assert split_address(DEFAULT_ADDRESS)[1] == split_address(told)[1]
 
 
+def test_compose_asks_for_health_as_the_image_does():
+    options, _, command = values("server", "HEALTHCHECK")[0].partition("CMD ")
+    asked = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["server"]["healthcheck"]
+    assert asked.pop("test") == ["CMD", *json.loads(command)]
+    assert {name.replace("_", "-"): str(value) for name, value in asked.items()} == dict(
+        word.removeprefix("--").split("=") for word in options.split()
+    )
+
+
 def test_the_labels_name_the_version_of_this_source():
     labels = values("server", "LABEL")[0]
     assert 'org.opencontainers.image.version="${VERSION}"' in labels

@@ -26,7 +26,8 @@ _UNWANTED = "cc c++ gcc g++ clang ld as make cmake ninja"  # programs
 _SURVEY = f"""
 set -eu
 for program in {_UNWANTED}; do ! command -v "$program" || exit 3; done
-test -z "$(find /opt/sparseps -type d \\( -name tests -o -path '*/torch/include' \\) | tee /dev/stderr)" || exit 4
+found=$(find /opt/sparseps -type d \\( -name tests -o -path '*/torch/include' \\))
+test -z "$found" || {{ echo "$found"; exit 4; }}
 test -z "$(find / -xdev \\( -path '*/.cache/pip' -o -path '/var/lib/apt/lists/*_Packages' \\) 2>/dev/null)" || exit 5
 test "$(id -u):$(id -g)" = 10001:10001 || exit 6
 ! touch /opt/sparseps/written 2>/dev/null || exit 7
@@ -73,13 +74,12 @@ def _build(podman: Podman, work: Path) -> None:
     ]
     for target, name in (("server", SERVER), ("quickstart", QUICKSTART)):
         say(f"building the image {target}")
-        podman.run("build", *options, "--target", target, "--tag", name, str(ROOT), seconds=_BUILD_SECONDS)
-        size = podman.inspect(name, "image")["Size"]
-        say(f"image {target}: {size / 1e6:.0f} MB, of which the base is {_base_size(podman) / 1e6:.0f} MB")
-
-
-def _base_size(podman: Podman) -> int:
-    return int(podman.inspect(BASE, "image")["Size"])
+        said = podman.run("build", *options, "--target", target, "--tag", name, str(ROOT), seconds=_BUILD_SECONDS)
+        sizes = [podman.inspect(image, "image")["Size"] / 1e6 for image in (name, BASE)]
+        say(
+            f"image {target}: {sizes[0]:.0f} MB, of which the base is {sizes[1]:.0f} MB; "
+            f"{said.count('Using cache')} of its steps were there already"
+        )
 
 
 def _survey(podman: Podman) -> None:

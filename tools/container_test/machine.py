@@ -20,6 +20,7 @@ FAILED, SKIPPED = 1, 77
 """Exit statuses beside 0; 77 is how test programs of old say that they were skipped."""
 
 _CGROUPS = "libpod_parent"
+_REMOVE_SECONDS = 60.0
 _POLL_SECONDS = 1.0  # asking podman is dear
 _started = time.monotonic()
 
@@ -72,15 +73,14 @@ def work_folder() -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SkippedError("another container test is running on this machine") from None
-        had_cgroups = set(_cgroups())
+        cgroups = _cgroups()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         try:
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            for parent in set(_cgroups()) - had_cgroups:
-                _remove_cgroup(parent)
+            with contextlib.suppress(TestFailedError):  # the next run tries again
+                wait_until(lambda: _removed(folder, cgroups), _REMOVE_SECONDS, f"{folder} is removed")
 
 
 def namespaces(*, network: bool) -> list[str]:
@@ -114,14 +114,18 @@ def settle_in() -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
-def _cgroups() -> Iterator[Path]:
-    yield from Path("/sys/fs/cgroup").glob(_CGROUPS)
-    yield from Path("/sys/fs/cgroup").glob(f"*/{_CGROUPS}")
+def _removed(folder: Path, kept_cgroups: set[Path]) -> bool:
+    """Remove what is left; tell whether all of it is gone, as it is once the last process of the namespaces is."""
+    shutil.rmtree(folder, ignore_errors=True)
+    ours = _cgroups() - kept_cgroups
+    for cgroup in sorted(ours, key=lambda path: len(path.parts), reverse=True):
+        with contextlib.suppress(OSError):
+            cgroup.rmdir()
+    return not folder.exists() and not any(cgroup.exists() for cgroup in ours)
 
 
-def _remove_cgroup(folder: Path) -> None:
-    for child in folder.iterdir():
-        if child.is_dir():
-            _remove_cgroup(child)
-    with contextlib.suppress(OSError):  # busy for another moment: an empty folder of the kernel's, no more
-        folder.rmdir()
+def _cgroups() -> set[Path]:
+    """Return podman's cgroups, of either version of cgroups."""
+    root = Path("/sys/fs/cgroup")
+    tops = [*root.glob(_CGROUPS), *root.glob(f"*/{_CGROUPS}")]
+    return {path for top in tops for path in (top, *top.rglob("*")) if path.is_dir()}

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ from tools.container_test.podman import Podman
 
 _NETWORK = "sparseps"
 _PORT = 50051
-_READY_SECONDS = 240.0
+_READY_SECONDS = 300.0
 _TRAINING_SECONDS = 600.0
 _STOP_SECONDS = 120
 _KILL_AT_VERSION = 60  # of 440: both workers are well on their way
@@ -75,12 +76,11 @@ class Pods:
             status = self._podman.inspect(pod.container_name)["State"]["ExitCode"]
             if status != 0:
                 raise TestFailedError(f"{pod.name} ended with status {status}")
-        verdicts = [
-            line for line in self._podman.logs(self._plan.workers[0].container_name).splitlines() if "%" in line
-        ]
-        if not verdicts or "target reached" not in verdicts[-1]:
-            raise TestFailedError(f"{self._plan.workers[0].name} has not tested the model")
-        say(f"all workers ended with status 0; {verdicts[-1]}")
+        judge = self._plan.workers[0]
+        verdict = re.search(r"test accuracy .* target reached", self._podman.logs(judge.container_name))
+        if verdict is None:
+            raise TestFailedError(f"{judge.name} has not tested the model")
+        say(f"all workers ended with status 0; {verdict[0]}")
 
     def stop_servers(self) -> None:
         """Send SIGTERM to every shard; each ends with status 0 by itself."""
