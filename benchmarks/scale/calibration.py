@@ -31,13 +31,13 @@ class Extent:
         trained: steps of each of eight workers whose pushes are laid over one another.
     """
 
-    sizes: tuple[int, ...] = (500_000, 2_000_000, 8_000_000, 32_000_000)
+    sizes: tuple[int, ...] = (500_000, 2_000_000, 16_000_000)
     densities: tuple[float, ...] = (0.001, 0.01)
-    repeats: int = 9
+    repeats: int = 7
     served: tuple[int, ...] = (200_000, 2_000_000, 12_000_000)
     served_density: float = 0.01
     rounds: int = 2
-    worker_sizes: tuple[int, ...] = (1_000_000, 8_000_000, 32_000_000)
+    worker_sizes: tuple[int, ...] = (1_000_000, 4_000_000, 16_000_000)
     worker_steps: int = 7
     trained: int = 60
 
