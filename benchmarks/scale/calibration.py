@@ -39,10 +39,10 @@ class Extent:
     rounds: int = 2
     worker_sizes: tuple[int, ...] = (1_000_000, 4_000_000, 16_000_000)
     worker_steps: int = 7
-    trained: int = 60
+    trained: int = 24
 
 
-QUICK = Extent((500_000, 2_000_000), (0.001, 0.01), 3, (200_000, 4_000_000), 0.01, 1, (1_000_000, 4_000_000), 3, 20)
+QUICK = Extent((500_000, 2_000_000), (0.001, 0.01), 3, (200_000, 4_000_000), 0.01, 1, (1_000_000, 4_000_000), 3, 12)
 
 
 def measure(extent: Extent, seed: int, say: Callable[[str], None]) -> tuple[Costs, Points]:

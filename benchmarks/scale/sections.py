@@ -194,7 +194,7 @@ def _others(sweeper: Sweeper, grid: Grid) -> list[tuple[str, str, charts.Series]
 def _each(sweeper: Sweeper, grid: Grid) -> list[tuple[str, Found, Found]]:
     compared = []
     for workers, shards, noise in grid.each_shard:
-        cluster = with_workers(replace(base(shards=shards), noise=noise), grid.workers)
+        cluster = with_workers(replace(base(shards=shards), noise=noise), workers)
         each = sweeper.at(replace(cluster, each_shard=True))
         name = f"{workers} workers, {shards} shards, works vary by ±{noise:.0%}"
         compared.append((name, sweeper.at(cluster), each))
