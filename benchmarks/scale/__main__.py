@@ -14,6 +14,7 @@ from benchmarks.progress import Progress
 from benchmarks.report import guide
 from benchmarks.report.markdown import markdown
 from benchmarks.scale import calibration, check, sections, sweeps
+from benchmarks.scale.charts import Chart
 from benchmarks.scale.costs import from_plain
 from benchmarks.scale.sweeps import Sweeper
 
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
             kept = json.dumps({"costs": costs.plain(), "points": points}, indent=2)
             (options.output / "costs.json").write_text(kept + "\n", encoding="utf-8")
             found = [sections.costs(costs, points)]
-            drawn = []
+            drawn: list[Chart] = []
             progress.section("check")
             if not options.no_check:
                 rows = check.run(

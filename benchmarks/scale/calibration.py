@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from benchmarks.scale import engine, overlap, transport
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
-from benchmarks.scale.fits import Curve, Line, growing_share, line, worst
+from benchmarks.scale.fits import Curve, growing_share, line, worst
 
 _CENTS = 1.05  # densities nearer to one another than this are one point of a curve
 
@@ -76,7 +77,7 @@ def measure(extent: Extent, seed: int, say: Callable[[str], None]) -> tuple[Cost
     return costs, points
 
 
-def _lines(points: Points) -> dict[str, Line]:
+def _lines(points: Points) -> dict[str, Any]:
     return {name: line(found) for name, found in points.items()}
 
 

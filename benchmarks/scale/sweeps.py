@@ -160,7 +160,7 @@ def with_workers(cluster: Cluster, workers: int) -> Cluster:
     return replace(cluster, workers=workers, rpc_threads=max(64, workers + 8))
 
 
-def networks(server_gigabits: float, worker_megabits: float) -> dict[str, float]:
+def networks(server_gigabits: float, worker_megabits: float) -> dict[str, Any]:
     """Return the rates of cards, as :class:`Cluster` takes them."""
     return {"server_rate": server_gigabits * _GIGABIT, "worker_rate": worker_megabits * _MEGABIT}
 
