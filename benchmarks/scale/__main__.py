@@ -14,6 +14,7 @@ from benchmarks.progress import Progress
 from benchmarks.report import guide
 from benchmarks.report.markdown import markdown
 from benchmarks.scale import calibration, check, sections, sweeps
+from benchmarks.scale.charts import Chart
 from benchmarks.scale.costs import from_plain
 from benchmarks.scale.sweeps import Sweeper
 
@@ -33,10 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
                 extent = calibration.QUICK if options.quick else calibration.Extent()
                 costs, points = calibration.measure(extent, options.seed, progress.say)
             else:
-                read = json.loads(options.costs.read_text(encoding="utf-8"))["figures"]["costs"]
+                read = json.loads(options.costs.read_text(encoding="utf-8"))
                 costs, points = from_plain(read["costs"]), read["points"]
+            options.output.mkdir(parents=True, exist_ok=True)
+            kept = json.dumps({"costs": costs.plain(), "points": points}, indent=2)
+            (options.output / "costs.json").write_text(kept + "\n", encoding="utf-8")
             found = [sections.costs(costs, points)]
-            drawn = []
+            drawn: list[Chart] = []
             progress.section("check")
             if not options.no_check:
                 rows = check.run(
@@ -78,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer sizes, repetitions and points")
-    parser.add_argument("--costs", type=Path, metavar="FILE", help="take the costs of an earlier report.json")
+    parser.add_argument("--costs", type=Path, metavar="FILE", help="take the costs.json of an earlier run")
     parser.add_argument("--no-check", action="store_true", help="leave the real runs out")
     parser.add_argument("--seed", type=int, default=0, help="of updates and simulations")
     parser.add_argument("--output", type=Path, default=Path("runs/scale"), metavar="DIR")

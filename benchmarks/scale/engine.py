@@ -30,7 +30,7 @@ from psservice.shard.ledger import union
 Points = dict[str, list[tuple[float, float]]]
 """(units, seconds) by cost, as :class:`~benchmarks.scale.costs.Costs` names them."""
 
-_WINDOWS = (2, 6, 40)
+_WINDOWS = (2, 6, 20)
 """Pushes that replies cover; with the densities measured these lie on both sides of where unions are marked."""
 
 _THREAD_SECONDS, _THREAD_ROUNDS = 0.3, 4
@@ -124,7 +124,7 @@ def _exact(work: Work, layout: ModelLayout, density: float, repeats: int, rng: n
     size = layout.size
     for window in _WINDOWS:
         unions, gathers, encodes = [], [], []
-        for repeat in range(-1, max(2, repeats // 2)):
+        for repeat in range(-1, max(2, repeats // 3)):
             for _ in range(window):
                 shard.commit(noise_push(layout, density, 0, rng))
             supports = shard.model.ledger.since(shard.model.version - window)

@@ -12,6 +12,7 @@ from torch import nn
 
 from benchmarks.captured import Run, convnet, push
 from benchmarks.peertask import batches
+from psclient.methods.base import State
 from pscore.selectors import DEFAULT_SELECTOR, SELECTORS
 
 WINDOWS = (2, 4, 8, 16)
@@ -24,14 +25,14 @@ def supports(workers: int, density: float, steps: int, seed: int) -> tuple[list[
     parameters = list(model.parameters())
     sizes = [parameter.numel() for parameter in parameters]
     starts = np.cumsum([0, *(size for size in sizes if size >= _DENSE_BELOW)])
-    states = [[{} for _ in parameters] for _ in range(workers)]
+    states: list[list[State]] = [[{} for _ in parameters] for _ in range(workers)]
     draws = [batches(seed + worker) for worker in range(workers)]
     found, run = [], Run()
     for step in range(steps):
         for state, draw in zip(states, draws, strict=True):
             x, y = next(draw)
             model.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
+            torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
             sent = push(parameters, state, _RATE, density, SELECTORS[DEFAULT_SELECTOR], run)
             if step >= _WARM * steps:
                 large = [where for (where, _), size in zip(sent, sizes, strict=True) if size >= _DENSE_BELOW]

@@ -70,7 +70,7 @@ class Replies:
 
     def union(self, window: int) -> float:
         """Return the density of what pushes have changed together."""
-        return 1 - (1 - self._density) ** (window**self._novelty)
+        return 1.0 - float((1 - self._density) ** (window**self._novelty))
 
     def _chooses_topk(self, window: int, place: Place) -> bool:
         """Follow psservice.rules.reply; the reply that opens an image is taken for one that follows."""

@@ -9,7 +9,7 @@ from benchmarks.scale.check import Row
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
 from benchmarks.scale.sweeps import Found, Grid, Sweeper, base, networks, with_workers
-from benchmarks.section import Section
+from benchmarks.section import Section, Table
 
 _SHOWN = (1, 10, 100, 1000)  # workers that tables have rows for
 
@@ -152,7 +152,7 @@ def saturate(sweeper: Sweeper, grid: Grid) -> Section:
     return section
 
 
-def _table(title: str, series: charts.Series, server_bytes: float) -> tables.Table:
+def _table(title: str, series: charts.Series, server_bytes: float) -> Table:
     shown = [(name, found) for name, along in series for found in along if found.cluster.workers in _SHOWN]
     return tables.points(title, shown, server_bytes)
 
@@ -194,7 +194,7 @@ def _others(sweeper: Sweeper, grid: Grid) -> list[tuple[str, str, charts.Series]
 def _each(sweeper: Sweeper, grid: Grid) -> list[tuple[str, Found, Found]]:
     compared = []
     for workers, shards, noise in grid.each_shard:
-        cluster = with_workers(replace(base(shards=shards), noise=noise), grid.workers)
+        cluster = with_workers(replace(base(shards=shards), noise=noise), workers)
         each = sweeper.at(replace(cluster, each_shard=True))
         name = f"{workers} workers, {shards} shards, works vary by ±{noise:.0%}"
         compared.append((name, sweeper.at(cluster), each))

@@ -21,6 +21,7 @@ EFFICIENT = 0.8
 """Speedup over workers that a cluster is to keep."""
 
 _GIGABIT, _MEGABIT = 1e9 / 8, 1e6 / 8
+_MANY = 300  # workers of which fewer steps are as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +46,20 @@ class Grid:
     server_gigabits: tuple[int, ...] = (1, 10, 25, 100)
     worker_megabits: tuple[int, ...] = (100, 1000, 10_000)
     computes: tuple[float, ...] = (1.0, 4.0, 16.0)
-    saturating_workers: tuple[int, ...] = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700, 1000)
-    saturating_shards: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    saturating_workers: tuple[int, ...] = (1, 3, 10, 20, 30, 50, 100, 200, 300, 500, 1000)
+    saturating_shards: tuple[int, ...] = (1, 4, 16, 32, 64)
     each_shard: tuple[tuple[int, int, float], ...] = ((32, 4, 0.0), (32, 4, 0.3), (100, 16, 0.3), (1000, 64, 0.0))
 
 
 QUICK = Grid(
     workers=(1, 10, 100, 1000),
     shards=(1, 16, 64),
-    saturating_workers=(1, 3, 10, 30, 100, 300, 1000),
-    saturating_shards=(1, 4, 16, 64),
+    densities=(0.001,),
+    server_gigabits=(1, 25),
+    worker_megabits=(100, 10_000),
+    computes=(1.0, 16.0),
+    saturating_workers=(1, 10, 100, 1000),
+    saturating_shards=(1, 16, 64),
     each_shard=((32, 4, 0.0), (32, 4, 0.3)),
 )
 
@@ -138,7 +143,9 @@ class Sweeper:
         if key not in self._known:
             self._say(f"simulated: {cluster.workers} workers, {cluster.shards} shards, {cluster.density:.1%}")
             costs = self.costs.free() if free else self.costs
-            self._known[key] = simulate(cluster, costs, seed=self._seed, warm=3, counted=3)
+            self._known[key] = simulate(
+                cluster, costs, seed=self._seed, warm=3, counted=3 if cluster.workers < _MANY else 2
+            )
         return self._known[key]
 
 
@@ -153,7 +160,7 @@ def with_workers(cluster: Cluster, workers: int) -> Cluster:
     return replace(cluster, workers=workers, rpc_threads=max(64, workers + 8))
 
 
-def networks(server_gigabits: float, worker_megabits: float) -> dict[str, float]:
+def networks(server_gigabits: float, worker_megabits: float) -> dict[str, Any]:
     """Return the rates of cards, as :class:`Cluster` takes them."""
     return {"server_rate": server_gigabits * _GIGABIT, "worker_rate": worker_megabits * _MEGABIT}
 
