@@ -23,7 +23,8 @@ exit status:
 
 _ADDRESSES = """\
 addresses:
-  HOST:PORT of each shard, in any order; several in one word with commas, or as a range: ps-{0..3}.ps:50051
+  HOST:PORT of each shard, in any order; several in one word with commas, or as a range: ps-{0..3}.ps:50051;
+  or one name for all shards, looked up once: dns:///ps:50051
 """
 
 _COMMANDS = {
@@ -153,8 +154,9 @@ def _add_security(command: argparse.ArgumentParser) -> None:
 
 
 def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int:
-    from pscore.addresses import AddressError, expand  # late: the parser answers --help without loading gRPC
-    from pscore.channels import Security
+    from pscore.addresses import AddressError  # late: the parser answers --help without loading gRPC
+    from pscore.channels import ChannelError, Security
+    from pscore.discovery import DiscoveryError, find
     from psservice.operate import commands, drain
     from psservice.operate.calls import Lines, OperateError
     from psservice.operate.top import top
@@ -188,11 +190,15 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
         ),
     }
     try:
-        with Lines(expand(",".join(options.addresses)), options.timeout, security) as lines:
+        addresses, security = find(",".join(options.addresses), security, options.timeout)
+        with Lines(addresses, options.timeout, security) as lines:
             return run[options.command](lines)
     except AddressError as error:
         wrong(str(error))
-    except (commands.MixedShardsError, OperateError) as error:  # the latter: TLS or token files
+    except DiscoveryError as error:
+        print(f"psservice: {error}; name the shards one by one to ask those that are there", file=sys.stderr)
+        return EXIT_UNABLE
+    except (commands.MixedShardsError, ChannelError, OperateError) as error:  # the last two: TLS or token files
         print(f"psservice: {error}", file=sys.stderr)
     return EXIT_USAGE
 

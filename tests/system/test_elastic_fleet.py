@@ -56,6 +56,7 @@ class Process:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_sample_is_trained_once_an_epoch_while_workers_come_go_and_die(tmp_path):
     with LocalServer(down_mode="exact", data_dir=tmp_path / "data", lease_seconds=4) as server:
         speeds = {"quick": 0.05, "slow": 0.2, "victim": 0.05, "late": 0.05}

@@ -26,14 +26,14 @@ def test_it_finds_its_files_from(folder, monkeypatch):
     assert names["examples"] == EXAMPLES
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_it_runs_from_top_to_bottom(monkeypatch):
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     environment, mark = marked(QUICKSTART_EPOCHS="1", QUICKSTART_WORKERS="1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = nbclient.NotebookClient(
-        notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+        notebook, timeout=400, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
     )
     client.execute(env=environment)
     text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
