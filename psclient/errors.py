@@ -245,7 +245,7 @@ class Transient(Exception):  # noqa: N818 - never leaves the library: it is answ
 
 
 def from_rpc_error(error: grpc.RpcError) -> Exception:
-    """Return what a failed call means: a :class:`Refusal`, a :class:`Transient`, or an error that ends the undertaking."""
+    """Return what a failed call means: a :class:`Refusal`, a :class:`Transient`, or an error that ends it all."""
     code, detail = error.code(), error.details() or ""
     reason, metadata, retry_seconds = _details(error)
     if reason in _LATER:

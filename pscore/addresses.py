@@ -66,12 +66,12 @@ def split(address: str) -> tuple[str, int]:
             f"server address {_short(address)} is not HOST:PORT with a port of 1 to 65535; "
             "workers are served on port 50051 unless --listen says otherwise"
         )
-    if host.startswith("[") and host.endswith("]"):
+    if host.startswith("[") and host.endswith("]") and "%" not in host:
         try:
             return str(ipaddress.IPv6Address(host[1:-1])), int(port)
         except ValueError:
             raise AddressError(f"server address {_short(address)}: between the brackets is no IPv6 address") from None
-    if ":" in host and "/" not in host:
+    if ":" in host and not {"/", "%"} & {*host}:
         raise AddressError(
             f"server address {_short(address)} is not HOST:PORT; write an IPv6 address in brackets: [{host}]:{port}"
         )
@@ -101,7 +101,8 @@ def _expand_range(address: str) -> list[str]:
     ranges = list(_RANGE.finditer(address))
     if len(ranges) != 1 or address.count("{") != 1 or address.count("}") != 1:
         raise AddressError(
-            f"server address {_short(address)}: one range of whole numbers in braces is possible, as in ps-{{0..3}}.ps:50051"
+            f"server address {_short(address)}: one range of whole numbers in braces is possible, as in "
+            "ps-{0..3}.ps:50051"
         )
     ends = _ENDS.fullmatch(ranges[0][1])
     if ends is None:
