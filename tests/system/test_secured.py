@@ -99,8 +99,9 @@ def test_tokens_decide_who_does_what(tokens, tmp_path, monkeypatch, capsys):
         assert psclient.download(server.server)
         assert main(["status", server.addresses[0], "--json"]) == 0
         assert json.loads(capsys.readouterr().out)[0]["version"] == 4
-        assert main(["finish", server.addresses[0]]) == 1
-        assert "PERMISSION_DENIED" in capsys.readouterr().err
+        for command in (["finish"], ["drain"], ["evict", "anna"], ["snapshot"], ["restore", "--version", "1"]):
+            assert main([*command, server.addresses[0]]) == 3, command
+            assert "PERMISSION_DENIED" in capsys.readouterr().err
         monkeypatch.delenv("PSCLIENT_TOKEN")
         (tmp_path / "admin").write_text("secret-of-admins\n")
         assert main(["finish", server.addresses[0], "--token-file", str(tmp_path / "admin")]) == 0
