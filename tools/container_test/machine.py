@@ -94,7 +94,7 @@ def stage(module: str, *arguments: Path, network: bool) -> int:
     """Run a module of this package in namespaces; return its exit status. A stop of this process stops it."""
     words = [sys.executable, "-m", f"tools.container_test.{module}", *map(str, arguments)]
     command = [*namespaces(network=network), *words]
-    process = subprocess.Popen(command, cwd=ROOT)
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)  # Ctrl-C is for this process to heed
     try:
         return process.wait()
     finally:
