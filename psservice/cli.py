@@ -147,8 +147,6 @@ def _serve(arguments: Sequence[str]) -> int:
         return EXIT_USAGE
     logs.configure(loaded.log_level, loaded.log_format)
 
-    # A container's first process is ended by SIGTERM only if it heeds it; until the server does, an exit is enough.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_OK))
     from pscore.modelfile import ModelFileError
     from psservice.server import Server, StartError
 
