@@ -20,7 +20,7 @@ FAILED, SKIPPED = 1, 77
 """Exit statuses beside 0; 77 is how test programs of old say that they were skipped."""
 
 _CGROUPS = "libpod_parent"
-_REMOVE_SECONDS = 60.0
+_REMOVE_SECONDS = 180.0
 _POLL_SECONDS = 1.0  # asking podman is dear
 _started = time.monotonic()
 
