@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
                     check.QUICK if options.quick else check.CASES,
                     costs,
                     os.cpu_count() or 1,
-                    2.0 if options.quick else 4.0,
+                    2.0 if options.quick else 3.0,
                     1 if options.quick else 2,
                     options.seed,
                     progress.say,

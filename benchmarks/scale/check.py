@@ -40,8 +40,7 @@ class Case:
 
 
 CASES = (
-    Case("think 400 ms", 3_000_000, 0.005, 1, 0.4, "exact"),
-    Case("think 50 ms", 3_000_000, 0.005, 1, 0.05, "exact"),
+    Case("exact, think 250 ms", 3_000_000, 0.005, 1, 0.25, "exact"),
     Case("auto, think 100 ms", 1_000_000, 0.01, 1, 0.1, "auto"),
     Case("two shards, think 100 ms", 3_000_000, 0.005, 2, 0.1, "exact"),
 )
