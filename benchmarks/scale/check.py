@@ -15,6 +15,8 @@ SEEDS = 3
 TARGET = 0.20
 """Relative error that is aimed at."""
 
+_LEAST_STEPS = 40
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -96,7 +98,7 @@ def run(
         cases: what to run.
         costs: of this machine.
         cores: that servers and clients share.
-        seconds: to watch each run.
+        seconds: to watch each run; longer where that would be few steps.
         rounds: of each; the medians count.
         seed: of updates and simulations.
         say: shows what is going on.
@@ -109,7 +111,8 @@ def run(
             for turn in range(rounds):
                 for workers in case.workers[:: -1 if turn % 2 else 1]:
                     say(f"real: {case.name}, {workers} clients, {turn + 1} of {rounds}")
-                    runs[workers].append(stage.run(workers, case.think, seconds))
+                    enough = max(seconds, _LEAST_STEPS * case.think / workers)
+                    runs[workers].append(stage.run(workers, case.think, enough))
         for workers, seen in runs.items():
             rows.append(Row(case, workers, _median(seen), replay(case, workers, costs, cores, seed)))
     return rows
