@@ -43,15 +43,15 @@ class Grid:
         each_shard: (workers, shards, noise) of clusters that are simulated both ways.
     """
 
-    workers: tuple[int, ...] = (1, 3, 10, 30, 100, 300, 1000)
+    workers: tuple[int, ...] = (1, 10, 30, 100, 300, 1000)
     shards: tuple[int, ...] = (1, 4, 16, 64)
     densities: tuple[float, ...] = (0.001, 0.01)
     server_gigabits: tuple[int, ...] = (1, 10, 25, 100)
     worker_megabits: tuple[int, ...] = (100, 1000, 10_000)
     computes: tuple[float, ...] = (1.0, 4.0, 16.0)
-    saturating_workers: tuple[int, ...] = (1, 3, 10, 20, 30, 50, 100, 200, 300, 500, 1000)
-    saturating_shards: tuple[int, ...] = (1, 4, 16, 32, 64)
-    each_shard: tuple[tuple[int, int, float], ...] = ((32, 4, 0.0), (32, 4, 0.3), (100, 16, 0.3), (1000, 64, 0.0))
+    saturating_workers: tuple[int, ...] = (1, 3, 10, 20, 30, 50, 100, 200, 300, 1000)
+    saturating_shards: tuple[int, ...] = (1, 4, 16, 64)
+    each_shard: tuple[tuple[int, int, float], ...] = ((32, 4, 0.0), (32, 4, 0.3), (100, 16, 0.3), (100, 64, 0.3))
 
 
 QUICK = Grid(
