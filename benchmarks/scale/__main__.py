@@ -47,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
                     check.QUICK if options.quick else check.CASES,
                     costs,
                     os.cpu_count() or 1,
-                    2.0 if options.quick else 4.0,
-                    1 if options.quick else 2,
+                    2.0 if options.quick else 3.0,
+                    options.rounds or (1 if options.quick else 2),
                     options.seed,
                     progress.say,
                 )
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="fewer sizes, repetitions and points")
     parser.add_argument("--costs", type=Path, metavar="FILE", help="take the costs.json of an earlier run")
     parser.add_argument("--no-check", action="store_true", help="leave the real runs out")
+    parser.add_argument("--rounds", type=int, default=0, help="of each real run; the medians count")
     parser.add_argument("--seed", type=int, default=0, help="of updates and simulations")
     parser.add_argument("--output", type=Path, default=Path("runs/scale"), metavar="DIR")
     parser.add_argument("--page", type=Path, metavar="FILE", help="a page to put tables and pictures into")

@@ -27,13 +27,16 @@ from pscore.v1 import parameter_server_pb2 as pb
 from psservice.shard.difference import DifferenceSelection, DownSettings
 from psservice.shard.ledger import union
 
-Points = dict[str, list[tuple[float, float]]]
-"""(units, seconds) by cost, as :class:`~benchmarks.scale.costs.Costs` names them."""
+Points = dict[str, list[tuple[float, ...]]]
+"""(units, seconds) by cost, as :class:`~benchmarks.scale.costs.Costs` names them.
+
+A third number is explained in :func:`benchmarks.scale.fits.line`.
+"""
 
 _WINDOWS = (2, 6, 20)
 """Pushes that replies cover; with the densities measured these lie on both sides of where unions are marked."""
 
-_THREAD_SECONDS, _THREAD_ROUNDS = 0.3, 4
+_THREAD_SECONDS, _THREAD_ROUNDS = 0.15, 10
 _LEAST = 1e-7
 
 

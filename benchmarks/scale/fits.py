@@ -44,10 +44,13 @@ class Curve:
         return float(np.interp(np.log(max(density, 1e-12)), np.log(self.densities), self.values))
 
 
-def line(points: Sequence[tuple[float, float]]) -> Line:
-    """Fit a line with no negative part to (units, seconds), every point with the same weight to its relative error."""
-    units, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
-    weight = 1 / np.maximum(seconds, 1e-9)
+def line(points: Sequence[Sequence[float]]) -> Line:
+    """Fit a line with no negative part to (units, seconds), every point with the same weight to its relative error.
+
+    A third number is what the error is relative to: where seconds are a difference, what it was taken from.
+    """
+    units, seconds, scale = (np.array(column, dtype=float) for column in zip(*map(_scaled, points), strict=True))
+    weight = 1 / np.maximum(scale, 1e-9)
     columns = np.stack([np.ones_like(units), units], axis=1) * weight[:, None]
     target = seconds * weight
     (fixed, each), *_ = np.linalg.lstsq(columns, target, rcond=None)
@@ -58,9 +61,9 @@ def line(points: Sequence[tuple[float, float]]) -> Line:
     return Line(max(0.0, float(fixed)), max(0.0, float(each)))
 
 
-def worst(found: Line, points: Sequence[tuple[float, float]]) -> float:
+def worst(found: Line, points: Sequence[Sequence[float]]) -> float:
     """Return the largest relative distance of a measurement from a line."""
-    return max(abs(found(units) / max(seconds, 1e-9) - 1) for units, seconds in points)
+    return max(abs(found(units) - seconds) / max(scale, 1e-9) for units, seconds, scale in map(_scaled, points))
 
 
 def serial_share(one: float, two: float, cores: int = 2) -> float:
@@ -82,6 +85,11 @@ def growing_share(work: Line, units: float, share: float) -> float:
     if growing <= 0:
         return 0.0
     return min(1.0, max(0.0, (share * work(units) - work.fixed) / growing))
+
+
+def _scaled(point: Sequence[float]) -> tuple[float, float, float]:
+    units, seconds, *scale = point
+    return units, seconds, scale[0] if scale else seconds
 
 
 def _alone(

@@ -166,7 +166,7 @@ def summary(
 
 
 def _cpu(pids: Sequence[int]) -> float:
-    return sum(times.user + times.system for times in (psutil.Process(pid).cpu_times() for pid in pids))
+    return float(sum(times.user + times.system for times in (psutil.Process(pid).cpu_times() for pid in pids)))
 
 
 def _tell(processes: "Sequence[subprocess.Popen[str]]") -> None:

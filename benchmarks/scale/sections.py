@@ -8,7 +8,7 @@ from benchmarks.scale.charts import Chart
 from benchmarks.scale.check import Row
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
-from benchmarks.scale.sweeps import Found, Grid, Sweeper, base, networks, with_workers
+from benchmarks.scale.sweeps import Found, Grid, Sweeper, as_shipped, base, networks, with_workers
 from benchmarks.section import Section, Table
 
 _SHOWN = (1, 10, 100, 1000)  # workers that tables have rows for
@@ -126,7 +126,8 @@ def sweep(sweeper: Sweeper, grid: Grid) -> tuple[Section, list[Chart]]:
     section.notes += [
         "Costs are those of this machine's CPU, for workers too: selecting from 10⁹ parameters on a core is part of "
         "each step, and a GPU would take far less. Servers have 16 such cores and one interpreter.",
-        "A server has a thread for each worker here (`--rpc-threads`); its default is 64.",
+        "Servers have a thread for each worker (`--rpc-threads`; the default is 64) and 64 GiB for calls "
+        "(`--inflight-bytes`; the default is 1 GiB); the row *default limits* has the defaults.",
         "GB a shard: parameters, ledger, an image for each worker that is answered top-k, calls in flight, the "
         "process.",
     ]
@@ -139,9 +140,9 @@ def saturate(sweeper: Sweeper, grid: Grid) -> Section:
     for density in grid.densities:
         rows = []
         for gigabits in grid.server_gigabits:
-            for megabits in (1000, 10_000):
-                cluster = base(density, 1, **networks(gigabits, megabits))
-                name = f"servers {gigabits} Gbit/s, workers {megabits / 1000:g}"
+            for mode in ("auto", "topk"):
+                cluster = base(density, 1, down_mode=mode, **networks(gigabits, 10_000))
+                name = f"servers {gigabits} Gbit/s, replies {mode}"
                 rows.append(
                     (name, sweeps.saturation(sweeper, cluster, grid.saturating_shards, grid.saturating_workers))
                 )
@@ -181,13 +182,13 @@ def _others(sweeper: Sweeper, grid: Grid) -> list[tuple[str, str, charts.Series]
         ("auto, overlap", sweeper.along(base(overlap=True), grid.workers)),
         ("auto, journal", sweeper.along(base(journal=True), grid.workers)),
         (
-            "auto, 64 threads",
-            [sweeper.at(replace(found.cluster, rpc_threads=64)) for found in sweeper.along(base(), grid.workers)],
+            "auto, default limits",
+            [sweeper.at(as_shipped(found.cluster)) for found in sweeper.along(base(), grid.workers)],
         ),
     ]
     return [
         ("Speedup by compute time of a step, 16 shards", "compute", computes),
-        ("Speedup by way of answering, overlap, journal and threads, 16 shards", "modes", modes),
+        ("Speedup by way of answering, overlap, journal and limits, 16 shards", "modes", modes),
     ]
 
 

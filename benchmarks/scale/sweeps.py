@@ -14,6 +14,9 @@ COMPUTE = 4.0
 CORES = 16
 """Of a server."""
 
+ROOM_BYTES = 64 * 2.0**30
+"""That calls may occupy in a server of the sweeps; the default is 1 GiB."""
+
 BUSY = 0.9
 """Use from which a resource counts as saturated: queues have taken over there, though the last tenth is not used."""
 
@@ -40,15 +43,15 @@ class Grid:
         each_shard: (workers, shards, noise) of clusters that are simulated both ways.
     """
 
-    workers: tuple[int, ...] = (1, 3, 10, 30, 100, 300, 1000)
+    workers: tuple[int, ...] = (1, 10, 30, 100, 300, 1000)
     shards: tuple[int, ...] = (1, 4, 16, 64)
     densities: tuple[float, ...] = (0.001, 0.01)
     server_gigabits: tuple[int, ...] = (1, 10, 25, 100)
     worker_megabits: tuple[int, ...] = (100, 1000, 10_000)
     computes: tuple[float, ...] = (1.0, 4.0, 16.0)
-    saturating_workers: tuple[int, ...] = (1, 3, 10, 20, 30, 50, 100, 200, 300, 500, 1000)
-    saturating_shards: tuple[int, ...] = (1, 4, 16, 32, 64)
-    each_shard: tuple[tuple[int, int, float], ...] = ((32, 4, 0.0), (32, 4, 0.3), (100, 16, 0.3), (1000, 64, 0.0))
+    saturating_workers: tuple[int, ...] = (1, 3, 10, 20, 30, 50, 100, 200, 300, 1000)
+    saturating_shards: tuple[int, ...] = (1, 4, 16, 64)
+    each_shard: tuple[tuple[int, int, float], ...] = ((32, 4, 0.0), (32, 4, 0.3), (100, 16, 0.3), (100, 64, 0.3))
 
 
 QUICK = Grid(
@@ -111,7 +114,7 @@ class Found:
             "efficiency": self.efficiency,
             "server_bits_per_second": self.server_bits,
             "worker_bits_per_second": self.worker_bits,
-            "memory_bytes": memory(self.cluster, self.outcome.topk),
+            "memory_bytes": memory(self.cluster, self.outcome),
         }
 
 
@@ -156,8 +159,13 @@ def base(density: float = 0.001, shards: int = 16, **other: Any) -> Cluster:
 
 
 def with_workers(cluster: Cluster, workers: int) -> Cluster:
-    """Return it with so many workers, and a thread of the server for each of them and some to spare."""
-    return replace(cluster, workers=workers, rpc_threads=max(64, workers + 8))
+    """Return it with so many workers, and servers with a thread for each and room enough for their calls."""
+    return replace(cluster, workers=workers, rpc_threads=max(64, workers + 8), inflight_bytes=ROOM_BYTES)
+
+
+def as_shipped(cluster: Cluster) -> Cluster:
+    """Return it with the default limits of a server."""
+    return replace(cluster, rpc_threads=64, inflight_bytes=2.0**30)
 
 
 def networks(server_gigabits: float, worker_megabits: float) -> dict[str, Any]:
@@ -207,13 +215,14 @@ def saturation(sweeper: Sweeper, cluster: Cluster, shards: Sequence[int], worker
     return Saturation(cluster, first, resource, most, enough, last)
 
 
-def memory(cluster: Cluster, topk: float = 1.0, server_bytes: float = 0.0) -> float:
-    """Return the bytes that a shard occupies: its parameters, the ledger's offsets, an image for each top-k worker.
+def memory(cluster: Cluster, outcome: Outcome, server_bytes: float = 0.0) -> float:
+    """Return the bytes that a shard occupies: its parameters, the ledger's offsets, images, calls.
 
     Args:
         cluster: whose shard.
-        topk: share of workers that are answered top-k.
+        outcome: which says how many workers are answered top-k, and what calls occupy.
         server_bytes: of the process itself.
     """
-    images = cluster.workers * topk
-    return server_bytes + VALUE_BYTES * cluster.part * (2 + images) + cluster.inflight_bytes
+    images = cluster.workers * outcome.topk
+    calls = outcome.used["memory of calls"] * cluster.inflight_bytes
+    return server_bytes + VALUE_BYTES * cluster.part * (2 + images) + calls

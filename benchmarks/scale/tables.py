@@ -135,7 +135,7 @@ def points(title: str, found: Sequence[tuple[str, Found]], server_bytes: float) 
                 *(f"{bits / 1e9:.2g}" for bits in point.worker_bits),
                 *(f"{outcome.used[name]:.0%}" for name in ("cores", "interpreter", "writer")),
                 f"{outcome.topk:.0%}",
-                f"{memory(point.cluster, outcome.topk, server_bytes) / 1e9:.3g}",
+                f"{memory(point.cluster, outcome, server_bytes) / 1e9:.3g}",
             )
         )
     return Table(title, heads, rows)

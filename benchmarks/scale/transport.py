@@ -43,9 +43,9 @@ class Transport:
     renewal: list[float] = field(default_factory=list)
     server_bytes: float = 0.0
 
-    def add(self, name: str, units: float, seconds: float) -> None:
-        """Note a measurement."""
-        self.points.setdefault(name, []).append((units, max(1e-6, seconds)))
+    def add(self, name: str, units: float, seconds: float, of: float) -> None:
+        """Note a measurement, and what it is a part of."""
+        self.points.setdefault(name, []).append((units, max(0.0, seconds), of))
 
 
 def measure(
@@ -80,11 +80,11 @@ def measure(
 def _note(found: Transport, engine: Costs, entries: float, alone: Seen, both: Seen) -> None:
     """Take away what the engine's work costs; the rest is the calls'."""
     push = engine.decode(entries) + engine.apply(entries)
-    found.add("push_call", alone.sent, alone.server_cpu - push)
-    found.add("client_push", alone.sent, alone.client_cpu)
+    found.add("push_call", alone.sent, alone.server_cpu - push, alone.server_cpu)
+    found.add("client_push", alone.sent, alone.client_cpu, alone.client_cpu)
     pull = engine.gather(entries) + engine.encode(entries)  # of one push, which needs no union
-    found.add("pull_call", both.received, both.server_cpu - alone.server_cpu - pull)
-    found.add("client_pull", both.received, both.client_cpu - alone.client_cpu)
+    found.add("pull_call", both.received, both.server_cpu - alone.server_cpu - pull, both.server_cpu)
+    found.add("client_pull", both.received, both.client_cpu - alone.client_cpu, both.client_cpu)
     found.idle.append(max(0.0, alone.push_seconds - alone.server_cpu - alone.client_cpu))
 
 

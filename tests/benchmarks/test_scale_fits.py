@@ -18,6 +18,12 @@ def test_a_line_is_found_again():
     assert worst(found, points) < 1e-6
 
 
+def test_a_small_difference_of_large_numbers_does_not_decide_alone():
+    """A point whose seconds are what was left of much more, by chance nothing, counts as little as its noise says."""
+    points = [(10, 1.0, 1.5), (20, 1.0, 1.6), (1000, 0.0, 100.0), (1000, 3.0, 100.0)]
+    assert line(points)(15) == pytest.approx(1.0, rel=0.05)
+
+
 def test_noise_of_a_tenth_moves_a_line_by_less():
     known, draw = Line(3e-4, 2e-8), random.Random(0)
     points = [(10**power, known(10**power) * draw.uniform(0.9, 1.1)) for power in range(2, 8) for _ in range(20)]
