@@ -30,4 +30,6 @@ def check(address: str, timeout_seconds: float) -> None:
             ) from error
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-        raise UnhealthyError(f"{address}: {name}; the server is starting, drained or stopping, or cannot write its journal: see its log")
+        raise UnhealthyError(
+            f"{address}: {name}; the server is starting, drained or stopping, or cannot write its journal: see its log"
+        )
