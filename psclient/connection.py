@@ -172,7 +172,8 @@ class Patience:
             raise out_of_patience(self.address, elapsed, error, self._hint) from None
         if not self._warned and error.retry_seconds is None:
             self._warned = True
-            log.warning("%s does not answer (%s); trying for %.0f s more", self.address, error, self._seconds - elapsed)
+            what = "does not answer" if error.reason is None else "does not serve now"
+            log.warning("%s %s (%s); trying for %.0f s more", self.address, what, error, self._seconds - elapsed)
         time.sleep(delay)
         if error.lost:
             self._look_again()

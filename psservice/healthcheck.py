@@ -15,7 +15,7 @@ def check(address: str, timeout_seconds: float) -> None:
     """Return if the server at ``HOST:PORT`` of its ``--health-listen`` is serving.
 
     Raises:
-        UnhealthyError: it is draining, cannot write its journal, or gives no answer in time.
+        UnhealthyError: it is starting, draining, cannot write its journal, or gives no answer in time.
     """
     # Without the proxy of the environment, through which gRPC would go to loopback too.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
@@ -30,4 +30,6 @@ def check(address: str, timeout_seconds: float) -> None:
             ) from error
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-        raise UnhealthyError(f"{address}: {name}; the server is stopping, or cannot write its journal: see its log")
+        raise UnhealthyError(
+            f"{address}: {name}; the server is starting, drained or stopping, or cannot write its journal: see its log"
+        )
