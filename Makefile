@@ -13,7 +13,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 SOURCES := pscore psservice psclient tests examples benchmarks chaos compare tools
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format stubs bench scale compare wheel clean
+.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format stubs references bench scale compare wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,10 @@ format: venv ## Rewrite the sources in the house style
 
 stubs: venv ## Regenerate the gRPC stubs from proto/
 	@$(VENV)/bin/python tools/generate_stubs.py
+
+references: venv ## Write what is generated from the code: references in docs/, settings and alert rules for Kubernetes
+	@for name in settings_reference api_reference metrics_reference configmap prometheus_rule; do \
+		$(VENV)/bin/python -m tools.generate_$$name || exit 1; done
 
 bench: venv ## Run the benchmarks and write runs/bench/report.html; QUICK=1 takes two minutes
 	@$(VENV)/bin/python -m benchmarks.bench $(if $(QUICK),--quick) $(ARGS)

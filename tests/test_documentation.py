@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize("reference", ["settings", "api"])
 def test_a_generated_reference_is_up_to_date(reference):
-    command = [sys.executable, f"tools/generate_{reference}_reference.py", "--check"]
+    command = [sys.executable, "-m", f"tools.generate_{reference}_reference", "--check"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
 

@@ -1,6 +1,6 @@
 """Writes docs/api.md from the public names of psclient and their docstrings; ``--check`` only compares.
 
-Run it after changing a public signature or docstring: ``.venv/bin/python tools/generate_api_reference.py``.
+Run it after changing a public signature or docstring: ``make references``.
 """
 
 import importlib
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import psclient
+from tools.generated import keep
 
 TARGET = Path(__file__).parent.parent / "docs" / "api.md"
 
@@ -160,15 +161,7 @@ def _plain(text: str) -> str:
 
 def main() -> int:
     """Write or compare; return 1 where the page is out of date."""
-    page = reference()
-    if "--check" in sys.argv[1:]:
-        if not TARGET.exists() or TARGET.read_text() != page:
-            print(f"{TARGET.name} is out of date: run tools/generate_api_reference.py", file=sys.stderr)
-            return 1
-        return 0
-    TARGET.write_text(page)
-    print(f"wrote {TARGET}")
-    return 0
+    return keep(TARGET, reference())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Writes deploy/kubernetes/base/psservice.yaml from the settings class; ``--check`` only compares.
 
 The file is what the ConfigMap of the shards holds: every setting, explained, at the value that it has on Kubernetes.
-Run this after changing a setting: ``.venv/bin/python tools/generate_configmap.py``.
+Run this after changing a setting: ``make references``.
 """
 
 import sys
@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from psservice.settings import ServerSettings
+from tools.generated import keep
 
 TARGET = Path(__file__).parent.parent / "deploy" / "kubernetes" / "base" / "psservice.yaml"
 
@@ -67,14 +68,7 @@ def main() -> int:
     """Write or compare; return 1 where the file is out of date."""
     text = configuration()
     validate(text)
-    if "--check" in sys.argv[1:]:
-        if not TARGET.exists() or TARGET.read_text() != text:
-            print(f"{TARGET.name} is out of date: run tools/generate_configmap.py", file=sys.stderr)
-            return 1
-        return 0
-    TARGET.write_text(text)
-    print(f"wrote {TARGET}")
-    return 0
+    return keep(TARGET, text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes docs/metrics.md from what psservice/metrics.py declares; ``--check`` only compares.
 
-Run it after changing a metric: ``.venv/bin/python tools/generate_metrics_reference.py``.
+Run it after changing a metric: ``make references``.
 """
 
 import sys
@@ -10,6 +10,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
 from psservice.metrics import Metrics, ReadInfo
+from tools.generated import keep
 
 TARGET = Path(__file__).parent.parent / "docs" / "metrics.md"
 
@@ -64,15 +65,7 @@ def table() -> str:
 
 def main() -> int:
     """Write or compare; return 1 where the page is out of date."""
-    page = HEAD + table()
-    if "--check" in sys.argv[1:]:
-        if not TARGET.exists() or TARGET.read_text() != page:
-            print(f"{TARGET.name} is out of date: run tools/generate_metrics_reference.py", file=sys.stderr)
-            return 1
-        return 0
-    TARGET.write_text(page)
-    print(f"wrote {TARGET}")
-    return 0
+    return keep(TARGET, HEAD + table())
 
 
 if __name__ == "__main__":

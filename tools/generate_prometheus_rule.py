@@ -1,7 +1,7 @@
 """Writes the PrometheusRule of Kubernetes from deploy/prometheus/rules.yaml; ``--check`` only compares.
 
 The Prometheus operator takes rules as an object whose ``spec`` is a file of rules, and kustomize cannot put one into
-the other. Run this after changing a rule: ``.venv/bin/python tools/generate_prometheus_rule.py``.
+the other. Run this after changing a rule: ``make references``.
 """
 
 import sys
@@ -9,6 +9,8 @@ import textwrap
 from pathlib import Path
 
 import yaml
+
+from tools.generated import keep
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 SOURCE = DEPLOY / "prometheus" / "rules.yaml"
@@ -35,15 +37,7 @@ def rule(rules: str) -> str:
 
 def main() -> int:
     """Write or compare; return 1 where the file is out of date."""
-    text = rule(SOURCE.read_text())
-    if "--check" in sys.argv[1:]:
-        if not TARGET.exists() or TARGET.read_text() != text:
-            print(f"{TARGET.name} is out of date: run tools/generate_prometheus_rule.py", file=sys.stderr)
-            return 1
-        return 0
-    TARGET.write_text(text)
-    print(f"wrote {TARGET}")
-    return 0
+    return keep(TARGET, rule(SOURCE.read_text()))
 
 
 if __name__ == "__main__":

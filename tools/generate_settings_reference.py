@@ -1,6 +1,6 @@
 """Writes docs/settings.md from the settings classes; ``--check`` only compares.
 
-Run it after changing a setting: ``.venv/bin/python tools/generate_settings_reference.py``.
+Run it after changing a setting: ``make references``.
 """
 
 import sys
@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings
 
 from psclient.settings import ClientSettings
 from psservice.settings import ServerSettings
+from tools.generated import keep
 
 TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
 
@@ -56,15 +57,7 @@ def reference() -> str:
 
 def main() -> int:
     """Write or compare; return 1 where the page is out of date."""
-    page = reference()
-    if "--check" in sys.argv[1:]:
-        if not TARGET.exists() or TARGET.read_text() != page:
-            print(f"{TARGET.name} is out of date: run tools/generate_settings_reference.py", file=sys.stderr)
-            return 1
-        return 0
-    TARGET.write_text(page)
-    print(f"wrote {TARGET}")
-    return 0
+    return keep(TARGET, reference())
 
 
 if __name__ == "__main__":
