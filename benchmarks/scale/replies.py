@@ -77,11 +77,10 @@ class Replies:
         if self._mode != "auto":
             return self._mode == "topk"
         changed = window * self._density
-        if changed > LEDGER_MULTIPLE:
-            return place.in_topk
         if not place.in_topk:
-            place.calm, place.in_topk = 0, self.union(window) > EXACT_LIMIT
-        else:
+            forgotten = changed > LEDGER_MULTIPLE  # and so everything, for the rule
+            place.calm, place.in_topk = 0, forgotten or self.union(window) > EXACT_LIMIT
+        elif changed <= LEDGER_MULTIPLE:
             place.calm = place.calm + 1 if changed < EXACT_LIMIT / 2 else 0
             place.in_topk = place.calm < CALM_PULLS
         return place.in_topk

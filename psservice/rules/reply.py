@@ -20,7 +20,7 @@ class ReplyRule(Protocol):
 
         Args:
             changed_density: what changed since the worker's version over all elements; ``None`` where a dense reply is
-                due anyway (no base, ledger cut, dense pushes).
+                due anyway (no base, dense pushes, a restart).
             in_topk: whether the worker is answered in top-k mode now.
         """
 

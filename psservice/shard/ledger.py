@@ -28,6 +28,7 @@ class UpdateLedger:
         self._supports: deque[tuple[int, Support]] = deque()
         self._entries = 0
         self._covered_from = version
+        self._dropped_to = version
         self._lock = threading.Lock()
 
     def append(self, version: int, support: Support) -> None:
@@ -40,7 +41,7 @@ class UpdateLedger:
             while self._entries > self._entry_limit or len(self._supports) > _MOST_VERSIONS:
                 dropped, old = self._supports.popleft()
                 self._entries -= 0 if old is None else old.numel()
-                self._covered_from = dropped
+                self._covered_from = self._dropped_to = dropped
 
     def reach_back(self, supports: list[tuple[int, Support]]) -> None:
         """Add what older versions changed, in order, up to the one from which this ledger counts; within the limit."""
@@ -65,6 +66,11 @@ class UpdateLedger:
                     break
                 count += 1
             return [self._supports[position][1] for position in range(-count, 0)]
+
+    def has_dropped(self, version: int) -> bool:
+        """Tell whether what came after a version is forgotten because it was so much."""
+        with self._lock:
+            return version < self._dropped_to
 
 
 def union(supports: list[Support], size: int) -> Support:

@@ -198,8 +198,8 @@ def _answer_exact(
     supports = None if base is None else model.ledger.since(base)
     early: Support = None if supports is None else union(supports, size)
     changed = None if early is None else early.numel() / size
-    if early is None and base is not None and model.spread:
-        changed = 1.0  # a sparse push has changed everything: the way down need not be dense because of that
+    if early is None and base is not None and (model.spread or model.ledger.has_dropped(base)):
+        changed = 1.0  # sparse pushes have changed everything: the way down need not be dense because of that
     open_image = downlink.rule.wants_topk(changed, in_topk=False)
 
     def read() -> tuple[Difference, torch.Tensor | None]:

@@ -23,6 +23,7 @@ from service_makers import (
 )
 
 from pscore.segment import Segment
+from psservice.rules.reply import Auto
 from psservice.shard.replies import Downlink, ReplyMode
 from psservice.shard.writer import Writer
 
@@ -222,3 +223,26 @@ def test_closing_the_image_restores_signed_zeros_too(link):
     link.pull()
     link.pull()
     assert replica_bits(link.replica, link.model.span) == server_bits(link.model)
+
+
+def test_auto_leaves_dense_replies_where_a_fleet_outruns_the_ledger():
+    """And not because of a base that was never there, or of dense pushes: then the way down may be dense."""
+    layout, writer = layout_of((1000, F32)), Writer(8)
+    try:
+        model = shard_of(layout, torch.zeros(1000))  # a ledger of as many entries
+        link = Link(model, writer, new_replica(layout), topk(0.2, 0), Auto(0.1))
+        assert not link.pull().image, "no base"
+        for seed in range(20):
+            model.apply(sparse_push(model.span, 0.1, seed))
+        wire = link.pull()
+        assert (wire.mode, wire.image) == (ReplyMode.EXACT, True)
+        model.apply(sparse_push(model.span, 0.1, 99))
+        assert link.pull().mode is ReplyMode.TOPK
+        assert bits(link.downlink.image) == fp32_bits(link.replica, model.span) or link.downlink.owed is not None
+        dense = Link(shard_of(layout, torch.zeros(1000)), writer, new_replica(layout), topk(0.2, 0), Auto(0.1))
+        dense.pull()
+        for seed in range(20):
+            dense.model.apply(sparse_push(dense.model.span, 1.0, seed))
+        assert not dense.pull().image
+    finally:
+        writer.close()
