@@ -10,6 +10,7 @@ import grpc
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from grpc_status import rpc_status
 
+from pscore.channels import explain
 from pscore.reasons import DOMAIN, Reason, Refusal
 
 START_FIRST = "Start the server first, or raise PSCLIENT_CONNECT_SECONDS"
@@ -271,7 +272,7 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
     if reason is not None:
         return Refusal(reason, detail, retry_seconds=retry_seconds, **metadata)
     if code in _TRANSIENT:
-        return Transient(f"{code.name}: {detail}", lost=code in _LOST)
+        return Transient(f"{code.name}: {explain(detail)}", lost=code in _LOST)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         detail += "; is this the port for workers (--listen), or that of the health check?"
     return ServerFaultError(f"the server answered {code.name}: {detail}")

@@ -49,6 +49,28 @@ class Security:
         return token
 
 
+_HANDSHAKE_ADVICE = (
+    (
+        "Hostname Verification Check failed",
+        "its certificate is made out to another name; use that, or name it (PSCLIENT_TLS_SERVER_NAME)",
+    ),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate does not descend from the CA that was named (PSCLIENT_TLS_CA)"),
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS: name no CA (PSCLIENT_TLS_CA)"),
+    (
+        "Socket closed",
+        "if it speaks TLS, name its CA (PSCLIENT_TLS_CA); if it asks for certificates, yours too (PSCLIENT_TLS_CERT, "
+        "PSCLIENT_TLS_KEY)",
+    ),
+)
+
+
+def explain(detail: str) -> str:
+    """Return what gRPC says of a failed call, and what to change where its text shows that two sides' TLS differs."""
+    if "failed to connect" not in detail:
+        return detail
+    return next((f"{detail}; {advice}" for text, advice in _HANDSHAKE_ADVICE if text in detail), detail)
+
+
 def is_loopback(host: str) -> bool:
     """Tell whether a host name or address is this machine only."""
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 
 from pscore.addresses import MOST_SHARDS, expand, is_service, split
-from pscore.channels import Security, open_channel
+from pscore.channels import Security, explain, open_channel
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
@@ -163,7 +163,9 @@ def _sort(
     answers: Mapping[str, pb.GetStatusResponse], errors: Mapping[str, grpc.RpcError], num_shards: int
 ) -> Sighting:
     """Give each shard its address; one that two servers claim has none."""
-    troubles = [f"{address} does not answer ({e.code().name}: {e.details()})" for address, e in errors.items()]
+    troubles = [
+        f"{address} does not answer ({e.code().name}: {explain(e.details() or '')})" for address, e in errors.items()
+    ]
     answers = {address: answer for address, answer in answers.items() if answer.shard_index < answer.num_shards}
     totals = {num_shards} if num_shards else {answer.num_shards for answer in answers.values()}
     if len(totals) > 1:

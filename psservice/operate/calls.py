@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
-from pscore.channels import ChannelError, Security, open_channel
+from pscore.channels import ChannelError, Security, explain, open_channel
 from pscore.reasons import DOMAIN, Reason
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
@@ -74,7 +74,7 @@ class Line:
         except grpc.RpcError as error:
             reason = _reason(error)
             refused = reason is not None or error.code() not in _NO_ANSWER
-            message = f"{self.address}: {error.code().name}: {error.details()}"
+            message = f"{self.address}: {error.code().name}: {explain(error.details() or '')}"
             raise OperateError(message, refused=refused, reason=reason) from error
 
     def close(self) -> None:

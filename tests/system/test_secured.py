@@ -50,7 +50,7 @@ def train(server, steps=2, worker="w", **settings):
         return optimizer.version
 
 
-def test_training_over_mutual_tls(authority, tmp_path):
+def test_training_over_mutual_tls(authority, tmp_path, capsys):
     files = issue(authority, tmp_path, "server")
     with LocalServer(**files, tls_client_ca=tmp_path / "ca.pem") as server:
         mine = {"tls_ca": tmp_path / "ca.pem", **issue(authority, tmp_path, "worker")}
@@ -62,10 +62,12 @@ def test_training_over_mutual_tls(authority, tmp_path):
         other = trustme.CA()
         with pytest.raises(ServerUnreachableError):
             train(server, **(issue(other, stranger, "worker") | {"tls_ca": tmp_path / "ca.pem"}))
-        with pytest.raises(ServerUnreachableError):
+        with pytest.raises(ServerUnreachableError, match="PSCLIENT_TLS_CA"):
             train(server, **(mine | {"tls_ca": stranger / "ca.pem"}))  # does not trust the server
         with pytest.raises(ServerUnreachableError):
             train(server)  # plaintext
+        assert main(["status", server.server, "--tls-ca", str(mine["tls_ca"]), "--tls-server-name", "elsewhere"]) == 1
+        assert "PSCLIENT_TLS_SERVER_NAME" in capsys.readouterr().err
 
 
 def test_certificates_are_read_again_when_they_change(authority, tmp_path):
