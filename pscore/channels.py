@@ -39,9 +39,11 @@ class Security:
         """Return the token; empty where there is none.
 
         Raises:
-            ChannelError: the file cannot be read, or holds none.
+            ChannelError: the file cannot be read, or holds none, or it is none that can be sent.
         """
         if self.token_file is None:
+            if not self.token.isascii() or not self.token.isprintable():
+                raise ChannelError("the token holds characters that no header can; is PSCLIENT_TOKEN one line?")
             return self.token
         token = _read(self.token_file, "token").decode("utf-8", "replace").strip()
         if not token or not token.isascii() or not token.isprintable():

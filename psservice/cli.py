@@ -1,6 +1,7 @@
 """``psservice``: serve, health, replay, and the commands for running servers."""
 
 import argparse
+import io
 import math
 import os
 import signal
@@ -11,6 +12,9 @@ from pathlib import Path
 from pscore.version import __version__
 
 EXIT_DONE, EXIT_UNABLE, EXIT_USAGE = 0, 1, 2
+EXIT_INTERRUPTED, EXIT_NO_READER = 128 + signal.SIGINT, 128 + 13  # as shells have it; not every system has SIGPIPE
+
+_MOST_VERSION_DIGITS = 18  # always fits into 64 bits
 
 _STATUSES = """\
 exit status:
@@ -19,6 +23,7 @@ exit status:
   2  wrong usage, or addresses that do not belong together; nothing was done
   3  refused by the server, or nothing of that name (a worker, a checkpoint)
   4  in part: done at some shards and not at others, or not yet
+  130 interrupted, 141 nobody read the output: what was asked of the servers may be done
 """
 
 _ADDRESSES = """\
@@ -51,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _replay(options)
     if options.command == "health":
         return _health(options)
-    return _operate(options, parser.error)
+    return _for_a_reader(lambda: _operate(options, parser.error))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     health.add_argument("address", nargs="?", metavar="ADDRESS", help="its --health-listen (default 127.0.0.1:50052)")
     health.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
     target = restore.add_mutually_exclusive_group(required=True)
-    target.add_argument("--version", type=int, metavar="V", help="version of each shard to go back to")
+    target.add_argument("--version", type=_version, metavar="V", help="version of each shard to go back to")
     target.add_argument("--checkpoint", default="", metavar="ID", help="checkpoint to go back to")
     after = drain.add_mutually_exclusive_group()
     after.add_argument("--stop", action="store_true", help="then end the processes, as SIGTERM does")
@@ -86,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         "directory", type=Path, metavar="DIR", help="the servers' --data-dir, with every shard's folder"
     )
     target = replay.add_mutually_exclusive_group()
-    target.add_argument("--to", type=int, metavar="VERSION", help="version of each shard (default: the last)")
+    target.add_argument("--to", type=_version, metavar="VERSION", help="version of each shard (default: the last)")
     target.add_argument("--checkpoint", default="", metavar="ID", help="checkpoint instead of a version")
     replay.add_argument("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
     return parser
@@ -137,6 +142,13 @@ def _seconds_or_none(text: str) -> float:
     return seconds
 
 
+def _version(text: str) -> int:
+    """Read a version."""
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_VERSION_DIGITS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version, a whole number of 0 or more")
+    return int(text)
+
+
 def _add_security(command: argparse.ArgumentParser) -> None:
     """Add how a server is reached that asks for TLS or a token; the environment is that of the workers."""
     for name, what, metavar in (
@@ -153,7 +165,27 @@ def _add_security(command: argparse.ArgumentParser) -> None:
         command.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{what} ({variable})")
 
 
+def _for_a_reader(command: Callable[[], int]) -> int:
+    """Run a command that prints, whatever its terminal or pipe can show and however long somebody reads."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without a dash shows a question mark
+    try:
+        status = command()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as of `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's end complains
+        return EXIT_NO_READER
+    except KeyboardInterrupt:
+        print("psservice: interrupted; psservice status shows what was done", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
 def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines on stderr; the error that follows says the same
+
     from pscore.addresses import AddressError  # late: the parser answers --help without loading gRPC
     from pscore.channels import ChannelError, Security
     from pscore.discovery import DiscoveryError, find

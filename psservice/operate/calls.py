@@ -75,6 +75,8 @@ class Line:
             reason = _reason(error)
             refused = reason is not None or error.code() not in _NO_ANSWER
             message = f"{self.address}: {error.code().name}: {explain(error.details() or '')}"
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                message += "; this must be the --listen of a server of this version, not its --health-listen"
             raise OperateError(message, refused=refused, reason=reason) from error
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ def finish(lines: Lines, *, as_json: bool) -> int:
 
 def snapshot(lines: Lines, *, as_json: bool) -> int:
     """Take one checkpoint over all shards; where one does not answer, none is taken."""
-    found = one_run(lines)
+    found = one_run(lines, whole=True)
     if found.errors:
         return _nothing_done(found, "no snapshot was taken", as_json=as_json)
 
@@ -63,7 +63,7 @@ def snapshot(lines: Lines, *, as_json: bool) -> int:
 
 def restore(lines: Lines, *, as_json: bool, version: int | None, checkpoint: str) -> int:
     """Take every shard back to a version or a checkpoint; where one does not answer, none is."""
-    found = one_run(lines)
+    found = one_run(lines, whole=True)
     if found.errors:
         return _nothing_done(found, "no shard was taken back", as_json=as_json)
     request = pb.RestoreModelRequest(checkpoint=checkpoint)
@@ -115,11 +115,24 @@ def take_snapshots(lines: Lines, addresses: Sequence[str]) -> list[Outcome]:
     return outcomes
 
 
-def one_run(lines: Lines) -> Look:
-    """Look at all shards; raises :class:`MixedShardsError` where those that answer do not belong together."""
+def one_run(lines: Lines, *, whole: bool = False) -> Look:
+    """Look at all shards.
+
+    Args:
+        lines: to the shards.
+        whole: whether no shard of the run may be left out.
+
+    Raises:
+        MixedShardsError: those that answer do not belong together, or are not all.
+    """
     found = look(lines)
     if wrong := disagreement(found.reached):
         raise MixedShardsError(f"{wrong}; nothing was done. Give the addresses of one run's shards, each once")
+    total = max((status.num_shards for status in found.reached.values()), default=0)
+    if whole and len(lines.addresses) < total:
+        raise MixedShardsError(
+            f"{len(lines.addresses)} of the run's {total} shards were named; nothing was done. Give all addresses"
+        )
     return found
 
 

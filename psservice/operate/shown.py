@@ -24,10 +24,16 @@ def say(text: str, *, failed: bool = False) -> None:
     print(f"psservice: {text}" if failed else text, file=sys.stderr if failed else sys.stdout)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the caller that nobody reads; rich would end the process with a status of ours."""
+        raise BrokenPipeError
+
+
 def new_console() -> Console:
     """Return a console for stdout; into a file or a pipe lines are as long as tables need."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPED_COLUMNS)
+    console = _Console(highlight=False)
+    return console if console.is_terminal else _Console(highlight=False, width=_PIPED_COLUMNS)
 
 
 def outcome_plain(outcome: Outcome) -> dict[str, Any]:

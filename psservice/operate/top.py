@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -33,9 +32,6 @@ def top(lines: Lines, *, as_json: bool, once: bool, interval_seconds: float) -> 
             return _single(lines, interval_seconds, as_json=as_json)
         return _live(lines, interval_seconds)
     except KeyboardInterrupt:
-        return EXIT_DONE
-    except BrokenPipeError:  # the reader has seen enough
-        sys.stdout = None
         return EXIT_DONE
 
 
@@ -63,7 +59,7 @@ def _stream(lines: Lines, interval_seconds: float) -> int:
 
 
 def _live(lines: Lines, interval_seconds: float) -> int:
-    console = Console(highlight=False)
+    console = new_console()
     before: Look | None = None
     with _keys() as watched, Live(console=console, screen=True, auto_refresh=False) as live:
         live.update(Text("asking the shards …"), refresh=True)

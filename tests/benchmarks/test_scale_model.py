@@ -155,8 +155,9 @@ def test_auto_leaves_exact_replies_where_too_much_changes_and_comes_back():
     assert not [replies.after(1, place) for _ in range(64)][-1].topk
 
 
-def test_a_window_that_the_ledger_has_forgotten_is_answered_densely():
-    reply = Replies(COSTS, 1e6, 0.01, "auto").after(101, Place())
+def test_a_window_that_the_ledger_has_forgotten_is_answered_densely_and_moves_auto():
+    assert Replies(COSTS, 1e6, 0.01, "auto").after(101, Place()).topk
+    reply = Replies(COSTS, 1e6, 0.01, "exact").after(101, Place())
     assert reply.size == pytest.approx(100 + 4e6)
     assert not reply.topk
 

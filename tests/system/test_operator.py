@@ -141,10 +141,67 @@ def test_exit_statuses_tell_unreachable_wrong_refused_and_partial(two_shards, wo
         ["status", "no-port"],
         ["evict", "w", NOWHERE, "--ban-seconds", "nan"],
         ["top", NOWHERE, "--interval-seconds", "0"],
+        ["restore", NOWHERE, "--version", "-1"],
+        ["restore", NOWHERE, "--version", str(2**64)],
     ):
         with pytest.raises(SystemExit) as ended:
             cli.main(wrong)
         assert ended.value.code == 2, wrong
+
+
+def test_a_checkpoint_and_going_back_take_all_shards_of_the_run(two_shards, worker, capsys):
+    before = [(status(a).generation, status(a).snapshot_checkpoint) for a in two_shards.addresses]
+    for command in (["snapshot"], ["restore", "--version", "1"]):
+        code, printed = run(capsys, *command, two_shards.addresses[1])
+        assert code == 2, command
+        assert "1 of the run's 2 shards were named; nothing was done" in printed.err
+    assert [(status(a).generation, status(a).snapshot_checkpoint) for a in two_shards.addresses] == before
+
+
+def test_what_is_no_server_and_a_token_that_cannot_be_sent_are_said(two_shards, capsys, monkeypatch):
+    code, printed = run(capsys, "status", two_shards.health_addresses[0])
+    assert code == 3
+    assert "not its --health-listen" in printed.err
+    monkeypatch.setenv("PSCLIENT_TOKEN", "two\nlines")
+    code, printed = run(capsys, "status", two_shards.server)
+    assert code == 2
+    assert "PSCLIENT_TOKEN" in printed.err
+
+
+def test_output_that_nobody_reads_or_no_terminal_can_show_is_no_traceback(two_shards):
+    command = [sys.executable, "-m", "psservice"]
+    for words in (["status", "--json"], ["workers", "--json"], ["top", "--once", "--interval-seconds", "0.1"]):
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        with os.fdopen(write_end, "wb") as unread:
+            ended = subprocess.run(
+                [*command, *words, two_shards.server], stdout=unread, stderr=subprocess.PIPE, text=True, timeout=60
+            )
+        assert (ended.returncode, ended.stderr) == (141, ""), words
+    ended = subprocess.run(
+        [*command, "top", "--once", "--interval-seconds", "0.1", two_shards.server, NOWHERE],
+        capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert ended.returncode == 4, ended.stderr
+    assert "no answer" in ended.stdout
+
+
+def test_ctrl_c_ends_a_command_that_waits(two_shards):
+    pid = two_shards.processes[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        call(two_shards.addresses[0], "Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_CLOSE), 30.0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "psservice", "drain", "--undo", two_shards.server], stderr=subprocess.PIPE, text=True
+        )
+        wait_until(lambda: not status(two_shards.addresses[0]).draining)  # so the other is asked too
+        process.send_signal(signal.SIGINT)
+        _, printed = process.communicate(timeout=60)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert process.returncode == 130
+    assert "interrupted" in printed
+    assert "Traceback" not in printed
 
 
 def test_the_same_shard_under_two_names_is_noticed_before_anything_is_done(two_shards, worker, capsys):
