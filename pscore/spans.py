@@ -1,7 +1,9 @@
 """Spans by OpenTelemetry; imported by :func:`pscore.tracing.start` alone."""
 
+import atexit
 import contextvars
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -23,6 +25,9 @@ Attributes = Mapping[str, str | int | float]
 _EXPORTERS = "opentelemetry_traces_exporter"
 """The entry points under which installed packages offer exporters."""
 
+_LAST_SECONDS = 5.0
+"""For the last spans at a process's end. OpenTelemetry would take 30 s, where a collector does not answer."""
+
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
@@ -43,13 +48,17 @@ class Spans:
         if not os.environ.get("OTEL_SERVICE_NAME"):
             described["service.name"] = service
         exporter = _exporter(os.environ.get("OTEL_TRACES_EXPORTER", "otlp"))
-        self._provider = TracerProvider(resource=Resource.create(described))
+        self._provider = TracerProvider(resource=Resource.create(described), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("sparseps", __version__)
+        atexit.register(self.close)
 
     def close(self) -> None:
-        """Export what is left."""
-        self._provider.shutdown()
+        """Export what is left, as far as that can be done soon; the end of a process waits for no collector."""
+        atexit.unregister(self.close)
+        ending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        ending.start()
+        ending.join(_LAST_SECONDS)
 
     def begin(self, name: str, attributes: Attributes, *, root: bool = False) -> TraceSpan:
         """Begin a span below the current one; without one, only a root."""

@@ -26,6 +26,10 @@ def roll_back(state: ShardState, version: int | None, checkpoint: str) -> ModelS
             before = state.model, state.buffers, state.run.state, state.run.samples
             datasets, state.datasets = state.datasets, history.datasets
             history.model.generation = next_generation(old.generation)
+            if history.model.round is not None:
+                # Else those in it wait for others, whose repeats are known here and not applied, and who may wait at
+                # another shard for them: what an open round holds is dropped, and all contribute to the next.
+                history.model.round.close()
             state.model, state.buffers = history.model, history.buffers
             state.run.state, state.run.samples = history.run_state, history.samples
             try:

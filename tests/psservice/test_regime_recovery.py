@@ -129,3 +129,15 @@ def test_an_acknowledged_contribution_is_still_in_the_round_after_a_crash(tmp_pa
             send(again, 1, Segment(again.span, None, values(2)), BERT)
             assert again.model.version == 1
             torch.testing.assert_close(theta(again), values() - (values(1) + values(2)) / 2)
+
+
+def test_going_back_drops_the_open_round_so_that_nobody_waits_for_a_repeat(tmp_path):
+    with Shard(tmp_path) as engine:
+        begin_regime(engine, ROUNDS)
+        send(engine, 1, Segment(engine.span, None, values(1)), ANNA, base=0, samples=1, learning_rate=0.1)
+        assert engine.model.round.contributors == {ANNA.worker_id}
+        checkpoint = engine.persistence.take_asked(engine, "").manifest.checkpoint
+        before = theta(engine).clone()
+        engine.roll_back(None, checkpoint)
+        assert engine.model.round.contributors == set()
+        assert torch.equal(theta(engine), before)

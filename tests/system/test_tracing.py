@@ -2,8 +2,10 @@
 
 import collections
 import os
+import socket
 import subprocess
 import sys
+import time
 import uuid
 
 import grpc
@@ -218,3 +220,17 @@ def test_an_exporter_that_there_is_not_is_named_with_those_that_there_are(monkey
     with pytest.raises(TracingError, match=r"OTEL_TRACES_EXPORTER=pigeon: use one of otlp, .*console"):
         tracing.start("psservice", "shard-0")
     assert tracing.begin_step(step=1) is tracing.NO_SPAN
+
+
+def test_a_collector_that_does_not_answer_keeps_no_process_from_ending(monkeypatch):
+    from pscore import spans
+
+    monkeypatch.setattr(spans, "_LAST_SECONDS", 0.2)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "120")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        made = spans.Spans("psservice", "shard-0")
+        made.begin("step", {}, root=True).end()
+        begun = time.monotonic()
+        made.close()
+        assert time.monotonic() - begun < 20, "OpenTelemetry itself waits for 30 s"
