@@ -80,7 +80,6 @@ def evict(lines: Lines, *, as_json: bool, worker_id: str, ban_seconds: float) ->
     """End a worker's lease at every shard; shards that know nothing of it are no failure if another one does."""
     outcomes = lines.all("EvictWorker", pb.EvictWorkerRequest(worker_id=worker_id, ban_seconds=ban_seconds))
     strangers = [each for each in outcomes if each.error is not None and each.error.reason is Reason.NO_SUCH_WORKER]
-    acted = [each for each in outcomes if each.error is None]
     ban = f", kept out for {ban_seconds:g} s" if ban_seconds else ""
 
     def words(answer: pb.EvictWorkerResponse) -> str:
@@ -88,7 +87,7 @@ def evict(lines: Lines, *, as_json: bool, worker_id: str, ban_seconds: float) ->
             return f"{worker_id!r} evicted after step {answer.last_step}{ban or ', may join again at once'}"
         return f"{worker_id!r} had no lease{ban or ', and is kept out no longer'}"
 
-    if not acted:
+    if len(strangers) == len(outcomes):
         return report(outcomes, words, as_json=as_json)
     counted = [each for each in outcomes if each not in strangers]
     if as_json:
