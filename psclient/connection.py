@@ -12,6 +12,7 @@ import grpc
 
 from psclient.errors import STEP_AGAIN, ConfigurationError, SparsepsError, Transient, out_of_patience
 from pscore.channels import ChannelError, Headers, Security, open_channel
+from pscore.reasons import Reason
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 log = logging.getLogger("psclient")
@@ -140,7 +141,7 @@ class Patience:
         self._started = time.monotonic()
         self._seconds = seconds
         self._delay = _FIRST_DELAY_SECONDS
-        self._warned = False
+        self._warned_of: set[Reason | None] = set()
         self._hint = hint
         self._limit = limit
         self._look_again = look_again
@@ -170,8 +171,8 @@ class Patience:
         delay = error.retry_seconds or self._delay * random.uniform(0.5, 1.5)
         if elapsed + delay >= self._seconds or time.monotonic() + delay >= self._limit():
             raise out_of_patience(self.address, elapsed, error, self._hint) from None
-        if not self._warned and error.retry_seconds is None:
-            self._warned = True
+        if error.retry_seconds is None and error.reason not in self._warned_of:
+            self._warned_of.add(error.reason)  # silence, and then a server that refuses, are two pieces of news
             what = "does not answer" if error.reason is None else "does not serve now"
             log.warning("%s %s (%s); trying for %.0f s more", self.address, what, error, self._seconds - elapsed)
         time.sleep(delay)

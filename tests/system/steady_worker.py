@@ -20,7 +20,7 @@ from psclient.settings import ClientSettings
 
 SIZE = 3000
 _PAUSE_SECONDS = 0.02  # between steps: others want to compute too
-_SETTINGS = {"deadline_seconds": 3, "connect_seconds": 60, "patience_seconds": 120, "dense_below": 0}
+_SETTINGS = {"deadline_seconds": 3, "connect_seconds": 120, "patience_seconds": 300, "dense_below": 0}
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ def test_every_version_can_be_had_again_and_a_rollback_is_followed(tmp_path, cap
             assert optimizer.version == 5
             assert_same_parameters(model, server.server)
             capsys.readouterr()
-            assert main(["restore", server.addresses[0], "--version", "99"]) == 1
+            assert main(["restore", server.addresses[0], "--version", "99"]) == 3
             assert "not covered" in capsys.readouterr().err
 
 

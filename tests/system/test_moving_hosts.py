@@ -24,11 +24,11 @@ PORT = 50051
 SERVERS = [f"psservice-{index}" for index in range(SHARDS)]
 LISTED = f"psservice-{{0..{SHARDS - 1}}}.psservice:{PORT}"
 DISCOVERED = f"dns:///psservice:{PORT}"
-_WAIT_SECONDS = 60.0
+_WAIT_SECONDS = 120.0
 _MOST_GROWTH = 30
 """Threads, and open files, that a worker may have more of after any number of restarts: channels of three shards."""
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 class Worker:
