@@ -36,8 +36,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("fsync", ["always", "interval"])
-@pytest.mark.parametrize("down_mode", ["exact", "topk"])
+@pytest.mark.parametrize(("down_mode", "fsync"), [("exact", "always"), ("topk", "interval")])
 def test_training_goes_on_where_it_was_after_every_kill(down_mode, fsync, tmp_path):
     with LocalServer(data_dir=tmp_path, down_mode=down_mode, fsync=fsync, down_density=0.1) as server:
         model = make_model(batch_norm=False)
