@@ -77,7 +77,7 @@ references: venv ## Write what is generated from the code: references in docs/, 
 bench: venv ## Run the benchmarks and write runs/bench/report.html; QUICK=1 takes two minutes
 	@$(VENV)/bin/python -m benchmarks.bench $(if $(QUICK),--quick) $(ARGS)
 
-scale: venv ## Simulate up to 1,000 workers and 64 shards from costs measured here, into runs/scale; QUICK=1 takes two minutes
+scale: venv ## Simulate up to 1,000 workers and 64 shards from costs measured here, into runs/scale; twelve minutes, QUICK=1 a few
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m benchmarks.scale $(if $(QUICK),--quick) $(ARGS)
 
 compare: venv ## Compare the training methods into runs/compare; an hour, QUICK=1 takes five minutes; goes on where it was
