@@ -311,7 +311,7 @@ def test_sigterm_in_a_step_with_a_dead_server_ends_within_the_grace_period():
 
 
 FORKING = """
-import os, sys, psclient
+import gc, os, sys, psclient
 from psservice.operate import call
 from pscore.v1 import parameter_server_pb2 as pb
 from tests.system.tools import QUICK, make_data, make_model, train_step
@@ -319,7 +319,10 @@ model = make_model(batch_norm=False)
 optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model, server=sys.argv[1], worker="w", settings=QUICK)
 child = os.fork()
 if child == 0:
-    optimizer.close()
+    if sys.argv[2] == "closes":
+        optimizer.close()
+    del optimizer
+    gc.collect()
     os._exit(0)
 os.waitpid(child, 0)
 print([worker.worker_id for worker in call(sys.argv[1], "GetStatus", pb.GetStatusRequest(), 30.0).workers])
@@ -329,10 +332,11 @@ optimizer.close()
 """
 
 
-def test_a_forked_child_does_not_end_its_parents_membership():
+@pytest.mark.parametrize("child", ["closes", "forgets"])
+def test_a_forked_child_does_not_end_its_parents_membership(child):
     """In a process of its own: this one has gRPC servers of other tests, which a fork does not survive."""
     with LocalServer(lease_seconds=60) as server:
-        command = [sys.executable, "-c", FORKING, server.server]
+        command = [sys.executable, "-c", FORKING, server.server, child]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert answer.stdout.split("\n")[:2] == ["['w']", "1"], answer.stderr
     assert answer.returncode == 0

@@ -1,7 +1,6 @@
 """An optimizer that nobody closes: when it is collected, its worker leaves and nothing of it stays behind."""
 
 import gc
-import os
 import signal
 import threading
 import weakref
@@ -100,22 +99,6 @@ def test_a_finished_run_ends_on_every_shard(tmp_path):
         del optimizer
         gc.collect()
         wait_until(lambda: len(list(tmp_path.glob("*.safetensors"))) == 2)
-
-
-def test_a_child_that_forgets_it_does_not_end_its_parents_membership():
-    with LocalServer(lease_seconds=60) as server:
-        model = make_model(batch_norm=False)
-        optimizer = dgs(model, server=server, worker="w")
-        child = os.fork()
-        if child == 0:
-            del optimizer
-            gc.collect()
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert workers(server, 0) == ["w"]
-        train_step(model, optimizer, *make_data())
-        assert optimizer.version == 1
-        optimizer.close()
 
 
 def test_where_no_server_is_left_its_threads_end_all_the_same():
