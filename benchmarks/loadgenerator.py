@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 
@@ -88,6 +89,31 @@ class Replay:
         yield from self._rest
 
 
+class Runner(Protocol):
+    """A worker that goes on until it is told to stop."""
+
+    def run(self, stop: threading.Event) -> None:
+        """Work until told to stop."""
+
+    def leave(self) -> None:
+        """End the lease."""
+
+
+def run_between_lines(workers: Sequence[Runner]) -> None:
+    """Say "ready", let all workers run from the next line of stdin to the one after it, and then leave."""
+    stop = threading.Event()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    with ThreadPoolExecutor(len(workers)) as pool:
+        running = [pool.submit(worker.run, stop) for worker in workers]
+        sys.stdin.readline()
+        stop.set()
+    for future in running:
+        future.result()
+    for worker in workers:
+        worker.leave()
+
+
 def main() -> int:
     """Generate load."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loadgenerator")
@@ -98,17 +124,7 @@ def main() -> int:
     frames = read_frames(options.frames)
     with grpc.insecure_channel(options.address) as channel:
         workers = [Replay(channel, name, frames) for name in options.names]
-        stop = threading.Event()
-        print("ready", flush=True)
-        sys.stdin.readline()
-        with ThreadPoolExecutor(len(workers)) as pool:
-            running = [pool.submit(worker.run, stop) for worker in workers]
-            sys.stdin.readline()
-            stop.set()
-        for future in running:
-            future.result()
-        for worker in workers:
-            worker.leave()
+        run_between_lines(workers)
     print(json.dumps([worker.times for worker in workers]), flush=True)
     return 0
 

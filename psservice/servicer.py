@@ -318,8 +318,9 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
         return self._inflight.open(most_of_worker=self._settings.worker_bytes or 2 * self._largest_stream)
 
     def _answered(self, rpc: str) -> None:
-        self._engine.traffic.answered(rpc, self._sizes.dense_bytes)
-        self._metrics.dense_bytes.labels(rpc=rpc).inc(self._sizes.dense_bytes)
+        nbytes = self._sizes.dense_bytes
+        self._engine.traffic.answered(rpc, nbytes)
+        self._metrics.dense_bytes.labels(rpc=rpc).inc(nbytes)
 
     @property
     def _largest_stream(self) -> int:

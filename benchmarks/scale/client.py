@@ -13,13 +13,12 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import grpc
 
-from benchmarks.loadgenerator import CALL_SECONDS, read_frames
+from benchmarks.loadgenerator import CALL_SECONDS, read_frames, run_between_lines
 from pscore.frames import FRAMING_BYTES
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
@@ -171,17 +170,7 @@ def main() -> int:
     for name in options.names:
         files = [sorted(options.updates.glob(f"{name}.{shard}.*")) for shard in range(len(addresses))]
         workers.append(Worker(addresses, name, files, options.think, options.pushes))
-    stop = threading.Event()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    with ThreadPoolExecutor(len(workers)) as pool:
-        running = [pool.submit(worker.run, stop) for worker in workers]
-        sys.stdin.readline()
-        stop.set()
-    for future in running:
-        future.result()
-    for worker in workers:
-        worker.leave()
+    run_between_lines(workers)
     print(json.dumps([worker.steps for worker in workers]), flush=True)
     return 0
 
