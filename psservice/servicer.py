@@ -262,10 +262,10 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
                 run_state=RUN_STATES[engine.run.state],
             )
             member = engine.membership.require(identity)
+            self._answered("PullDiff")  # before the last message: who has read that finds all of it counted
             for message in self._pull_messages(header, reply):
                 self._count("PullDiff", member, sent=frames.wire_bytes(message))
                 yield message
-            self._answered("PullDiff")
 
     def ExchangeBuffers(  # noqa: N802
         self, request_iterator: Iterator[pb.ExchangeBuffersRequest], context: grpc.ServicerContext

@@ -64,8 +64,8 @@ def test_a_killed_worker_is_alerted_of_and_every_panel_shows_something(tmp_path:
         optimizers[1]._membership.leases.stop()  # as if killed: it renews no longer, and does not leave
         for _ in range(3):
             train_step(models[0], optimizers[0], x, y)
-        known = [total(text, EXPIRED) for text in before]
-        wait_until(lambda: all(total(text, EXPIRED) > old for text, old in zip(scrape(server), known, strict=True)))
+        alive = [total(text, EXPIRED) for text in before]
+        wait_until(lambda: all(total(text, EXPIRED) > old for text, old in zip(scrape(server), alive, strict=True)))
         after = scrape(server)
         for optimizer in optimizers:
             optimizer.close()
@@ -81,7 +81,8 @@ def test_a_killed_worker_is_alerted_of_and_every_panel_shows_something(tmp_path:
         assert total(text, "psservice_unsaved_since_unix_seconds") > 0
         assert total(text, "psservice_queue_seconds_count") >= 7
         dense = 4 * total(text, "psservice_elements")
-        assert total(text, "psservice_dense_bytes_total") == dense * (7 + total(text, "psservice_pulls_total"))
+        answered = 7 + total(text, "psservice_repeated_pushes_total") + total(text, "psservice_pulls_total")
+        assert total(text, "psservice_dense_bytes_total") == dense * answered
 
     (run,) = {
         sample.labels["run"]
