@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import IO
 
@@ -109,15 +110,10 @@ class LocalServer:
             "parent_pid": os.getpid(),
         }
         flags = [_flag(name, value) for name, value in settings.items() if value is not None]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "psservice", "serve", *flags],
-            pass_fds=(write_end,),
-            stdin=subprocess.DEVNULL,
-            stderr=self._log_to,
-            start_new_session=True,  # Ctrl-C reaches the training script first, which then stops its server
-        )
-        os.close(write_end)
-        return process, read_end
+        try:
+            return spawn(flags, write_end, self._log_to), read_end
+        finally:
+            os.close(write_end)
 
     def _await_ready(self, process: subprocess.Popen[bytes], ready: int) -> None:
         found = self._read_ready(process, ready)
@@ -138,6 +134,17 @@ class LocalServer:
         raise ServerUnreachableError(
             "the embedded server", time.monotonic() - started, "it did not come up", "Its log is above"
         )
+
+
+def spawn(flags: Sequence[str], ready_fd: int, log_to: IO[str] | None) -> subprocess.Popen[bytes]:
+    """Start ``psservice serve`` with these flags; it inherits ``ready_fd``, and ``log_to`` or else this stderr."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "psservice", "serve", *flags],
+        pass_fds=(ready_fd,),
+        stdin=subprocess.DEVNULL,
+        stderr=log_to,
+        start_new_session=True,  # Ctrl-C reaches the training script first, which then stops its server
+    )
 
 
 def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:

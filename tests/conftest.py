@@ -3,8 +3,11 @@
 import os
 import signal
 
+import psclient.local
 import pytest
 import torch
+
+from tests.forkserver import ForkServer
 
 if not torch.cuda.is_available():
     # Without a GPU, Triton's kernels run on the CPU in its interpreter. Triton asks for this when it is first imported,
@@ -15,6 +18,14 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _JOB_VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_servers():
+    """Embedded servers of the tests themselves need not load torch; those of scripts begin as ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(psclient.local, "spawn", ForkServer().spawn)
+        yield
 
 
 @pytest.fixture(autouse=True)
