@@ -2,11 +2,12 @@
 
 import os
 import signal
+import sys
 
-import psclient.local
 import pytest
 import torch
 
+import psclient.local
 from tests.forkserver import ForkServer
 
 if not torch.cuda.is_available():
@@ -22,7 +23,10 @@ _JOB_VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "SLURM_PROCID", "JOB_COM
 
 @pytest.fixture(autouse=True, scope="session")
 def forked_servers():
-    """Embedded servers of the tests themselves need not load torch; those of scripts begin as ever."""
+    """Servers that a test itself starts need not load torch again; those of scripts begin as ever."""
+    if sys.platform != "linux":
+        yield
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psclient.local, "spawn", ForkServer().spawn)
         yield

@@ -1,12 +1,12 @@
 """Servers of tests begin as forks of a process that has already loaded everything.
 
-Two thirds of the CPU time of a test with a server used to be the import of torch. The servers are processes all the same, with
-an environment, files and a session of their own, and children of the process that tests: they are signalled, killed and
-waited for as ever. Tests of the start itself run ``python -m psservice``.
+Two thirds of the CPU time of a test with a server used to be the import of torch. The servers are processes all the
+same, with an environment, files and a session of their own, and children of the process that tests: they are signalled,
+killed and waited for as ever. Tests of the start itself run ``python -m psservice``.
 
 ``python -m tests.forkserver FD`` reads requests from the socket ``FD``, forks twice for each so that the server is
-orphaned at once, and answers with its process id. Whoever asks is a subreaper (``prctl(2)``) meanwhile, and so becomes its
-parent.
+orphaned at once, and answers with its process id. Whoever asks is a subreaper (``prctl(2)``) meanwhile, and so becomes
+its parent.
 """
 
 import ctypes
@@ -36,6 +36,7 @@ class ForkServer:
         """Do nothing yet."""
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def spawn(self, flags: Sequence[str], ready_fd: int, log_to: IO[str] | None) -> "subprocess.Popen[bytes]":
         """Stand in for :func:`psclient.local.spawn`."""
@@ -43,7 +44,6 @@ class ForkServer:
             "arguments": ["serve", *(flag for flag in flags if not flag.startswith("--ready-fd="))],
             "environment": dict(os.environ),
             "directory": os.getcwd(),
-            "parent": os.getpid(),
         }
         with self._lock:
             asked = self._socket or self._start()
@@ -52,6 +52,9 @@ class ForkServer:
                 stderr = 2 if log_to is None else log_to.fileno()
                 socket.send_fds(asked, [json.dumps(request).encode()], [ready_fd, 1, stderr])
                 pid = int(asked.recv(_MESSAGE_BYTES) or b"0")
+            except BaseException:
+                self._socket = None  # the answer to this may still come, and would be taken for the next one's
+                raise
             finally:
                 _subreaper(False)
         if not pid:
@@ -62,7 +65,7 @@ class ForkServer:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_ANSWER_SECONDS)
         with other:
-            subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forkserver", str(other.fileno())],
                 pass_fds=(other.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -91,15 +94,18 @@ def _subreaper(on: bool) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def _requests(listening: socket.socket) -> list[str]:
-    """Serve requests; return the arguments in each server, and never here."""
+def _fork(listening: socket.socket) -> list[str]:
+    """Fork a server for each request; return its arguments in the server, and never here.
+
+    Raises:
+        ValueError: who asks is gone, so no descriptors come.
+    """
     while True:
         data, (ready_fd, stdout, stderr), _, _ = socket.recv_fds(listening, _MESSAGE_BYTES, 3)
-        request = json.loads(data)
         read_end, write_end = os.pipe()
         between = os.fork()
         if between == 0:
-            between_pid = os.getpid()
+            first_parent = os.getpid()
             pid = os.fork()
             if pid == 0:
                 break
@@ -109,15 +115,17 @@ def _requests(listening: socket.socket) -> list[str]:
         listening.send(os.read(read_end, _MESSAGE_BYTES))  # no earlier: the server has its new parent by now
         for descriptor in (ready_fd, stdout, stderr, read_end, write_end):
             os.close(descriptor)
+
     os.setsid()
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     for descriptor in (stdout, stderr, read_end, write_end, listening.detach()):
         os.close(descriptor)
+    request = json.loads(data)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
-    while os.getppid() == between_pid:  # a server ends when its parent is not the one it was told
+    while os.getppid() == first_parent:  # a server ends when its parent is not the one that it was told
         time.sleep(0.001)
     return [*request["arguments"], f"--ready-fd={ready_fd}"]
 
@@ -133,8 +141,8 @@ def main() -> int:
         raise RuntimeError("a fork would lose the threads that an import has started")
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         try:
-            arguments = _requests(listening)
-        except ValueError:  # no descriptors came: who asks is gone
+            arguments = _fork(listening)
+        except ValueError:
             return 0
     return psservice_main(arguments)
 
