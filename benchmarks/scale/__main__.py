@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
                     costs,
                     os.cpu_count() or 1,
                     2.0 if options.quick else 3.0,
-                    options.rounds or (1 if options.quick else 2),
+                    options.rounds or (1 if options.quick else 3),
                     options.seed,
                     progress.say,
                 )
