@@ -3,15 +3,11 @@
 Each message says what happened and what to do next. All derive from :class:`SparsepsError`.
 """
 
-from collections.abc import Iterable
-from typing import Any, cast
-
 import grpc
-from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
-from grpc_status import rpc_status
 
+from pscore import errordetails
 from pscore.channels import explain
-from pscore.reasons import DOMAIN, Reason, Refusal
+from pscore.reasons import Reason, Refusal
 
 START_FIRST = "Start the server first, or raise PSCLIENT_CONNECT_SECONDS"
 STEP_AGAIN = "Nothing is lost: call step() again, or raise PSCLIENT_PATIENCE_SECONDS"
@@ -257,7 +253,8 @@ class Transient(Exception):  # noqa: N818 - never leaves the library: it is answ
 def from_rpc_error(error: grpc.RpcError) -> Exception:
     """Return what a failed call means: a :class:`Refusal`, a :class:`Transient`, or an error that ends the attempts."""
     code, detail = error.code(), error.details() or ""
-    reason, metadata, retry_seconds = _details(error)
+    found = errordetails.from_error(error)
+    reason, retry_seconds = found.reason, found.retry_seconds
     if reason in _LATER:
         return Transient(detail, retry_seconds, reason)
     if reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED):
@@ -270,7 +267,7 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
     if reason is Reason.SHARD_MISMATCH:
         return Transient(detail, reason=reason, lost=True)  # no refusal either: it is another server's answer
     if reason is not None:
-        return Refusal(reason, detail, retry_seconds=retry_seconds, **metadata)
+        return Refusal(reason, detail, retry_seconds=retry_seconds, **found.metadata)
     if code in _TRANSIENT:
         return Transient(f"{code.name}: {explain(detail)}", lost=code in _LOST)
     if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -305,18 +302,3 @@ def from_refusal(refusal: Refusal) -> SparsepsError:
             return UpdateTooLargeError(refusal)
         case _:
             return RefusedError(refusal)
-
-
-def _details(error: grpc.RpcError) -> tuple[Reason | None, dict[str, str], float | None]:
-    status = rpc_status.from_call(cast(grpc.Call, error))
-    reason: Reason | None = None
-    metadata: dict[str, str] = {}
-    retry_seconds: float | None = None
-    details: Iterable[Any] = status.details if status is not None else ()
-    for detail in details:
-        info, retry = ErrorInfo(), RetryInfo()
-        if detail.Is(ErrorInfo.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
-            reason, metadata = Reason.from_wire_name(info.reason), dict(info.metadata)
-        elif detail.Is(RetryInfo.DESCRIPTOR) and detail.Unpack(retry):
-            retry_seconds = retry.retry_delay.ToNanoseconds() / 1e9
-    return reason, metadata, retry_seconds

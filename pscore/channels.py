@@ -1,6 +1,7 @@
 """Channels to a server: plaintext or TLS, with or without a bearer token; the same for workers and operators."""
 
 import ipaddress
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,7 +92,8 @@ def open_channel(address: str, security: Security, options: OptionPairs = (), he
         headers: metadata that every call carries.
 
     Raises:
-        ChannelError: a file cannot be read, or a token would travel in plaintext beyond this machine.
+        ChannelError: a file cannot be read or is not what it should be, or a token would travel in plaintext beyond
+            this machine.
     """
     token = security.read_token()
     if security.ca is None:
@@ -113,6 +115,7 @@ def open_channel(address: str, security: Security, options: OptionPairs = (), he
             _read(security.key, "key") if security.key else None,
             _read(security.cert, "certificate") if security.cert else None,
         )
+        _check_files(security.ca, security.cert, security.key)
         names = (("grpc.ssl_target_name_override", security.server_name),) if security.server_name else ()
         channel = grpc.secure_channel(address, credentials, options=[*options, *names])
     if token:
@@ -125,6 +128,23 @@ def _read(path: Path, what: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ChannelError(f"cannot read the {what} file {path}: {error.strerror}") from error
+
+
+def _check_files(ca: Path, cert: Path | None, key: Path | None) -> None:
+    """Say now what gRPC would say with the first call, and not so clearly: these files cannot be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise ChannelError(f"{ca} holds no certificate of a CA in PEM form (tls_ca): {error.reason}") from error
+    if cert is not None and key is not None:
+        try:
+            context.load_cert_chain(cert, key, password="")  # a key with a password is refused, and not asked for
+        except ssl.SSLError as error:
+            raise ChannelError(
+                f"{cert} and {key} are not a certificate and its key in PEM form without a password (tls_cert, tls_key)"
+                f": {error.reason or error}"
+            ) from error
 
 
 class _Call(NamedTuple):

@@ -4,15 +4,14 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
-from google.rpc.error_details_pb2 import ErrorInfo
-from grpc_status import rpc_status
 
+from pscore import errordetails
 from pscore.channels import ChannelError, Security, explain, open_channel
-from pscore.reasons import DOMAIN, Reason
+from pscore.reasons import Reason
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 EXIT_DONE, EXIT_UNREACHABLE, EXIT_USAGE, EXIT_REFUSED, EXIT_PARTIAL = 0, 1, 2, 3, 4
@@ -72,7 +71,7 @@ class Line:
         try:
             return getattr(self._stub, rpc)(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
-            reason = _reason(error)
+            reason = errordetails.from_error(error).reason
             refused = reason is not None or error.code() not in _NO_ANSWER
             message = f"{self.address}: {error.code().name}: {explain(error.details() or '')}"
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -147,12 +146,3 @@ def exit_status(outcomes: Sequence[Outcome]) -> int:
     if len(errors) < len(outcomes):
         return EXIT_PARTIAL
     return EXIT_REFUSED if any(error.refused for error in errors) else EXIT_UNREACHABLE
-
-
-def _reason(error: grpc.RpcError) -> Reason | None:
-    status = rpc_status.from_call(cast(grpc.Call, error))
-    for detail in status.details if status is not None else ():
-        info = ErrorInfo()
-        if detail.Is(ErrorInfo.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
-            return Reason.from_wire_name(info.reason)
-    return None
