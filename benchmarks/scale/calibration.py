@@ -1,16 +1,23 @@
 """All costs, measured on this machine, as the simulation takes them."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from benchmarks.scale import engine, overlap, transport
+from benchmarks.scale import check, engine, overlap, transport
+from benchmarks.scale.check import Case
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
 from benchmarks.scale.fits import Curve, growing_share, line, worst
 
 _CENTS = 1.05  # densities nearer to one another than this are one point of a curve
+
+_LONGEST_HANDOVER, _HALVINGS = (
+    0.005,
+    10,
+)  # seconds: what Python lets a thread wait before it takes the lock from another
 
 _SERIAL = {"decode": "decode", "encode": "encode", "union": "union_sort", "select": "select_all"}
 """Whose line says what is fixed of a work that two threads did."""
@@ -74,7 +81,27 @@ def measure(extent: Extent, seed: int, say: Callable[[str], None]) -> tuple[Cost
         server_bytes=served.server_bytes,
         notes=notes,
     )
-    return costs, points
+    say("handing the interpreter over")
+    crowd = Case("crowd", min(extent.served), extent.served_density, 1, 0.0, "exact")
+    return replace(costs, handover=handover(costs, crowd, median(served.crowded), os.cpu_count() or 1, seed)), points
+
+
+def handover(costs: Costs, crowd: Case, rate: float, cores: int, seed: int) -> float:
+    """Return what a handover of the interpreter takes for the simulation to be as fast as a real crowd was.
+
+    Args:
+        costs: all others.
+        crowd: clients that wait for one another all the time.
+        rate: their real steps a second.
+        cores: that they and the server have.
+        seed: of the simulations.
+    """
+    least, most = 0.0, _LONGEST_HANDOVER
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        found = check.replay(crowd, transport.CROWD, replace(costs, handover=middle), cores, seed)
+        least, most = (middle, most) if found.steps_per_second > rate else (least, middle)
+    return least
 
 
 def _lines(points: Points) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Costs:
             ``encode``, ``union`` and ``select``; what is fixed is Python, and nobody else's turn.
         crowding: how much more CPU time a work takes for each further one at once, as a share, up to as many as there
             are cores.
+        handover: of the server, to pass the interpreter's lock on to a work that waits for it.
         server_bytes: resident set of a server without a model.
         notes: how well the lines fit, by name: the largest relative distance.
     """
@@ -86,6 +87,7 @@ class Costs:
     pull_frame: float = 0.0
     serial: Mapping[str, float] = field(default_factory=dict)
     crowding: float = 0.0
+    handover: float = 0.0
     server_bytes: float = 0.0
     notes: Mapping[str, float] = field(default_factory=dict)
 
@@ -106,7 +108,7 @@ class Costs:
     def free(self) -> "Costs":
         """Return the same bytes where nothing costs time: what networks allow, however fast the hosts are."""
         nothing = {name: Line() for name, value in self.__dict__.items() if isinstance(value, Line)}
-        return replace(self, **nothing, idle=0.0, renewal=0.0)  # type: ignore[arg-type]
+        return replace(self, **nothing, idle=0.0, renewal=0.0, handover=0.0)  # type: ignore[arg-type]
 
 
 def from_plain(plain: Mapping[str, Any]) -> Costs:

@@ -140,6 +140,11 @@ class Pool:
         """How many there are."""
         return self._places
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody has any of it, or waits."""
+        return not self._queue and self._free >= self._places
+
     def _serve(self) -> None:
         while self._queue and self._queue[0][0] <= self._free + _SLACK * self._places:
             self._note()
@@ -197,7 +202,9 @@ class _Shard:
         if self.cluster.delay or costs.idle:
             yield simulator.wait(self.cluster.delay + costs.idle / 2)
         yield from self._work((1 - ahead) * self._push_serial, (1 - ahead) * self._push_free)
-        yield from self._write(self._apply)
+        yield self.writer.take()
+        yield self.cpu.transfer(self._factor() * self._apply)
+        self.writer.give()
         staleness.append(self.version - self.places[worker].base)
         self.version += 1
         self.room.give(self._charge)
@@ -214,8 +221,13 @@ class _Shard:
         window = self.version - place.base
         reply = self.replies.after(window, place)
         yield from self._work(costs.pull_call.fixed + reply.build[0], reply.build[1])
-        if reply.read:
-            yield from self._write(reply.read)
+        if not reply.topk:
+            yield self.writer.take()
+            late = self.version - place.base - window
+            if late:
+                reply = self.replies.grown(window, late)
+            yield self.cpu.transfer(self._factor() * reply.read)
+            self.writer.give()
         place.base = self.version
         yield self.room.take(reply.charge)
         ahead = max(0.0, 1 - DEFAULT_CHUNK_BYTES / reply.size)
@@ -243,17 +255,12 @@ class _Shard:
         """Compute: with the interpreter's lock, then without."""
         factor = self._factor()
         if serially > 0:
+            handover = 0.0 if self.interpreter.is_free else self.costs.handover
             yield self.interpreter.take()
-            yield self.cpu.transfer(factor * serially)
+            yield self.cpu.transfer(factor * serially + handover)
             self.interpreter.give()
         if freely > 0:
             yield self.cpu.transfer(factor * freely)
-
-    def _write(self, seconds: float) -> Iterator[Event]:
-        yield self.writer.take()
-        if seconds > 0:
-            yield self.cpu.transfer(self._factor() * seconds)
-        self.writer.give()
 
     def _factor(self) -> float:
         """Return how much longer a work takes now: by what runs beside it, and by chance."""

@@ -1,6 +1,6 @@
 """What a pull costs and weighs, by how many pushes it covers; and which way of answering ``auto`` would choose."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from benchmarks.scale.costs import AMONG_CHANGED, SCAN_FROM, VALUE_BYTES, Costs
@@ -68,6 +68,16 @@ class Replies:
         """Return the answer to a worker, that covers so many pushes."""
         return self._reply(window, self._chooses_topk(window, place))
 
+    def grown(self, window: int, late: int) -> Reply:
+        """Return the exact reply that ``late`` pushes more have reached after what ``window`` changed was known.
+
+        The writer unites what they have changed with the rest before it reads the values.
+        """
+        reply = self._reply(window + late, topk=False)
+        known = self.union(window) + late * self._density
+        serially, freely = self._uniting(known * self._elements)
+        return replace(reply, read=reply.read + serially + freely)
+
     def union(self, window: int) -> float:
         """Return the density of what pushes have changed together."""
         return 1.0 - float((1 - self._density) ** (window**self._novelty))
@@ -99,17 +109,18 @@ class Replies:
             return Reply(size, elements, (0.0, 0.0), costs.copy(elements), encode, _DENSE_CHARGE * elements)
         union = self.union(window)
         entries = union * elements
-        if window <= 1:
-            build = 0.0, 0.0
-        elif covered < SCAN_FROM * elements:
-            build = costs.split(costs.union_sort, covered, "union")
-        else:
-            marked = costs.split(costs.union_mark, covered, "union")
-            scanned = costs.split(costs.union_scan, elements, "union")
-            build = marked[0] + scanned[0], marked[1] + scanned[1]
+        build = self._uniting(covered) if window > 1 else (0.0, 0.0)
         size = costs.pull_frame + costs.sparse_bytes(entries, union)
         encode = costs.split(costs.encode, entries, "encode")
         return Reply(size, entries, build, costs.gather(entries), encode, _SPARSE_CHARGE * entries)
+
+    def _uniting(self, covered: float) -> tuple[float, float]:
+        costs, elements = self._costs, self._elements
+        if covered < SCAN_FROM * elements:
+            return costs.split(costs.union_sort, covered, "union")
+        marked = costs.split(costs.union_mark, covered, "union")
+        scanned = costs.split(costs.union_scan, elements, "union")
+        return marked[0] + scanned[0], marked[1] + scanned[1]
 
     def _topk(self, window: int) -> Reply:
         costs, elements = self._costs, self._elements

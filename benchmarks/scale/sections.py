@@ -23,7 +23,8 @@ def costs(found: Costs, points: Points) -> Section:
     section.notes += [
         f"Serial share, which two threads of the process cannot do at once: {shares}.",
         f"A call in which nobody computes: {found.idle * 1e6:.0f} µs. A renewal of a lease: {found.renewal * 1e6:.0f} "
-        f"µs. More CPU time where several works run at once: {found.crowding:.0%}. A server without a model: "
+        f"µs. More CPU time where several works run at once: {found.crowding:.0%}. To hand the interpreter over to one "
+        f"that waits: {found.handover * 1e6:.0f} µs. A server without a model: "
         f"{found.server_bytes / 1e6:.0f} MB.",
         "Pushes of eight workers in training overlap: n of them change what n^a at random places would, with a = "
         + ", ".join(
@@ -46,7 +47,7 @@ def check(rows: Sequence[Row]) -> tuple[Section, list[Chart]]:
     section.notes += [
         "A server (or two) and clients on this machine, which share its cores; clients replay encoded pushes, throw "
         "replies away, and think in between. Costs were measured with other model sizes, with one client (what several "
-        "at once cost more: with two and four), and without think time.",
+        "at once cost more: with two, four and 16), and without think time.",
         "Staleness is off relative to the real one, or to 1 where that is less.",
     ]
     return section, drawn

@@ -21,6 +21,10 @@ _SECONDS = 2.0
 _NEVER = 1_000_000_000
 """Pushes to a pull, where there is to be none."""
 
+CROWD = 16
+"""Clients that keep a server's interpreter busy all the time."""
+
+_CROWD_ROUNDS = 3
 _RENEWALS = 400
 _TENSORS = 8
 
@@ -33,6 +37,7 @@ class Transport:
         points: of calls; of the worker in elements and entries.
         idle: seconds of a call in which nobody computed, each time.
         crowding: see there.
+        crowded: steps a second of :data:`CROWD` clients that do not think, each time.
         renewal: see there, each time.
         server_bytes: resident set of a server, its model apart.
     """
@@ -40,6 +45,7 @@ class Transport:
     points: Points = field(default_factory=dict)
     idle: list[float] = field(default_factory=list)
     crowding: list[float] = field(default_factory=list)
+    crowded: list[float] = field(default_factory=list)
     renewal: list[float] = field(default_factory=list)
     server_bytes: float = 0.0
 
@@ -51,7 +57,7 @@ class Transport:
 def measure(
     engine: Costs, sizes: Sequence[int], density: float, rounds: int, seed: int, say: Callable[[str], None]
 ) -> Transport:
-    """Run one client, then two, beside a server of each size.
+    """Run one client, then two and four, beside a server of each size; a crowd beside the smallest.
 
     Args:
         engine: what the server's own work costs, which is taken away from what its process uses.
@@ -64,7 +70,7 @@ def measure(
     found = Transport()
     for size in sizes:
         say(f"transport: {size:,} elements")
-        with Stage(size, density, 1, 4, "exact", seed) as stage:
+        with Stage(size, density, 1, CROWD, "exact", seed) as stage:
             stage.run(2, 0.0, 0.5)  # what compiles, compiles now
             for _ in range(rounds):
                 alone = stage.run(1, 0.0, _SECONDS, _NEVER)
@@ -72,6 +78,9 @@ def measure(
                 crowd = stage.run(2, 0.0, _SECONDS, _NEVER), stage.run(4, 0.0, _SECONDS, _NEVER)
                 _note(found, engine, size * density, alone, both)
                 found.crowding += [seen.server_cpu / alone.server_cpu - 1 for seen in crowd]
+            if size == min(sizes):  # where the interpreter is what they wait for, and neither writer nor bytes
+                crowds = [stage.run(CROWD, 0.0, _SECONDS) for _ in range(_CROWD_ROUNDS)]
+                found.crowded = [seen.steps_per_second for seen in crowds]
             found.renewal.append(_renewal(stage))
             found.server_bytes = found.server_bytes or stage.memory()[0] - 4.0 * size
     return found

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.scale import calibration, check
+from benchmarks.scale.check import Case
 from benchmarks.scale.costs import Costs, from_plain
 from benchmarks.scale.fits import Curve, Line
 from benchmarks.scale.model import Cluster, simulate
 from benchmarks.scale.replies import EXACT_LIMIT, Replies
+from benchmarks.scale.transport import CROWD
 
 COMPUTE = 1.0
 COSTS = Costs(
@@ -98,6 +101,39 @@ def test_a_saturated_resource_gives_what_it_has(costs, resource, most):
     outcome = simulate(cluster, costs)
     assert outcome.used[resource] == pytest.approx(1.0, abs=0.02)
     assert outcome.steps_per_second == pytest.approx(most, rel=0.03)
+
+
+def test_a_handover_costs_where_works_wait_for_one_another_and_nowhere_else():
+    costs = Costs(push_call=Line(0.01, 0.0))
+    cluster = Cluster(1000, 0.01, 200, compute=COMPUTE, server_cores=2, down_mode="exact", rpc_threads=1000)
+    crowded = simulate(cluster, replace(costs, handover=0.01))
+    assert crowded.steps_per_second == pytest.approx(50, rel=0.03)
+    alone = replace(cluster, workers=1)
+    assert simulate(alone, replace(costs, handover=0.01)) == simulate(alone, costs)
+
+
+def test_a_handover_is_found_from_what_a_crowd_reached():
+    crowd = Case("crowd", 200_000, 0.01, 1, 0.0, "exact")
+    costs = replace(COSTS, handover=7e-4)
+    rate = check.replay(crowd, CROWD, costs, 2, seed=0).steps_per_second
+    assert calibration.handover(COSTS, crowd, rate, 2, seed=0) == pytest.approx(7e-4, rel=0.1)
+
+
+def test_an_exact_reply_has_what_was_pushed_while_it_waited_for_the_writer():
+    """However long the writer's queue is, replies carry as many entries as pushes have brought."""
+    costs = Costs(apply=Line(2e-3, 0.0), gather=Line(2e-3, 0.0), index_bits=Curve((0.001, 0.1), (0.0, 0.0)))
+    cluster = replace(SMALL, density=1e-6, workers=40, compute=0.01)
+    outcome = simulate(cluster, costs, counted=40)
+    assert outcome.used["writer"] > 0.98
+    assert outcome.received == pytest.approx(4 * 40, rel=0.02)
+
+
+def test_the_writer_unites_what_came_late():
+    replies = Replies(COSTS, 1e6, 0.001, "exact")
+    grown, known = replies.grown(4, 2), replies.after(6, Place())
+    assert (grown.size, grown.entries, grown.encode) == (known.size, known.entries, known.encode)
+    united = replies.union(4) * 1e6 + 2 * 1000
+    assert grown.read == pytest.approx(known.read + COSTS.union_sort(united))
 
 
 def test_every_push_of_another_is_seen_as_staleness():
