@@ -187,6 +187,39 @@ def test_output_that_nobody_reads_or_no_terminal_can_show_is_no_traceback(two_sh
     assert "no answer" in ended.stdout
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_output_that_cannot_be_written_has_a_message_and_a_status(two_shards):
+    for words in (["status"], ["status", "--json"], ["top", "--once", "--interval-seconds", "0.1"]):
+        with open("/dev/full", "wb") as full:
+            ended = subprocess.run(
+                [sys.executable, "-m", "psservice", *words, two_shards.server],
+                stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            )  # fmt: skip
+        assert ended.returncode == 74, ended.stderr
+        assert "could not be written" in ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert "ignored" not in ended.stderr
+
+
+def test_json_stays_json_where_stderr_is_closed(two_shards):
+    command = [sys.executable, "-m", "psservice", "evict", "nobody", two_shards.server, "--json"]
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *command],
+        stdout=subprocess.PIPE, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 3
+    assert [each["reason"] for each in json.loads(ended.stdout)] == ["NO_SUCH_WORKER"] * 2
+
+
+def test_names_that_are_no_utf_8_are_wrong_usage(two_shards, capsys):
+    name = os.fsdecode(b"worker-\xff")
+    for words in (["evict", name, two_shards.server], ["restore", "--checkpoint", name, two_shards.server]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 2
+        assert "not valid UTF-8" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_a_command_that_waits(two_shards):
     pid = two_shards.processes[1].pid
     os.kill(pid, signal.SIGSTOP)
