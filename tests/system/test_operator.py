@@ -17,6 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import psclient
 from psclient.errors import EvictedError
 from psclient.local import LocalServer
+from pscore.frames import Checksum, WireForm, encode
+from pscore.layout import Span, layout_of
+from pscore.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice import cli
 from psservice.operate import call
@@ -314,6 +318,43 @@ def test_drain_waits_for_a_push_that_is_under_way(two_shards, worker, capsys):
     pushing.join(60)
     assert answers[0].version == drained[0]["version"] == drained[0]["snapshot"]["version"] == shard.version + 1
     assert run(capsys, "drain", "--undo", address)[0] == 0
+
+
+def test_a_model_whose_upload_a_drain_has_waited_for_is_in_its_checkpoint(tmp_path, capsys):
+    layout = layout_of([("w", torch.ones(2))], [])
+    identity = pb.WorkerIdentity(worker_id="uploader", incarnation="first")
+    request = pb.JoinRequest(
+        protocol_version=PROTOCOL_VERSION, identity=identity, layout=layout_to_message(layout), method="raw"
+    )
+    request.num_shards = 1
+    [(chunk, _)] = encode(Segment(Span(0, 2), None, torch.ones(2)), WireForm(), chunk_bytes=1 << 16)
+    checksum = Checksum()
+    checksum.add(chunk)
+    commit = threading.Event()
+    with LocalServer(data_dir=tmp_path) as server:
+        joined = call(server.server, "Join", request, 30.0)
+        identity.run_id = joined.run_id
+
+        def messages():
+            yield pb.UploadModelRequest(header=pb.UploadHeader(identity=identity, generation=joined.generation))
+            yield pb.UploadModelRequest(chunk=chunk)
+            commit.wait(60)
+            yield pb.UploadModelRequest(commit=checksum.commit())
+
+        def end_upload():
+            wait_until(lambda: status(server.server).draining)
+            commit.set()
+
+        uploading = threading.Thread(target=call, args=(server.server, "UploadModel", messages(), 60.0), daemon=True)
+        uploading.start()
+        wait_until(lambda: status(server.server).calls_inside == 1)
+        ending = threading.Thread(target=end_upload, daemon=True)
+        ending.start()
+        code, drained = run_json(capsys, "drain", server.server)
+        for thread in (uploading, ending):
+            thread.join(60)
+        assert (code, drained[0]["drained"]) == (0, True)
+        assert drained[0]["snapshot"]["checkpoint"]
 
 
 def test_an_evicted_worker_joins_again_and_nothing_is_lost(two_shards, worker, capsys):
