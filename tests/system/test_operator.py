@@ -163,6 +163,25 @@ def test_a_checkpoint_and_going_back_take_all_shards_of_the_run(two_shards, work
     assert [(status(a).generation, status(a).snapshot_checkpoint) for a in two_shards.addresses] == before
 
 
+def test_a_shard_that_goes_back_alone_holds_no_worker_up(tmp_path, capsys):
+    with LocalServer(shards=2, data_dir=tmp_path) as server:
+        model = make_model(batch_norm=False)
+        optimizer = psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server.server, settings=QUICK)
+        for _ in range(3):
+            train_step(model, optimizer, *make_data())
+        call(server.addresses[0], "RestoreModel", pb.RestoreModelRequest(version=1), 30.0)  # as if one had refused
+        for _ in range(2):  # what shard 0 has refused of the first goes with the second
+            train_step(model, optimizer, *make_data())
+        optimizer.pull()
+        assert_same_parameters(model, server.server)
+        assert run(capsys, "restore", server.server, "--version", "1")[0] == 0
+        for _ in range(2):
+            train_step(model, optimizer, *make_data())
+        optimizer.pull()
+        assert_same_parameters(model, server.server)
+        optimizer.close()
+
+
 def test_what_is_no_server_and_a_token_that_cannot_be_sent_are_said(two_shards, capsys, monkeypatch):
     code, printed = run(capsys, "status", two_shards.health_addresses[0])
     assert code == 3
