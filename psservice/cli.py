@@ -14,6 +14,7 @@ from pscore.version import __version__
 
 EXIT_DONE, EXIT_UNABLE, EXIT_USAGE = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_NO_READER = 128 + signal.SIGINT, 128 + 13  # as shells have it; not every system has SIGPIPE
+EXIT_NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
 
 _MOST_VERSION_DIGITS = 18  # always fits into 64 bits
 
@@ -24,7 +25,8 @@ exit status:
   2  wrong usage, or addresses that do not belong together; nothing was done
   3  refused by the server, or nothing of that name (a worker, a checkpoint)
   4  in part: done at some shards and not at others, or not yet
-  130 interrupted, 141 nobody read the output: what was asked of the servers may be done
+  74 the output could not be written, 130 interrupted, 141 nobody read the output: what was asked of the servers
+     may be done
 """
 
 _ADDRESSES = """\
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     health.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
     target = restore.add_mutually_exclusive_group(required=True)
     target.add_argument("--version", type=_version, metavar="V", help="version of each shard to go back to")
-    target.add_argument("--checkpoint", default="", metavar="ID", help="checkpoint to go back to")
+    target.add_argument("--checkpoint", type=_name, default="", metavar="ID", help="checkpoint to go back to")
     after = drain.add_mutually_exclusive_group()
     after.add_argument("--stop", action="store_true", help="then end the processes, as SIGTERM does")
     after.add_argument("--undo", action="store_true", help="open the shards again")
@@ -110,7 +112,7 @@ def _operating(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if name == "evict":
-        command.add_argument("worker", metavar="WORKER", help="its name, as psservice workers shows it")
+        command.add_argument("worker", type=_name, metavar="WORKER", help="its name, as psservice workers shows it")
     command.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard")
     command.add_argument("--json", action="store_true", help="print JSON")
     _add_security(command)
@@ -150,6 +152,15 @@ def _version(text: str) -> int:
     return int(text)
 
 
+def _name(text: str) -> str:
+    """Read a name that travels to a server; bytes that are no UTF-8 come here as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8") from None
+    return text
+
+
 def _add_security(command: argparse.ArgumentParser) -> None:
     """Add how a server is reached that asks for TLS or a token; the environment is that of the workers."""
     for name, what, metavar in (
@@ -167,7 +178,9 @@ def _add_security(command: argparse.ArgumentParser) -> None:
 
 
 def _for_a_reader(command: Callable[[], int]) -> int:
-    """Run a command that prints, whatever its terminal or pipe can show and however long somebody reads."""
+    """Run a command that prints, whatever its terminal, pipe or file can take and however long somebody reads."""
+    if sys.stderr is None:  # closed: print() would take stdout instead, which may be JSON
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a dash shows a question mark
@@ -177,11 +190,23 @@ def _for_a_reader(command: Callable[[], int]) -> int:
             sys.stdout.flush()
         return status
     except BrokenPipeError:  # as of `| head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's end complains
+        _drop_output()
         return EXIT_NO_READER
+    except OSError as error:  # a full disk; reading has errors of its own
+        _drop_output()
+        print(
+            f"psservice: the output could not be written: {error}; psservice status shows what was done",
+            file=sys.stderr,
+        )
+        return EXIT_NOT_WRITTEN
     except KeyboardInterrupt:
         print("psservice: interrupted; psservice status shows what was done", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _drop_output() -> None:
+    """Let what is not written yet go nowhere, or else the interpreter complains of it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int:

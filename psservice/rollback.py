@@ -2,7 +2,7 @@
 
 import logging
 
-from pscore.generation import next_generation
+from pscore.generation import sibling_generation
 from psservice.shard.model import ModelShard
 from psservice.shardstate import ShardState
 
@@ -25,7 +25,8 @@ def roll_back(state: ShardState, version: int | None, checkpoint: str) -> ModelS
             old = state.require_model(None)
             before = state.model, state.buffers, state.run.state, state.run.samples
             datasets, state.datasets = state.datasets, history.datasets
-            history.model.generation = next_generation(old.generation)
+            # Of the same epoch: shards go back one by one, and one may be refused; workers wait for equal epochs.
+            history.model.generation = sibling_generation(old.generation)
             if history.model.round is not None:
                 # Else those in it wait for others, whose repeats are known here and not applied, and who may wait at
                 # another shard for them: what an open round holds is dropped, and all contribute to the next.

@@ -9,6 +9,7 @@ from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate import shown
 from psservice.operate.calls import EXIT_PARTIAL, Lines, OperateError, Outcome, exit_status
 from psservice.operate.commands import one_run, report, take_snapshots
+from psservice.operate.fleet import look
 
 _POLL_SECONDS = 0.2
 
@@ -31,7 +32,8 @@ def drain(lines: Lines, *, as_json: bool, stop: bool) -> int:
     found = one_run(lines)
     closed = _until(lines, [*found.reached], pb.DRAIN_ACTION_CLOSE, _is_drained)
     drained = [address for address, each in closed.items() if each.error is None and _is_drained(each.answer)]
-    kept = [a for a in drained if found.reached[a].durability not in ("", "none") and found.reached[a].generation]
+    now = found.reached | look(lines).reached  # an upload that was under way has brought the model since
+    kept = [a for a in drained if now[a].durability not in ("", "none") and now[a].generation]
     snapshots = {each.address: each for each in take_snapshots(lines, kept)}
     stopped: dict[str, Outcome] = {}
     if stop:

@@ -17,6 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import psclient
 from psclient.errors import EvictedError
 from psclient.local import LocalServer
+from pscore.frames import Checksum, WireForm, encode
+from pscore.layout import Span, layout_of
+from pscore.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice import cli
 from psservice.operate import call
@@ -159,6 +163,25 @@ def test_a_checkpoint_and_going_back_take_all_shards_of_the_run(two_shards, work
     assert [(status(a).generation, status(a).snapshot_checkpoint) for a in two_shards.addresses] == before
 
 
+def test_a_shard_that_goes_back_alone_holds_no_worker_up(tmp_path, capsys):
+    with LocalServer(shards=2, data_dir=tmp_path) as server:
+        model = make_model(batch_norm=False)
+        optimizer = psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server.server, settings=QUICK)
+        for _ in range(3):
+            train_step(model, optimizer, *make_data())
+        call(server.addresses[0], "RestoreModel", pb.RestoreModelRequest(version=1), 30.0)  # as if one had refused
+        for _ in range(2):  # what shard 0 has refused of the first goes with the second
+            train_step(model, optimizer, *make_data())
+        optimizer.pull()
+        assert_same_parameters(model, server.server)
+        assert run(capsys, "restore", server.server, "--version", "1")[0] == 0
+        for _ in range(2):
+            train_step(model, optimizer, *make_data())
+        optimizer.pull()
+        assert_same_parameters(model, server.server)
+        optimizer.close()
+
+
 def test_what_is_no_server_and_a_token_that_cannot_be_sent_are_said(two_shards, capsys, monkeypatch):
     code, printed = run(capsys, "status", two_shards.health_addresses[0])
     assert code == 3
@@ -185,6 +208,39 @@ def test_output_that_nobody_reads_or_no_terminal_can_show_is_no_traceback(two_sh
     )  # fmt: skip
     assert ended.returncode == 4, ended.stderr
     assert "no answer" in ended.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_output_that_cannot_be_written_has_a_message_and_a_status(two_shards):
+    for words in (["status"], ["status", "--json"], ["top", "--once", "--interval-seconds", "0.1"]):
+        with open("/dev/full", "wb") as full:
+            ended = subprocess.run(
+                [sys.executable, "-m", "psservice", *words, two_shards.server],
+                stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            )  # fmt: skip
+        assert ended.returncode == 74, ended.stderr
+        assert "could not be written" in ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert "ignored" not in ended.stderr
+
+
+def test_json_stays_json_where_stderr_is_closed(two_shards):
+    command = [sys.executable, "-m", "psservice", "evict", "nobody", two_shards.server, "--json"]
+    ended = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *command],
+        stdout=subprocess.PIPE, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 3
+    assert [each["reason"] for each in json.loads(ended.stdout)] == ["NO_SUCH_WORKER"] * 2
+
+
+def test_names_that_are_no_utf_8_are_wrong_usage(two_shards, capsys):
+    name = os.fsdecode(b"worker-\xff")
+    for words in (["evict", name, two_shards.server], ["restore", "--checkpoint", name, two_shards.server]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 2
+        assert "not valid UTF-8" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_command_that_waits(two_shards):
@@ -281,6 +337,43 @@ def test_drain_waits_for_a_push_that_is_under_way(two_shards, worker, capsys):
     pushing.join(60)
     assert answers[0].version == drained[0]["version"] == drained[0]["snapshot"]["version"] == shard.version + 1
     assert run(capsys, "drain", "--undo", address)[0] == 0
+
+
+def test_a_model_whose_upload_a_drain_has_waited_for_is_in_its_checkpoint(tmp_path, capsys):
+    layout = layout_of([("w", torch.ones(2))], [])
+    identity = pb.WorkerIdentity(worker_id="uploader", incarnation="first")
+    request = pb.JoinRequest(
+        protocol_version=PROTOCOL_VERSION, identity=identity, layout=layout_to_message(layout), method="raw"
+    )
+    request.num_shards = 1
+    [(chunk, _)] = encode(Segment(Span(0, 2), None, torch.ones(2)), WireForm(), chunk_bytes=1 << 16)
+    checksum = Checksum()
+    checksum.add(chunk)
+    commit = threading.Event()
+    with LocalServer(data_dir=tmp_path) as server:
+        joined = call(server.server, "Join", request, 30.0)
+        identity.run_id = joined.run_id
+
+        def messages():
+            yield pb.UploadModelRequest(header=pb.UploadHeader(identity=identity, generation=joined.generation))
+            yield pb.UploadModelRequest(chunk=chunk)
+            commit.wait(60)
+            yield pb.UploadModelRequest(commit=checksum.commit())
+
+        def end_upload():
+            wait_until(lambda: status(server.server).draining)
+            commit.set()
+
+        uploading = threading.Thread(target=call, args=(server.server, "UploadModel", messages(), 60.0), daemon=True)
+        uploading.start()
+        wait_until(lambda: status(server.server).calls_inside == 1)
+        ending = threading.Thread(target=end_upload, daemon=True)
+        ending.start()
+        code, drained = run_json(capsys, "drain", server.server)
+        for thread in (uploading, ending):
+            thread.join(60)
+        assert (code, drained[0]["drained"]) == (0, True)
+        assert drained[0]["snapshot"]["checkpoint"]
 
 
 def test_an_evicted_worker_joins_again_and_nothing_is_lost(two_shards, worker, capsys):
