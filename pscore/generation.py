@@ -16,11 +16,16 @@ def epoch(generation: int) -> int:
     return generation >> _NONCE_BITS
 
 
+def nonce(generation: int) -> int:
+    """Return which history of versions a generation is, among those of its epoch."""
+    return generation & ((1 << _NONCE_BITS) - 1)
+
+
 def next_generation(seen: int) -> int:
     """Return a generation whose epoch is above that of ``seen``: a full upload, handed out by the coordinator."""
     return (epoch(seen) + 1) << _NONCE_BITS | secrets.randbits(_NONCE_BITS)
 
 
 def sibling_generation(generation: int) -> int:
-    """Return a generation of the same epoch with a history of its own: one shard filled again from a replica."""
+    """Return one of the same epoch with a history of its own: a shard was filled from a replica, or went back."""
     return epoch(generation) << _NONCE_BITS | secrets.randbits(_NONCE_BITS)

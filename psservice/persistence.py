@@ -13,7 +13,7 @@ from typing import cast
 
 from google.protobuf.message import Message
 
-from pscore.generation import epoch, sibling_generation
+from pscore.generation import epoch, nonce, sibling_generation
 from pscore.reasons import Reason, Refusal
 from pscore.tracing import traced
 from pscore.v1 import parameter_server_pb2 as pb
@@ -323,8 +323,11 @@ class Persistence:
         self._told.set()
 
     def _next_checkpoint(self, engine: Kept) -> str:
+        if not engine.is_coordinator:
+            return ""
         model = engine.require_model(None)
-        return f"e{epoch(model.generation)}-v{model.version}" if engine.is_coordinator else ""
+        # With the nonce: a shard that has gone back comes to the same version again, of another history.
+        return f"e{epoch(model.generation)}-v{model.version}-{nonce(model.generation):08x}"
 
     def take(self, engine: Kept, checkpoint: str = "") -> Snapshot | None:
         """Take a snapshot; ``None`` without a directory or a model. The writer is held for a copy only.

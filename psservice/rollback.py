@@ -27,10 +27,7 @@ def roll_back(state: ShardState, version: int | None, checkpoint: str) -> ModelS
             datasets, state.datasets = state.datasets, history.datasets
             # Of the same epoch: shards go back one by one, and one may be refused; workers wait for equal epochs.
             history.model.generation = sibling_generation(old.generation)
-            if history.model.round is not None:
-                # Else those in it wait for others, whose repeats are known here and not applied, and who may wait at
-                # another shard for them: what an open round holds is dropped, and all contribute to the next.
-                history.model.round.close()
+            history.model.begin_rounds_anew(old.waiting())
             state.model, state.buffers = history.model, history.buffers
             state.run.state, state.run.samples = history.run_state, history.samples
             try:

@@ -43,7 +43,8 @@ class RoundKeeper:
             return False
         live = [member.identity.worker_id for member in self._membership.members() if not member.has_no_samples]
         first = model.version == 0
-        return settings.is_due(model.round.contributors, live, model.round.age_seconds, first=first)
+        now = model.round
+        return settings.is_due(now.contributors, live, now.age_seconds, first=first, away=now.away)
 
     def close_if_due(self, model: ModelShard, settings: RoundSettings | None) -> None:
         """Close the round where it is due; on the writer thread."""

@@ -7,7 +7,7 @@ in time. A global round has no window: it waits for all that are alive.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from psservice.rules.groups import GroupSettings, StepTimes
 
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
 _POLL_SHARE = 0.1
+_BEYOND_ALL = 1 << 62
 
 
 @dataclass(slots=True)
@@ -93,7 +94,8 @@ class Freezing:
         clock: monotonic seconds.
 
     Attributes:
-        reached: by worker, the iteration of its last push.
+        reached: by worker, the iteration of its last push; beyond all for one whose push was dropped when the shard
+            went back, and who has not come since: no round is opened over it.
         newest: the last iteration of which a round was opened; −1 before the first.
     """
 
@@ -176,6 +178,16 @@ class Freezing:
         now = self._clock()
         for worker in frozen.fresh:
             self._began[worker] = now
+
+    def waiting(self) -> set[str]:
+        """Return the workers that wait for their round, or were dropped with it and have not come again."""
+        dropped = {worker for worker, iteration in self.reached.items() if iteration == _BEYOND_ALL}
+        return dropped.union(*(round_.fresh for round_ in self._rounds()))
+
+    def begin_anew(self, away: Collection[str]) -> None:
+        """Let all open rounds go, and open none over these workers until they have come again."""
+        self.abandon()
+        self.reached |= {worker: _BEYOND_ALL for worker in away if worker in self.reached}
 
     def abandon(self) -> None:
         """Let all open rounds go: nobody waits any more."""

@@ -59,7 +59,15 @@ class RoundSettings:
             raise Refusal(Reason.BAD_REQUEST, f"the settings of rounds make no sense: {text}")
         return read
 
-    def is_due(self, contributors: Collection[str], live: Collection[str], age_seconds: float, *, first: bool) -> bool:
+    def is_due(
+        self,
+        contributors: Collection[str],
+        live: Collection[str],
+        age_seconds: float,
+        *,
+        first: bool,
+        away: Collection[str] = (),
+    ) -> bool:
         """Tell whether a round closes.
 
         Args:
@@ -67,6 +75,7 @@ class RoundSettings:
             live: names of the workers that hold a lease.
             age_seconds: since the first contribution.
             first: whether it is the run's first round.
+            away: names of those that are not waited for.
         """
         if not contributors:
             return False
@@ -76,7 +85,7 @@ class RoundSettings:
             return True
         if self.quorum and len(contributors) >= self.quorum:
             return True
-        return all(name in contributors for name in live)
+        return all(name in contributors or name in away for name in live)
 
 
 class Round:
@@ -89,6 +98,8 @@ class Round:
 
     Attributes:
         contributors: names of those whose step is in it.
+        away: names of those whose contribution was dropped when the shard went back, and who have made none since;
+            nobody waits for them.
         is_empty: whether nothing at all is.
     """
 
@@ -99,6 +110,7 @@ class Round:
         self._touched: torch.Tensor | None = torch.zeros(span.length, dtype=torch.bool, device=device)
         self._opened = 0.0
         self.contributors: set[str] = set()
+        self.away: set[str] = set()
         self.is_empty = True
 
     @property
@@ -137,6 +149,12 @@ class Round:
             if not self.contributors:
                 self._opened = self._clock()
             self.contributors.add(worker)
+            self.away.discard(worker)
+
+    def begin_anew(self, away: Collection[str]) -> None:
+        """Drop what has come, and wait for none of these workers until it has contributed again."""
+        self.close()
+        self.away = set(away)
 
     def close(self) -> Segment | None:
         """Return the mean over the contributors, and begin the next round."""
@@ -155,12 +173,13 @@ class Round:
 
     def export(self) -> RuleState:
         """Copy what has come so far."""
-        if not self.contributors and self.is_empty:
+        if not self.contributors and not self.away and self.is_empty:
             return RuleState()
         tensors = {"sum": self._sum.clone()}
         if self._touched is not None:
             tensors["touched"] = self._touched.clone()
-        return RuleState({"contributors": sorted(self.contributors), "is_empty": self.is_empty}, tensors)
+        plain = {"contributors": sorted(self.contributors), "away": sorted(self.away), "is_empty": self.is_empty}
+        return RuleState(plain, tensors)
 
     def restore(self, state: RuleState) -> None:
         """Go on with a round; its age begins anew."""
@@ -168,6 +187,7 @@ class Round:
             return
         self.is_empty = bool(state.plain["is_empty"])
         self.contributors = {str(name) for name in state.plain["contributors"]}
+        self.away = {str(name) for name in state.plain["away"]}
         self._sum.copy_(state.tensors["sum"])
         touched = state.tensors.get("touched")
         self._touched = None if touched is None else touched.to(self._sum.device)

@@ -6,7 +6,7 @@ when somebody asks for it.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,6 +135,15 @@ class GroupedShard(ModelShard):
             self._freeze(self.rounds.decide(self.rounds.open_round(decision.iteration, worker)))
         else:
             raise ValueError(f"decisions of kind {decision.kind!r} are not known to this version of the server")
+
+    def waiting(self) -> set[str]:
+        """Likewise."""
+        return self.rounds.waiting()
+
+    def begin_rounds_anew(self, away: Collection[str]) -> None:
+        """Likewise; and nobody is late any more for a round that is gone."""
+        self.rounds.begin_anew(away)
+        self._kept = {worker: {} for worker in self._kept}
 
     def finish(self) -> None:
         """Give everybody the mean: the run is over, and no round will be."""

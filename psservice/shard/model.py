@@ -5,7 +5,7 @@ other, so each sees, and leaves behind, exactly one version.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -163,6 +163,19 @@ class ModelShard:
         except Refusal as error:
             log.error("a round was dropped", extra={"version": self.version + 1, "why": str(error)})
             return self._advance(self.support_of(None))
+
+    def waiting(self) -> set[str]:
+        """Return the workers that are in an open round, or were dropped with it and have not come again."""
+        return set() if self.round is None else self.round.contributors | self.round.away
+
+    def begin_rounds_anew(self, away: Collection[str]) -> None:
+        """Drop open rounds, and wait in new ones for none of these workers until it has come again.
+
+        For a shard that goes back, with those who were waiting there: each shard may have lost another part of their
+        step, and two of them would wait for one another at two shards for ever.
+        """
+        if self.round is not None:
+            self.round.begin_anew(away)
 
     def current(self) -> torch.Tensor:
         """Return a copy of the parameters, fp32 ``[span.length]``."""

@@ -371,3 +371,58 @@ def test_a_rollback_brings_back_every_model(tmp_path):
         site.links = dict.fromkeys(site.links, (None, 0))
         for who in (ANNA, BERT):
             site.pull(who)
+
+
+def kept(site, who, seed):
+    """Push a dense change as the next step, which the journal has."""
+    (engine,) = site.engines
+    site.steps[who] += 1
+    base, _ = site.links[who, engine]
+    send(engine, site.steps[who], Segment(engine.span, None, values(seed)), who, base=base or 0)
+
+
+def test_nobody_waits_for_one_whose_push_was_dropped_by_going_back(tmp_path):
+    """Bert's part reached this shard before it went back and another one after: he waits there, and not here."""
+    with Shard(tmp_path / "live") as engine:
+        site = Site(engine)
+        for step in range(3):
+            for who in (ANNA, BERT):
+                kept(site, who, step)
+            for who in (ANNA, BERT):
+                site.pull(who)
+        at = engine.model.version
+        kept(site, BERT, 3)  # the global iteration: it waits for Anna
+        assert reason_of(site.pull, BERT) is Reason.ROUND_OPEN
+        engine.roll_back(at, "")
+        site.links = dict.fromkeys(site.links, (None, 0))
+        kept(site, ANNA, 3)
+        for who in (ANNA, BERT):
+            site.pull(who)
+        for step in range(4, 8):
+            for who in (BERT, ANNA):
+                kept(site, who, step)
+                if step == 7 and who is BERT:  # the next global one: they wait for one another again
+                    assert reason_of(site.pull, BERT) is Reason.ROUND_OPEN
+            for who in (ANNA, BERT):
+                site.pull(who)
+        assert bits(site.replicas[ANNA]) == bits(site.replicas[BERT])
+
+
+def test_a_round_that_was_open_then_is_not_open_after_going_back(tmp_path):
+    with Shard(tmp_path / "live") as engine:
+        site = Site(engine)
+        for step in range(3):
+            for who in (ANNA, BERT):
+                kept(site, who, step)
+            for who in (ANNA, BERT):
+                site.pull(who)
+        kept(site, BERT, 3)
+        at = engine.model.version
+        kept(site, ANNA, 3)
+        for who in (ANNA, BERT):
+            site.pull(who)
+        engine.roll_back(at, "")
+        site.links = dict.fromkeys(site.links, (None, 0))
+        for who in (BERT, ANNA):
+            site.pull(who)
+            kept(site, who, 4)

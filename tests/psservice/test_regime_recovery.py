@@ -141,3 +141,34 @@ def test_going_back_drops_the_open_round_so_that_nobody_waits_for_a_repeat(tmp_p
         engine.roll_back(None, checkpoint)
         assert engine.model.round.contributors == set()
         assert torch.equal(theta(engine), before)
+
+
+def test_nobody_waits_for_one_whose_contribution_was_dropped_by_going_back(tmp_path):
+    """Bert's part reached this shard before it went back and another one after: he waits there, and not here."""
+    with Shard(tmp_path / "live") as engine:
+        begin_regime(engine, ROUNDS)
+        checkpoint = engine.persistence.take_asked(engine, "").manifest.checkpoint
+        send(engine, 1, Segment(engine.span, None, values(1)), BERT)
+        engine.roll_back(None, checkpoint)
+        with Shard(after_a_crash(tmp_path / "live")) as again:
+            for one in (engine, again):
+                send(one, 1, Segment(one.span, None, values(2)), ANNA)
+                assert one.model.version == 1
+                send(one, 2, Segment(one.span, None, values(3)), ANNA, base=1)
+                assert one.model.version == 2
+                send(one, 2, Segment(one.span, None, values(4)), BERT, base=2)
+                assert one.model.round.contributors == {BERT.worker_id}  # he has come again, and both are waited for
+                send(one, 3, Segment(one.span, None, values(5)), ANNA, base=2)
+                assert one.model.version == 3
+
+
+def test_the_same_version_after_going_back_is_another_checkpoint(tmp_path):
+    with Shard(tmp_path) as engine:
+        begin_regime(engine, ROUNDS)
+        first = engine.persistence.take_asked(engine, "").manifest.checkpoint
+        engine.roll_back(None, first)
+        second = engine.persistence.take_asked(engine, "").manifest.checkpoint
+        assert first != second
+        assert first.startswith("e1-v0-")
+        assert second.startswith("e1-v0-")
+        engine.roll_back(None, first)

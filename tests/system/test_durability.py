@@ -143,15 +143,16 @@ def test_without_a_journal_the_last_snapshot_is_where_training_goes_on(tmp_path)
             assert_same_parameters(model, server.server)
 
 
-def test_a_checkpoint_of_two_shards_starts_four(tmp_path):
+def test_a_checkpoint_of_two_shards_starts_four(tmp_path, capsys):
     with LocalServer(shards=2, data_dir=tmp_path / "two", down_mode="exact") as server:
         model = make_model().to(torch.bfloat16)
         with optimize(model, server) as optimizer:
             for _ in range(3):
                 train_step(model, optimizer, *make_data(dtype=torch.bfloat16))
-        assert main(["snapshot", *server.addresses]) == 0
+        assert main(["snapshot", "--json", *server.addresses]) == 0
+        (checkpoint,) = {answer["checkpoint"] for answer in json.loads(capsys.readouterr().out)}
         expected = psclient.download(server.server)
-    with LocalServer(shards=4, init=tmp_path / "two", init_checkpoint="e1-v3", data_dir=tmp_path / "four") as server:
+    with LocalServer(4, init=tmp_path / "two", init_checkpoint=checkpoint, data_dir=tmp_path / "four") as server:
         model = make_model(1).to(torch.bfloat16)
         with optimize(model, server) as optimizer:
             assert optimizer.version == 3
