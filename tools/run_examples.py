@@ -95,7 +95,7 @@ def examples(data: Path, quick: bool) -> list[Example]:
         Example("server_rmsprop", ("server_rmsprop.py", "--epochs", "2" if quick else "6")),
         Example(
             "cifar10",
-            ("cifar10.py", *cifar_options, *small, "--epochs", "5" if quick else "12"),
+            ("cifar10.py", *cifar_options, *small, "--epochs", "8" if quick else "12"),
             "accuracy",
             least=0.25 if quick else 0.8,
             evaluate=cifar_options,
