@@ -1,4 +1,4 @@
-"""The one place where a :class:`pscore.reasons.Refusal` becomes a gRPC status."""
+"""The one place where a :class:`pscore.reasons.Refusal` ends a call."""
 
 import logging
 from collections.abc import Iterator

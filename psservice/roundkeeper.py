@@ -39,11 +39,11 @@ class RoundKeeper:
 
     def is_due(self, model: ModelShard, settings: RoundSettings) -> bool:
         """Tell whether the open round closes."""
-        if model.round is None or not model.round.contributors:
+        now = model.round
+        if now is None or not now.contributors:
             return False
         live = [member.identity.worker_id for member in self._membership.members() if not member.has_no_samples]
         first = model.version == 0
-        now = model.round
         return settings.is_due(now.contributors, live, now.age_seconds, first=first, away=now.away)
 
     def close_if_due(self, model: ModelShard, settings: RoundSettings | None) -> None:

@@ -1,8 +1,8 @@
 """Servers of tests begin as forks of a process that has already loaded everything.
 
-Two thirds of the CPU time of a test with a server used to be the import of torch. The servers are processes all the
-same, with an environment, files and a session of their own, and children of the process that tests: they are signalled,
-killed and waited for as ever. Tests of the start itself run ``python -m psservice``.
+More than half of the CPU time of tests with servers used to be servers, most of it the import of torch.
+They are processes all the same, with an environment, files and a session of their own, and children of the process that
+tests: they are signalled, killed and waited for as ever. Tests of the start itself run ``python -m psservice``.
 
 ``python -m tests.forkserver FD`` reads requests from the socket ``FD``, forks twice for each so that the server is
 orphaned at once, and answers with its process id. Whoever asks is a subreaper (``prctl(2)``) meanwhile, and so becomes

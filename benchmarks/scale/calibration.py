@@ -14,10 +14,8 @@ from benchmarks.scale.fits import Curve, growing_share, line, worst
 
 _CENTS = 1.05  # densities nearer to one another than this are one point of a curve
 
-_LONGEST_HANDOVER, _HALVINGS = (
-    0.005,
-    10,
-)  # seconds: what Python lets a thread wait before it takes the lock from another
+_LONGEST_HANDOVER = 0.005  # seconds that Python lets a thread wait before it takes the lock from another
+_HALVINGS = 10
 
 _SERIAL = {"decode": "decode", "encode": "encode", "union": "union_sort", "select": "select_all"}
 """Whose line says what is fixed of a work that two threads did."""

@@ -137,11 +137,11 @@ class GroupedShard(ModelShard):
             raise ValueError(f"decisions of kind {decision.kind!r} are not known to this version of the server")
 
     def waiting(self) -> set[str]:
-        """Likewise."""
+        """Return the workers that wait for their round, or were dropped with it and have not come again."""
         return self.rounds.waiting()
 
     def begin_rounds_anew(self, away: Collection[str]) -> None:
-        """Likewise; and nobody is late any more for a round that is gone."""
+        """Drop open rounds, and open none over these workers until they come again; nobody is late for one dropped."""
         self.rounds.begin_anew(away)
         self._kept = {worker: {} for worker in self._kept}
 

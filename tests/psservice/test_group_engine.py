@@ -381,15 +381,20 @@ def kept(site, who, seed):
     send(engine, site.steps[who], Segment(engine.span, None, values(seed)), who, base=base or 0)
 
 
+def three_steps(site):
+    """Up to the first global iteration of tau=3; the journal has them."""
+    for step in range(3):
+        for who in (ANNA, BERT):
+            kept(site, who, step)
+        for who in (ANNA, BERT):
+            site.pull(who)
+
+
 def test_nobody_waits_for_one_whose_push_was_dropped_by_going_back(tmp_path):
     """Bert's part reached this shard before it went back and another one after: he waits there, and not here."""
     with Shard(tmp_path / "live") as engine:
         site = Site(engine)
-        for step in range(3):
-            for who in (ANNA, BERT):
-                kept(site, who, step)
-            for who in (ANNA, BERT):
-                site.pull(who)
+        three_steps(site)
         at = engine.model.version
         kept(site, BERT, 3)  # the global iteration: it waits for Anna
         assert reason_of(site.pull, BERT) is Reason.ROUND_OPEN
@@ -411,11 +416,7 @@ def test_nobody_waits_for_one_whose_push_was_dropped_by_going_back(tmp_path):
 def test_a_round_that_was_open_then_is_not_open_after_going_back(tmp_path):
     with Shard(tmp_path / "live") as engine:
         site = Site(engine)
-        for step in range(3):
-            for who in (ANNA, BERT):
-                kept(site, who, step)
-            for who in (ANNA, BERT):
-                site.pull(who)
+        three_steps(site)
         kept(site, BERT, 3)
         at = engine.model.version
         kept(site, ANNA, 3)
