@@ -19,7 +19,7 @@ from psservice.metrics import Metrics
 from psservice.settings import ServerSettings
 from psservice.shard.model import ModelShard
 from psservice.shard.replies import Reply, ReplyMode
-from psservice.streams import PushReader, read_push
+from psservice.streams import PushReader, read_all, read_push
 
 _LEASE_SECONDS = 3600.0
 
@@ -87,7 +87,7 @@ class InProcessShard:
             self.engine.check_push(self.identity, header.step)
             return PushReader.of(header, self.engine.span)
 
-        header, _, segments = read_push(iter(messages), open_push)
+        header, _, segments = read_all(read_push(open_push), messages)
         return header, segments
 
     def apply(
@@ -95,7 +95,15 @@ class InProcessShard:
     ) -> PushAnswer:
         """Merge and apply a push that has been read; the messages go into the journal, where there is one."""
         answer, repeated = self.engine.commit(
-            Push(self.identity, header.step, header.generation, header.base_version, 1, segments, messages)
+            Push(
+                self.identity,
+                header.step,
+                header.generation,
+                header.base_version,
+                1,
+                segments,
+                [message.SerializeToString() for message in messages],
+            )
         )
         assert not repeated
         return answer

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from google.protobuf.message import Message
-
 from pscore.segment import Segment
 from psservice.dataset import Share
 from psservice.membership import Identity
@@ -34,7 +32,7 @@ class Push:
     base_version: int
     samples: int
     segments: list[Segment]
-    messages: Sequence[Message] = ()
+    messages: Sequence[bytes] = ()
     """The stream as it came, for the journal."""
     learning_rate: float = 0.0
     """That the values carry; 0 where it is not known."""

@@ -36,7 +36,7 @@ from psservice.run import RunState
 from psservice.shard.grouped import GroupedShard, make_shard
 from psservice.shard.ledger import Support
 from psservice.shard.model import Correction, ShardSettings
-from psservice.streams import PushReader, read_push
+from psservice.streams import PushReader, read_all, read_push
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +55,13 @@ _LENGTH = struct.Struct("<I")
 
 
 def body_of(messages: Sequence[Message]) -> Body:
-    """Return messages as the body of a record, each behind its length (uint32)."""
-    parts: list[bytes] = []
-    for message in messages:
-        data = message.SerializeToString()
-        parts += [_LENGTH.pack(len(data)), data]
-    return Body.of(parts)
+    """Return messages as the body of a record; see :func:`body_of_raw`."""
+    return body_of_raw([message.SerializeToString() for message in messages])
+
+
+def body_of_raw(messages: Sequence[bytes]) -> Body:
+    """Return messages as they came as the body of a record, each behind its length (uint32)."""
+    return Body.of([part for data in messages for part in (_LENGTH.pack(len(data)), data)])
 
 
 def add_message(body: Body, message: Message) -> Body:
@@ -237,9 +238,8 @@ class History:
 
     def _push_in(self, record: Record) -> tuple[pb.PushHeader, list[Segment], pb.PushSparseResponse]:
         *requests, answer = messages_in(record.body)
-        header, _, segments = read_push(
-            iter([pb.PushSparseRequest.FromString(data) for data in requests]),
-            lambda opened: PushReader.of(opened, self.span),
+        header, _, segments = read_all(
+            read_push(lambda opened: PushReader.of(opened, self.span)), map(pb.PushSparseRequest.FromString, requests)
         )
         segments.sort(key=lambda segment: segment.span.start)
         return header, segments, pb.PushSparseResponse.FromString(answer)

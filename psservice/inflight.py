@@ -1,18 +1,18 @@
 """Bytes in flight: what calls occupy while they run, limited by stream, by worker and in total.
 
-A call is charged before what it brings is decoded, with what that will occupy at its largest: messages are kept for the
-journal and written once more for it, entries are decoded and then merged into one update. Beyond a limit a call is
-refused, and what it held is free again; nothing here waits. The oldest call in flight is exempt from the total, and the
-oldest of a worker from the worker's limit: so one of them always gets through, however small the limits are, and the
-most that can be occupied is the total and one stream.
+A call is charged for a message when it arrives, and before it is decoded for what that will occupy at its largest:
+messages are kept for the journal and written there, entries are decoded and then merged into one update. Beyond a limit
+a call is refused, and what it held is free again; nothing here waits. The oldest call in flight is exempt from the
+total, and the oldest of a worker from the worker's limit: so one of them always gets through, however small the limits
+are, and the most that can be occupied is the total and one stream.
 """
 
 import math
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pscore.layout import ModelLayout
 from pscore.reasons import Reason, Refusal
@@ -25,12 +25,12 @@ _SPARSE_ENTRY_BYTES = 12  # int64 offset, fp32 value
 _DENSE_ENTRY_BYTES = 4
 
 _ROOM_BYTES = 32 << 20  # for what does not grow with the model
-_ELEMENT_BYTES = 48  # of a push of every element, as raw offsets and fp32 values: 40 by :func:`occupied`
+_ELEMENT_BYTES = 48  # of a push of every element, as raw offsets and fp32 values: 40 are charged
 _TENSOR_BYTES = 16 << 10  # each may be a group, and a chunk or a few, of its own
 
 _RETRY_SECONDS = 0.5
 
-Request = TypeVar("Request", pb.PushSparseRequest, pb.UploadModelRequest, pb.ExchangeBuffersRequest)
+Result = TypeVar("Result")
 
 
 def largest_stream(layout: ModelLayout | None, elements: int) -> int:
@@ -129,11 +129,18 @@ class Charge:
             ledger.bytes += nbytes
 
 
-def charged(requests: Iterable[Request], charge: Charge) -> Iterator[Request]:
-    """Pass a stream on, each message charged before it is looked at; raises :class:`Refusal` as :meth:`Charge.add`."""
-    for request in requests:
-        charge.add(occupied(request))
-        yield request
+def charged(reading: Generator[None, Any, Result], charge: Charge) -> Generator[None, Any, Result]:
+    """Charge what each message of a stream is decoded to, before its reader has it; raises as :meth:`Charge.add`."""
+    next(reading)
+    while True:
+        request = yield
+        if request is not None:
+            charge.add(decoded_bytes(request))
+        try:
+            reading.send(request)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
 
 def segments_bytes(segments: Iterable[Segment]) -> int:
@@ -144,9 +151,14 @@ def segments_bytes(segments: Iterable[Segment]) -> int:
     )
 
 
-def occupied(request: pb.PushSparseRequest | pb.UploadModelRequest | pb.ExchangeBuffersRequest) -> int:
-    """Return what a message will occupy at its largest: as it came and is written down; decoded, and merged."""
-    nbytes = _MESSAGE_BYTES + 2 * request.ByteSize()
+def received_bytes(nbytes: int) -> int:
+    """Return what a message occupies beside what is decoded of it: as it came, and as the journal writes it."""
+    return _MESSAGE_BYTES + 2 * nbytes
+
+
+def decoded_bytes(request: pb.PushSparseRequest | pb.UploadModelRequest | pb.ExchangeBuffersRequest) -> int:
+    """Return what is decoded of a message at its largest, and merged."""
+    nbytes = 0
     if isinstance(request, pb.PushSparseRequest):
         nbytes += _GROUP_BYTES * len(request.header.plan)
     if not isinstance(request, pb.PushSparseRequest):

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from google.protobuf.message import Message
-
 from pscore.generation import epoch, nonce, sibling_generation
 from pscore.reasons import Reason, Refusal
 from pscore.tracing import traced
@@ -38,6 +36,7 @@ from psservice.history import (
     at_checkpoint,
     at_version,
     body_of,
+    body_of_raw,
 )
 from psservice.identities import identity_to_message
 from psservice.membership import Identity, PushAnswer
@@ -210,9 +209,9 @@ class Persistence:
             self._thread = threading.Thread(target=self._work, args=(engine,), name="snapshots", daemon=True)
             self._thread.start()
 
-    def written(self, messages: Sequence[Message]) -> Body | None:
+    def written(self, messages: Sequence[bytes]) -> Body | None:
         """Prepare the messages of a push for :meth:`pushed`, beside the writer."""
-        return body_of(messages) if self.keeps_journal else None
+        return body_of_raw(messages) if self.keeps_journal else None
 
     def pushed(self, body: Body | None, answer: PushAnswer) -> int:
         """Write a push down, before it is applied; return what :meth:`take_back` takes.

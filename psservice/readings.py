@@ -1,12 +1,13 @@
 """What the metrics of a running shard read of it when somebody asks, and the bounds that they are judged by."""
 
+from collections.abc import Callable
+
 from pscore.version import __version__
 from psservice.engine import Engine
 from psservice.run import RunState
-from psservice.watchdog import Watchdog
 
 
-def follow(engine: Engine, watchdog: Watchdog) -> None:
+def follow(engine: Engine, running_calls: Callable[[], int]) -> None:
     """Let the engine's metrics follow it from now on, and set those that say what is allowed."""
     metrics, settings = engine.metrics, engine.settings
     metrics.num_shards.set(settings.num_shards)
@@ -19,7 +20,7 @@ def follow(engine: Engine, watchdog: Watchdog) -> None:
     metrics.snapshot_interval_seconds.set(engine.persistence.snapshot_interval_seconds)
 
     metrics.queued.set_function(lambda: engine.writer.queued)
-    metrics.running_calls.set_function(lambda: watchdog.running)
+    metrics.running_calls.set_function(running_calls)
     metrics.clock_spread.set_function(engine.membership.clock_spread)
     metrics.training.set_function(lambda: engine.run.state is RunState.TRAINING)
     metrics.draining.set_function(lambda: engine.doorway.is_closed)

@@ -37,26 +37,6 @@ class Role(IntEnum):
     ADMIN = 3
 
 
-REQUIRED: dict[str, Role] = {
-    "DownloadModel": Role.READER,
-    "GetStatus": Role.READER,
-    "Join": Role.WORKER,
-    "RenewLease": Role.WORKER,
-    "Leave": Role.WORKER,
-    "UploadModel": Role.WORKER,
-    "PushSparse": Role.WORKER,
-    "PullDiff": Role.WORKER,
-    "ExchangeBuffers": Role.WORKER,
-    "LeaseSamples": Role.WORKER,
-    "FinishRun": Role.WORKER,  # workers tell the other shards of the end
-    "TakeSnapshot": Role.ADMIN,
-    "RestoreModel": Role.ADMIN,
-    "Drain": Role.ADMIN,
-    "EvictWorker": Role.ADMIN,
-}
-"""The role that each call needs; a test asserts that none is missing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who calls.
@@ -164,8 +144,8 @@ class Gate:
         """Guard with these tokens."""
         self._tokens = tokens
 
-    def admit(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str) -> Caller:
-        """Return who calls.
+    def admit(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str, needed: Role) -> Caller:
+        """Return who calls, by a call's headers alone.
 
         Raises:
             Refusal: ``UNAUTHENTICATED`` without a token that is known, ``PERMISSION_DENIED`` where its role is too low.
@@ -178,10 +158,8 @@ class Gate:
         if caller is None:
             why = "its token is not known" if shown else "no token came with it"
             raise Refusal(Reason.UNAUTHENTICATED, f"{rpc} is for callers with a token, and {why}")
-        if caller.role < REQUIRED[rpc]:
-            raise Refusal(
-                Reason.PERMISSION_DENIED, f"{rpc} needs the role {REQUIRED[rpc].name.lower()}, the token has less"
-            )
+        if caller.role < needed:
+            raise Refusal(Reason.PERMISSION_DENIED, f"{rpc} needs the role {needed.name.lower()}, the token has less")
         return caller
 
 

@@ -1,54 +1,42 @@
 """The process: ports, threads and the way from start to a clean end."""
 
+import asyncio
 import json
 import logging
 import os
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from types import FrameType
 
 import grpc
 import torch
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health
 
 from pscore import tracing
 from pscore.channels import is_loopback
 from pscore.tracing import TracingError
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import add_ParameterServerServiceServicer_to_server
 from pscore.version import __version__
 from psservice import readings
 from psservice.durability.files import StorageError
 from psservice.engine import Engine
 from psservice.metrics import Metrics
-from psservice.operatorservicer import Process
+from psservice.rpc import reflection
+from psservice.rpc.call import SERVICE
+from psservice.rpc.door import Door, Limits
+from psservice.rpc.health import LIVENESS, Health
+from psservice.rpc.operators import OperatorCalls, Process
+from psservice.rpc.ports import EventLoop, Port
+from psservice.rpc.workers import WorkerCalls, require_place
 from psservice.security import CertificateFiles, Gate, SecurityError, TokenFile
-from psservice.servicer import ParameterServerServicer
 from psservice.settings import ServerSettings, shown, split_address
-from psservice.tracedcalls import TracedCalls
 from psservice.upkeep import Upkeep
-from psservice.watchdog import Watchdog, WatchedCalls
 from psservice.web.pages import application
 from psservice.web.server import WebServer
 
 log = logging.getLogger(__name__)
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
-
-LIVENESS = "liveness"
-"""The health service's name for "no restart is needed": not whether it serves. Kubernetes restarts a pod by it."""
-
-_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
 _POLL_SECONDS = 0.5
-_MOST_QUEUED_CALLS = 4  # per thread, before gRPC itself answers RESOURCE_EXHAUSTED
 
 
 class StartError(Exception):
@@ -68,18 +56,24 @@ class Server:
         if settings.compute_threads:
             torch.set_num_threads(settings.compute_threads)
         self._metrics = Metrics()
-        self._health = health.HealthServicer()
+        self._loop = EventLoop()
+        self._health = Health(self._loop.loop)
+        self._ports: list[Port] = []
         self._web: WebServer | None = None
         self._serving = False
         self._healthy = True
-        self._look_at_health()
-        self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
-        self._health_server, self.health_address = self._start_health()
         try:
+            self._look_at_health()
+            self._health.set(LIVENESS, serving=True)
+            self.health_address = (
+                self._listen(settings.health_listen, "--health-listen", [self._health.handler()])
+                if settings.health_listen
+                else ""
+            )
             self._start_service()
         except BaseException:
-            if self._health_server is not None:
-                self._health_server.stop(None)
+            self._loop.run(self._close_ports(None))
+            self._loop.close()
             raise
         self._serving = True
         self._look_at_health()
@@ -96,26 +90,21 @@ class Server:
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
         self._stop = threading.Event()
-
-        self._watchdog = Watchdog(settings.stream_idle_seconds, settings.stream_seconds, self._metrics)
-        readings.follow(self.engine, self._watchdog)
-        interceptors: list[grpc.ServerInterceptor] = [TracedCalls()] if settings.tracing else []
-        self._server = _grpc_server(
-            settings.rpc_threads,
-            settings.rpc_threads * _MOST_QUEUED_CALLS,
-            *interceptors,
-            WatchedCalls(self._watchdog),
+        operators = OperatorCalls(self.engine, Process(self._look_at_health, self._stop.set))
+        self._door = Door(
+            WorkerCalls(self.engine).handlers() | operators.handlers(),
+            gate,
+            lambda meant: require_place(settings, meant),
+            Limits(settings.stream_idle_seconds, settings.stream_seconds, settings.rpc_threads),
+            self._metrics,
+            self.engine.doorway.entered,
         )
-        servicer = ParameterServerServicer(self.engine, gate, Process(self._look_at_health, self._stop.set))
-        add_ParameterServerServiceServicer_to_server(servicer, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        readings.follow(self.engine, lambda: self._door.running)
+        handlers = [self._door.handler(), self._health.handler()]
         if self._wants_reflection():
-            reflection.enable_server_reflection(
-                (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
-            )
-        self.address = _bind(self._server, settings.listen, "--listen", credentials)
-        self.metrics_address = self._start_web(servicer) if settings.metrics_listen else ""
-        self._server.start()
+            handlers += reflection.handlers((SERVICE.full_name, health.SERVICE_NAME), gate)
+        self.metrics_address = self._start_web(operators) if settings.metrics_listen else ""
+        self.address = self._listen(settings.listen, "--listen", handlers, credentials)
         self._upkeep = Upkeep(lambda: self.engine.layout.size if self.engine.layout else 0)
 
     def run(self) -> None:
@@ -157,7 +146,7 @@ class Server:
     def check_liveness(self) -> None:
         """Say so where the journal is beyond what a running server can mend."""
         if self.engine.persistence.is_broken:
-            self._health.set(LIVENESS, health_pb2.HealthCheckResponse.NOT_SERVING)
+            self._health.set(LIVENESS, serving=False)
 
     def stop(self) -> None:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
@@ -165,16 +154,24 @@ class Server:
         self._serving = False
         self.engine.doorway.close()
         self._look_at_health()
-        self._server.stop(self.settings.drain_seconds).wait()
-        self._watchdog.close()
+        self._loop.run(self._drain())
+        self._door.close()
         self.engine.close()
         self._upkeep.close()
-        if self._health_server is not None:
-            self._health_server.stop(None).wait()
+        self._loop.run(self._close_ports(None))
+        self._loop.close()
         if self._web is not None:
             self._web.close()
         tracing.stop()
         log.info("stopped", extra={"version": self.engine.model.version if self.engine.model else 0})
+
+    async def _drain(self) -> None:
+        """End the port of workers: calls at work have their time, those that wait for their client little of it."""
+        *_, port = self._ports
+        await asyncio.gather(port.stop(self.settings.drain_seconds), self._door.cut_waiting())
+
+    async def _close_ports(self, grace_seconds: float | None) -> None:
+        await asyncio.gather(*(port.stop(grace_seconds) for port in self._ports))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop.set()
@@ -186,30 +183,44 @@ class Server:
 
     def _look_at_health(self) -> None:
         """Say SERVING where pushes are taken and can be written down as promised."""
-        states = health_pb2.HealthCheckResponse
         serves = self._serving and self._healthy and not self.engine.doorway.is_closed
-        for name in ("", SERVICE_NAME):
-            self._health.set(name, states.SERVING if serves else states.NOT_SERVING)
+        for name in ("", SERVICE.full_name):
+            self._health.set(name, serving=serves)
 
     def _wants_reflection(self) -> bool:
         if self.settings.reflection == "auto":
             return is_loopback(split_address(self.settings.listen)[0])
         return self.settings.reflection == "on"
 
-    def _start_health(self) -> tuple[grpc.Server | None, str]:
-        """Start the health service on its own port; return it and its address, or nothing if it is turned off."""
-        if not self.settings.health_listen:
-            return None, ""
-        server = _grpc_server(2, None)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        address = _bind(server, self.settings.health_listen, "--health-listen")
-        server.start()
-        return server, address
+    def _listen(
+        self,
+        address: str,
+        flag: str,
+        handlers: Sequence[grpc.GenericRpcHandler],
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> str:
+        """Open a port; return its address with the number that it has got."""
 
-    def _start_web(self, servicer: ParameterServerServicer) -> str:
+        async def begin() -> Port:
+            port = Port(address, handlers, credentials)
+            await port.start()
+            return port
+
+        host, _ = split_address(address)
+        try:
+            port = self._loop.run(begin())
+        except RuntimeError as error:
+            raise StartError(
+                f"cannot listen on {address} ({flag}): is another server running there? Choose another port, or 0 for "
+                "any" + ("; or do --tls-cert and --tls-key not belong together?" if credentials else "")
+            ) from error
+        self._ports.append(port)
+        return f"[{host}]:{port.number}" if ":" in host else f"{host}:{port.number}"
+
+    def _start_web(self, operators: OperatorCalls) -> str:
         host, port = split_address(self.settings.metrics_listen)
         try:
-            self._web = WebServer(host, port, application(self._metrics.registry, servicer.report.message))
+            self._web = WebServer(host, port, application(self._metrics.registry, operators.report.message))
         except OSError as error:
             raise StartError(
                 f"cannot listen on {self.settings.metrics_listen} (--metrics-listen; empty turns it off): {error}"
@@ -233,24 +244,7 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _grpc_server(threads: int, most_calls: int | None, *interceptors: grpc.ServerInterceptor) -> grpc.Server:
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="rpc")
-    return grpc.server(pool, interceptors=list(interceptors), options=_OPTIONS, maximum_concurrent_rpcs=most_calls)
-
-
 def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     return CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca).credentials()
-
-
-def _bind(server: grpc.Server, address: str, flag: str, credentials: grpc.ServerCredentials | None = None) -> str:
-    host, _ = split_address(address)
-    try:
-        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise StartError(
-            f"cannot listen on {address} ({flag}): is another server running there? Choose another port, or 0 for any"
-            + ("; or do --tls-cert and --tls-key not belong together?" if credentials else "")
-        ) from error
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -8,6 +8,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -18,15 +19,19 @@ from google.protobuf.message import DecodeError, Message
 from pscore import frames
 from pscore.layout import ModelLayout, Span, TensorSpec
 from pscore.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.reasons import Refusal
 from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.engine import Engine
 from psservice.membership import Identity
 from psservice.metrics import Metrics
+from psservice.rpc.call import RULES, Call
+from psservice.rpc.operators import OperatorCalls
+from psservice.rpc.workers import WorkerCalls
 from psservice.run import RunState
-from psservice.security import Gate
-from psservice.servicer import ParameterServerServicer
+from psservice.security import EVERYBODY
 from psservice.settings import ServerSettings
+from psservice.streams import read_all
 from tests.hostile.mutation import good_chunks, mutate, mutate_bytes
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
@@ -46,28 +51,23 @@ class Ended(Exception):  # noqa: N818 - what gRPC raises to end a call
         self.code = code
 
 
-class Context:
-    """As much of gRPC's context as a handler sees."""
+def called(engine: Engine, handler: Any, rpc: str, request: Any) -> list[Any]:
+    """Call a handler without a network, as the door does; return its answers.
 
-    def invocation_metadata(self) -> tuple[()]:
-        """Return no headers."""
-        return ()
-
-    def is_active(self) -> bool:
-        """Tell that the caller is there."""
-        return True
-
-    def add_callback(self, _: Callable[[], None]) -> bool:
-        """Take a callback for the call's end, which the test does not wait for."""
-        return True
-
-    def abort(self, code: grpc.StatusCode, details: str) -> None:
-        """End the call."""
-        raise Ended(code, details)
-
-    def abort_with_status(self, status: Any) -> None:
-        """End the call."""
-        raise Ended(status.code, status.details)
+    Raises:
+        Ended: it was refused, or failed.
+    """
+    call = Call(rpc, EVERYBODY)
+    try:
+        with engine.doorway.entered() if RULES[rpc].changes else nullcontext():
+            answer = read_all(handler(call), request) if isinstance(request, list) else handler(call, request)
+            if isinstance(answer, Message):
+                return [answer]
+            return [message for message, _ in zip(answer, range(MOST_ANSWERS), strict=False)]
+    except Refusal as refusal:
+        raise Ended(grpc.StatusCode[refusal.reason.status_name], str(refusal)) from refusal
+    except Exception as error:
+        raise Ended(grpc.StatusCode.INTERNAL, repr(error)) from error
 
 
 class Service:
@@ -77,7 +77,7 @@ class Service:
         """Join and upload."""
         values = {"lease_seconds": 3600.0, "run_id": "fuzz", **settings}
         self.engine = Engine(ServerSettings.model_validate(values), torch.device("cpu"), Metrics())
-        self.servicer = ParameterServerServicer(self.engine, Gate(None))
+        self.handlers = WorkerCalls(self.engine).handlers() | OperatorCalls(self.engine).handlers()
         self.identity = pb.WorkerIdentity(run_id="fuzz", worker_id="anna", incarnation="1")
         self.step = 0
         self.span = Span(0, LAYOUT.size)
@@ -174,11 +174,7 @@ class Service:
     def call(self, rpc: str, requests: list[Any]) -> list[Any]:
         """Make a call; raises :class:`Ended` where it is refused."""
         method = SERVICE.methods_by_name[rpc]
-        handler = getattr(self.servicer, rpc)
-        answer = handler(iter(requests) if method.client_streaming else requests[0], Context())
-        if not method.server_streaming:
-            return [answer]
-        return [message for message, _ in zip(answer, range(MOST_ANSWERS), strict=False)]
+        return called(self.engine, self.handlers[rpc], rpc, requests if method.client_streaming else requests[0])
 
     @property
     def usable(self) -> bool:

@@ -16,6 +16,7 @@ from psclient.settings import ClientSettings
 from psclient.shard import ShardClient
 from pscore import discovery
 from pscore.channels import Security
+from pscore.errordetails import to_status
 from pscore.messages import SHARD_HEADER
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
@@ -23,8 +24,6 @@ from pscore.v1.parameter_server_pb2_grpc import (
     ParameterServerServiceServicer,
     add_ParameterServerServiceServicer_to_server,
 )
-from psservice.metrics import Metrics
-from psservice.refusals import refusals_as_status
 
 NAME = "psservice.test"
 
@@ -44,9 +43,8 @@ class Shard(ParameterServerServiceServicer):
 
     def GetStatus(self, request, context):  # noqa: N802
         self.heard.append((request.brief, dict(context.invocation_metadata())))
-        with refusals_as_status(context, Metrics(), "GetStatus"):
-            if self.refusal:
-                raise self.refusal
+        if self.refusal:
+            context.abort_with_status(to_status(self.refusal))
         return self.answer
 
 

@@ -13,7 +13,7 @@ from psservice.calls import Push
 from psservice.datamessages import finished_of, share_to_messages
 from psservice.dataset import Plan, Wish
 from psservice.membership import Identity
-from psservice.streams import PushReader, read_push
+from psservice.streams import PushReader, read_all, read_push
 
 LAYOUT = layout_of((50, F32))
 SIZE = 40
@@ -27,13 +27,10 @@ def finish(engine, step, share, who=ANNA):
     """Push nothing but that samples are finished, as a stream that the journal keeps."""
     messages = stream(engine, step, None, who, base=engine.model.version)
     messages[0].header.finished.add(dataset="train", ranges=share_to_messages(share))
-    header, reader, segments = read_push(
-        iter(messages), lambda opened: PushReader.of(opened, engine.span, keep=engine.persistence.keeps_journal)
-    )
+    header, _, segments = read_all(read_push(lambda opened: PushReader.of(opened, engine.span)), messages)
+    raw = [message.SerializeToString() for message in messages]
     done = finished_of(header)
-    return engine.commit(
-        Push(who, step, header.generation, header.base_version, 1, segments, reader.messages, finished=done)
-    )
+    return engine.commit(Push(who, step, header.generation, header.base_version, 1, segments, raw, finished=done))
 
 
 def held(engine, who=ANNA):

@@ -14,10 +14,15 @@ from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
-from psservice.inflight import InFlight, charged, largest_stream, occupied
-from psservice.streams import PushReader, read_push, read_upload
+from psservice.inflight import InFlight, charged, decoded_bytes, largest_stream, received_bytes
+from psservice.streams import PushReader, read_all, read_push, read_upload
 
 MOST, WORKER, LARGEST = 100, 60, 50
+
+
+def occupied(message):
+    return received_bytes(message.ByteSize()) + decoded_bytes(message)
+
 
 moves = st.lists(
     st.tuples(
@@ -102,13 +107,19 @@ def test_a_stream_is_charged_before_it_is_looked_at_and_given_back_however_it_en
     ledger = InFlight(1 << 30)
     messages = [pb.PushSparseRequest(chunk=pb.Chunk(count=5, length=5)), pb.PushSparseRequest(commit=pb.Commit())]
     with ledger.open() as charge:
-        seen = 0
-        for message in charged(messages, charge):
-            seen += occupied(message)
-            assert ledger.bytes == seen
+        seen = []
+
+        def reading():
+            while (message := (yield)) is not None:
+                seen.append(message)
+                assert ledger.bytes == sum(map(decoded_bytes, seen))
+
+        read_all(charged(reading(), charge), messages)
+        assert seen == messages
     assert ledger.bytes == 0
+    seen.clear()
     with pytest.raises(RuntimeError, match="cut"), ledger.open() as charge:
-        list(charged(cut_after(messages), charge))
+        read_all(charged(reading(), charge), cut_after(messages))
     assert ledger.bytes == 0
 
 
@@ -169,18 +180,20 @@ def test_a_horde_of_tiny_chunks_is_refused_while_it_is_small():
             chunk = pb.Chunk(start=i, length=1, count=1, index_codec=1, value_codec=1, values=value)
             yield pb.PushSparseRequest(chunk=chunk)
 
-    readers = []
+    kept = []
 
-    def open_push(header):
-        readers.append(PushReader([span], span, keep=True))
-        return readers[0]
+    def received():
+        for message in horde():
+            kept.append(message.SerializeToString())
+            charge.add(received_bytes(len(kept[-1])))
+            yield message
 
     ledger = InFlight(1 << 40)
     before = resident_bytes()
     with ledger.open(limit) as charge, pytest.raises(Refusal, match="stream-bytes") as refused:
-        read_push(charged(horde(), charge), open_push)
+        read_all(charged(read_push(lambda header: PushReader([span], span)), charge), received())
     assert refused.value.reason is Reason.BAD_REQUEST
-    assert 1000 < len(readers[0].messages) < 20_000
+    assert 1000 < len(kept) < 20_000
     assert resident_bytes() - before < limit  # what is charged is not less than what it takes
 
 
@@ -189,7 +202,7 @@ def test_a_horde_of_empty_groups_is_refused_before_they_are_read():
     request = pb.PushSparseRequest(header=header)
     assert request.ByteSize() < 1_100_000  # well within a message
     with InFlight(1 << 40).open(largest_stream(layout_of((1000, F32)), 1000)) as charge, pytest.raises(Refusal):
-        read_push(charged([request], charge), lambda header: pytest.fail("it was read"))
+        read_all(charged(read_push(lambda header: pytest.fail("it was read")), charge), [request])
 
 
 def test_a_false_count_is_refused_for_what_it_is():
@@ -197,7 +210,7 @@ def test_a_false_count_is_refused_for_what_it_is():
     header = pb.UploadHeader(generation=1)
     messages = [pb.UploadModelRequest(header=header), pb.UploadModelRequest(chunk=chunk)]
     with InFlight(1 << 30).open(1 << 20) as charge, pytest.raises(Refusal) as refused:
-        read_upload(charged(messages, charge), lambda header: (Span(0, 10), 0))
+        read_all(charged(read_upload(lambda header: (Span(0, 10), 0)), charge), messages)
     assert refused.value.reason is Reason.BAD_CHUNK
 
 

@@ -13,10 +13,9 @@ from pscore.v1 import parameter_server_pb2 as pb
 from psservice.dataset import Plan, Wish
 from psservice.doorway import Doorway
 from psservice.membership import Identity
-from psservice.operatorservicer import OperatorServicer, Process
-from psservice.security import Gate
+from psservice.rpc.operators import OperatorCalls, Process
 from psservice.shard.writer import Writer
-from tests.hostile.service import Context, Ended
+from tests.hostile.service import Ended, called
 
 LAYOUT = layout_of((6, F32), (4, F32))
 ONES = torch.ones(10)
@@ -28,11 +27,12 @@ def engine():
         yield engine
 
 
-def servicer_of(engine):
+def calls_of(engine):
     """The operators' calls, and what they have told the process."""
     told = []
     process = Process(lambda: told.append("changed"), lambda: told.append("stop"))
-    return OperatorServicer(engine, Gate(None), process), told
+    handlers = OperatorCalls(engine, process).handlers()
+    return lambda rpc, request: called(engine, handlers[rpc], rpc, request)[0], told
 
 
 def test_a_door_counts_who_is_inside_and_lets_nobody_in_while_it_is_closed():
@@ -73,8 +73,8 @@ def test_nothing_comes_in_behind_a_count_that_has_reached_zero():
 
 def test_a_closed_shard_refuses_what_changes_it_and_answers_the_rest(engine):
     push(engine, 1, {0: 1.0})
-    servicer, told = servicer_of(engine)
-    answer = servicer.Drain(pb.DrainRequest(action=pb.DRAIN_ACTION_CLOSE), Context())
+    call, told = calls_of(engine)
+    answer = call("Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_CLOSE))
     assert (answer.draining, answer.calls_inside, answer.version, answer.stopping) == (True, 0, 1, False)
     assert told == ["changed"]
     wish = Wish("train", Plan(10, 0, False), 0, 3, {})
@@ -88,7 +88,7 @@ def test_a_closed_shard_refuses_what_changes_it_and_answers_the_rest(engine):
         assert reason_of(refused) is Reason.DRAINING
     assert pull(engine, base=0).version == 1
     engine.membership.require(ANNA)
-    servicer.Drain(pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN), Context())
+    call("Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN))
     engine.check_push(ANNA, 2)
     assert push(engine, 2)[0].version == 2
 
@@ -101,20 +101,20 @@ def test_a_push_that_was_inside_when_the_door_closed_is_applied(engine):
 
 
 def test_the_process_is_stopped_when_nothing_is_under_way_and_not_before(engine):
-    servicer, told = servicer_of(engine)
+    call, told = calls_of(engine)
     stop = pb.DrainRequest(action=pb.DRAIN_ACTION_STOP)
     with engine.doorway.entered():
-        assert not servicer.Drain(stop, Context()).stopping
+        assert not call("Drain", stop).stopping
     assert told == ["changed"]
-    assert servicer.Drain(stop, Context()).stopping
+    assert call("Drain", stop).stopping
     assert told == ["changed", "changed", "stop"]
 
 
 @pytest.mark.parametrize("action", [0, 4, 1000])
 def test_an_unknown_action_changes_nothing(action, engine):
-    servicer, told = servicer_of(engine)
+    call, told = calls_of(engine)
     with pytest.raises(Ended, match="INVALID_ARGUMENT"):
-        servicer.Drain(pb.DrainRequest(action=action), Context())
+        call("Drain", pb.DrainRequest(action=action))
     assert (engine.doorway.is_closed, told) == (False, [])
 
 
@@ -174,17 +174,17 @@ def test_nobody_of_that_name_is_told(engine):
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, 8 * 24 * HOUR])
 def test_a_time_that_makes_no_sense_evicts_nobody(seconds, engine):
-    servicer, _ = servicer_of(engine)
+    call, _ = calls_of(engine)
     with pytest.raises(Ended, match="INVALID_ARGUMENT"):
-        servicer.EvictWorker(pb.EvictWorkerRequest(worker_id="anna", ban_seconds=seconds), Context())
+        call("EvictWorker", pb.EvictWorkerRequest(worker_id="anna", ban_seconds=seconds))
     engine.membership.require(ANNA)
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 257])
 def test_a_name_that_is_none_evicts_nobody(name, engine):
-    servicer, _ = servicer_of(engine)
+    call, _ = calls_of(engine)
     with pytest.raises(Ended, match="INVALID_ARGUMENT"):
-        servicer.EvictWorker(pb.EvictWorkerRequest(worker_id=name), Context())
+        call("EvictWorker", pb.EvictWorkerRequest(worker_id=name))
 
 
 def test_an_eviction_is_remembered_by_the_journal(tmp_path):

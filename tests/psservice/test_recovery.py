@@ -25,7 +25,7 @@ from psservice.engine import Engine
 from psservice.metrics import Metrics
 from psservice.run import RunState
 from psservice.settings import ServerSettings
-from psservice.streams import PushReader, read_push
+from psservice.streams import PushReader, read_all, read_push
 from tests.system.tools import wait_until
 
 BUFFERS = (TensorSpec("mean", (3,), F32), TensorSpec("half", (2,), F16), TensorSpec("count", (), torch.int64))
@@ -83,10 +83,7 @@ def stream(engine, step, segment, who=ANNA, base=0, samples=1, codec=None, learn
 def send(engine, step, segment, who=ANNA, **options):
     """Push over a stream; return the answer and whether it was a repeat."""
     messages = stream(engine, step, segment, who, **options)
-    header, reader, segments = read_push(
-        iter(messages),
-        lambda header: PushReader.of(header, engine.span, keep=True),
-    )
+    header, _, segments = read_all(read_push(lambda header: PushReader.of(header, engine.span)), messages)
     return engine.commit(
         Push(
             who,
@@ -95,7 +92,7 @@ def send(engine, step, segment, who=ANNA, **options):
             header.base_version,
             header.samples,
             segments,
-            reader.messages,
+            [message.SerializeToString() for message in messages],
             header.learning_rate,
         )
     )

@@ -5,10 +5,9 @@ import hashlib
 import pytest
 
 from pscore.reasons import Reason, Refusal
-from pscore.v1 import parameter_server_pb2 as pb
+from psservice.rpc.call import RULES, SERVICE
 from psservice.security import (
     EVERYBODY,
-    REQUIRED,
     CertificateFiles,
     Gate,
     Role,
@@ -17,8 +16,6 @@ from psservice.security import (
     read_tokens,
     require_worker,
 )
-
-SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 
 
 @pytest.fixture
@@ -41,19 +38,20 @@ def reason_of(call, *arguments):
 
 
 def test_every_call_of_the_service_needs_a_role():
-    assert {*REQUIRED} == {method.name for method in SERVICE.methods}
+    assert {*RULES} == {method.name for method in SERVICE.methods}
 
 
-@pytest.mark.parametrize("rpc", REQUIRED)
+@pytest.mark.parametrize("rpc", RULES)
 @pytest.mark.parametrize(
     ("token", "role"), [("r-token", Role.READER), ("w-token", Role.WORKER), ("a-token", Role.ADMIN)]
 )
 def test_a_token_allows_what_its_role_may(rpc, token, role, tokens):
     gate = Gate(TokenFile(tokens))
-    if role >= REQUIRED[rpc]:
-        assert gate.admit(shown(token), rpc).role is role
+    needed = RULES[rpc].role
+    if role >= needed:
+        assert gate.admit(shown(token), rpc, needed).role is role
     else:
-        assert reason_of(gate.admit, shown(token), rpc) is Reason.PERMISSION_DENIED
+        assert reason_of(gate.admit, shown(token), rpc, needed) is Reason.PERMISSION_DENIED
 
 
 @pytest.mark.parametrize(
@@ -61,15 +59,15 @@ def test_a_token_allows_what_its_role_may(rpc, token, role, tokens):
     [[], shown("wrong"), shown(""), shown("w-token", "Basic"), [("authorization", "w-token")], shown("W-TOKEN")],
 )
 def test_nobody_gets_in_without_a_known_token(metadata, tokens):
-    assert reason_of(Gate(TokenFile(tokens)).admit, metadata, "GetStatus") is Reason.UNAUTHENTICATED
+    assert reason_of(Gate(TokenFile(tokens)).admit, metadata, "GetStatus", Role.READER) is Reason.UNAUTHENTICATED
 
 
 def test_without_a_token_file_everybody_gets_in():
-    assert Gate(None).admit([], "RestoreModel") is EVERYBODY
+    assert Gate(None).admit([], "RestoreModel", Role.ADMIN) is EVERYBODY
 
 
 def test_a_token_may_be_that_of_one_worker(tokens):
-    caller = Gate(TokenFile(tokens)).admit(shown("bound-token"), "Join")
+    caller = Gate(TokenFile(tokens)).admit(shown("bound-token"), "Join", Role.WORKER)
     require_worker(caller, "anna")
     assert reason_of(require_worker, caller, "bert") is Reason.PERMISSION_DENIED
 
@@ -77,7 +75,7 @@ def test_a_token_may_be_that_of_one_worker(tokens):
 def test_a_token_may_stand_as_its_hash(tmp_path):
     path = tmp_path / "tokens"
     path.write_text(f"admin sha256:{hashlib.sha256(b'secret').hexdigest()}")
-    assert Gate(TokenFile(path)).admit(shown("secret"), "FinishRun").role is Role.ADMIN
+    assert Gate(TokenFile(path)).admit(shown("secret"), "FinishRun", Role.ADMIN).role is Role.ADMIN
 
 
 @pytest.mark.parametrize(
@@ -109,16 +107,16 @@ def test_a_changed_file_is_read_again_and_a_broken_one_leaves_the_old_tokens(tok
     now = [0.0]
     gate = Gate(TokenFile(tokens, lambda: now[0]))
     tokens.write_text("worker another-token\n")
-    assert gate.admit(shown("w-token"), "Join")
+    assert gate.admit(shown("w-token"), "Join", Role.WORKER)
     now[0] += 2
-    assert gate.admit(shown("another-token"), "Join")
-    assert reason_of(gate.admit, shown("w-token"), "Join") is Reason.UNAUTHENTICATED
+    assert gate.admit(shown("another-token"), "Join", Role.WORKER)
+    assert reason_of(gate.admit, shown("w-token"), "Join", Role.WORKER) is Reason.UNAUTHENTICATED
     tokens.write_text("nonsense")
     now[0] += 2
-    assert gate.admit(shown("another-token"), "Join")
+    assert gate.admit(shown("another-token"), "Join", Role.WORKER)
     tokens.unlink()
     now[0] += 2
-    assert gate.admit(shown("another-token"), "Join")
+    assert gate.admit(shown("another-token"), "Join", Role.WORKER)
 
 
 def test_a_file_that_is_no_certificate_is_named(tmp_path):

@@ -9,7 +9,7 @@ from psclient.local import LocalServer
 from pscore import frames
 from pscore.codecs.names import PLAIN_INDEX_CODECS
 from pscore.v1 import parameter_server_pb2 as pb
-from psservice import servicer
+from psservice.rpc import workers
 from psservice.server import Server
 from psservice.settings import ServerSettings
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
@@ -20,8 +20,8 @@ def server(monkeypatch):
     """A server of which the test says what it lists; in this process, over loopback all the same."""
 
     def start(index_codecs, value_codecs):
-        monkeypatch.setattr(servicer, "READABLE_INDEX_CODECS", index_codecs)
-        monkeypatch.setattr(servicer, "READABLE_VALUE_CODECS", value_codecs)
+        monkeypatch.setattr(workers, "READABLE_INDEX_CODECS", index_codecs)
+        monkeypatch.setattr(workers, "READABLE_VALUE_CODECS", value_codecs)
         settings = ServerSettings(listen="127.0.0.1:0", health_listen="", metrics_listen="", down_mode="exact")
         running.append(Server(settings))
         return running[0].address

@@ -1,0 +1,348 @@
+"""The door: every call's headers, time and threads, on one event loop; what a call means is left to its handler.
+
+A caller is known by its headers before a message of it is read, and a call holds no thread while it waits for its
+client: threads work on messages that have arrived. Messages are read as raw bytes and parsed here, since a deserialiser
+that fails inside gRPC leaks what it was given.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from pscore import errordetails, tracing
+from pscore.frames import FRAMING_BYTES
+from pscore.messages import SHARD_HEADER
+from pscore.reasons import Reason, Refusal
+from pscore.tracing import TRACEPARENT, TraceSpan
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.inflight import received_bytes
+from psservice.metrics import Metrics
+from psservice.rpc.call import RULES, SERVICE, Answer, Call, Handler, Lane, Rule, StreamReader
+from psservice.security import Gate
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_BATCH_BYTES = 128 << 10  # of messages that one visit to a thread works on
+_ANSWER_BYTES = 1 << 20  # of messages that one visit to a thread writes
+_LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
+_MOST_CALLS = 4096
+_STOP_SECONDS = 2.0
+"""For calls that wait for their client, from the moment the server stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a call may take.
+
+    Attributes:
+        idle_seconds: waiting for one message, either way.
+        call_seconds: age from which a call may not wait any more.
+        threads: of the calls that push and pull.
+    """
+
+    idle_seconds: float
+    call_seconds: float
+    threads: int
+
+
+class _StalledError(Exception):
+    """The client has kept a call waiting for too long, or the server stops."""
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A call as the event loop sees it."""
+
+    call: Call
+    context: Any
+    rule: Rule
+    span: TraceSpan
+    started: float
+    timeout: asyncio.Timeout | None = None
+    why: str = ""
+
+
+class Door:
+    """Serves ``sparseps.v1.ParameterServerService``. All coroutines run on one event loop.
+
+    Args:
+        handlers: by the method's name.
+        gate: knows callers.
+        check_place: refuses a call whose header means another shard.
+        limits: of each call.
+        metrics: told of each call.
+        counted: context of a call that changes the shard, which a drain waits for.
+    """
+
+    def __init__(
+        self,
+        handlers: dict[str, Handler],
+        gate: Gate,
+        check_place: Callable[[str], None],
+        limits: Limits,
+        metrics: Metrics,
+        counted: Callable[[], Any],
+    ) -> None:
+        """Make the threads, which begin with the first calls."""
+        self._gate, self._check_place = gate, check_place
+        self._limits, self._metrics, self._counted = limits, metrics, counted
+        self._pools = {
+            lane: ThreadPoolExecutor(_LANE_THREADS.get(lane, limits.threads), thread_name_prefix=f"rpc-{lane.value}")
+            for lane in Lane
+        }
+        self._open: set[_Open] = set()
+        self._stopping = False
+        self._serve: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            name: grpc.stream_stream_rpc_method_handler(self._server_of(name, handler))
+            for name, handler in handlers.items()
+        }
+
+    @property
+    def running(self) -> int:
+        """Calls that are being served."""
+        return len(self._open)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return what a gRPC server is given."""
+        return grpc.method_handlers_generic_handler(SERVICE.full_name, self._serve)
+
+    async def cut_waiting(self) -> None:
+        """Give the calls that wait for their client a short time, then end them and refuse new ones."""
+        self._stopping = True
+        end = time.monotonic() + _STOP_SECONDS
+        while any(each.timeout is not None for each in self._open) and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        for each in self._open:
+            if each.timeout is not None:
+                each.timeout.reschedule(0)
+
+    def close(self) -> None:
+        """Wait for what threads are at, and end them."""
+        for pool in self._pools.values():
+            pool.shutdown()
+
+    # One call
+
+    def _server_of(self, rpc: str, handler: Handler) -> Callable[..., Any]:
+        method = SERVICE.methods_by_name[rpc]
+        request_type: type[Message] = getattr(pb, method.input_type.name)
+
+        async def serve(_: Any, context: Any) -> None:
+            try:
+                async with self._admitted(rpc, context) as opened:
+                    if method.client_streaming:
+                        answers = await self._read_stream(opened, request_type, handler)
+                    else:
+                        answers = await self._read_one(opened, request_type, handler)
+                    await self._answer(opened, answers)
+            except Refusal as refusal:
+                await context.abort_with_status(self._refused(rpc, refusal))
+            except _StalledError as stalled:
+                self._metrics.calls_cut.labels(rpc=rpc, why=str(stalled)).inc()
+                await context.abort(grpc.StatusCode.CANCELLED, f"the call was cut: {stalled}")
+            except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.UsageError):
+                raise
+            except Exception:
+                if context.done() or context.cancelled():
+                    return  # the client is gone; there is nobody to answer
+                log.exception("internal error", extra={"rpc": rpc})
+                await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+
+        return serve
+
+    @asynccontextmanager
+    async def _admitted(self, rpc: str, context: Any) -> AsyncIterator[_Open]:
+        """Let a call in by its headers; raises :class:`Refusal`."""
+        rule = RULES[rpc]
+        metadata = context.invocation_metadata()
+        caller = self._gate.admit(metadata, rpc, rule.role)
+        headers = dict(metadata)
+        if SHARD_HEADER in headers:
+            self._check_place(str(headers[SHARD_HEADER]))
+        if len(self._open) >= _MOST_CALLS:
+            raise Refusal(Reason.BUSY, f"{_MOST_CALLS} calls are open", retry_seconds=1.0)
+        parent = headers.get(TRACEPARENT)
+        span = tracing.continued(rpc, parent) if isinstance(parent, str) else tracing.NO_SPAN
+        opened = _Open(Call(rpc, caller), context, rule, span, time.monotonic())
+        self._open.add(opened)
+        status = "OK"
+        try:
+            if rule.changes:
+                with self._counted():
+                    yield opened
+            else:
+                yield opened
+        except BaseException as error:
+            status = error.reason.status_name if isinstance(error, Refusal) else type(error).__name__
+            raise
+        finally:
+            self._open.discard(opened)
+            self._metrics.call_seconds.labels(rpc=rpc).observe(time.monotonic() - opened.started)
+            span.note(status=status)
+            span.end("" if status == "OK" else status)
+
+    async def _read_one(self, opened: _Open, request_type: type[Message], handler: Handler) -> "_Answers":
+        raw = await self._next(opened)
+        if raw is None:
+            raise Refusal(Reason.BAD_REQUEST, f"{opened.call.rpc} takes exactly one message")
+
+        def work() -> _Answers:
+            answer = cast(Callable[[Call, Message], Answer], handler)
+            return _Answers.of(opened.call, answer(opened.call, _parsed(request_type, raw)))
+
+        return await self._in_thread(opened, work)
+
+    async def _read_stream(self, opened: _Open, request_type: type[Message], handler: Handler) -> "_Answers":
+        """Feed a reader: the header at once, what follows in batches."""
+        call = opened.call
+        reading = cast(Callable[[Call], StreamReader], handler)(call)
+        try:
+            opened.span.run(next, reading)
+            pending: list[tuple[bytes, int]] = []
+            size, most = 0, 0
+            while (raw := await self._next(opened)) is not None:
+                if call.charge is not None:
+                    call.charge.add(received_bytes(len(raw)))
+                pending.append((raw, time.perf_counter_ns()))
+                size += len(raw)
+                if size >= most:
+                    batch, pending, size, most = pending, [], 0, _BATCH_BYTES
+                    await self._in_thread(opened, lambda batch=batch: _feed(call, reading, request_type, batch))  # type: ignore[misc]
+            rest = pending
+
+            def finish() -> _Answers:
+                _feed(call, reading, request_type, rest)
+                try:
+                    reading.send(None)
+                except StopIteration as end:
+                    return _Answers.of(call, end.value)
+                raise AssertionError("a reader must end where its stream ends")
+
+            return await self._in_thread(opened, finish)
+        finally:
+            reading.close()
+
+    async def _answer(self, opened: _Open, answers: "_Answers") -> None:
+        try:
+            while True:
+                for data in answers.batch:
+                    await self._wait(opened, opened.context.write(data), "reader")
+                if answers.ended:
+                    return
+                await self._in_thread(opened, answers.more)
+        finally:
+            answers.close()
+
+    # Waiting for the client, and for threads
+
+    async def _next(self, opened: _Open) -> bytes | None:
+        """Return the client's next message; ``None`` at the end of its stream."""
+        raw = await self._wait(opened, opened.context.read(), "request")
+        if raw is grpc.aio.EOF:
+            return None
+        data: bytes = raw
+        opened.call.received_bytes += len(data) + FRAMING_BYTES
+        if opened.call.keeps_raw:
+            opened.call.raw.append(data)
+        return data
+
+    async def _wait(self, opened: _Open, client: Awaitable[Any], what: str) -> Any:
+        """Wait for the client, within the limits; raises :class:`_StalledError`, or :class:`Refusal` (``DRAINING``)."""
+        idle = min(self._limits.idle_seconds, _STOP_SECONDS) if self._stopping else self._limits.idle_seconds
+        left = self._limits.call_seconds - (time.monotonic() - opened.started)
+        opened.why = f"idle_{what}" if idle <= left else "too_long"
+        now = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(now + max(0.0, min(idle, left))) as opened.timeout:
+                return await client
+        except TimeoutError:
+            if self._stopping:
+                raise Refusal(Reason.DRAINING, "the server is stopping") from None
+            raise _StalledError(opened.why) from None
+        finally:
+            opened.timeout = None
+
+    async def _in_thread(self, opened: _Open, work: Callable[[], Result]) -> Result:
+        """Run work in the call's lane; a call that is cancelled meanwhile ends when its work has."""
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._pools[opened.rule.lane], opened.span.run, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()  # nobody else will ask
+            raise
+
+    def _refused(self, rpc: str, refusal: Refusal) -> grpc.Status:
+        self._metrics.refusals.labels(reason=refusal.reason.name).inc()
+        log.log(
+            logging.DEBUG if refusal.retry_seconds is not None else logging.INFO,
+            "refused",
+            extra={"rpc": rpc, "reason": refusal.reason.name, "detail": refusal.detail},
+        )
+        return errordetails.to_status(refusal)
+
+
+class _Answers:
+    """What a handler answers, written batch by batch in a thread.
+
+    Attributes:
+        batch: messages that are written and not sent.
+        ended: whether no more follow.
+    """
+
+    def __init__(self, call: Call, messages: Iterator[Message]) -> None:
+        self._call, self._messages = call, messages
+        self.batch: list[bytes] = []
+        self.ended = False
+
+    @classmethod
+    def of(cls, call: Call, answer: Answer) -> "_Answers":
+        """Begin, with the first batch."""
+        answers = cls(call, iter((answer,)) if isinstance(answer, Message) else answer)
+        answers.more()
+        return answers
+
+    def more(self) -> None:
+        """Write the next batch."""
+        self.batch, size = [], 0
+        while size < _ANSWER_BYTES:
+            message = next(self._messages, None)
+            if message is None:
+                self.ended = True
+                break
+            data = message.SerializeToString()
+            self._call.on_sent(len(data) + FRAMING_BYTES)
+            self.batch.append(data)
+            size += len(data)
+
+    def close(self) -> None:
+        """Let the handler end."""
+        close = getattr(self._messages, "close", None)
+        if close is not None:
+            close()
+
+
+def _parsed(request_type: type[Message], raw: bytes) -> Message:
+    try:
+        return request_type.FromString(raw)
+    except DecodeError as error:
+        raise Refusal(Reason.BAD_REQUEST, f"a message is no {request_type.__name__}") from error
+
+
+def _feed(call: Call, reading: StreamReader, request_type: type[Message], batch: list[tuple[bytes, int]]) -> None:
+    """Send messages into a reader that goes on after each of them."""
+    for raw, call.arrived_nanoseconds in batch:
+        reading.send(_parsed(request_type, raw))

@@ -1,0 +1,75 @@
+"""The ports: gRPC servers on one event loop in a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+Result = TypeVar("Result")
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
+    ("grpc.max_concurrent_streams", 100),  # of one connection; what it has reset counts until it is cleared away
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+class EventLoop:
+    """An event loop that runs until it is closed. Its thread begins at once."""
+
+    def __init__(self) -> None:
+        """Begin."""
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="door", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine on the loop, and wait for it in this thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def close(self) -> None:
+        """End the loop and its thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class Port:
+    """One listening address.
+
+    Args:
+        address: ``HOST:PORT``; port 0 picks a free one.
+        handlers: what is served there.
+        credentials: of TLS; ``None`` for plaintext.
+
+    Attributes:
+        number: of the port.
+
+    Raises:
+        RuntimeError: it cannot be bound.
+    """
+
+    def __init__(
+        self, address: str, handlers: Sequence[grpc.GenericRpcHandler], credentials: grpc.ServerCredentials | None
+    ) -> None:
+        """Bind it; on the event loop."""
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server.add_generic_rpc_handlers(tuple(handlers))
+        if credentials is None:
+            self.number = self._server.add_insecure_port(address)
+        else:
+            self.number = self._server.add_secure_port(address, credentials)
+
+    async def start(self) -> None:
+        """Begin to accept calls."""
+        await self._server.start()
+
+    async def stop(self, grace_seconds: float | None) -> None:
+        """Accept no more calls; cancel those that have not ended by then."""
+        await self._server.stop(grace_seconds)
