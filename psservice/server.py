@@ -72,7 +72,7 @@ class Server:
             )
             self._start_service()
         except BaseException:
-            self._loop.run(self._close_ports(None))
+            self._loop.run(self._close_ports())
             self._loop.close()
             raise
         self._serving = True
@@ -99,7 +99,7 @@ class Server:
             self._metrics,
             self.engine.doorway.entered,
         )
-        readings.follow(self.engine, lambda: self._door.running)
+        readings.follow(self.engine, lambda: self._door.at_work)
         handlers = [self._door.handler(), self._health.handler()]
         if self._wants_reflection():
             handlers += reflection.handlers((SERVICE.full_name, health.SERVICE_NAME), gate)
@@ -154,24 +154,21 @@ class Server:
         self._serving = False
         self.engine.doorway.close()
         self._look_at_health()
-        self._loop.run(self._drain())
+        self._loop.run(self._door.drain(self.settings.drain_seconds))
+        *_, port = self._ports
+        self._loop.run(port.stop())
         self._door.close()
         self.engine.close()
         self._upkeep.close()
-        self._loop.run(self._close_ports(None))
+        self._loop.run(self._close_ports())
         self._loop.close()
         if self._web is not None:
             self._web.close()
         tracing.stop()
         log.info("stopped", extra={"version": self.engine.model.version if self.engine.model else 0})
 
-    async def _drain(self) -> None:
-        """End the port of workers: calls at work have their time, those that wait for their client little of it."""
-        *_, port = self._ports
-        await asyncio.gather(port.stop(self.settings.drain_seconds), self._door.cut_waiting())
-
-    async def _close_ports(self, grace_seconds: float | None) -> None:
-        await asyncio.gather(*(port.stop(grace_seconds) for port in self._ports))
+    async def _close_ports(self) -> None:
+        await asyncio.gather(*(port.stop() for port in self._ports))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop.set()

@@ -40,6 +40,8 @@ _MOST_CALLS = 4096
 _STOP_SECONDS = 2.0
 """For calls that wait for their client, from the moment the server stops."""
 
+_STOP_POLL_SECONDS = 0.02
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -103,29 +105,38 @@ class Door:
         }
         self._open: set[_Open] = set()
         self._stopping = False
+        self._at_work = 0
         self._serve: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             name: grpc.stream_stream_rpc_method_handler(self._server_of(name, handler))
             for name, handler in handlers.items()
         }
 
     @property
-    def running(self) -> int:
-        """Calls that are being served."""
+    def open_calls(self) -> int:
+        """Calls that have begun and not ended."""
         return len(self._open)
+
+    @property
+    def at_work(self) -> int:
+        """Calls that have a thread of their lane, or wait for one."""
+        return self._at_work
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return what a gRPC server is given."""
         return grpc.method_handlers_generic_handler(SERVICE.full_name, self._serve)
 
-    async def cut_waiting(self) -> None:
-        """Give the calls that wait for their client a short time, then end them and refuse new ones."""
+    async def drain(self, seconds: float) -> None:
+        """Refuse new calls, and return when none is left, or after so many seconds.
+
+        Calls that wait for their client have a short time only; they end with ``DRAINING``.
+        """
         self._stopping = True
-        end = time.monotonic() + _STOP_SECONDS
-        while any(each.timeout is not None for each in self._open) and time.monotonic() < end:
-            await asyncio.sleep(0.05)
-        for each in self._open:
-            if each.timeout is not None:
-                each.timeout.reschedule(0)
+        begun = time.monotonic()
+        while self._open and (age := time.monotonic() - begun) < seconds:
+            for each in self._open:
+                if age > _STOP_SECONDS and each.timeout is not None:
+                    each.timeout.reschedule(0)
+            await asyncio.sleep(_STOP_POLL_SECONDS)
 
     def close(self) -> None:
         """Wait for what threads are at, and end them."""
@@ -170,6 +181,8 @@ class Door:
         headers = dict(metadata)
         if SHARD_HEADER in headers:
             self._check_place(str(headers[SHARD_HEADER]))
+        if self._stopping:
+            raise Refusal(Reason.DRAINING, "the server is stopping")
         if len(self._open) >= _MOST_CALLS:
             raise Refusal(Reason.BUSY, f"{_MOST_CALLS} calls are open", retry_seconds=1.0)
         parent = headers.get(TRACEPARENT)
@@ -276,6 +289,7 @@ class Door:
     async def _in_thread(self, opened: _Open, work: Callable[[], Result]) -> Result:
         """Run work in the call's lane; a call that is cancelled meanwhile ends when its work has."""
         loop = asyncio.get_running_loop()
+        self._at_work += 1
         future = loop.run_in_executor(self._pools[opened.rule.lane], opened.span.run, work)
         try:
             return await asyncio.shield(future)
@@ -284,6 +298,8 @@ class Door:
             if not future.cancelled():
                 future.exception()  # nobody else will ask
             raise
+        finally:
+            self._at_work -= 1
 
     def _refused(self, rpc: str, refusal: Refusal) -> grpc.Status:
         self._metrics.refusals.labels(reason=refusal.reason.name).inc()

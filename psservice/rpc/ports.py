@@ -70,6 +70,6 @@ class Port:
         """Begin to accept calls."""
         await self._server.start()
 
-    async def stop(self, grace_seconds: float | None) -> None:
-        """Accept no more calls; cancel those that have not ended by then."""
-        await self._server.stop(grace_seconds)
+    async def stop(self) -> None:
+        """Accept no more calls, and cancel those that are open."""
+        await self._server.stop(None)

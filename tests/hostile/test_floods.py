@@ -1,0 +1,49 @@
+"""Floods by callers who mean no good: an honest worker trains on, memory stays flat, probes and SIGTERM are heeded.
+
+How much slower the worker gets is measured by ``python -m tests.hostile.floods``; no verdict here depends on that.
+"""
+
+from contextlib import suppress
+
+import grpc
+import pytest
+
+from tests.hostile.attackers import FLOODS, SERVICE
+from tests.hostile.floods import TOKEN, scene
+
+PUSHES = 40
+MEMORY_BYTES = 64 << 20
+STOP_SECONDS = 10.0  # a quiet machine takes 1 to 3
+SECONDS = 60.0
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_an_honest_worker_trains_on_under_a_flood_and_the_server_ends_when_it_is_told(kind, tmp_path):
+    with scene(tmp_path, rpc_threads=4) as on:
+        before = on.memory_bytes()
+        with on.flood(kind, SECONDS):
+            assert len(on.worker.push_for(1.0, least=PUSHES)) >= PUSHES
+            assert on.is_serving()
+            assert on.memory_bytes() - before < MEMORY_BYTES
+            assert on.stop() < STOP_SECONDS
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_bodies_that_are_no_protobuf_leave_nothing_behind(token, tmp_path):
+    with scene(tmp_path) as on:
+        credentials = grpc.ssl_channel_credentials(on.ca.read_bytes())
+        metadata = [("authorization", f"Bearer {token}")] if token else []
+        with grpc.secure_channel(on.server.addresses[0], credentials) as channel:
+            call = channel.unary_unary(SERVICE + "GetStatus")
+
+            def send(count):
+                for _ in range(count // 50):
+                    for failed in [call.future(b"\xff" * 10, metadata=metadata, timeout=SECONDS) for _ in range(50)]:
+                        with suppress(grpc.RpcError):
+                            failed.result()
+
+            send(500)
+            before = on.memory_bytes()
+            send(4_000)
+            assert on.memory_bytes() - before < 16 << 20  # they would be 76 MB if each left 19 KB
+        on.worker.push_for(0.0, least=1)
