@@ -165,8 +165,12 @@ class Metrics:
             buckets=_SECONDS_BUCKETS,
             registry=registry,
         )
-        self.running_calls = Gauge("psservice_running_calls", "Calls that a thread works on, or that wait for one", registry=registry)
-        self.call_limit = Gauge("psservice_call_limit", "Calls that threads work on at once; others wait", registry=registry)
+        self.running_calls = Gauge(
+            "psservice_running_calls", "Calls that a thread works on, or that wait for one", registry=registry
+        )
+        self.call_limit = Gauge(
+            "psservice_call_limit", "Calls that threads work on at once; others wait", registry=registry
+        )
         self.call_seconds = Histogram(
             "psservice_call_seconds",
             "Time from a call's begin to its end, its client's pauses included",

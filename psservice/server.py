@@ -37,6 +37,8 @@ from psservice.web.server import WebServer
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
+_LAST_CALLS_SECONDS = 0.5
+"""For what is left on the workers' port when its calls have ended: health checks, and goodbyes of connections."""
 
 
 class StartError(Exception):
@@ -156,7 +158,7 @@ class Server:
         self._look_at_health()
         self._loop.run(self._door.drain(self.settings.drain_seconds))
         *_, port = self._ports
-        self._loop.run(port.stop())
+        self._loop.run(port.stop(min(self.settings.drain_seconds, _LAST_CALLS_SECONDS)))
         self._door.close()
         self.engine.close()
         self._upkeep.close()
@@ -168,7 +170,7 @@ class Server:
         log.info("stopped", extra={"version": self.engine.model.version if self.engine.model else 0})
 
     async def _close_ports(self) -> None:
-        await asyncio.gather(*(port.stop() for port in self._ports))
+        await asyncio.gather(*(port.stop(0.0) for port in self._ports))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop.set()

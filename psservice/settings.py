@@ -160,9 +160,17 @@ class ServerSettings(LayeredSettings):
         60.0, gt=0, description="cancel a call whose client sends nothing that is due, or does not read, for so long"
     )
     stream_seconds: float = Field(3600.0, gt=0, description="cancel a call that waits for its client after this time")
-    rpc_threads: int = Field(64, ge=4, description="threads that work on pushes, pulls and models; a call that waits for its client holds none")
+    rpc_threads: int = Field(
+        64,
+        ge=4,
+        description="threads that work on pushes, pulls and models; a call that waits for its client holds none",
+    )
     compute_threads: int = Field(0, ge=0, description="CPU threads of a tensor operation; 0 leaves torch's default")
-    drain_seconds: float = Field(20.0, ge=0, description="time after SIGTERM for calls that the server is at; one that waits for its client has 2 seconds")
+    drain_seconds: float = Field(
+        20.0,
+        ge=0,
+        description="time after SIGTERM for calls that the server is at; one that waits for its client has 2 seconds",
+    )
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
     log_format: Literal["auto", "json", "text"] = Field(

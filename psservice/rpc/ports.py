@@ -70,6 +70,6 @@ class Port:
         """Begin to accept calls."""
         await self._server.start()
 
-    async def stop(self) -> None:
-        """Accept no more calls, and cancel those that are open."""
-        await self._server.stop(None)
+    async def stop(self, seconds: float) -> None:
+        """Accept no more calls, and cancel those that are open after so many seconds."""
+        await self._server.stop(seconds)

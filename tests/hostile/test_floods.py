@@ -8,6 +8,7 @@ from contextlib import suppress
 import grpc
 import pytest
 
+from pscore.v1 import parameter_server_pb2 as pb
 from tests.hostile.attackers import FLOODS, SERVICE
 from tests.hostile.floods import TOKEN, scene
 
@@ -23,6 +24,8 @@ def test_an_honest_worker_trains_on_under_a_flood_and_the_server_ends_when_it_is
         before = on.memory_bytes()
         with on.flood(kind, SECONDS):
             assert len(on.worker.push_for(1.0, least=PUSHES)) >= PUSHES
+            on.worker.stub.RenewLease(pb.RenewLeaseRequest(identity=on.worker.identity), timeout=SECONDS)
+            assert on.worker.stub.GetStatus(pb.GetStatusRequest(), timeout=SECONDS).version >= PUSHES
             assert on.is_serving()
             assert on.memory_bytes() - before < MEMORY_BYTES
             assert on.stop() < STOP_SECONDS

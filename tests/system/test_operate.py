@@ -129,20 +129,29 @@ def test_health_and_reflection_and_metrics():
             with grpc.insecure_channel(address) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
                 for service in ("", "sparseps.v1.ParameterServerService"):
-                    answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+                    answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=30)
                     assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with grpc.insecure_channel(server.addresses[0]) as channel:
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             request = reflection_pb2.ServerReflectionRequest(list_services="")
-            answer = next(stub.ServerReflectionInfo(iter([request]), timeout=10))
+            answer = next(stub.ServerReflectionInfo(iter([request]), timeout=30))
             names = {service.name for service in answer.list_services_response.service}
             assert "sparseps.v1.ParameterServerService" in names
+            v1 = channel.stream_stream(
+                "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+                reflection_pb2.ServerReflectionRequest.SerializeToString,
+                reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            for symbol in ("sparseps.v1.ParameterServerService", "grpc.reflection.v1.ServerReflection"):
+                request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
+                answer = next(v1(iter([request]), timeout=30))
+                assert answer.file_descriptor_response.file_descriptor_proto, symbol
 
         model = make_model()
         optimizer = dgs(model, server)
         for _ in range(2):
             train_step(model, optimizer, *make_data())
-        text = urllib.request.urlopen(f"http://{server.metrics_addresses[0]}/metrics", timeout=10).read().decode()
+        text = urllib.request.urlopen(f"http://{server.metrics_addresses[0]}/metrics", timeout=30).read().decode()
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         assert values["psservice_pushes_total"] == "2.0"
         assert values["psservice_version"] == "2.0"
@@ -158,7 +167,7 @@ def test_reflection_may_be_off():
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         with pytest.raises(grpc.RpcError) as caught:
-            next(stub.ServerReflectionInfo(iter([request]), timeout=10))
+            next(stub.ServerReflectionInfo(iter([request]), timeout=30))
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
