@@ -224,12 +224,11 @@ class Persistence:
         Raises:
             Refusal: ``NOT_DURABLE``.
         """
-        if body is None:
-            return
-        said = pb.PushSparseResponse(
-            version=answer.version, staleness=answer.staleness, applied_scale=answer.applied_scale
-        )
-        self._append(PUSHED, add_message(body, said))
+        if body is not None:
+            said = pb.PushSparseResponse(
+                version=answer.version, staleness=answer.staleness, applied_scale=answer.applied_scale
+            )
+            self._append(PUSHED, add_message(body, said))
 
     def averaged(self, identity: Identity, step: int, samples: int, data: bytes, live_workers: int) -> None:
         """Write an exchange of buffers down; raises :class:`Refusal` (``NOT_DURABLE``)."""
