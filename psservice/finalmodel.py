@@ -31,12 +31,16 @@ class FinalModel:
         path: the whole model's file, or ``None``.
         shard_index: this shard.
         num_shards: of how many; with several, each writes a part beside that path.
+
+    Attributes:
+        has_failed: whether the newest attempt to write it has.
     """
 
     def __init__(self, path: Path | None, shard_index: int, num_shards: int) -> None:
         """Nothing is written yet."""
         self._path = modelfile.part_path(path, shard_index, num_shards) if path else None
         self._whole = num_shards == 1
+        self.has_failed = False
         self._thread: threading.Thread | None = None
 
     def is_there(self, run_id: str, version: int) -> bool:
@@ -52,6 +56,7 @@ class FinalModel:
     def begin(self, copy: Callable[[], ModelCopy], run_id: str) -> None:
         """Take a copy now, if there is something to write, and write it in a thread of its own."""
         if self._path is not None:
+            self.has_failed = False
             self._thread = threading.Thread(target=self._write, args=(copy(), run_id, self._path), name="final-model")
             self._thread.start()
 
@@ -59,7 +64,7 @@ class FinalModel:
         """Wait until it is written; return where, or nothing."""
         if self._thread is not None:
             self._thread.join()
-        return str(self._path) if self._path and self._path.exists() else ""
+        return str(self._path) if self._path and self._path.exists() and not self.has_failed else ""
 
     def _write(self, copy: ModelCopy, run_id: str, path: Path) -> None:
         metadata = {"run_id": run_id, "version": str(copy.version), "format": "pt"}
@@ -71,5 +76,8 @@ class FinalModel:
             else:
                 modelfile.write_part(path, layout, copy.model.span, copy.values.cpu(), copy.buffers, metadata)
             log.info("final model written", extra={"path": str(path), "version": copy.version})
-        except OSError as error:
-            log.error("final model could not be written", extra={"path": str(path), "error": str(error)})
+        except Exception as error:  # of a thread of its own nobody else would hear
+            self.has_failed = True
+            unknown = not isinstance(error, OSError)
+            why = {"path": str(path), "error": str(error)}
+            log.error("final model could not be written", extra=why, exc_info=unknown)
