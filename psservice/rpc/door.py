@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_FIRST_BYTES = 16 << 10  # of a stream after which its header is checked, or its end
 _BATCH_BYTES = 128 << 10  # of messages that one visit to a thread works on
 _ANSWER_BYTES = 1 << 20  # of messages that one visit to a thread writes
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
@@ -217,13 +218,13 @@ class Door:
         return await self._in_thread(opened, work)
 
     async def _read_stream(self, opened: _Open, request_type: type[Message], handler: Handler) -> "_Answers":
-        """Feed a reader: the header at once, what follows in batches."""
+        """Feed a reader in batches, a small stream as a whole."""
         call = opened.call
         reading = cast(Callable[[Call], StreamReader], handler)(call)
         try:
             opened.span.run(next, reading)
             pending: list[tuple[bytes, int]] = []
-            size, most = 0, 0
+            size, most = 0, _FIRST_BYTES
             while (raw := await self._next(opened)) is not None:
                 if call.charge is not None:
                     call.charge.add(received_bytes(len(raw)))

@@ -200,39 +200,41 @@ def test_a_backward_pass_longer_than_the_idle_time_costs_one_push_sent_twice(sta
 
 
 def test_a_second_stream_of_a_worker_is_busy_while_the_first_holds_its_share(start):
-    server = start(worker_bytes=20_000, stream_bytes=1 << 20)
-    worker, other = joined(server), joined(server)
-    call, stream = stalled_stream(worker, "PushSparse", header(worker), chunk(worker, 0, N))
-    wait_until(lambda: in_flight(server) > 10_000)
-    assert busy(lambda: worker.push(list(range(N)), [1.0] * N))
-    assert other.push(list(range(N)), [1.0] * N).version == 1
+    server = start(worker_bytes=200_000, stream_bytes=1 << 20)
+    size = 5_000  # more than a stream may send before its header is looked at
+    worker, other = joined(server, size), joined(server, size)
+    call, stream = stalled_stream(worker, "PushSparse", header(worker), chunk(worker, 0, size))
+    wait_until(lambda: in_flight(server) > 100_000)
+    assert busy(lambda: worker.push(list(range(size)), [1.0] * size))
+    assert other.push(list(range(size)), [1.0] * size).version == 1
     stream.done.set()
     assert call.exception(TIMEOUT).code() is grpc.StatusCode.INVALID_ARGUMENT  # it has no commit
     worker.step = 0
-    assert worker.push(list(range(N)), [1.0] * N).version == 2
+    assert worker.push(list(range(size)), [1.0] * size).version == 2
     wait_until(lambda: in_flight(server) == 0)
 
 
 def test_every_worker_is_busy_while_one_holds_the_total_and_that_one_gets_through(start):
-    server = start(inflight_bytes=10_000)
-    worker, other = joined(server), joined(server)
+    size = 10_000
+    server = start(inflight_bytes=150_000)
+    worker, other = joined(server, size), joined(server, size)
     rest = threading.Event()
 
     def in_two_parts():
         yield header(worker)
-        yield chunk(worker, 0, N // 2)
+        yield chunk(worker, 0, size // 2)
         rest.wait(TIMEOUT)
-        yield chunk(worker, N // 2, N // 2)
-        yield pb.PushSparseRequest(commit=pb.Commit(chunks=2, entries=N, crc32=zlib.crc32(ONE * N)))
+        yield chunk(worker, size // 2, size // 2)
+        yield pb.PushSparseRequest(commit=pb.Commit(chunks=2, entries=size, crc32=zlib.crc32(ONE * size)))
 
     call = worker.stub.PushSparse.future(in_two_parts(), timeout=TIMEOUT)
-    wait_until(lambda: in_flight(server) > 7_000)
-    assert busy(lambda: other.push(list(range(N)), [1.0] * N))
+    wait_until(lambda: in_flight(server) > 120_000)
+    assert busy(lambda: other.push(list(range(size)), [1.0] * size))
     assert busy(other.pull)
     rest.set()
     assert call.result(TIMEOUT).version == 1
     other.step = 0
-    assert other.push(list(range(N)), [1.0] * N).version == 2
+    assert other.push(list(range(size)), [1.0] * size).version == 2
 
 
 def test_a_horde_of_tiny_chunks_is_refused(start):
