@@ -99,7 +99,7 @@ class Past:
             self._forgive(
                 StorageError(
                     f"snapshot {newest[0]:012d} in {self._snapshots} is missing or damaged, and the model began anew "
-                    "with it. Restore it from a copy, or start with --recover last-good to go back to what was before it"
+                    "with it. Restore it from a copy, or start with --recover last-good to go back to the one before"
                 )
             )
 
