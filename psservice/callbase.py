@@ -55,7 +55,11 @@ class CallBase:
             )
 
     def _identity(self, caller: Caller, message: pb.WorkerIdentity, *, any_run: bool = False) -> Identity:
-        for what, text in (("worker_id", message.worker_id), ("incarnation", message.incarnation)):
+        for what, text in (
+            ("worker_id", message.worker_id),
+            ("incarnation", message.incarnation),
+            ("run_id", message.run_id or "-"),
+        ):
             require_name(what, text)
         require_worker(caller, message.worker_id)
         if not any_run:

@@ -31,7 +31,7 @@ from psservice.modelentry import ModelEntry
 from psservice.roundkeeper import RoundKeeper
 from psservice.rules.admission import Admission
 from psservice.rules.regime import Regime
-from psservice.run import RunState
+from psservice.run import RunState, added
 from psservice.runend import RunEnd
 from psservice.settings import ServerSettings
 from psservice.shard.difference import DownSettings
@@ -220,6 +220,7 @@ class Engine(ShardState):
                     Reason.VERSION_IN_FUTURE, f"base version {push.base_version}, the server has {model.version}"
                 )
             self._groups.admit(model, push.identity)
+            self._groups.require_near(model, push.step)
             staleness = model.version - push.base_version
             in_rounds = model.round is not None and push.samples > 0  # a flush is the last chance of what is in it
             self.admission.require_fresh(staleness, in_rounds=in_rounds)
@@ -244,7 +245,7 @@ class Engine(ShardState):
             self.datasets.put(datasets)
             member.last_step, member.staleness = push.step, staleness
             self.membership.tick(member)
-            member.samples += push.samples
+            member.samples = added(member.samples, push.samples)
             self.metrics.observe_push(answer, model.version)
             over = self.run.count(model.version, push.samples)
             self._rounds.close_if_due(model, self.regime.rounds)

@@ -32,7 +32,7 @@ from psservice.rules.admission import first_clock
 from psservice.rules.freezing import Decision
 from psservice.rules.regime import Regime
 from psservice.rules.update.base import RuleState
-from psservice.run import RunState
+from psservice.run import RunState, added
 from psservice.shard.grouped import GroupedShard, make_shard
 from psservice.shard.ledger import Support
 from psservice.shard.model import Correction, ShardSettings
@@ -303,7 +303,7 @@ class History:
         live = self.workers.get(identity.worker_id)
         if live is not None and live.identity == identity:
             live.clock += 1
-        self.samples += header.samples
+        self.samples = added(self.samples, header.samples)
 
     def _do_round(self, record: Record) -> None:
         (data,) = messages_in(record.body)

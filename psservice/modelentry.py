@@ -10,6 +10,7 @@ from pscore.layout import ModelLayout
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from psservice import modelstart
+from psservice.bounds import MOST_FIRST_VERSION
 from psservice.buffers import BufferAverage
 from psservice.membership import Identity
 from psservice.shard.grouped import make_shard
@@ -68,7 +69,11 @@ class ModelEntry:
     def finish_upload(
         self, identity: Identity, generation: int, version: int, segments: list[Segment], buffers: bytes
     ) -> int:
-        """Install an uploaded model (dense segments that cover the shard's span) and return its version."""
+        """Install an uploaded model (dense segments that cover the shard's span) and return its version.
+
+        That is the one which the worker names, or less where counting on from there would come to an end.
+        """
+        version = min(version, MOST_FIRST_VERSION)
         flat = torch.cat([segment.values for segment in segments]) if segments else torch.empty(0)
 
         def install() -> int:

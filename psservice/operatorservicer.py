@@ -10,13 +10,12 @@ import grpc
 
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice import bounds
 from psservice.callbase import CallBase
 from psservice.engine import Engine
 from psservice.identities import require_name
 from psservice.security import Gate
 from psservice.statusreport import StatusReport
-
-LONGEST_BAN_SECONDS = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,7 @@ class OperatorServicer(CallBase):
         """End the run."""
         engine = self._engine
         with self._admitted(context, "FinishRun"):
+            require_name("run_id", request.run_id or "-")
             engine.run.require_id(request.run_id, may_be_empty=True)
             path = engine.finish()
             return pb.FinishRunResponse(version=engine.require_model(None).version, final_model=path)
@@ -80,6 +80,8 @@ class OperatorServicer(CallBase):
     ) -> pb.RestoreModelResponse:
         """Go back."""
         with self._admitted(context, "RestoreModel"):
+            bounds.require(request)
+            require_name("checkpoint", request.checkpoint or "-")
             target = request.WhichOneof("target")
             if target is None:
                 raise Refusal(Reason.BAD_REQUEST, "name a version or a checkpoint to go back to")
@@ -115,11 +117,7 @@ class OperatorServicer(CallBase):
         engine = self._engine
         with self._admitted(context, "EvictWorker"):
             require_name("worker_id", request.worker_id)
-            if not 0 <= request.ban_seconds <= LONGEST_BAN_SECONDS:  # not a number is refused too
-                raise Refusal(
-                    Reason.BAD_REQUEST,
-                    f"ban_seconds is {request.ban_seconds}; it must be 0 to {LONGEST_BAN_SECONDS:.0f} (a week)",
-                )
+            bounds.require(request)
             member = engine.evict(request.worker_id, request.ban_seconds)
             _, last_step = engine.membership.last_push(request.worker_id) or ("", 0)
             return pb.EvictWorkerResponse(

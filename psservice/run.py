@@ -6,6 +6,14 @@ from enum import Enum
 
 from pscore.reasons import Reason, Refusal
 
+MOST_COUNT = (1 << 63) - 1
+"""Where sums end that are kept: what a snapshot's manifest and any client's signed integer can carry."""
+
+
+def added(count: int, more: int) -> int:
+    """Return a sum that ends at :data:`MOST_COUNT`, live and in a replay alike."""
+    return min(count + more, MOST_COUNT)
+
 
 class RunState(Enum):
     """Where a run is."""
@@ -101,7 +109,7 @@ class Run:
 
     def count(self, version: int, samples: int) -> bool:
         """Count a push; return True if it has brought the run to its end."""
-        self.samples += samples
+        self.samples = added(self.samples, samples)
         return self.is_over(version)
 
     def is_over(self, version: int) -> bool:

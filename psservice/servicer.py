@@ -3,7 +3,6 @@
 The calls of workers; those of operators are in :mod:`psservice.operatorservicer`.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from pscore.tracing import traced_stream
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceServicer
 from pscore.version import __version__
+from psservice import bounds
 from psservice.calls import Push
 from psservice.datamessages import answer_to_message, finished_of, wish_of
 from psservice.engine import Engine
@@ -78,8 +78,9 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
                     Reason.UNKNOWN_PROTOCOL,
                     f"the worker speaks protocol {request.protocol_version}, the server {PROTOCOL_VERSION}",
                 )
-            engine.run.require_id(request.identity.run_id, may_be_empty=True)
+            bounds.require_join(request)
             identity = self._identity(caller, request.identity, any_run=True)
+            engine.run.require_id(request.identity.run_id, may_be_empty=True)
             self._require_place(place_of(request.shard_index, request.num_shards))
             down = VALUE_CODECS[self._settings.down_value_type]
             if down not in (request.value_codecs or PLAIN_VALUE_CODECS):
@@ -144,6 +145,7 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
         with self._admitted(context, "UploadModel", changes=True) as caller, self._stream() as charge:
 
             def open_upload(header: pb.UploadHeader) -> tuple[Span, int]:
+                bounds.require(header)
                 identity = self._identity(caller, header.identity, any_run=True)
                 charge.belongs_to(identity.worker_id)
                 engine.check_upload(identity, header.generation)
@@ -195,13 +197,10 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
         with self._admitted(context, "PushSparse", changes=True) as caller, self._stream() as charge:
 
             def open_push(header: pb.PushHeader) -> PushReader:
+                bounds.require(header)
                 identity = self._identity(caller, header.identity)
                 charge.belongs_to(identity.worker_id)
                 engine.check_push(identity, header.step)
-                if header.step == 0:
-                    raise Refusal(Reason.BAD_REQUEST, "steps count from 1")
-                if not 0 <= header.learning_rate < math.inf:
-                    raise Refusal(Reason.BAD_REQUEST, f"{header.learning_rate} is no learning rate")
                 finished_of(header)  # refused here, before the rest of it is received
                 return PushReader.of(header, engine.span, keep=engine.persistence.keeps_journal)
 
@@ -241,6 +240,7 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
         """Send a worker what its replica lacks."""
         engine = self._engine
         with self._admitted(context, "PullDiff") as caller, self._reply() as charge:
+            bounds.require(request)
             identity = self._identity(caller, request.identity)
             charge.belongs_to(identity.worker_id)
             reply = engine.pull(
@@ -278,6 +278,7 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
             if first is None or first.WhichOneof("message") != "header":
                 raise Refusal(Reason.BAD_REQUEST, "an exchange of buffers begins with its header")
             header = first.header
+            bounds.require(header)
             identity = self._identity(caller, header.identity)
             charge.belongs_to(identity.worker_id)
             buffers = engine.require_buffers(identity, header.generation)
