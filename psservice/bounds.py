@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from google.protobuf.message import Message
 
+from pscore.messages import MOST_TENSORS
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
@@ -68,9 +69,6 @@ BOUNDS: Mapping[str, Mapping[str, tuple[Number, Number]]] = {
 }
 """By message and field: the least and the largest value."""
 
-MOST_TENSORS = 1 << 16
-"""Parameters and buffers of a model together; their aliases together are at most as many."""
-
 _MOST_SETTINGS = 256
 _LONGEST_SETTING = 512 << 10  # the positions of all tensors, in groups of an optimizer
 _MOST_CODECS = 64
@@ -100,7 +98,7 @@ def require_join(request: pb.JoinRequest) -> None:
     for name, value in request.method_settings.items():
         require_name("the name of a setting", name)
         if value:
-            require_name(f"setting {name}", value, _LONGEST_SETTING)
+            require_name(f"setting {name!r}", value, _LONGEST_SETTING)
 
 
 def _require_count(what: str, count: int, most: int) -> None:

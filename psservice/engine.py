@@ -15,6 +15,7 @@ import torch
 from pscore.codecs.names import VALUE_CODECS
 from pscore.frames import WireForm
 from pscore.layout import ModelLayout
+from pscore.messages import first_difference, layout_to_message
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment, merge
 from pscore.selectors import SELECTORS
@@ -109,12 +110,13 @@ class Engine(ShardState):
             )
         with self.join_lock:
             self.doorway.require_open()
-            regime = Regime.of(method_settings)
-            others = any(member.identity != identity for member in self.membership.members())
-            alone = self.model is None and not others and self._entry.start is None
+            alone = self._entry.start is None and self.is_alone(identity)
+            replace = alone or self._entry.start is not None
+            # Read before they become the run's; where they must be the run's, that has been done.
+            regime = Regime.of(method_settings) if replace or not self.run.method else self.regime
             if self.layout is not None and not alone:
                 self._require_same_model(self.layout, layout)
-            self.run.agree(method, method_settings, replace=alone or self._entry.start is not None)
+            self.run.agree(method, method_settings, replace=replace)
             self.regime = regime
             if self._entry.start is not None:
                 self._entry.install_start(layout)
@@ -341,7 +343,7 @@ class Engine(ShardState):
     def _require_same_model(ours: ModelLayout, theirs: ModelLayout) -> None:
         if ours.fingerprint == theirs.fingerprint:
             return
-        name, how = ours.first_difference(theirs) or ("", "the layouts differ")
+        name, how = first_difference(layout_to_message(ours), layout_to_message(theirs)) or ("", "the layouts differ")
         raise Refusal(Reason.FINGERPRINT_MISMATCH, how, tensor=name)
 
     def _end_leases(self) -> None:

@@ -16,7 +16,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import DecodeError, Message
 
 from pscore.layout import ModelLayout, Span
-from pscore.messages import layout_from_message, layout_to_message
+from pscore.messages import kept_layout_from_message, layout_to_message
 from pscore.reasons import Refusal
 from pscore.segment import Segment, merge
 from pscore.v1 import parameter_server_pb2 as pb
@@ -376,6 +376,6 @@ def on_device(update: Segment | None, device: torch.device) -> Segment | None:
 def _layout_of(snapshot: Snapshot) -> ModelLayout:
     path: Path = snapshot.path
     try:
-        return layout_from_message(ParseDict(snapshot.manifest.layout, pb.ModelLayout()))
+        return kept_layout_from_message(ParseDict(snapshot.manifest.layout, pb.ModelLayout()))
     except (ParseError, Refusal) as error:
         raise StorageError(f"{path}: the layout in the manifest is malformed: {error}") from error

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Mapping
 from enum import Enum
 
+from pscore.names import shown
 from pscore.reasons import Reason, Refusal
 
 MOST_COUNT = (1 << 63) - 1
@@ -61,7 +62,10 @@ class Run:
             self.run_id = "" if may_be_empty else run_id  # one who only asks to join proves nothing
             return
         if run_id != self.run_id:
-            raise Refusal(Reason.RUN_MISMATCH, f"the caller belongs to run {run_id!r}, this server to {self.run_id!r}")
+            raise Refusal(
+                Reason.RUN_MISMATCH,
+                f"the caller belongs to run {shown(run_id)!r}, this server to {shown(self.run_id)!r}",
+            )
 
     def follow(self, run_id: str) -> None:
         """Take the run that an upload belongs to; raises :class:`Refusal` (``RUN_MISMATCH``) where one is set here."""
@@ -82,14 +86,16 @@ class Run:
         if method != self.method:
             raise Refusal(
                 Reason.SETTINGS_MISMATCH,
-                f"the worker trains with {method!r}, the run with {self.method!r}",
+                f"the worker trains with {shown(method)!r}, the run with {shown(self.method)!r}",
                 setting="method",
             )
         for name in sorted({*settings, *self.method_settings}):
             mine, theirs = self.method_settings.get(name, "unset"), settings.get(name, "unset")
             if mine != theirs:
                 raise Refusal(
-                    Reason.SETTINGS_MISMATCH, f"the worker has {name} = {theirs}, the run {name} = {mine}", setting=name
+                    Reason.SETTINGS_MISMATCH,
+                    f"the worker has {shown(name)} = {shown(theirs)}, the run {shown(name)} = {shown(mine)}",
+                    setting=shown(name),
                 )
 
     def restore(self, run_id: str, state: RunState, method: str, settings: Mapping[str, str], samples: int) -> None:

@@ -19,7 +19,7 @@ from pscore.codecs.names import (
 )
 from pscore.frames import WireForm
 from pscore.layout import ModelLayout, Span
-from pscore.messages import PROTOCOL_VERSION, layout_from_message, layout_to_message, place_of
+from pscore.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from pscore.tracing import traced_stream
@@ -32,6 +32,7 @@ from psservice.datamessages import answer_to_message, finished_of, wish_of
 from psservice.engine import Engine
 from psservice.identities import require_name
 from psservice.inflight import Charge, InFlight, charged, largest_stream, segments_bytes
+from psservice.joinlayout import JoinLayouts
 from psservice.operatorservicer import OperatorServicer, Process
 from psservice.security import Gate
 from psservice.shard.replies import Reply
@@ -65,6 +66,7 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
     def __init__(self, engine: Engine, gate: Gate, process: Process | None = None) -> None:
         """Serve this engine to whom the gate admits."""
         super().__init__(engine, gate, process)
+        self._layouts = JoinLayouts(engine)
         self._inflight = InFlight(engine.settings.inflight_bytes)
         self._sized = _Sized(None, largest_stream(None, 0), 0)
         self._metrics.bytes_in_flight.set_function(lambda: self._inflight.bytes)
@@ -91,7 +93,7 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
                 )
             outcome = engine.join(
                 identity,
-                layout_from_message(request.layout),
+                self._layouts.read(identity, request.layout),
                 request.method,
                 dict(request.method_settings),
                 generation_seen=request.generation_seen,

@@ -470,7 +470,7 @@ class TensorSpec(_message.Message):
     DATA_TYPE_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Fully qualified name, as in state_dict()."""
+    """Fully qualified name, as in state_dict(): 1 to 512 printable characters, and not "__metadata__"."""
     data_type: Global___DataType.ValueType
     """Element type on the worker."""
     @_builtins.property
@@ -479,7 +479,7 @@ class TensorSpec(_message.Message):
 
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Other names of the same tensor (tied weights)."""
+        """Other names of the same tensor (tied weights), of the same form."""
 
     def __init__(
         self,
@@ -507,10 +507,10 @@ class ModelLayout(_message.Message):
     BUFFERS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
-    """SHA-256 over a line of text for each tensor; docs/writing-a-client.md has its bytes."""
+    """SHA-256 over kind, name, sizes and data type of each tensor; docs/writing-a-client.md has its bytes."""
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """Parameters, in named_parameters() order."""
+        """Parameters, in named_parameters() order; with the buffers at most 65,536, and as many aliases."""
 
     @_builtins.property
     def buffers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
