@@ -223,7 +223,8 @@ class Engine(ShardState):
                 )
             self._groups.admit(model, push.identity)
             self._groups.require_near(model, push.step)
-            staleness = model.version - push.base_version
+            own = record.own
+            staleness = model.version - push.base_version - own.since(push.generation, push.base_version)
             in_rounds = model.round is not None and push.samples > 0  # a flush is the last chance of what is in it
             self.admission.require_fresh(staleness, in_rounds=in_rounds)
             self._require_in_step(member)
@@ -243,7 +244,9 @@ class Engine(ShardState):
                 self.persistence.take_back(number)
                 raise
             answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
-            self.membership.remember_push(push.identity, push.step, answer)
+            if model.round is None:
+                own = own.noted(push.generation, push.base_version, version)
+            self.membership.remember_push(push.identity, push.step, answer, own)
             self.datasets.put(datasets)
             member.last_step, member.staleness = push.step, staleness
             self.membership.tick(member)

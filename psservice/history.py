@@ -31,6 +31,7 @@ from psservice.membership import Identity, PushAnswer, PushRecord
 from psservice.rules.admission import first_clock
 from psservice.rules.freezing import Decision
 from psservice.rules.regime import Regime
+from psservice.rules.staleness import OwnVersions
 from psservice.rules.update.base import RuleState
 from psservice.run import RunState, added
 from psservice.shard.grouped import GroupedShard, make_shard
@@ -166,6 +167,7 @@ class History:
                     push.step,
                     PushAnswer(push.version, push.staleness, 0, push.applied_scale) if push.step else None,
                     push.buffer_step,
+                    OwnVersions(push.own_generation, tuple(push.own_versions)),
                 ),
             )
             for push in manifest.pushes
@@ -297,6 +299,8 @@ class History:
             header.step,
             PushAnswer(answer.version, answer.staleness, 0, answer.applied_scale or 1.0),
         )
+        if self.model.round is None:
+            known.own = known.own.noted(header.generation, header.base_version, answer.version)
         self.pushes.move_to_end(identity)
         self.last_pushes[identity.worker_id] = (identity.incarnation, header.step)
         self.last_pushes.move_to_end(identity.worker_id)

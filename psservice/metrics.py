@@ -104,7 +104,10 @@ class Metrics:
             registry=registry,
         )
         self.staleness = Histogram(
-            "psservice_staleness", "Versions between base and push", buckets=_STALENESS_BUCKETS, registry=registry
+            "psservice_staleness",
+            "Pushes of others between a push's base version and the push",
+            buckets=_STALENESS_BUCKETS,
+            registry=registry,
         )
         self.round_contributors = Histogram(
             "psservice_round_contributors",
