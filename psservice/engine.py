@@ -181,10 +181,17 @@ class Engine(ShardState):
         return self._entry.upload_buffer_bytes()
 
     def finish_upload(
-        self, identity: Identity, generation: int, version: int, segments: list[Segment], buffers: bytes
+        self,
+        identity: Identity,
+        generation: int,
+        version: int,
+        segments: list[Segment],
+        buffers: bytes,
+        *,
+        run_id: str = "",
     ) -> int:
         """Install an uploaded model (dense segments that cover the shard's span) and return its version."""
-        return self._entry.finish_upload(identity, generation, version, segments, buffers)
+        return self._entry.finish_upload(identity, generation, version, segments, buffers, run_id=run_id)
 
     # Training
 
@@ -243,6 +250,8 @@ class Engine(ShardState):
             except BaseException:
                 self.persistence.take_back(number)
                 raise
+            if not self.run.run_id:
+                self.run.follow(push.run_id)
             answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
             if model.round is None:
                 own = own.noted(push.generation, push.base_version, version)

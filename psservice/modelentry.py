@@ -67,7 +67,14 @@ class ModelEntry:
         return packed_bytes(state.layout.buffers)
 
     def finish_upload(
-        self, identity: Identity, generation: int, version: int, segments: list[Segment], buffers: bytes
+        self,
+        identity: Identity,
+        generation: int,
+        version: int,
+        segments: list[Segment],
+        buffers: bytes,
+        *,
+        run_id: str,
     ) -> int:
         """Install an uploaded model (dense segments that cover the shard's span) and return its version.
 
@@ -82,7 +89,14 @@ class ModelEntry:
                 layout = self._state.layout
                 assert layout is not None  # check_upload has found a member, who brought one
                 specs = layout.buffers if self.upload_buffer_bytes() else ()
-                self._install(layout, flat, unpack(buffers, specs), generation, version)
+                state, before = self._state, self._state.run.run_id
+                state.run.require_upload(run_id or before)
+                state.run.follow(run_id)
+                try:
+                    self._install(layout, flat, unpack(buffers, specs), generation, version)
+                except BaseException:
+                    state.run.run_id = before
+                    raise
                 return version
 
         return self._state.writer.run(install)

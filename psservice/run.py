@@ -28,8 +28,8 @@ class Run:
     """One training run as one shard sees it.
 
     Args:
-        run_id: its name; empty draws a random one on the coordinator, and elsewhere takes the coordinator's, which the
-            uploading worker brings.
+        run_id: its name; empty draws a random one on the coordinator, and elsewhere takes that of the model which the
+            shard takes: of the upload, or, where it began with a model of its own, of the first push to that.
         coordinator: whether this is shard 0.
         end_versions: version of this shard at which it ends; 0 for no such end.
         end_samples: samples after which it ends; 0 for no such end.
@@ -54,12 +54,10 @@ class Run:
     def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
         """Check the run that a caller names; raises :class:`Refusal` (``RUN_MISMATCH``).
 
-        A shard that follows the coordinator and has not heard of a run yet takes the first that a worker names.
+        A shard that follows the coordinator and is of no run yet has nothing to compare with, and takes none from here:
+        a name proves nothing.
         """
-        if may_be_empty and not run_id:
-            return
-        if self._follows and not self.run_id:
-            self.run_id = "" if may_be_empty else run_id  # one who only asks to join proves nothing
+        if (may_be_empty and not run_id) or (self._follows and not self.run_id):
             return
         if run_id != self.run_id:
             raise Refusal(
@@ -67,12 +65,19 @@ class Run:
                 f"the caller belongs to run {shown(run_id)!r}, this server to {shown(self.run_id)!r}",
             )
 
-    def follow(self, run_id: str) -> None:
-        """Take the run that an upload belongs to; raises :class:`Refusal` (``RUN_MISMATCH``) where one is set here."""
-        if self._follows:
-            self.run_id = run_id
-        else:
+    def require_upload(self, run_id: str) -> None:
+        """Check the run that an upload names: one of another run replaces that of a shard which follows.
+
+        Raises:
+            Refusal: ``RUN_MISMATCH``.
+        """
+        if not self._follows:
             self.require_id(run_id)
+
+    def follow(self, run_id: str) -> None:
+        """Take the run of a model that is installed here, or of a push to it; nothing where it was named at the start."""
+        if self._follows and run_id:
+            self.run_id = run_id
 
     def agree(self, method: str, settings: Mapping[str, str], *, replace: bool) -> None:
         """Take the first worker's method as the run's, and compare every later worker's with it.

@@ -151,12 +151,17 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
                 identity = self._identity(caller, header.identity, any_run=True)
                 charge.belongs_to(identity.worker_id)
                 engine.check_upload(identity, header.generation)
-                engine.run.follow(header.identity.run_id)
+                engine.run.require_upload(header.identity.run_id)
                 return engine.span, engine.upload_buffer_bytes()
 
             header, segments, buffers = read_upload(charged(request_iterator, charge), open_upload)
             version = engine.finish_upload(
-                self._identity(caller, header.identity), header.generation, header.version, segments, buffers
+                self._identity(caller, header.identity, any_run=True),
+                header.generation,
+                header.version,
+                segments,
+                buffers,
+                run_id=header.identity.run_id,
             )
             return pb.UploadModelResponse(version=version)
 
@@ -219,6 +224,7 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
                     reader.messages,
                     header.learning_rate,
                     finished_of(header),
+                    header.identity.run_id,
                 )
             )
             if repeated:
