@@ -75,7 +75,7 @@ class Run:
             self.require_id(run_id)
 
     def follow(self, run_id: str) -> None:
-        """Take the run of a model that is installed here, or of a push to it; nothing where it was named at the start."""
+        """Take the run of an installed model, or of a push to it; nothing where the run was named at the start."""
         if self._follows and run_id:
             self.run_id = run_id
 
