@@ -1,8 +1,10 @@
 """Numbers that are too large: each is refused by name, and nothing that is kept outgrows what can carry it."""
 
 import math
+import re
 import uuid
 import zlib
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,6 +15,7 @@ from psclient.errors import Transient, from_rpc_error
 from psclient.local import LocalServer
 from pscore.reasons import Refusal
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice.bounds import BOUNDS
 from tests.system.test_raw_client import TIMEOUT, N, RawWorker
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
@@ -286,3 +289,21 @@ def test_counts_that_add_up_stop_where_no_more_can_be_kept(tmp_path):
     with engines(data_dir=tmp_path) as (again,):
         assert again.model.version == 3
         assert again.run.samples == 2**63 - 1
+
+
+def test_the_protocols_page_has_every_bound():
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    told = {
+        (kind, field): (number(least), number(most))
+        for kind, field, least, most in re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    }
+    assert told == {(kind, field): bound for kind, fields in BOUNDS.items() for field, bound in fields.items()}
+
+
+def number(text):
+    """Read a number as the page writes it."""
+    text, less, _ = text.partition(" − 1")
+    factor, times, power = text.rpartition("·")
+    base, is_power, exponent = power.replace(",", "").partition("^")
+    found = int(base) ** int(exponent) if is_power else int(base)
+    return found * (int(factor) if times else 1) - bool(less)
