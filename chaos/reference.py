@@ -3,6 +3,7 @@
 It takes nothing from the server but the versions that workers were answered and the model that anybody can download.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -85,6 +86,7 @@ def judge(
     pushes: dict[Name, Push] = {}
     versions: dict[Name, int] = {}
     expected: dict[int, set[str]] = defaultdict(set)
+    stale: dict[Name, int] = {}
     for version, digests in seen.items():
         expected[version] |= digests
     for entry in entries:
@@ -100,7 +102,9 @@ def judge(
             verdict.refused += 1
             verdict.say(f"push {entry.name} was refused: {line['why']}")
         elif line["kind"] == "answered":
-            _take_answer(verdict, entry, pushes, versions)
+            _take_answer(verdict, entry, versions)
+            stale[entry.name] = line["staleness"]
+    _check_staleness(verdict, pushes, versions, stale)
     verdict.sent, verdict.acknowledged = len(pushes), len(versions)
     verdict.in_doubt = len(pushes.keys() - versions.keys()) - verdict.refused
     order = _order(verdict, versions)
@@ -109,16 +113,30 @@ def judge(
     return verdict
 
 
-def _take_answer(verdict: Verdict, entry: Entry, pushes: Mapping[Name, Push], versions: dict[Name, int]) -> None:
+def _take_answer(verdict: Verdict, entry: Entry, versions: dict[Name, int]) -> None:
     line, name = entry.line, entry.name
     verdict.repeated += line["repeated"]
     known = versions.setdefault(name, line["version"])
     if known != line["version"]:
         verdict.duplicated += 1
         verdict.say(f"push {name} was answered with version {known} and with version {line['version']}")
-    if name in pushes and line["staleness"] != line["version"] - 1 - pushes[name].base:
-        verdict.disordered += 1
-        verdict.say(f"push {name} of base {pushes[name].base} at version {line['version']}: {line['staleness']} stale")
+
+
+def _check_staleness(
+    verdict: Verdict, pushes: Mapping[Name, Push], versions: Mapping[Name, int], stale: Mapping[Name, int]
+) -> None:
+    """Compare each staleness with the versions since the push's base that its own life has not made."""
+    own: dict[str, list[int]] = defaultdict(list)
+    for name in sorted(versions, key=lambda name: versions[name]):
+        own[name[0]].append(versions[name])
+    for name, version in versions.items():
+        if name not in pushes:
+            continue
+        base = pushes[name].base
+        between = max(0, bisect_left(own[name[0]], version) - bisect_right(own[name[0]], base))
+        if stale[name] != version - 1 - base - between:
+            verdict.disordered += 1
+            verdict.say(f"push {name} of base {base} at version {version}: {stale[name]} stale")
 
 
 def _order(verdict: Verdict, versions: Mapping[Name, int]) -> dict[int, Name]:

@@ -134,13 +134,14 @@ def _chunks(start: int, offsets: Offsets | None, values: Floats) -> Iterator[pb.
 
 def join_request(worker: str, incarnation: str, run: str, size: int, shard: int, shards: int) -> pb.JoinRequest:
     """Ask for a lease, with a model of one tensor; readable are ``DENSE`` and ``RAW32`` alone."""
+    parts = ("parameter", "w", str(size), "float32")
     return pb.JoinRequest(
         identity=pb.WorkerIdentity(run_id=run, worker_id=worker, incarnation=incarnation),
         protocol_version=1,
         method="chaos",
         layout=pb.ModelLayout(
             parameters=[pb.TensorSpec(name="w", shape=[size], data_type=pb.DATA_TYPE_FLOAT32)],
-            fingerprint=hashlib.sha256(f"parameter\0w [{size}] float32\n".encode()).digest(),
+            fingerprint=hashlib.sha256(b"".join(len(p).to_bytes(4, "little") + p.encode() for p in parts)).digest(),
         ),
         shard_index=shard,
         num_shards=shards,

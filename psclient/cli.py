@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from psclient import export, settings  # late: the parser answers --help without loading torch
     from psclient.errors import SparsepsError
     from pscore import modelfile
+    from pscore.names import escaped
 
     try:
         if options.command == "save":
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             modelfile.write(options.out, modelfile.read_parts(options.parts), {"format": "pt"})
     except (SparsepsError, modelfile.ModelFileError, OSError) as error:
-        print(f"psclient: {error}", file=sys.stderr)
+        print(f"psclient: {escaped(str(error))}", file=sys.stderr)
         return 1
     print(f"wrote {options.out}")
     return 0

@@ -7,6 +7,7 @@ import grpc
 
 from pscore import errordetails
 from pscore.channels import explain
+from pscore.names import escaped
 from pscore.reasons import Reason, Refusal
 
 START_FIRST = "Start the server first, or raise PSCLIENT_CONNECT_SECONDS"
@@ -252,7 +253,7 @@ class Transient(Exception):  # noqa: N818 - never leaves the library: it is answ
 
 def from_rpc_error(error: grpc.RpcError) -> Exception:
     """Return what a failed call means: a :class:`Refusal`, a :class:`Transient`, or an error that ends the attempts."""
-    code, detail = error.code(), error.details() or ""
+    code, detail = error.code(), escaped(error.details() or "")
     found = errordetails.from_error(error)
     reason, retry_seconds = found.reason, found.retry_seconds
     if reason in _LATER:

@@ -41,6 +41,7 @@ from pscore.codecs.names import (
 )
 from pscore.generation import epoch, sibling_generation
 from pscore.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.names import shown
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 
@@ -189,7 +190,7 @@ class Membership:
         seen = max(*known, *(answer.generation for answer in answers), 0)
         first = self._join_shard(self.coordinator, seconds, generation_seen=seen)
         if self.identity.run_id != first.run_id and self._joined:
-            log.warning("the server now serves run %s; going on there", first.run_id)
+            log.warning("the server now serves run %s; going on there", shown(first.run_id))
         self.identity.run_id = first.run_id
         self.run_settings = first.settings
         self.leases.renewal_seconds = max(0.1, first.settings.lease_seconds / 3)

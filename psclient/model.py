@@ -8,6 +8,7 @@ import torch
 
 from psclient.errors import ConfigurationError, ModelChangedError
 from pscore.layout import ModelLayout, TensorSpec, layout_of
+from pscore.names import tensor_name_fault
 
 
 class Place(NamedTuple):
@@ -123,6 +124,10 @@ def describe(model: torch.nn.Module | None, trained: Sequence[torch.Tensor]) -> 
         layout = layout_of(named, tensors, aliases)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+    for spec in layout.tensors():
+        for name in (spec.name, *spec.aliases):
+            if fault := tensor_name_fault(name):
+                raise ConfigurationError(fault)
     if layout.size == 0:
         raise ConfigurationError("there is nothing to train: the parameters have no elements")
     parameters = tuple(parameter for _, parameter in named)

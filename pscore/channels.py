@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from pscore.names import escaped
+
 OptionPairs = Sequence[tuple[str, Any]]
 Headers = Sequence[tuple[str, str]]
 
@@ -68,7 +70,11 @@ _HANDSHAKE_ADVICE = (
 
 
 def explain(detail: str) -> str:
-    """Return what gRPC says of a failed call, and what to change where its text shows that two sides' TLS differs."""
+    """Return what gRPC says of a failed call, and what to change where its text shows that two sides' TLS differs.
+
+    The other side's words are escaped, since a terminal or a log will show them.
+    """
+    detail = escaped(detail)
     if "failed to connect" not in detail:
         return detail
     return next((f"{detail}; {advice}" for text, advice in _HANDSHAKE_ADVICE if text in detail), detail)

@@ -10,6 +10,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
+from pscore.names import escaped
 from pscore.reasons import DOMAIN, Reason, Refusal
 
 
@@ -19,7 +20,7 @@ class Details:
 
     Attributes:
         reason: ``None`` where it is no refusal, or one that this version does not know.
-        metadata: of the reason.
+        metadata: of the reason, escaped where it could not be shown.
         retry_seconds: when to come back, where that was said.
     """
 
@@ -48,7 +49,10 @@ def from_error(error: grpc.RpcError) -> Details:
     for detail in status.details if status is not None else ():
         info, retry = ErrorInfo(), RetryInfo()
         if detail.Is(ErrorInfo.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
-            reason, metadata = Reason.from_wire_name(info.reason), dict(info.metadata)
+            reason, metadata = (
+                Reason.from_wire_name(info.reason),
+                {name: escaped(value) for name, value in info.metadata.items()},
+            )
         elif detail.Is(RetryInfo.DESCRIPTOR) and detail.Unpack(retry):
             retry_seconds = retry.retry_delay.ToNanoseconds() / 1e9
     return Details(reason, metadata, retry_seconds)

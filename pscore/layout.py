@@ -13,6 +13,8 @@ from itertools import pairwise
 
 import torch
 
+from pscore.names import shown
+
 PARAMETER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What a parameter may be on a worker. The server's master copy is fp32, so fp64 would lose bits and is refused."""
 
@@ -38,7 +40,7 @@ class TensorSpec:
 
     def describe(self) -> str:
         """Say name, shape and dtype in one phrase, for messages."""
-        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+        return f"{shown(self.name)} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class ModelLayout:
         names = [spec.name for spec in self.tensors()]
         if len(set(names)) != len(names):
             duplicate = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"tensor name {duplicate!r} occurs twice")
+            raise ValueError(f"tensor name {shown(duplicate)!r} occurs twice")
         for spec in self.parameters:
             if spec.dtype not in PARAMETER_DTYPES:
                 raise ValueError(
@@ -104,27 +106,15 @@ class ModelLayout:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """SHA-256 over kind, name, shape and dtype of every tensor, in order."""
+        """SHA-256 over kind, name, sizes and dtype of every tensor, in order, each behind its length (uint32)."""
         digest = hashlib.sha256()
         for kind, specs in (("parameter", self.parameters), ("buffer", self.buffers)):
             for spec in specs:
-                digest.update(f"{kind}\0{spec.describe()}\n".encode())
+                sizes = ",".join(map(str, spec.shape))
+                for part in (kind, spec.name, sizes, str(spec.dtype).removeprefix("torch.")):
+                    data = part.encode()
+                    digest.update(len(data).to_bytes(4, "little") + data)
         return digest.digest()
-
-    def first_difference(self, other: "ModelLayout") -> tuple[str, str] | None:
-        """Return the name of the first tensor in which ``other`` differs, and how; ``None`` if none does."""
-        for kind, ours, theirs in (
-            ("parameter", self.parameters, other.parameters),
-            ("buffer", self.buffers, other.buffers),
-        ):
-            for mine, yours in zip(ours, theirs, strict=False):
-                if (mine.name, mine.shape, mine.dtype) != (yours.name, yours.shape, yours.dtype):
-                    return yours.name, f"{kind} {yours.describe()} stands where the run has {mine.describe()}"
-            if len(ours) != len(theirs):
-                longer, which = (ours, "lacks") if len(ours) > len(theirs) else (theirs, "has in addition")
-                extra = longer[min(len(ours), len(theirs))]
-                return extra.name, f"the worker {which} {kind} {extra.describe()}"
-        return None
 
     def span(self, position: int) -> Span:
         """Return where parameter number ``position`` lies."""

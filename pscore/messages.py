@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from pscore.layout import ModelLayout, TensorSpec
+from pscore.names import shown, tensor_name_fault
 from pscore.ranges import Ranges
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
@@ -28,6 +29,9 @@ DATA_TYPES: dict[torch.dtype, "pb.DataType.ValueType"] = {
     torch.bool: pb.DATA_TYPE_BOOL,
 }
 _DTYPES = {code: dtype for dtype, code in DATA_TYPES.items()}
+
+MOST_TENSORS = 1 << 16
+"""Parameters and buffers of a model together; their aliases together are at most as many."""
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_ELEMENTS = 1 << 48  # beyond any model; keeps a hostile shape from overflowing arithmetic
@@ -58,26 +62,34 @@ def layout_to_message(layout: ModelLayout) -> pb.ModelLayout:
 
 
 def layout_from_message(message: pb.ModelLayout) -> ModelLayout:
-    """Read a layout and check it against its own fingerprint.
+    """Read a layout that another side has sent: its names, and that it has the fingerprint which it states.
 
     Raises:
         Refusal: ``BAD_REQUEST``, saying which tensor is malformed.
     """
+    specs = [*message.parameters, *message.buffers]
+    for what, count in (("tensors", len(specs)), ("aliases", sum(len(spec.aliases) for spec in specs))):
+        if count > MOST_TENSORS:
+            raise Refusal(Reason.BAD_REQUEST, f"a model has at most {MOST_TENSORS} {what}, not {count}")
+    for spec in specs:
+        for name in (spec.name, *spec.aliases):
+            if fault := tensor_name_fault(name):
+                raise Refusal(Reason.BAD_REQUEST, fault)
+    layout = kept_layout_from_message(message)
+    if layout.fingerprint != message.fingerprint:
+        raise Refusal(Reason.BAD_REQUEST, "the layout does not have the fingerprint that it states")
+    return layout
 
-    def read(spec: pb.TensorSpec) -> TensorSpec:
-        dtype = _DTYPES.get(spec.data_type)
-        if dtype is None:
-            raise Refusal(Reason.BAD_REQUEST, f"tensor {spec.name!r} has unknown data type {spec.data_type}")
-        sizes = list(spec.shape[: _MAX_DIMENSIONS + 1])  # bounded before anything is multiplied
-        if len(sizes) > _MAX_DIMENSIONS or any(size > _MAX_ELEMENTS for size in sizes):
-            raise Refusal(Reason.BAD_REQUEST, f"tensor {spec.name!r} has an impossible shape")
-        if not spec.name or math.prod(max(1, size) for size in sizes) > _MAX_ELEMENTS:
-            raise Refusal(Reason.BAD_REQUEST, f"tensor {spec.name!r} has no name or an impossible shape")
-        return TensorSpec(spec.name, tuple(spec.shape), dtype, tuple(spec.aliases))
 
+def kept_layout_from_message(message: pb.ModelLayout) -> ModelLayout:
+    """Read a layout that this side has written, perhaps by an older release, which took other names.
+
+    Raises:
+        Refusal: ``BAD_REQUEST``, saying which tensor is malformed.
+    """
     try:
         layout = ModelLayout(
-            tuple(read(spec) for spec in message.parameters), tuple(read(spec) for spec in message.buffers)
+            tuple(map(_spec_from_message, message.parameters)), tuple(map(_spec_from_message, message.buffers))
         )
     except ValueError as error:
         raise Refusal(Reason.BAD_REQUEST, str(error)) from error
@@ -85,9 +97,47 @@ def layout_from_message(message: pb.ModelLayout) -> ModelLayout:
         raise Refusal(Reason.BAD_REQUEST, "the model has no parameters")
     if layout.size > _MAX_ELEMENTS:
         raise Refusal(Reason.BAD_REQUEST, f"a model of {layout.size} parameters is beyond what can be served")
-    if layout.fingerprint != message.fingerprint:
-        raise Refusal(Reason.BAD_REQUEST, "the layout does not have the fingerprint that it states")
     return layout
+
+
+def _spec_from_message(spec: pb.TensorSpec) -> TensorSpec:
+    dtype = _DTYPES.get(spec.data_type)
+    if dtype is None:
+        raise Refusal(Reason.BAD_REQUEST, f"tensor {shown(spec.name)!r} has unknown data type {spec.data_type}")
+    sizes = tuple(spec.shape[: _MAX_DIMENSIONS + 1])  # bounded before anything is multiplied
+    if len(sizes) > _MAX_DIMENSIONS or any(size > _MAX_ELEMENTS for size in sizes):
+        raise Refusal(Reason.BAD_REQUEST, f"tensor {shown(spec.name)!r} has an impossible shape")
+    if math.prod(max(1, size) for size in sizes) > _MAX_ELEMENTS:
+        raise Refusal(Reason.BAD_REQUEST, f"tensor {shown(spec.name)!r} has an impossible shape")
+    return TensorSpec(spec.name, sizes, dtype, tuple(spec.aliases))
+
+
+def first_difference(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> tuple[str, str] | None:
+    """Return the name of the first tensor in which ``theirs`` differs, and how; ``None`` if none does.
+
+    Two lists of messages are walked side by side up to there; nothing is made of them, whatever ``theirs`` holds.
+    """
+    for kind, mine, yours in (
+        ("parameter", ours.parameters, theirs.parameters),
+        ("buffer", ours.buffers, theirs.buffers),
+    ):
+        for one, other in zip(mine, yours, strict=False):
+            if one == other:
+                continue
+            if (one.name, one.data_type) != (other.name, other.data_type) or one.shape != other.shape:
+                how = f"{kind} {_described(other)} stands where the run has {_described(one)}"
+                return shown(other.name), how
+        if len(mine) != len(yours):
+            longer, which = (mine, "lacks") if len(mine) > len(yours) else (yours, "has in addition")
+            extra = longer[min(len(mine), len(yours))]
+            return shown(extra.name), f"the worker {which} {kind} {_described(extra)}"
+    return None
+
+
+def _described(spec: pb.TensorSpec) -> str:
+    sizes = list(spec.shape[:_MAX_DIMENSIONS])
+    dtype = str(_DTYPES.get(spec.data_type, spec.data_type)).removeprefix("torch.")
+    return f"{shown(spec.name)} {sizes} {dtype}"
 
 
 def share_to_messages(share: Mapping[int, Ranges]) -> list[pb.SampleRange]:

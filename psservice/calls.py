@@ -38,3 +38,5 @@ class Push:
     """That the values carry; 0 where it is not known."""
     finished: Mapping[str, Share] = field(default_factory=dict)
     """Samples that it finishes, by dataset."""
+    run_id: str = ""
+    """The run that its worker names."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pscore.names import escaped
 from pscore.version import __version__
 
 EXIT_DONE, EXIT_UNABLE, EXIT_USAGE = 0, 1, 2
@@ -215,7 +216,7 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
     from pscore.addresses import AddressError  # late: the parser answers --help without loading gRPC
     from pscore.channels import ChannelError, Security
     from pscore.discovery import DiscoveryError, find
-    from psservice.operate import commands, drain
+    from psservice.operate import commands, drain, shown
     from psservice.operate.calls import Lines, OperateError
     from psservice.operate.top import top
 
@@ -254,10 +255,10 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
     except AddressError as error:
         wrong(str(error))
     except DiscoveryError as error:
-        print(f"psservice: {error}; name the shards one by one to ask those that are there", file=sys.stderr)
+        shown.say(f"{error}; name the shards one by one to ask those that are there", failed=True)
         return EXIT_UNABLE
     except (commands.MixedShardsError, ChannelError, OperateError) as error:  # the last two: TLS or token files
-        print(f"psservice: {error}", file=sys.stderr)
+        shown.say(str(error), failed=True)
     return EXIT_USAGE
 
 
@@ -268,7 +269,7 @@ def _health(options: argparse.Namespace) -> int:
     try:
         healthcheck.check(address, options.timeout)
     except healthcheck.UnhealthyError as error:
-        print(f"psservice health: {error}", file=sys.stderr)
+        print(f"psservice health: {escaped(str(error))}", file=sys.stderr)
         return EXIT_UNABLE
     print(f"{address}: serving")
     return EXIT_DONE
@@ -281,7 +282,7 @@ def _replay(options: argparse.Namespace) -> int:
     try:
         replay.replay(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
     except StorageError as error:
-        print(f"psservice replay: {error}", file=sys.stderr)
+        print(f"psservice replay: {escaped(str(error))}", file=sys.stderr)
         return EXIT_UNABLE
     return EXIT_DONE
 
@@ -297,7 +298,7 @@ def _serve(arguments: Sequence[str]) -> int:
     try:
         loaded = settings.load(arguments)
     except settings.SettingsError as error:
-        print(f"psservice serve: {error}", file=sys.stderr)
+        print(f"psservice serve: {escaped(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     logs.configure(loaded.log_level, loaded.log_format)
 
@@ -307,7 +308,7 @@ def _serve(arguments: Sequence[str]) -> int:
     try:
         Server(loaded).run()
     except (StartError, ModelFileError) as error:
-        print(f"psservice serve: {error}", file=sys.stderr)
+        print(f"psservice serve: {escaped(str(error))}", file=sys.stderr)
         return EXIT_UNABLE
     gc.freeze()  # the interpreter's last look for garbage would go through all of torch: half a second of each restart
     return EXIT_DONE

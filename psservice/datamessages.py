@@ -8,11 +8,11 @@ from pscore.messages import share_to_messages
 from pscore.ranges import Ranges
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice import bounds
 from psservice.dataset import (
     MOST_DATASETS,
     MOST_EPOCHS,
     MOST_RANGES,
-    MOST_SAMPLES,
     MOST_SIZE,
     Dataset,
     Datasets,
@@ -37,13 +37,7 @@ def wish_of(request: pb.LeaseSamplesRequest) -> Wish:
         Refusal: ``BAD_REQUEST`` where a field is out of its bounds.
     """
     require_name("a dataset's name", request.dataset)
-    for what, value, least, most in (
-        ("size", request.size, 1, MOST_SIZE),
-        ("samples", request.samples, 0, MOST_SAMPLES),
-        ("epoch", request.epoch, 0, MOST_EPOCHS - 1),
-    ):
-        if not least <= value <= most:
-            raise Refusal(Reason.BAD_REQUEST, f"{what} is {value}; it must be {least} to {most}")
+    bounds.require(request)
     plan = Plan(request.size, request.seed, request.shuffle)
     epoch = request.epoch if request.has_epoch else None
     return Wish(request.dataset, plan, epoch, request.samples, share_of(request.held, request.size))

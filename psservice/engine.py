@@ -15,6 +15,7 @@ import torch
 from pscore.codecs.names import VALUE_CODECS
 from pscore.frames import WireForm
 from pscore.layout import ModelLayout
+from pscore.messages import first_difference, layout_to_message
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment, merge
 from pscore.selectors import SELECTORS
@@ -31,7 +32,7 @@ from psservice.modelentry import ModelEntry
 from psservice.roundkeeper import RoundKeeper
 from psservice.rules.admission import Admission
 from psservice.rules.regime import Regime
-from psservice.run import RunState
+from psservice.run import RunState, added
 from psservice.runend import RunEnd
 from psservice.settings import ServerSettings
 from psservice.shard.difference import DownSettings
@@ -109,12 +110,13 @@ class Engine(ShardState):
             )
         with self.join_lock:
             self.doorway.require_open()
-            regime = Regime.of(method_settings)
-            others = any(member.identity != identity for member in self.membership.members())
-            alone = self.model is None and not others and self._entry.start is None
+            alone = self._entry.start is None and self.is_alone(identity)
+            replace = alone or self._entry.start is not None
+            # Read before they become the run's; where they must be the run's, that has been done.
+            regime = Regime.of(method_settings) if replace or not self.run.method else self.regime
             if self.layout is not None and not alone:
                 self._require_same_model(self.layout, layout)
-            self.run.agree(method, method_settings, replace=alone or self._entry.start is not None)
+            self.run.agree(method, method_settings, replace=replace)
             self.regime = regime
             if self._entry.start is not None:
                 self._entry.install_start(layout)
@@ -179,10 +181,17 @@ class Engine(ShardState):
         return self._entry.upload_buffer_bytes()
 
     def finish_upload(
-        self, identity: Identity, generation: int, version: int, segments: list[Segment], buffers: bytes
+        self,
+        identity: Identity,
+        generation: int,
+        version: int,
+        segments: list[Segment],
+        buffers: bytes,
+        *,
+        run_id: str = "",
     ) -> int:
         """Install an uploaded model (dense segments that cover the shard's span) and return its version."""
-        return self._entry.finish_upload(identity, generation, version, segments, buffers)
+        return self._entry.finish_upload(identity, generation, version, segments, buffers, run_id=run_id)
 
     # Training
 
@@ -220,7 +229,9 @@ class Engine(ShardState):
                     Reason.VERSION_IN_FUTURE, f"base version {push.base_version}, the server has {model.version}"
                 )
             self._groups.admit(model, push.identity)
-            staleness = model.version - push.base_version
+            self._groups.require_near(model, push.step)
+            own = record.own
+            staleness = model.version - push.base_version - own.since(push.generation, push.base_version)
             in_rounds = model.round is not None and push.samples > 0  # a flush is the last chance of what is in it
             self.admission.require_fresh(staleness, in_rounds=in_rounds)
             self._require_in_step(member)
@@ -235,12 +246,16 @@ class Engine(ShardState):
             started = time.perf_counter_ns()
             correction = Correction(factor, push.base_version, push.learning_rate, push.samples > 0)
             version = model.take(push.identity.worker_id, update, correction, push.step)  # if refused, so by a replay
+            if not self.run.run_id:
+                self.run.follow(push.run_id)
             answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
-            self.membership.remember_push(push.identity, push.step, answer)
+            if model.round is None:
+                own = own.noted(push.generation, push.base_version, version)
+            self.membership.remember_push(push.identity, push.step, answer, own)
             self.datasets.put(datasets)
             member.last_step, member.staleness = push.step, staleness
             self.membership.tick(member)
-            member.samples += push.samples
+            member.samples = added(member.samples, push.samples)
             self.metrics.observe_push(answer, model.version)
             over = self.run.count(model.version, push.samples)
             self._rounds.close_if_due(model, self.regime.rounds)
@@ -336,7 +351,7 @@ class Engine(ShardState):
     def _require_same_model(ours: ModelLayout, theirs: ModelLayout) -> None:
         if ours.fingerprint == theirs.fingerprint:
             return
-        name, how = ours.first_difference(theirs) or ("", "the layouts differ")
+        name, how = first_difference(layout_to_message(ours), layout_to_message(theirs)) or ("", "the layouts differ")
         raise Refusal(Reason.FINGERPRINT_MISMATCH, how, tensor=name)
 
     def _end_leases(self) -> None:

@@ -5,6 +5,7 @@ worker pushes or asks; nobody in a call waits for another: whoever's round is op
 """
 
 from pscore.reasons import Reason, Refusal
+from psservice.bounds import MOST_STEP_AHEAD
 from psservice.membership import Identity, Member, Membership
 from psservice.metrics import Metrics
 from psservice.persistence import Persistence
@@ -54,6 +55,19 @@ class GroupKeeper:
                 f"iteration {waiting.iteration} waits for {len(waiting.members) - len(waiting.fresh)} of "
                 f"{len(waiting.members)} workers",
                 retry_seconds=model.rounds.retry_seconds(waiting),
+            )
+
+    def require_near(self, model: ModelShard, step: int) -> None:
+        """Refuse a push so far ahead that newcomers, who begin behind it, would come to the end of all steps.
+
+        Raises:
+            Refusal: ``BAD_REQUEST``.
+        """
+        if isinstance(model, GroupedShard) and step > model.first_step + MOST_STEP_AHEAD:
+            raise Refusal(
+                Reason.BAD_REQUEST,
+                f"step is {step}; it must be {model.first_step + MOST_STEP_AHEAD} at most, as the newest iteration is "
+                f"that of step {model.first_step - 1}",
             )
 
     def freeze_due(self, model: ModelShard) -> None:

@@ -16,7 +16,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import DecodeError, Message
 
 from pscore.layout import ModelLayout, Span
-from pscore.messages import layout_from_message, layout_to_message
+from pscore.messages import kept_layout_from_message, layout_to_message
 from pscore.reasons import Refusal
 from pscore.segment import Segment, merge
 from pscore.v1 import parameter_server_pb2 as pb
@@ -31,8 +31,9 @@ from psservice.membership import Identity, PushAnswer, PushRecord
 from psservice.rules.admission import first_clock
 from psservice.rules.freezing import Decision
 from psservice.rules.regime import Regime
+from psservice.rules.staleness import OwnVersions
 from psservice.rules.update.base import RuleState
-from psservice.run import RunState
+from psservice.run import RunState, added
 from psservice.shard.grouped import GroupedShard, make_shard
 from psservice.shard.ledger import Support, UpdateLedger
 from psservice.shard.model import Correction, ModelShard, ShardSettings
@@ -163,6 +164,7 @@ class History:
                     push.step,
                     PushAnswer(push.version, push.staleness, 0, push.applied_scale) if push.step else None,
                     push.buffer_step,
+                    OwnVersions(push.own_generation, tuple(push.own_versions)),
                 ),
             )
             for push in manifest.pushes
@@ -349,13 +351,15 @@ class History:
             header.step,
             PushAnswer(answer.version, answer.staleness, 0, answer.applied_scale or 1.0),
         )
+        if self.model.round is None:
+            known.own = known.own.noted(header.generation, header.base_version, answer.version)
         self.pushes.move_to_end(identity)
         self.last_pushes[identity.worker_id] = (identity.incarnation, header.step)
         self.last_pushes.move_to_end(identity.worker_id)
         live = self.workers.get(identity.worker_id)
         if live is not None and live.identity == identity:
             live.clock += 1
-        self.samples += header.samples
+        self.samples = added(self.samples, header.samples)
 
     def _do_round(self, record: Record) -> None:
         (data,) = messages_in(record.body)
@@ -431,6 +435,6 @@ def on_device(update: Segment | None, device: torch.device) -> Segment | None:
 def _layout_of(snapshot: Snapshot) -> ModelLayout:
     path: Path = snapshot.path
     try:
-        return layout_from_message(ParseDict(snapshot.manifest.layout, pb.ModelLayout()))
+        return kept_layout_from_message(ParseDict(snapshot.manifest.layout, pb.ModelLayout()))
     except (ParseError, Refusal) as error:
         raise StorageError(f"{path}: the layout in the manifest is malformed: {error}") from error

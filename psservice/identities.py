@@ -1,16 +1,15 @@
 """Names and identities in messages: read, written and checked in one place."""
 
+from pscore.names import LONGEST_NAME, is_name
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.membership import Identity
 
-_LONGEST_NAME = 256
 
-
-def require_name(what: str, text: str) -> None:
-    """Check a name that a client has chosen; raises :class:`Refusal` (``BAD_REQUEST``)."""
-    if not text or len(text) > _LONGEST_NAME or not text.isprintable():
-        raise Refusal(Reason.BAD_REQUEST, f"{what} must be 1 to {_LONGEST_NAME} printable characters")
+def require_name(what: str, text: str, longest: int = LONGEST_NAME) -> None:
+    """Check a text that a client has chosen; raises :class:`Refusal` (``BAD_REQUEST``)."""
+    if not is_name(text, longest):
+        raise Refusal(Reason.BAD_REQUEST, f"{what} must be 1 to {longest} printable characters")
 
 
 def identity_to_message(identity: Identity) -> pb.WorkerIdentity:

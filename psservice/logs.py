@@ -2,19 +2,28 @@
 
 import logging
 import sys
+from typing import Any
 
 from pythonjsonlogger.json import JsonFormatter
+
+from pscore.names import escaped
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 class _TextFormatter(logging.Formatter):
-    """A line of text with the extra fields behind it as ``name=value``."""
+    """A line of text with the extra fields behind it as ``name=value``, and an exception's lines, indented, below.
 
-    def format(self, record: logging.LogRecord) -> str:
+    Words of others are among all of these: what a terminal would obey is escaped, and no part of them begins a line.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base's name
         extras = {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
         fields = "".join(f" {name}={value}" for name, value in extras.items())
-        return super().format(record) + fields
+        return escaped(super().formatMessage(record) + fields)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - the base's name
+        return "\n".join(f"    {escaped(line)}" for line in super().formatException(ei).splitlines())
 
 
 def configure(level: str, form: str) -> None:

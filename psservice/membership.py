@@ -16,7 +16,7 @@ from pscore.reasons import Reason, Refusal
 from psservice.bans import Bans
 from psservice.rules.admission import Pace, first_clock
 from psservice.rules.reply import ReplyRule
-from psservice.rules.staleness import smoothed
+from psservice.rules.staleness import OwnVersions, smoothed
 from psservice.shard.replies import Downlink, ReplyMode
 
 Key = TypeVar("Key")
@@ -51,11 +51,13 @@ class PushRecord:
         step: its last push; 0 before the first.
         answer: what that push was answered.
         buffer_step: its last exchange of buffers.
+        own: the versions that its pushes have made, as far as they are needed to count its staleness.
     """
 
     step: int = 0
     answer: PushAnswer | None = None
     buffer_step: int = 0
+    own: OwnVersions = field(default_factory=OwnVersions)
 
 
 @dataclass
@@ -262,11 +264,11 @@ class Membership:
             _keep_recent(self._records, identity)
             return record
 
-    def remember_push(self, identity: Identity, step: int, answer: PushAnswer) -> None:
+    def remember_push(self, identity: Identity, step: int, answer: PushAnswer, own: OwnVersions) -> None:
         """Record a push that was applied."""
         with self._lock:
             record = self.record(identity)
-            record.step, record.answer = step, answer
+            record.step, record.answer, record.own = step, answer, own
             self._last_pushes[identity.worker_id] = (identity.incarnation, step)
             _keep_recent(self._last_pushes, identity.worker_id)
 

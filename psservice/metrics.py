@@ -16,8 +16,8 @@ from psservice.membership import PushAnswer
 from psservice.shard.replies import Reply
 from psservice.traffic import COUNTED
 
-_STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+_STALENESS_BUCKETS = (0, *(1 << power for power in range(17)))  # to 65,536: SparsepsStalenessHigh asks for 32,768
+_SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _SCALE_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5, 2.0, 5.0)
 _DENSITY_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 _CALL_SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -104,7 +104,10 @@ class Metrics:
             registry=registry,
         )
         self.staleness = Histogram(
-            "psservice_staleness", "Versions between base and push", buckets=_STALENESS_BUCKETS, registry=registry
+            "psservice_staleness",
+            "Pushes of others between a push's base version and the push",
+            buckets=_STALENESS_BUCKETS,
+            registry=registry,
         )
         self.round_contributors = Histogram(
             "psservice_round_contributors",

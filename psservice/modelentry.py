@@ -10,6 +10,7 @@ from pscore.layout import ModelLayout
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from psservice import modelstart
+from psservice.bounds import MOST_FIRST_VERSION
 from psservice.buffers import BufferAverage
 from psservice.membership import Identity
 from psservice.shard.grouped import make_shard
@@ -66,9 +67,20 @@ class ModelEntry:
         return packed_bytes(state.layout.buffers)
 
     def finish_upload(
-        self, identity: Identity, generation: int, version: int, segments: list[Segment], buffers: bytes
+        self,
+        identity: Identity,
+        generation: int,
+        version: int,
+        segments: list[Segment],
+        buffers: bytes,
+        *,
+        run_id: str,
     ) -> int:
-        """Install an uploaded model (dense segments that cover the shard's span) and return its version."""
+        """Install an uploaded model (dense segments that cover the shard's span) and return its version.
+
+        That is the one which the worker names, or less where counting on from there would come to an end.
+        """
+        version = min(version, MOST_FIRST_VERSION)
         flat = torch.cat([segment.values for segment in segments]) if segments else torch.empty(0)
 
         def install() -> int:
@@ -77,7 +89,14 @@ class ModelEntry:
                 layout = self._state.layout
                 assert layout is not None  # check_upload has found a member, who brought one
                 specs = layout.buffers if self.upload_buffer_bytes() else ()
-                self._install(layout, flat, unpack(buffers, specs), generation, version)
+                state, before = self._state, self._state.run.run_id
+                state.run.require_upload(run_id or before)
+                state.run.follow(run_id)
+                try:
+                    self._install(layout, flat, unpack(buffers, specs), generation, version)
+                except BaseException:
+                    state.run.run_id = before
+                    raise
                 return version
 
         return self._state.writer.run(install)

@@ -4,7 +4,16 @@ import secrets
 from collections.abc import Mapping
 from enum import Enum
 
+from pscore.names import shown
 from pscore.reasons import Reason, Refusal
+
+MOST_COUNT = (1 << 63) - 1
+"""Where sums end that are kept: what a snapshot's manifest and any client's signed integer can carry."""
+
+
+def added(count: int, more: int) -> int:
+    """Return a sum that ends at :data:`MOST_COUNT`, live and in a replay alike."""
+    return min(count + more, MOST_COUNT)
 
 
 class RunState(Enum):
@@ -19,8 +28,8 @@ class Run:
     """One training run as one shard sees it.
 
     Args:
-        run_id: its name; empty draws a random one on the coordinator, and elsewhere takes the coordinator's, which the
-            uploading worker brings.
+        run_id: its name; empty draws a random one on the coordinator, and elsewhere takes that of the model which the
+            shard takes: of the upload, or, where it began with a model of its own, of the first push to that.
         coordinator: whether this is shard 0.
         end_versions: version of this shard at which it ends; 0 for no such end.
         end_samples: samples after which it ends; 0 for no such end.
@@ -45,22 +54,30 @@ class Run:
     def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
         """Check the run that a caller names; raises :class:`Refusal` (``RUN_MISMATCH``).
 
-        A shard that follows the coordinator and has not heard of a run yet takes the first that a worker names.
+        A shard that follows the coordinator and is of no run yet has nothing to compare with, and takes none from here:
+        a name proves nothing.
         """
-        if may_be_empty and not run_id:
-            return
-        if self._follows and not self.run_id:
-            self.run_id = "" if may_be_empty else run_id  # one who only asks to join proves nothing
+        if (may_be_empty and not run_id) or (self._follows and not self.run_id):
             return
         if run_id != self.run_id:
-            raise Refusal(Reason.RUN_MISMATCH, f"the caller belongs to run {run_id!r}, this server to {self.run_id!r}")
+            raise Refusal(
+                Reason.RUN_MISMATCH,
+                f"the caller belongs to run {shown(run_id)!r}, this server to {shown(self.run_id)!r}",
+            )
+
+    def require_upload(self, run_id: str) -> None:
+        """Check the run that an upload names: one of another run replaces that of a shard which follows.
+
+        Raises:
+            Refusal: ``RUN_MISMATCH``.
+        """
+        if not self._follows:
+            self.require_id(run_id)
 
     def follow(self, run_id: str) -> None:
-        """Take the run that an upload belongs to; raises :class:`Refusal` (``RUN_MISMATCH``) where one is set here."""
-        if self._follows:
+        """Take the run of an installed model, or of a push to it; nothing where the run was named at the start."""
+        if self._follows and run_id:
             self.run_id = run_id
-        else:
-            self.require_id(run_id)
 
     def agree(self, method: str, settings: Mapping[str, str], *, replace: bool) -> None:
         """Take the first worker's method as the run's, and compare every later worker's with it.
@@ -74,14 +91,16 @@ class Run:
         if method != self.method:
             raise Refusal(
                 Reason.SETTINGS_MISMATCH,
-                f"the worker trains with {method!r}, the run with {self.method!r}",
+                f"the worker trains with {shown(method)!r}, the run with {shown(self.method)!r}",
                 setting="method",
             )
         for name in sorted({*settings, *self.method_settings}):
             mine, theirs = self.method_settings.get(name, "unset"), settings.get(name, "unset")
             if mine != theirs:
                 raise Refusal(
-                    Reason.SETTINGS_MISMATCH, f"the worker has {name} = {theirs}, the run {name} = {mine}", setting=name
+                    Reason.SETTINGS_MISMATCH,
+                    f"the worker has {shown(name)} = {shown(theirs)}, the run {shown(name)} = {shown(mine)}",
+                    setting=shown(name),
                 )
 
     def restore(self, run_id: str, state: RunState, method: str, settings: Mapping[str, str], samples: int) -> None:
@@ -101,7 +120,7 @@ class Run:
 
     def count(self, version: int, samples: int) -> bool:
         """Count a push; return True if it has brought the run to its end."""
-        self.samples += samples
+        self.samples = added(self.samples, samples)
         return self.is_over(version)
 
     def is_over(self, version: int) -> bool:

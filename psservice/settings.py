@@ -12,6 +12,7 @@ from pscore.channels import is_loopback
 from pscore.codecs.names import VALUE_CODECS
 from pscore.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from pscore.layered_settings import LayeredSettings
+from pscore.names import LONGEST_NAME
 from pscore.selectors import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
 from psservice.rules.staleness import StalenessScaling
 from psservice.shard.model import ShardSettings
@@ -67,7 +68,7 @@ class ServerSettings(LayeredSettings):
     )
     init_checkpoint: str = Field("", description="which checkpoint of that directory; empty for its last version")
 
-    run_id: str = Field("", description="name of the run; empty draws a random one")
+    run_id: str = Field("", max_length=LONGEST_NAME, description="name of the run; empty draws a random one")
     down_mode: Literal["auto", "exact", "topk"] = Field(
         "auto", description="how pulls are answered; auto is exact while what changed is sparse, top-k beyond that"
     )

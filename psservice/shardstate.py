@@ -12,7 +12,7 @@ from psservice.buffers import BufferAverage
 from psservice.dataset import Datasets
 from psservice.doorway import Doorway
 from psservice.history import History
-from psservice.membership import Member, Membership
+from psservice.membership import Identity, Member, Membership
 from psservice.metrics import Metrics
 from psservice.persistence import Persistence
 from psservice.rules.regime import Regime
@@ -84,6 +84,10 @@ class ShardState:
         if self.layout is None:
             raise Refusal(Reason.NOT_INITIALISED, "no worker has joined yet, so the model is not known")
         return self.layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
+
+    def is_alone(self, identity: Identity) -> bool:
+        """Tell whether there is no model yet and nobody but this worker, so that it may change what was agreed on."""
+        return self.model is None and all(member.identity == identity for member in self.membership.members())
 
     def require_model(self, generation: int | None) -> ModelShard:
         """Return the model; raises :class:`Refusal` where there is none, or one of another generation."""

@@ -6,7 +6,8 @@ The contract between workers and a sparseps parameter server.
 docs/protocol.md is the state machine behind these messages, docs/writing-a-client.md what to send when. Conventions:
  * an index is a position in the model's flat layout, counted over the whole model on every shard;
  * payload bytes are little-endian and described by an explicit codec; an unknown codec is UNIMPLEMENTED;
- * every stream is header, chunks, commit; nothing is applied before the commit has been checked.
+ * every stream is header, chunks, commit; nothing is applied before the commit has been checked;
+ * every number, name and list has a bound (docs/protocol.md, Bounds); beyond it BAD_REQUEST names field and bound.
 """
 
 from collections import abc as _abc
@@ -314,7 +315,7 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     REFUSAL_REASON_NON_FINITE: _RefusalReason.ValueType  # 3
     """A value is infinite or not a number."""
     REFUSAL_REASON_BAD_REQUEST: _RefusalReason.ValueType  # 4
-    """A field is missing or malformed."""
+    """A field is missing, malformed or beyond its bound, or a message is no protobuf of its call."""
     REFUSAL_REASON_UNKNOWN_CODEC: _RefusalReason.ValueType  # 5
     """The codec is not known to this server."""
     REFUSAL_REASON_UNKNOWN_PROTOCOL: _RefusalReason.ValueType  # 6
@@ -378,7 +379,7 @@ REFUSAL_REASON_BAD_COMMIT: RefusalReason.ValueType  # 2
 REFUSAL_REASON_NON_FINITE: RefusalReason.ValueType  # 3
 """A value is infinite or not a number."""
 REFUSAL_REASON_BAD_REQUEST: RefusalReason.ValueType  # 4
-"""A field is missing or malformed."""
+"""A field is missing, malformed or beyond its bound, or a message is no protobuf of its call."""
 REFUSAL_REASON_UNKNOWN_CODEC: RefusalReason.ValueType  # 5
 """The codec is not known to this server."""
 REFUSAL_REASON_UNKNOWN_PROTOCOL: RefusalReason.ValueType  # 6
@@ -470,7 +471,7 @@ class TensorSpec(_message.Message):
     DATA_TYPE_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Fully qualified name, as in state_dict()."""
+    """Fully qualified name, as in state_dict(): 1 to 512 printable characters, and not "__metadata__"."""
     data_type: Global___DataType.ValueType
     """Element type on the worker."""
     @_builtins.property
@@ -479,7 +480,7 @@ class TensorSpec(_message.Message):
 
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Other names of the same tensor (tied weights)."""
+        """Other names of the same tensor (tied weights), of the same form."""
 
     def __init__(
         self,
@@ -507,10 +508,10 @@ class ModelLayout(_message.Message):
     BUFFERS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
-    """SHA-256 over a line of text for each tensor; docs/writing-a-client.md has its bytes."""
+    """SHA-256 over kind, name, sizes and data type of each tensor; docs/writing-a-client.md has its bytes."""
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """Parameters, in named_parameters() order."""
+        """Parameters, in named_parameters() order; with the buffers at most 65,536, and as many aliases."""
 
     @_builtins.property
     def buffers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
@@ -541,7 +542,7 @@ class WorkerIdentity(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """The run; empty only in a Join that accepts any."""
+    """The run: shard 0's. Empty only in a Join that accepts any."""
     worker_id: _builtins.str
     """The worker's name."""
     incarnation: _builtins.str
@@ -913,7 +914,7 @@ class Chunk(_message.Message):
     INDICES_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     group: _builtins.int
-    """Which group of the header's plan it belongs to."""
+    """In a push, which group of the header's plan it belongs to. Elsewhere 0, and not read."""
     start: _builtins.int
     """First index of the span, in the whole model. Chunks of a group ascend, and their spans do not overlap."""
     length: _builtins.int
@@ -1017,7 +1018,7 @@ class UploadHeader(_message.Message):
     generation: _builtins.int
     """Generation that the coordinator handed out."""
     version: _builtins.int
-    """Version from which the shard counts on; 0 for a new training."""
+    """Version from which the shard counts on, 2^52 at most; 0 for a new training. The answer has the one it was."""
     buffer_bytes: _builtins.int
     """Bytes of all buffers that follow; 0 for shards other than 0 and for policy NONE."""
     @_builtins.property
@@ -1418,7 +1419,7 @@ class PushSparseResponse(_message.Message):
     version: _builtins.int
     """Version after it; in a synchronous round, the version that the round will make."""
     staleness: _builtins.int
-    """Pushes of others applied between the replica's version and this push."""
+    """Pushes of others applied between base_version and this push; those of the same incarnation do not count."""
     repeated_push: _builtins.bool
     """True if this identity had been applied before; the other fields are those of the first answer."""
     apply_nanoseconds: _builtins.int
@@ -1607,7 +1608,7 @@ class BuffersHeader(_message.Message):
     generation: _builtins.int
     """Generation of the model."""
     samples: _builtins.int
-    """Samples seen since the worker's last exchange; 0 to ask without contributing."""
+    """Samples seen since the worker's last exchange; 0 to ask without contributing: the bytes follow all the same."""
     buffer_bytes: _builtins.int
     """Bytes that follow."""
     @_builtins.property

@@ -33,7 +33,11 @@ class _Strict(BaseModel):
 
 
 class KnownPush(_Strict):
-    """The last push of one incarnation, for repeats; step 0 where it only exchanged buffers."""
+    """The last push of one incarnation, for repeats; step 0 where it only exchanged buffers.
+
+    Attributes:
+        own_generation, own_versions: of one that held a lease, the versions that its pushes have made since its base.
+    """
 
     worker_id: str
     incarnation: str
@@ -42,6 +46,8 @@ class KnownPush(_Strict):
     staleness: int
     applied_scale: float
     buffer_step: int
+    own_generation: Annotated[int, Field(ge=0, lt=1 << 64)] = 0
+    own_versions: list[tuple[_Count, _Count]] = []
 
 
 class LiveWorker(_Strict):

@@ -96,7 +96,7 @@ def evict(lines: Lines, *, as_json: bool, worker_id: str, ban_seconds: float) ->
     else:
         _say(counted, words)
         for each in strangers:
-            print(f"{each.address}: {worker_id!r} had no lease here")
+            shown.say(f"{each.address}: {worker_id!r} had no lease here")
     return exit_status(counted)
 
 
@@ -158,7 +158,7 @@ def report(outcomes: Sequence[Outcome], words: Callable[[Any], str], *, as_json:
 def _say(outcomes: Sequence[Outcome], words: Callable[[Any], str]) -> None:
     for each in outcomes:
         if each.error is None:
-            print(f"{each.address}: {words(each.answer)}")
+            shown.say(f"{each.address}: {words(each.answer)}")
     _complain(outcomes)
 
 

@@ -8,8 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pscore.names import escaped
 from psservice.operate.fleet import Look, Rates, saved_bytes, saved_share
-from psservice.operate.shown import error_plain, evicted, human_bytes, state_of, worker_plain, worker_table
+from psservice.operate.shown import cell, error_plain, evicted, human_bytes, state_of, worker_plain, worker_table
 from psservice.plain import plain
 
 WIDE_COLUMNS = 110
@@ -50,7 +51,7 @@ def frame_plain(found: Look, rates: dict[str, Rates]) -> dict[str, Any]:
 def frame(found: Look, rates: dict[str, Rates], columns: int, lines: int | None = None) -> RenderableType:
     """Return a frame for a terminal of so many columns and lines; ``None`` for as many lines as it takes."""
     workers = found.workers()
-    below = [Text(f"{name}: evicted, may come back in {seconds:.0f} s") for name, seconds in evicted(found).items()]
+    below = [cell(f"{name}: evicted, may come back in {seconds:.0f} s") for name, seconds in evicted(found).items()]
     hidden = 0
     if lines is not None:
         taken = 1 + len(found.shards) + 2 * _FRAME_LINES + len(below) + 1  # headline, shards, workers' table, one below
@@ -68,9 +69,9 @@ def _headline(found: Look, workers: int) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     if first is None:
         return text.append("no shard answers", "bold red")
-    text.append(f"run {first.run_id or '–'}", "bold")
+    text.append(escaped(f"run {first.run_id or '–'}"), "bold")
     text.append(
-        f"  {first.method or 'no method yet'}, {first.parameters:,} parameters, "
+        f"  {escaped(first.method) or 'no method yet'}, {first.parameters:,} parameters, "
         f"{len(found.reached)} of {first.num_shards} shards, {workers} workers, {first.samples:,} samples"
     )
     return text
@@ -92,8 +93,8 @@ def _shard_table(found: Look, rates: dict[str, Rates], *, wide: bool) -> Table:
         age = f"{status.snapshot_age_seconds:.0f} s ago" if status.snapshot_age_seconds else "–"
         table.add_row(
             str(status.shard_index),
-            *([Text(address)] if wide else []),
-            Text(state_of(status), "yellow" if status.draining or not status.durable else ""),
+            *([cell(address)] if wide else []),
+            cell(state_of(status), "yellow" if status.draining or not status.durable else ""),
             f"{status.version:,}",
             f"{moved.pushes:.1f}" if moved else "–",
             human_bytes(moved.push_bytes) if moved else "–",
@@ -104,7 +105,7 @@ def _shard_table(found: Look, rates: dict[str, Rates], *, wide: bool) -> Table:
         )
     for address, error in found.errors.items():
         why = "refuses" if error.refused else "no answer"
-        place = [Text(address)] if wide else []
-        state = Text(why if wide else f"{address}: {why}", "bold red")
+        place = [cell(address)] if wide else []
+        state = cell(why if wide else f"{address}: {why}", "bold red")
         table.add_row("?", *place, state, *["–"] * len(figures))
     return table

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pscore.names import escaped
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate.calls import OperateError, Outcome
 from psservice.operate.fleet import Look, Worker, saved_bytes, saved_share
@@ -20,8 +21,14 @@ _MOST_STALENESS_SHOWN = 4
 
 
 def say(text: str, *, failed: bool = False) -> None:
-    """Print a line; what has failed goes to stderr."""
-    print(f"psservice: {text}" if failed else text, file=sys.stderr if failed else sys.stdout)
+    """Print a line, in which nothing that a server said is obeyed by a terminal; what has failed goes to stderr."""
+    line = escaped(text)
+    print(f"psservice: {line}" if failed else line, file=sys.stderr if failed else sys.stdout)
+
+
+def cell(text: str, style: str = "") -> Text:
+    """Return a text of somebody else's for a table: nothing in it is markup, or obeyed by a terminal."""
+    return Text(escaped(text), style)
 
 
 class _Console(Console):
@@ -96,7 +103,7 @@ def print_workers(found: Look) -> None:
     workers = found.workers()
     console.print(worker_table(workers) if workers else "no live workers", highlight=False)
     for name, seconds in evicted(found).items():
-        console.print(Text(f"{name}: evicted, may come back in {seconds:.0f} s"))
+        console.print(cell(f"{name}: evicted, may come back in {seconds:.0f} s"))
 
 
 def worker_table(workers: list[Worker], *, wide: bool = True) -> Table:
@@ -111,8 +118,8 @@ def worker_table(workers: list[Worker], *, wide: bool = True) -> Table:
     for worker in workers:
         missing = ", ".join(map(str, worker.missing))
         table.add_row(
-            Text(worker.worker_id),
-            *([Text(worker.incarnation[:8])] if wide else []),
+            cell(worker.worker_id),
+            *([cell(worker.incarnation[:8])] if wide else []),
             f"{worker.step:,}",
             _staleness(worker.staleness),
             f"{worker.pushes_per_second:.2f}" if worker.pushes_per_second else "–",
@@ -120,7 +127,7 @@ def worker_table(workers: list[Worker], *, wide: bool = True) -> Table:
             human_bytes(worker.push_bytes),
             human_bytes(worker.pull_bytes),
             f"{worker.lease_seconds:.0f} s",
-            Text(f"not at shard {missing}" if missing else "", "yellow"),
+            cell(f"not at shard {missing}" if missing else "", "yellow"),
         )
     return table
 
@@ -148,7 +155,7 @@ def _shard_summary(address: str, answer: pb.GetStatusResponse) -> Table:
                   f"{human_bytes(answer.buffer_bytes)} of buffers"),
         ("saved", saved(answer)),
     ):  # fmt: skip
-        table.add_row(Text(name, style="bold"), Text(value))
+        table.add_row(cell(name, "bold"), cell(value))
     return table
 
 
@@ -188,7 +195,7 @@ def _shard_workers(answer: pb.GetStatusResponse) -> Table:
     for worker in answer.workers:
         mode = pb.ReplyMode.Name(worker.reply_mode).removeprefix("REPLY_MODE_").lower()
         table.add_row(
-            Text(worker.worker_id),
+            cell(worker.worker_id),
             str(worker.last_step),
             str(worker.staleness),
             human_bytes(worker.push_bytes),

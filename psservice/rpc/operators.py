@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice import bounds
 from psservice.engine import Engine
 from psservice.identities import require_name
 from psservice.rpc.call import Call, Handler
 from psservice.statusreport import StatusReport
-
-LONGEST_BAN_SECONDS = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,7 @@ class OperatorCalls:
     def finish_run(self, call: Call, request: pb.FinishRunRequest) -> pb.FinishRunResponse:
         """End the run."""
         engine = self._engine
+        require_name("run_id", request.run_id or "-")
         engine.run.require_id(request.run_id, may_be_empty=True)
         path = engine.finish()
         return pb.FinishRunResponse(version=engine.require_model(None).version, final_model=path)
@@ -79,6 +79,8 @@ class OperatorCalls:
 
     def restore_model(self, call: Call, request: pb.RestoreModelRequest) -> pb.RestoreModelResponse:
         """Go back."""
+        bounds.require(request)
+        require_name("checkpoint", request.checkpoint or "-")
         target = request.WhichOneof("target")
         if target is None:
             raise Refusal(Reason.BAD_REQUEST, "name a version or a checkpoint to go back to")
@@ -112,11 +114,7 @@ class OperatorCalls:
         """End a worker's lease."""
         engine = self._engine
         require_name("worker_id", request.worker_id)
-        if not 0 <= request.ban_seconds <= LONGEST_BAN_SECONDS:  # not a number is refused too
-            raise Refusal(
-                Reason.BAD_REQUEST,
-                f"ban_seconds is {request.ban_seconds}; it must be 0 to {LONGEST_BAN_SECONDS:.0f} (a week)",
-            )
+        bounds.require(request)
         member = engine.evict(request.worker_id, request.ban_seconds)
         _, last_step = engine.membership.last_push(request.worker_id) or ("", 0)
         return pb.EvictWorkerResponse(

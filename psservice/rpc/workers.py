@@ -4,7 +4,6 @@ A handler runs in a thread of its lane. One that reads a stream is a generator (
 before its first message runs on the event loop and must not wait.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,17 +18,19 @@ from pscore.codecs.names import (
 )
 from pscore.frames import WireForm
 from pscore.layout import ModelLayout, Span
-from pscore.messages import PROTOCOL_VERSION, layout_from_message, layout_to_message, place_of
+from pscore.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from pscore.tracing import traced_stream
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.version import __version__
+from psservice import bounds
 from psservice.calls import Push
 from psservice.datamessages import answer_to_message, finished_of, wish_of
 from psservice.engine import Engine
 from psservice.identities import identity_from_message, require_name
 from psservice.inflight import Charge, InFlight, charged, largest_stream, segments_bytes
+from psservice.joinlayout import JoinLayouts
 from psservice.membership import Identity, Member
 from psservice.rpc.call import Call, Handler
 from psservice.security import require_worker
@@ -70,6 +71,7 @@ class WorkerCalls:
     def __init__(self, engine: Engine) -> None:
         """Begin with nothing in flight."""
         self._engine, self._settings, self._metrics = engine, engine.settings, engine.metrics
+        self._layouts = JoinLayouts(engine)
         self._inflight = InFlight(self._settings.inflight_bytes)
         self._downloads = InFlight(self._settings.inflight_bytes)
         self._sized = _Sized(None, largest_stream(None, 0), 0)
@@ -97,8 +99,9 @@ class WorkerCalls:
                 Reason.UNKNOWN_PROTOCOL,
                 f"the worker speaks protocol {request.protocol_version}, the server {PROTOCOL_VERSION}",
             )
-        engine.run.require_id(request.identity.run_id, may_be_empty=True)
+        bounds.require_join(request)
         identity = self._identity(call, request.identity, any_run=True)
+        engine.run.require_id(request.identity.run_id, may_be_empty=True)
         require_place(self._settings, place_of(request.shard_index, request.num_shards))
         down = VALUE_CODECS[self._settings.down_value_type]
         if down not in (request.value_codecs or PLAIN_VALUE_CODECS):
@@ -109,7 +112,7 @@ class WorkerCalls:
             )
         outcome = engine.join(
             identity,
-            layout_from_message(request.layout),
+            self._layouts.read(identity, request.layout),
             request.method,
             dict(request.method_settings),
             generation_seen=request.generation_seen,
@@ -158,15 +161,21 @@ class WorkerCalls:
         with self._stream(call) as charge:
 
             def open_upload(header: pb.UploadHeader) -> tuple[Span, int]:
+                bounds.require(header)
                 identity = self._identity(call, header.identity, any_run=True)
                 charge.belongs_to(identity.worker_id)
                 engine.check_upload(identity, header.generation)
-                engine.run.follow(header.identity.run_id)
+                engine.run.require_upload(header.identity.run_id)
                 return engine.span, engine.upload_buffer_bytes()
 
             header, segments, buffers = yield from charged(read_upload(open_upload), charge)
             version = engine.finish_upload(
-                self._identity(call, header.identity), header.generation, header.version, segments, buffers
+                self._identity(call, header.identity, any_run=True),
+                header.generation,
+                header.version,
+                segments,
+                buffers,
+                run_id=header.identity.run_id,
             )
             return pb.UploadModelResponse(version=version)
 
@@ -205,13 +214,10 @@ class WorkerCalls:
         with self._stream(call) as charge:
 
             def open_push(header: pb.PushHeader) -> PushReader:
+                bounds.require(header)
                 identity = self._identity(call, header.identity)
                 charge.belongs_to(identity.worker_id)
                 engine.check_push(identity, header.step)
-                if header.step == 0:
-                    raise Refusal(Reason.BAD_REQUEST, "steps count from 1")
-                if not 0 <= header.learning_rate < math.inf:
-                    raise Refusal(Reason.BAD_REQUEST, f"{header.learning_rate} is no learning rate")
                 finished_of(header)  # refused here, before the rest of it is received
                 return PushReader.of(header, engine.span, lambda: call.arrived_nanoseconds)
 
@@ -232,6 +238,7 @@ class WorkerCalls:
                     call.raw,
                     header.learning_rate,
                     finished_of(header),
+                    header.identity.run_id,
                 )
             )
             if repeated:
@@ -252,6 +259,7 @@ class WorkerCalls:
     def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[pb.PullDiffResponse]:
         """Send a worker what its replica lacks."""
         engine = self._engine
+        bounds.require(request)
         with self._reply() as charge:
             identity = self._identity(call, request.identity)
             charge.belongs_to(identity.worker_id)
@@ -298,7 +306,11 @@ class WorkerCalls:
     # Inner parts
 
     def _identity(self, call: Call, message: pb.WorkerIdentity, *, any_run: bool = False) -> Identity:
-        for what, text in (("worker_id", message.worker_id), ("incarnation", message.incarnation)):
+        for what, text in (
+            ("worker_id", message.worker_id),
+            ("incarnation", message.incarnation),
+            ("run_id", message.run_id or "-"),
+        ):
             require_name(what, text)
         require_worker(call.caller, message.worker_id)
         if not any_run:
@@ -312,6 +324,7 @@ class WorkerCalls:
         if first is None or first.WhichOneof("message") != "header":
             raise Refusal(Reason.BAD_REQUEST, "an exchange of buffers begins with its header")
         header = first.header
+        bounds.require(header)
         identity = self._identity(call, header.identity)
         charge.belongs_to(identity.worker_id)
         buffers = engine.require_buffers(identity, header.generation)

@@ -52,7 +52,7 @@ class Admission:
     """The admission rules of a run.
 
     Attributes:
-        max_staleness: versions between a push's base and the model; 0 for no cut-off.
+        max_staleness: pushes of others between a push's base and the push; 0 for no cut-off.
         ssp_bound: pushes that a worker may be ahead of the slowest other live one; 0 for no bound.
         max_update_norm: L2 norm of an update; 0 for no cap.
     """
@@ -77,7 +77,8 @@ class Admission:
         if self.max_staleness and staleness > self.max_staleness:
             raise Refusal(
                 Reason.TOO_STALE,
-                f"{staleness} pushes were applied since the worker's pull, at most {self.max_staleness} may be",
+                f"{staleness} pushes of others were applied since the worker's pull, "
+                f"at most {self.max_staleness} may be",
                 staleness=str(staleness),
                 max_staleness=str(self.max_staleness),
             )

@@ -1,4 +1,7 @@
-"""What staleness does to the size of an asynchronous update: a factor for each push, told to the worker and kept.
+"""Staleness: how it is counted, and what it does to the size of an asynchronous update.
+
+A push is as stale as others have pushed between its base version and itself: what its worker pushed meanwhile is no
+news to it. The factor of each push is told to the worker and kept.
 
 *Delay-adaptive steps* shrink what comes late: with ``W`` workers a staleness of ``W − 1`` is normal, and beyond it
 ``η_τ = η·(W − 1)/τ``. *Rescaled ASGD* (arXiv 2605.13434) shrinks what comes often: a worker that pushes every ``T_i``
@@ -10,11 +13,40 @@ from dataclasses import dataclass
 
 _LARGEST_FACTOR = 10.0  # a worker that pauses must not come back with an enormous step
 _SMOOTHING = 0.1
+_MOST_RUNS = 1024  # of a worker that others interrupt so often without a pull; beyond, its oldest count as others'
 
 
 def smoothed(before: float, seconds: float) -> float:
     """Return a worker's mean time between pushes after one more (seconds; 0 before the first)."""
     return seconds if not before else before + _SMOOTHING * (seconds - before)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnVersions:
+    """The versions that a worker's own pushes have made since the base of the last one.
+
+    Attributes:
+        generation: of the model whose versions these are.
+        runs: first and last of neighbouring versions, ascending.
+    """
+
+    generation: int = 0
+    runs: tuple[tuple[int, int], ...] = ()
+
+    def since(self, generation: int, base: int) -> int:
+        """Count those above a base version."""
+        if generation != self.generation:
+            return 0
+        return sum(last - max(first - 1, base) for first, last in self.runs if last > base)
+
+    def noted(self, generation: int, base: int, version: int) -> "OwnVersions":
+        """Return them with one more, and without those up to the base of its push: a later push has no older base."""
+        runs = [(first, last) for first, last in self.runs if last > base] if generation == self.generation else []
+        if runs and runs[-1][1] == version - 1:
+            runs[-1] = (runs[-1][0], version)
+        else:
+            runs.append((version, version))
+        return OwnVersions(generation, tuple(runs[-_MOST_RUNS:]))
 
 
 @dataclass(frozen=True, slots=True)

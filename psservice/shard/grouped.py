@@ -248,9 +248,10 @@ class GroupedShard(ModelShard):
         differs = values.view(torch.int32) != own.theta.view(torch.int32)
         everything = int(differs.count_nonzero()) > _ALMOST_ALL * values.numel()
         support = None if everything else differs.nonzero().view(-1).to(self._offset_dtype)
+        # Values, ledger, version: who reads beside the writer must find what a version has, and know what it changed.
+        own.theta.copy_(values)
         own.ledger.append(self.version, support)
         own.version = self.version
-        own.theta.copy_(values)
 
     def _new(self, values: torch.Tensor, version: int) -> ModelShard:
         return ModelShard(

@@ -1,5 +1,7 @@
 """The reference must find what is wrong: a judge that never convicts proves nothing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -127,10 +129,23 @@ def test_a_torn_entry_was_never_acted_upon(story):
 def test_versions_of_a_life_rise_with_its_steps(tmp_path):
     pushes = [make_push(1), make_push(2)]
     book = Book(tmp_path / "d.book")
-    for push, version in zip(pushes, (2, 1), strict=True):
+    for push, version, staleness in zip(pushes, (2, 1), (0, -1), strict=True):
         book.sent(push)
-        book.answered(push, version, version - 1 - push.base, repeated=False)
+        book.answered(push, version, staleness, repeated=False)
     model = apply(apply(INITIAL, pushes[1]), pushes[0])
     verdict = verdict_of(tmp_path / "d.book", model, version=2)
     assert verdict.bit_identical
     assert (verdict.good, verdict.disordered) == (False, 1)
+
+
+@pytest.mark.parametrize(("told", "disordered"), [(1, 0), (2, 1), (0, 1)])
+def test_staleness_is_what_others_pushed_since_the_base(tmp_path, told, disordered):
+    mine = [replace(make_push(step), base=0) for step in (1, 2)]
+    other = replace(make_push(3, "other"), base=1)
+    book = Book(tmp_path / "e.book")
+    model = INITIAL
+    for push, version, staleness in ((mine[0], 1, 0), (other, 2, 0), (mine[1], 3, told)):
+        book.sent(push)
+        book.answered(push, version, staleness, repeated=False)
+        model = apply(model, push)
+    assert verdict_of(tmp_path / "e.book", model, version=3).disordered == disordered

@@ -46,6 +46,24 @@ def known_series():
     return known
 
 
+def buckets(name):
+    """The finite upper bounds of a histogram, as a server exposes them."""
+    (metric,) = [each for each in Metrics().registry.collect() if each.name == name]
+    bounds = [float(sample.labels["le"]) for sample in metric.samples if sample.name.endswith("_bucket")]
+    return sorted(bound for bound in bounds if bound != float("inf"))
+
+
+def test_staleness_is_told_apart_above_what_the_rule_asks_for_at_any_number_of_workers():
+    """A quantile is never above the last finite bound: the rule must not ask for more than that."""
+    (most,) = re.findall(r"clamp\(4 \* psservice_live_workers, 8, (\d+)\)", ALERTS["SparsepsStalenessHigh"]["expr"])
+    assert 4 * 1000 <= int(most) < buckets("psservice_staleness")[-1]
+
+
+def test_waiting_and_applying_are_told_apart_beyond_a_second():
+    for name in ("psservice_apply_seconds", "psservice_queue_seconds"):
+        assert buckets(name)[-1] >= 100
+
+
 def selectors(expression):
     found = []
 

@@ -239,10 +239,14 @@ def join_request(worker, **fields):
     [
         ({"protocol_version": 99}, ("UNIMPLEMENTED", "UNKNOWN_PROTOCOL")),
         ({"num_shards": 3}, ("FAILED_PRECONDITION", "SHARD_MISMATCH")),
-        ({}, ("INVALID_ARGUMENT", "BAD_REQUEST")),  # a fingerprint that is not the layout's
-        ({"layout": pb.ModelLayout()}, ("INVALID_ARGUMENT", "BAD_REQUEST")),
+        ({}, ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH")),
+        ({"layout": pb.ModelLayout()}, ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH")),
         (
             {"layout": pb.ModelLayout(parameters=[pb.TensorSpec(name="w", shape=[2**40, 2**40], data_type=1)])},
+            ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH"),
+        ),
+        (  # a fingerprint that is not the layout's
+            {"layout": pb.ModelLayout(parameters=[pb.TensorSpec(name="w", shape=[N], data_type=1)], fingerprint=b"x")},
             ("INVALID_ARGUMENT", "BAD_REQUEST"),
         ),
     ],

@@ -92,16 +92,17 @@ def test_nothing_staler_than_the_cut_off_is_applied_and_everything_else_is(most,
     with serving(LAYOUT, ZEROS, max_staleness=most) as engine:
         for who in WORKERS[1:]:
             join(engine, LAYOUT, who)
-        bases, steps, applied = dict.fromkeys(WORKERS, 0), dict.fromkeys(WORKERS, 0), 0
+        bases, steps, order = dict.fromkeys(WORKERS, 0), dict.fromkeys(WORKERS, 0), []
         for who, pulls in schedule:
             steps[who] += 1
-            if engine.model.version - bases[who] > most:
+            stale = sum(pusher != who for pusher in order[bases[who] :])
+            if stale > most:
                 assert reason_of(attempt, engine, steps[who], {0: 1.0}, who, base=bases[who]) is Reason.TOO_STALE
             else:
                 answer, _ = attempt(engine, steps[who], {0: 1.0}, who, base=bases[who])
-                assert answer.staleness == engine.model.version - 1 - bases[who]
-                applied += 1
-            assert (engine.model.version, theta(engine)[0].item()) == (applied, -applied)
+                assert answer.staleness == stale
+                order.append(who)
+            assert (engine.model.version, theta(engine)[0].item()) == (len(order), -len(order))
             if pulls:
                 bases[who] = engine.model.version
 
@@ -256,13 +257,15 @@ def test_what_is_refused_leaves_nothing_in_the_journal(tmp_path):
     limits = {"max_staleness": 1, "ssp_bound": 3, "max_update_norm": 2.0}
     with serving(LAYOUT, ZEROS, data_dir=tmp_path, **limits) as engine:
         join(engine, LAYOUT, BERT)
-        advance(engine, ANNA, 2)
+        advance(engine, ANNA, 1)
+        attempt(engine, 1, who=BERT, base=1)
+        attempt(engine, 2, who=BERT, base=1)
         before = engine.persistence.journal_bytes
-        assert reason_of(attempt, engine, 1, {0: 1.0}, BERT) is Reason.TOO_STALE
-        assert reason_of(attempt, engine, 3, {0: 2.5}, base=2) is Reason.UPDATE_TOO_LARGE
+        assert reason_of(attempt, engine, 2, {0: 1.0}) is Reason.TOO_STALE
+        assert reason_of(attempt, engine, 3, {0: 2.5}, base=3) is Reason.UPDATE_TOO_LARGE
         assert reason_of(push, engine, 3, {0: 1.0}, base=0) is Reason.TOO_STALE
         assert engine.persistence.journal_bytes == before
-        assert engine.model.version == 2
+        assert engine.model.version == 3
 
 
 def test_a_repeat_is_answered_by_a_server_that_was_started_with_a_smaller_cap(tmp_path):

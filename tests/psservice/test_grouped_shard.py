@@ -234,3 +234,31 @@ def test_a_copy_made_at_any_moment_goes_on_to_the_same_bits(history, late, cut):
     held = sum(len(kept) for kept in shard._kept.values())
     assert held <= 4 * (3 + 1)  # no worker is late for more rounds than there are between two global ones
     assert LAYOUT.size == shard.current().numel()
+
+
+@pytest.mark.parametrize("how", ["freeze", "late"])
+def test_who_reads_beside_the_writer_sees_values_before_their_version(how):
+    """A top-k answer reads version, ledger and values while the writer works: what a version has must be there."""
+    shard = grouped(settings_of(4), "a", "b", "c", values=random(0), clock=Clock())
+    all_push(shard, "abc", 1, {worker: dense(random(seed)) for seed, worker in enumerate("abc", 1)})
+    for worker in "ab":
+        shard.take(worker, dense(random(ord(worker))), step=2)
+    watched = "a" if how == "freeze" else "c"
+    own = shard.seen_by(watched)
+    seen = []
+    append = own.ledger.append
+
+    def beside(version, support):
+        seen.append((own.theta.clone(), own.version, version))
+        append(version, support)
+
+    own.ledger.append = beside
+    if how == "freeze":
+        freeze_due(shard)
+    else:
+        freeze_due(shard)
+        shard.take("c", dense(random(9)), step=2)
+    values, version, appended = seen[-1]
+    assert bits(values) == bits(own.theta), "the ledger knew of values that were not there yet"
+    assert version <= appended
+    assert own.version == appended

@@ -5,6 +5,7 @@ import pytest
 from pscore.reasons import Reason, Refusal
 from psservice.membership import Identity, Membership, PushAnswer
 from psservice.rules.reply import Exact
+from psservice.rules.staleness import OwnVersions
 
 LEASE = 10.0
 ANNA, ANNA_AGAIN, BERT = Identity("anna", "1"), Identity("anna", "2"), Identity("bert", "1")
@@ -127,7 +128,7 @@ def test_members_come_by_name(world):
 def test_the_record_of_the_last_push_survives_a_worker_that(world, how):
     world.members.join(ANNA)
     answer = PushAnswer(3, 0, 0)
-    world.members.remember_push(ANNA, 7, answer)
+    world.members.remember_push(ANNA, 7, answer, OwnVersions())
     if how == "leaves":
         world.members.leave(ANNA)
     else:

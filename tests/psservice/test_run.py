@@ -95,7 +95,10 @@ def test_without_an_end_it_goes_on():
 def test_only_the_coordinator_names_a_run_and_the_others_follow_it():
     run = Run("", coordinator=False)
     assert run.run_id == ""
-    run.require_id("anything")  # until an upload says which run this is
+    for named in ("anything", "something else"):  # until a model that is taken says which run this is
+        run.require_id(named)
+        run.require_upload(named)
+        assert run.run_id == ""
     run.follow("mine")
     assert run.run_id == "mine"
     assert refusal_of(lambda: run.require_id("other")).reason is Reason.RUN_MISMATCH
@@ -104,16 +107,16 @@ def test_only_the_coordinator_names_a_run_and_the_others_follow_it():
 @pytest.mark.parametrize("coordinator", [True, False])
 def test_a_run_that_was_named_follows_no_other(coordinator):
     run = Run("mine", coordinator=coordinator)
-    run.follow("mine")
-    assert refusal_of(lambda: run.follow("other")).reason is Reason.RUN_MISMATCH
+    run.require_upload("mine")
+    assert refusal_of(lambda: run.require_upload("other")).reason is Reason.RUN_MISMATCH
+    run.follow("other")
+    assert run.run_id == "mine"
 
 
-def test_a_shard_that_follows_takes_the_run_of_the_first_worker_that_trains():
+def test_a_shard_that_follows_compares_with_what_it_has_taken_and_follows_another_upload():
     run = Run("", coordinator=False)
-    run.require_id("asked-by-a-joiner", may_be_empty=True)
-    run.require_id("real")
-    assert run.run_id == "real"
-    with pytest.raises(Refusal):
-        run.require_id("other")
+    run.follow("first")
+    assert refusal_of(lambda: run.require_id("other")).reason is Reason.RUN_MISMATCH
+    run.require_upload("after-a-new-upload")
     run.follow("after-a-new-upload")
     assert run.run_id == "after-a-new-upload"

@@ -47,8 +47,11 @@ def test_the_answer_says_what_a_push_was_multiplied_by_and_the_books_close():
         join(engine, LAYOUT, BERT)
         applied = torch.zeros(8)
         for step in range(1, 7):
+            push(engine, step, {0: 1.0}, BERT, base=engine.model.version)
+            applied[0] += 1.0
             answer, _ = push(engine, step, {step: 1.0}, ANNA, base=0)
-            assert answer.applied_scale == pytest.approx(min(1.0, 1 / max(1, step - 1)))
+            assert answer.staleness == step
+            assert answer.applied_scale == pytest.approx(min(1.0, 1 / step))
             applied[step] += answer.applied_scale
         assert torch.equal(theta(engine), -applied)
 

@@ -426,3 +426,17 @@ def test_a_scalar_is_stepped_lazily_like_any_element(name):
         lazy.apply(Segment(Span(0, 4), torch.arange(4), torch.full((4,), 0.5)))
         dense.apply(Segment(Span(0, 4), None, torch.full((4,), 0.5)))
     torch.testing.assert_close(there, here)
+
+
+def test_a_lazy_step_looks_at_what_was_sent_and_at_nothing_else():
+    """Its cost is that of the push: a parameter far off is no matter of a push that does not name it."""
+    values = torch.ones(LAYOUT.size)
+    values[20] = 2e30
+    server, theta = rule(said("SGD", lazy=True, lr=0.5), values)
+    sparse = Segment(Span(0, LAYOUT.size), torch.tensor([0, 3]), torch.ones(2))
+    assert server.apply(sparse).tolist() == [0, 3]
+    assert theta[[0, 3]].tolist() == [0.5, 0.5]
+    touching = Segment(Span(0, LAYOUT.size), torch.tensor([3, 20]), torch.ones(2))
+    assert refused(server.apply, touching) is Reason.NON_FINITE
+    assert refused(server.apply, dense(torch.ones(LAYOUT.size))) is Reason.NON_FINITE
+    assert theta[3] == 0.5

@@ -26,7 +26,8 @@ class RawWorker:
         self.version, self.has_base, self.acknowledged, self.step = 0, False, 0, 0
 
     def join(self):
-        fingerprint = hashlib.sha256(f"parameter\0w [{self.size}] float32\n".encode()).digest()
+        parts = ("parameter", "w", str(self.size), "float32")
+        fingerprint = hashlib.sha256(b"".join(struct.pack("<I", len(p)) + p.encode() for p in parts)).digest()
         layout = pb.ModelLayout(
             parameters=[pb.TensorSpec(name="w", shape=[self.size], data_type=pb.DATA_TYPE_FLOAT32)],
             fingerprint=fingerprint,

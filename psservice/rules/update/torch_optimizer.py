@@ -236,7 +236,9 @@ class TorchOptimizer:
     def _require_sane(self, push: Segment) -> None:
         if push.entries and bool(push.values.abs().max() > _LARGEST_GRADIENT):
             raise Refusal(Reason.NON_FINITE, f"a gradient above {_LARGEST_GRADIENT:g} is not taken")
-        if not bool(self._place.theta.abs().max() <= _LARGEST_PARAMETER):
+        theta = self._place.theta
+        touched = theta[push.offsets] if self._settings.lazy and push.offsets is not None else theta
+        if touched.numel() and not bool(touched.abs().max() <= _LARGEST_PARAMETER):
             raise Refusal(Reason.NON_FINITE, f"a parameter has grown above {_LARGEST_PARAMETER:g}")
 
     def _step(self, optimizer: Optimizer, push: Segment) -> None:

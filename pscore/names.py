@@ -1,0 +1,46 @@
+"""Names that another side has chosen: what they may be, and how a terminal or a log shows them."""
+
+import re
+
+LONGEST_NAME = 256
+"""Characters."""
+
+LONGEST_TENSOR_NAME = 512
+"""Characters."""
+
+RESERVED_TENSOR_NAME = "__metadata__"
+"""What a safetensors file calls its own header entry: a tensor of that name could be written and never read."""
+
+_LONGEST_SHOWN = 200
+
+
+def is_name(text: str, longest: int = LONGEST_NAME) -> bool:
+    """Tell whether a text is 1 to ``longest`` printable characters."""
+    return 0 < len(text) <= longest and text.isprintable()
+
+
+def tensor_name_fault(name: str) -> str:
+    """Return what is wrong with a tensor's name or alias; empty where nothing is."""
+    if name == RESERVED_TENSOR_NAME:
+        return f"a tensor cannot be called {name!r}: files of models use that name for themselves; rename it"
+    if not is_name(name, LONGEST_TENSOR_NAME):
+        return (
+            f"a tensor is called {shown(name)!r}, which is no name: it must be 1 to {LONGEST_TENSOR_NAME} "
+            "printable characters"
+        )
+    return ""
+
+
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
+
+
+def escaped(text: str) -> str:
+    """Return a text in which nothing moves a terminal's cursor or begins a line: what is not printable is escaped."""
+    if text.isprintable():
+        return text
+    return _UNPRINTABLE.sub(lambda found: found[0] if found[0].isprintable() else ascii(found[0])[1:-1], text)
+
+
+def shown(text: str, longest: int = _LONGEST_SHOWN) -> str:
+    """Return a text for a message: escaped, and cut where it is long."""
+    return escaped(text if len(text) <= longest else f"{text[:longest]}…")

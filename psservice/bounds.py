@@ -1,0 +1,106 @@
+"""What the numbers, names and lists of a request may be, checked at the door before anything is done with them.
+
+:data:`BOUNDS` has every 64-bit number of a request but for those that are compared with what is there: places in the
+model, counts of what has come. docs/protocol.md, *Bounds*, lists both.
+
+Sums stay within 64 bits: a run's samples end at :data:`psservice.run.MOST_COUNT`, an uploaded model counts on from
+:data:`MOST_FIRST_VERSION` at most, and one push moves WAGMA's iterations by :data:`MOST_STEP_AHEAD` at most.
+"""
+
+from collections.abc import Mapping
+
+from google.protobuf.message import Message
+
+from pscore.messages import MOST_TENSORS
+from pscore.reasons import Reason, Refusal
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
+from psservice.identities import require_name
+
+MOST_FIRST_VERSION = 1 << 52
+"""From where at most a shard counts on whose model is uploaded; what a worker names beyond that is brought down to it,
+so that the pushes to come never reach :data:`_MOST_VERSION`."""
+
+MOST_STEP_AHEAD = 1 << 32
+"""Iterations that one push of WAGMA may be ahead of the newest: newcomers begin behind it."""
+
+MOST_EPOCH_SEEN = 1 << 31
+"""Highest epoch of a generation that a joining worker may tell of; those that shard 0 hands out may grow beyond."""
+
+LONGEST_BAN_SECONDS = 7 * 24 * 3600.0
+
+_MOST_VERSION = _MOST_STEP = 1 << 53  # exact as a double too: metrics, JSON
+_MOST_GENERATION = (3 << 62) - 1  # an epoch of 3·2^30: a thousand million uploads above what a worker may tell of
+_MOST_PUSH_SAMPLES = 1 << 32
+_LARGEST_RATE = 1e9
+_FASTEST_LINK = 1e15  # bytes a second
+
+Number = int | float
+
+BOUNDS: Mapping[str, Mapping[str, tuple[Number, Number]]] = {
+    "JoinRequest": {"generation_seen": (0, _MOST_GENERATION)},
+    "UploadHeader": {"generation": (0, _MOST_GENERATION), "version": (0, _MOST_VERSION)},
+    "PushHeader": {
+        "step": (1, _MOST_STEP),
+        "generation": (0, _MOST_GENERATION),
+        "base_version": (0, _MOST_VERSION),
+        "samples": (0, _MOST_PUSH_SAMPLES),
+        "learning_rate": (0.0, _LARGEST_RATE),
+    },
+    "PullDiffRequest": {
+        "generation": (0, _MOST_GENERATION),
+        "base_version": (0, _MOST_VERSION),
+        "acknowledged_reply": (0, _MOST_VERSION),
+        "link_bytes_per_second": (0.0, _FASTEST_LINK),
+    },
+    "BuffersHeader": {
+        "step": (0, _MOST_STEP),
+        "generation": (0, _MOST_GENERATION),
+        "samples": (0, _MOST_PUSH_SAMPLES),
+    },
+    "LeaseSamplesRequest": {
+        "size": (1, MOST_SIZE),
+        "seed": (0, (1 << 64) - 1),
+        "epoch": (0, MOST_EPOCHS - 1),
+        "samples": (0, MOST_SAMPLES),
+    },
+    "RestoreModelRequest": {"version": (0, _MOST_VERSION)},
+    "EvictWorkerRequest": {"ban_seconds": (0.0, LONGEST_BAN_SECONDS)},
+}
+"""By message and field: the least and the largest value."""
+
+_MOST_SETTINGS = 256
+_LONGEST_SETTING = 512 << 10  # the positions of all tensors, in groups of an optimizer
+_MOST_CODECS = 64
+
+
+def require(message: Message) -> None:
+    """Check the numbers of one message, not those of messages in it; raises :class:`Refusal` (``BAD_REQUEST``)."""
+    for field, (least, most) in BOUNDS.get(message.DESCRIPTOR.name, {}).items():
+        value = getattr(message, field)
+        if not least <= value <= most:  # so that what is not a number is refused too
+            raise Refusal(Reason.BAD_REQUEST, f"{field} is {value}; it must be {least} to {most}")
+
+
+def require_join(request: pb.JoinRequest) -> None:
+    """Check what a joining worker brings, but for its tensors; raises :class:`Refusal` (``BAD_REQUEST``).
+
+    Tensors are counted only: those of a model that the run has are compared with it, and the others are read one by
+    one.
+    """
+    require(request)
+    layout = request.layout
+    _require_count("tensors", len(layout.parameters) + len(layout.buffers), MOST_TENSORS)
+    _require_count("settings", len(request.method_settings), _MOST_SETTINGS)
+    _require_count("index codecs", len(request.index_codecs), _MOST_CODECS)
+    _require_count("value codecs", len(request.value_codecs), _MOST_CODECS)
+    require_name("method", request.method)
+    for name, value in request.method_settings.items():
+        require_name("the name of a setting", name)
+        if value:
+            require_name(f"setting {name!r}", value, _LONGEST_SETTING)
+
+
+def _require_count(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise Refusal(Reason.BAD_REQUEST, f"a worker joins with at most {most} {what}, not {count}")

@@ -1,0 +1,309 @@
+"""Numbers that are too large: each is refused by name, and nothing that is kept outgrows what can carry it."""
+
+import math
+import re
+import uuid
+import zlib
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from psclient.errors import Transient, from_rpc_error
+from psclient.local import LocalServer
+from pscore.reasons import Refusal
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.bounds import BOUNDS
+from tests.system.test_raw_client import TIMEOUT, N, RawWorker
+
+SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
+NUMBERS = (
+    FieldDescriptor.CPPTYPE_UINT64,
+    FieldDescriptor.CPPTYPE_INT64,
+    FieldDescriptor.CPPTYPE_DOUBLE,
+    FieldDescriptor.CPPTYPE_FLOAT,
+)
+MOST = 2**64 - 1
+EVERY_VALUE = {("LeaseSamplesRequest", "seed")}  # all 64 bits are its bound
+COMPARED = {  # with what the shard has, or with what has come before: what does not agree is refused by another name
+    ("Chunk", "start"),
+    ("Chunk", "length"),
+    ("Commit", "entries"),
+    ("BytesChunk", "offset"),
+    ("Group", "start"),
+    ("Group", "length"),
+    ("SampleRange", "epoch"),
+    ("SampleRange", "start"),
+    ("SampleRange", "count"),
+    ("TensorSpec", "shape"),
+    ("UploadHeader", "buffer_bytes"),
+    ("BuffersHeader", "buffer_bytes"),
+}
+
+
+def numbers(kind: Descriptor, path=()):
+    """Yield the path of every 64-bit number of a message, through the messages in it."""
+    for field in kind.fields:
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            yield from numbers(field.message_type, (*path, field.name))
+        elif field.message_type is None and field.cpp_type in NUMBERS:
+            yield (*path, field.name), kind.name, field
+
+
+ALL = [
+    pytest.param(method.name, path, kind, field, id=f"{method.name}-{'.'.join(path)}")
+    for method in SERVICE.methods
+    for path, kind, field in numbers(method.input_type)
+    if (kind, field.name) not in EVERY_VALUE
+]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with LocalServer(down_mode="exact", lease_seconds=120) as running:
+        yield running
+
+
+@pytest.fixture
+def worker(server):
+    return joined(server.addresses[0])
+
+
+def joined(address, size=N):
+    raw = RawWorker(address, f"raw-{uuid.uuid4()}", size)
+    raw.join()
+    raw.pull()
+    return raw
+
+
+def requests_of(worker, rpc):
+    """Return the messages of a call that would do, but for what it is about to be given."""
+    identity, generation = worker.identity, worker.generation
+    if rpc == "Join":
+        layout = pb.ModelLayout(parameters=[pb.TensorSpec(name="w", data_type=pb.DATA_TYPE_FLOAT32)])
+        return [pb.JoinRequest(identity=identity, protocol_version=1, method="raw", layout=layout, num_shards=1)]
+    if rpc == "UploadModel":
+        header = pb.UploadHeader(identity=identity, generation=generation)
+        return [
+            pb.UploadModelRequest(header=header),
+            pb.UploadModelRequest(chunk=pb.Chunk()),
+            pb.UploadModelRequest(buffers=pb.BytesChunk()),
+            pb.UploadModelRequest(commit=pb.Commit()),
+        ]
+    if rpc == "PushSparse":
+        header = pb.PushHeader(
+            identity=identity,
+            step=worker.step + 1,
+            generation=generation,
+            base_version=worker.version,
+            samples=1,
+            plan=[pb.Group(start=0, length=N)],
+        )
+        chunk = pb.Chunk(
+            length=2, count=1, index_codec=pb.INDEX_CODEC_RAW32, value_codec=pb.VALUE_CODEC_FP32,
+            indices=bytes(4), values=bytes(4),
+        )  # fmt: skip
+        return [
+            pb.PushSparseRequest(header=header),
+            pb.PushSparseRequest(chunk=chunk),
+            pb.PushSparseRequest(commit=pb.Commit(chunks=1, entries=1, crc32=zlib.crc32(bytes(8)))),
+        ]
+    if rpc == "PullDiff":
+        return [pb.PullDiffRequest(identity=identity, generation=generation, has_base=True)]
+    if rpc == "ExchangeBuffers":
+        header = pb.BuffersHeader(identity=identity, generation=generation, step=1, samples=1)
+        return [pb.ExchangeBuffersRequest(header=header), pb.ExchangeBuffersRequest(buffers=pb.BytesChunk())]
+    if rpc == "LeaseSamples":
+        return [pb.LeaseSamplesRequest(identity=identity, dataset="d", size=10, has_epoch=True, samples=1)]
+    if rpc == "RestoreModel":
+        return [pb.RestoreModelRequest(version=1)]
+    if rpc == "EvictWorker":
+        return [pb.EvictWorkerRequest(worker_id="nobody")]
+    raise AssertionError(f"{rpc} has a number now: say what a good request of it is")
+
+
+def set_at(messages, path, value):
+    """Put a value into the message of the list that has it."""
+    for message in messages:
+        oneof = message.DESCRIPTOR.oneofs_by_name.get("message")
+        if oneof is not None and message.WhichOneof("message") != path[0]:
+            continue
+        for name in path[:-1]:
+            message = getattr(message, name)
+            if message.__class__.__name__.startswith("Repeated"):
+                message = message[0] if len(message) else message.add()
+        if isinstance(getattr(message, path[-1]), int | float):
+            setattr(message, path[-1], value)
+        else:
+            getattr(message, path[-1]).append(value)
+        return
+    raise AssertionError(f"no message has {path}")
+
+
+def outcome(worker, rpc, messages):
+    """Return status, reason and words of a refusal, or ``None``."""
+    method = SERVICE.methods_by_name[rpc]
+    call = getattr(worker.stub, rpc)
+    try:
+        answer = call(iter(messages) if method.client_streaming else messages[0], timeout=TIMEOUT)
+        if method.server_streaming:
+            list(answer)
+    except grpc.RpcError as error:
+        failure = from_rpc_error(error)
+        reason = failure.reason.name if isinstance(failure, Refusal | Transient) and failure.reason else None
+        return error.code().name, reason, error.details()
+    return None
+
+
+@pytest.mark.parametrize(("rpc", "path", "kind", "field"), ALL)
+def test_every_number_of_every_request_has_a_bound_and_is_refused_beyond_it(worker, rpc, path, kind, field):
+    is_double = field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
+    for value in (math.inf, math.nan, -1.0, 1e300) if is_double else (MOST,):
+        messages = requests_of(worker, rpc)
+        set_at(messages, path, value)
+        found = outcome(worker, rpc, messages)
+        assert found is not None, f"{kind}.{field.name} = {value} was taken"
+        if (kind, field.name) in COMPARED:
+            assert found[1] is not None, found
+        else:
+            assert found[:2] == ("INVALID_ARGUMENT", "BAD_REQUEST"), found
+            assert field.name in found[2]
+    worker.pull()
+    worker.push([3], [0.5])
+
+
+def push_header(worker, **fields):
+    messages = requests_of(worker, "PushSparse")
+    for name, value in fields.items():
+        setattr(messages[0].header, name, value)
+    return outcome(worker, "PushSparse", messages)
+
+
+def test_samples_beyond_their_bound_are_not_kept_and_the_run_is_restored(tmp_path):
+    with LocalServer(data_dir=tmp_path, run_id="r") as running:
+        worker = joined(running.addresses[0])
+        for samples in (2**63, MOST):
+            found = push_header(worker, samples=samples)
+            assert found is not None
+            assert found[1] == "BAD_REQUEST"
+        worker.push([1], [1.0])
+        assert worker.stub.TakeSnapshot(pb.TakeSnapshotRequest(), timeout=TIMEOUT).version == 1
+        running.processes[0].kill()
+        running.restart()
+        status = worker.stub.GetStatus(pb.GetStatusRequest(), timeout=TIMEOUT, wait_for_ready=True)
+        assert (status.version, status.samples) == (1, 1)
+
+
+def test_a_generation_beyond_its_bound_is_refused_and_later_workers_join(tmp_path):
+    with LocalServer() as running:
+        raw = RawWorker(running.addresses[0], "liar")
+        messages = requests_of_join(raw, generation_seen=MOST)
+        found = outcome(raw, "Join", messages)
+        assert found is not None
+        assert found[1] == "BAD_REQUEST"
+        assert "generation_seen" in found[2]
+        later = joined(running.addresses[0])
+        later.push([1], [1.0])
+
+
+def requests_of_join(worker, **fields):
+    """Return a good request to join of a raw worker, with these fields."""
+    worker.identity.run_id = ""
+    caught = []
+    stub, worker.stub = worker.stub, Recorder(caught)
+    try:
+        worker.join()
+    except Recorded:
+        pass
+    finally:
+        worker.stub = stub
+    (request,) = caught
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return [request]
+
+
+class Recorded(Exception):  # noqa: N818
+    """The request was recorded instead of sent."""
+
+
+class Recorder:
+    def __init__(self, caught):
+        self._caught = caught
+
+    def Join(self, request, timeout):  # noqa: N802
+        self._caught.append(request)
+        raise Recorded
+
+
+def test_an_upload_cannot_begin_at_a_version_from_which_counting_on_would_overflow():
+    with LocalServer() as running:
+        first = RawWorker(running.addresses[0], "first")
+        answer = first.stub.Join(requests_of_join(first)[0], timeout=TIMEOUT)
+        first.identity.run_id, first.generation = answer.run_id, answer.generation
+        for version in (MOST - 1, 2**63):
+            header = pb.UploadHeader(identity=first.identity, generation=first.generation, version=version)
+            found = outcome(first, "UploadModel", [pb.UploadModelRequest(header=header)])
+            assert found is not None
+            assert found[1] == "BAD_REQUEST", found
+        first.upload()
+        later = joined(running.addresses[0])
+        assert later.push([1], [1.0]).version == 1
+
+
+def test_a_wagma_step_far_ahead_is_refused_and_later_workers_join():
+    settings = {"update": "average", "group_size": "2", "tau": "10", "late": "replace"}
+    with LocalServer() as running:
+        workers = []
+        for name in ("liar", "later"):
+            raw = RawWorker(running.addresses[0], name)
+            request = requests_of_join(raw)[0]
+            request.method_settings.update(settings)
+            answer = raw.stub.Join(request, timeout=TIMEOUT)
+            raw.identity.run_id, raw.generation = answer.run_id, answer.generation
+            if answer.state == pb.JOIN_STATE_UPLOAD:
+                raw.upload()
+            for step in (MOST, 2**53) if name == "liar" else ():
+                found = push_header(raw, step=step)
+                assert found is not None
+                assert found[1] == "BAD_REQUEST", found
+            workers.append(raw)
+        answer = workers[1].stub.Join(request, timeout=TIMEOUT)
+        assert 1 <= answer.first_step < 2**52
+
+
+def test_counts_that_add_up_stop_where_no_more_can_be_kept(tmp_path):
+    """A server of before may have written more down than is taken now: it must come back all the same."""
+    from tests.psservice.engine_makers import engines, join, push, serving
+    from tests.psservice.service_makers import F32, layout_of
+
+    layout = layout_of((8, F32))
+    with serving(layout, torch.zeros(8), data_dir=tmp_path) as engine:
+        join(engine, layout)
+        push(engine, 1, {0: 1.0}, samples=2**63)
+        push(engine, 2, {0: 1.0}, base=1, samples=MOST)
+        assert engine.persistence.take(engine) is not None
+        push(engine, 3, {0: 1.0}, base=2, samples=2**63)
+    with engines(data_dir=tmp_path) as (again,):
+        assert again.model.version == 3
+        assert again.run.samples == 2**63 - 1
+
+
+def test_the_protocols_page_has_every_bound():
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    told = {
+        (kind, field): (number(least), number(most))
+        for kind, field, least, most in re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    }
+    assert told == {(kind, field): bound for kind, fields in BOUNDS.items() for field, bound in fields.items()}
+
+
+def number(text):
+    """Read a number as the page writes it."""
+    text, less, _ = text.partition(" − 1")
+    factor, times, power = text.rpartition("·")
+    base, is_power, exponent = power.replace(",", "").partition("^")
+    found = int(base) ** int(exponent) if is_power else int(base)
+    return found * (int(factor) if times else 1) - bool(less)

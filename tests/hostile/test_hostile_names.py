@@ -1,0 +1,148 @@
+"""Names and lists in requests: what is too long, too many or not printable is refused before it is kept or shown."""
+
+import uuid
+
+import grpc
+import pytest
+import torch
+
+import psclient
+from psclient.errors import ConfigurationError, from_rpc_error
+from psclient.local import LocalServer
+from pscore.layout import ModelLayout, TensorSpec
+from pscore.messages import layout_to_message
+from pscore.v1 import parameter_server_pb2 as pb
+from tests.system.test_raw_client import TIMEOUT, RawWorker
+
+F32 = torch.float32
+ESCAPE = "\x1b]0;owned\x07"
+FORGED = "x\n2030-01-01 00:00:00,000 INFO    all is well"
+UNPRINTABLE = [ESCAPE, FORGED, "a\u202eb", "nul\0"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with LocalServer(lease_seconds=120) as running:
+        RawWorker(running.addresses[0], "first").join()
+        yield running
+
+
+@pytest.fixture
+def empty():
+    with LocalServer(lease_seconds=120) as running:
+        yield running
+
+
+def layout(*names, aliases=(), buffers=()):
+    specs = [TensorSpec(name, (1,), F32) for name in names]
+    specs[0] = TensorSpec(specs[0].name, (1,), F32, tuple(aliases))
+    return layout_to_message(ModelLayout(tuple(specs), tuple(TensorSpec(name, (1,), F32) for name in buffers)))
+
+
+def join(server, found, **fields):
+    identity = pb.WorkerIdentity(worker_id=f"w-{uuid.uuid4()}", incarnation="i")
+    fields = {"identity": identity, "protocol_version": 1, "method": "raw", "num_shards": 1} | fields
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        return RawStub(channel).Join(pb.JoinRequest(layout=found, **fields), timeout=TIMEOUT)
+
+
+def RawStub(channel):  # noqa: N802
+    from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+
+    return ParameterServerServiceStub(channel)
+
+
+def refusal(call, *arguments, **options):
+    """Return reason and words of a refusal, which must have come whole."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*arguments, **options)
+    failure = from_rpc_error(caught.value)
+    assert getattr(failure, "reason", None) is not None, caught.value.details()
+    return failure.reason.name, caught.value.details()
+
+
+LONG = "x" * 5000
+TOO_MUCH = {
+    "a tensor too many": (lambda: layout(*(f"t{i}" for i in range(65_537))), {}, "65536"),
+    "an alias too many": (lambda: layout("w", aliases=[f"a{i}" for i in range(65_537)]), {}, "65536"),
+    "a long tensor name": (lambda: layout(LONG), {}, "512"),
+    "a long alias": (lambda: layout("w", aliases=[LONG]), {}, "512"),
+    "a long method": (lambda: layout("w"), {"method": "m" * (1 << 20)}, "method"),
+    "no method": (lambda: layout("w"), {"method": ""}, "method"),
+    "a setting too many": (lambda: layout("w"), {"method_settings": {f"s{i}": "v" for i in range(257)}}, "256"),
+    "a long name of a setting": (lambda: layout("w"), {"method_settings": {LONG: "v"}}, "setting"),
+    "a long setting": (lambda: layout("w"), {"method_settings": {"s": "v" * (1 << 20)}}, "'s'"),
+    "many codecs": (lambda: layout("w"), {"index_codecs": range(1000)}, "64"),
+}
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+@pytest.mark.parametrize("who", ["empty", "server"])
+def test_more_than_a_model_or_a_method_has_is_refused(request, what, who):
+    make, fields, named = TOO_MUCH[what]
+    reason, words = refusal(join, request.getfixturevalue(who), make(), **fields)
+    if reason == "FINGERPRINT_MISMATCH":  # compared with the run's model and not read
+        assert who == "server"
+    else:
+        assert reason == "BAD_REQUEST"
+        assert named in words
+    assert len(words) < 1000
+
+
+@pytest.mark.parametrize("text", [*UNPRINTABLE, "__metadata__"], ids=ascii)
+def test_a_tensor_with_a_name_that_cannot_be_shown_or_filed_is_refused(empty, text):
+    for found in (layout(text), layout("w", aliases=[text]), layout("w", buffers=[text])):
+        reason, words = refusal(join, empty, found)
+        assert reason == "BAD_REQUEST"
+        assert words.isprintable()
+
+
+@pytest.mark.parametrize("text", UNPRINTABLE, ids=ascii)
+def test_what_cannot_be_shown_is_refused_wherever_a_name_stands(server, text):
+    good = layout("w")
+    identity = {"worker_id": "w", "incarnation": "i"}
+    with grpc.insecure_channel(server.addresses[0]) as channel:
+        stub = RawStub(channel)
+        for call, request in (
+            (stub.Join, pb.JoinRequest(identity=identity, protocol_version=1, method=text, layout=good, num_shards=1)),
+            (stub.Join, join_with({text: "v"}, good)),
+            (stub.Join, join_with({"s": text}, good)),
+            (stub.RenewLease, pb.RenewLeaseRequest(identity=identity | {"run_id": text})),
+            (stub.RenewLease, pb.RenewLeaseRequest(identity=identity | {"worker_id": text})),
+            (stub.Leave, pb.LeaveRequest(identity=identity | {"incarnation": text})),
+            (stub.FinishRun, pb.FinishRunRequest(run_id=text)),
+            (stub.TakeSnapshot, pb.TakeSnapshotRequest(checkpoint=text)),
+            (stub.RestoreModel, pb.RestoreModelRequest(checkpoint=text)),
+            (stub.EvictWorker, pb.EvictWorkerRequest(worker_id=text)),
+        ):
+            reason, words = refusal(call, request, timeout=TIMEOUT)
+            assert reason == "BAD_REQUEST", request
+            assert words.isprintable()
+
+
+def join_with(settings, found):
+    return pb.JoinRequest(
+        identity=pb.WorkerIdentity(worker_id="w", incarnation="i"),
+        protocol_version=1,
+        method="raw",
+        method_settings=settings,
+        layout=found,
+        num_shards=1,
+    )
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_worker_is_told_before_anything_is_sent_that_a_name_cannot_be_filed(kind):
+    model = torch.nn.Linear(2, 2)
+    if kind == "parameter":
+        model.register_parameter("__metadata__", torch.nn.Parameter(torch.zeros(2)))
+    else:
+        model.register_buffer("__metadata__", torch.zeros(2))
+    with pytest.raises(ConfigurationError, match="__metadata__"):
+        psclient.DGS(model.parameters(), lr=0.1, model=model, server="127.0.0.1:1")
+
+
+def test_one_tensor_has_no_name_under_which_it_is_taken_for_two():
+    one = ModelLayout((TensorSpec("a [1] float32\nparameter\0b", (1,), F32),))
+    two = ModelLayout((TensorSpec("a", (1,), F32), TensorSpec("b", (1,), F32)))
+    assert one.fingerprint != two.fingerprint
