@@ -51,6 +51,7 @@ class Engine(ShardState):
         device: torch.device,
         metrics: Metrics,
         on_health: Callable[[bool], None] = lambda healthy: None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         """Start with what the data directory holds, else empty (or ready for ``--init``).
 
@@ -59,11 +60,12 @@ class Engine(ShardState):
             device: where the parameters live.
             metrics: told what happens.
             on_health: told ``False`` while pushes cannot be made durable.
+            on_failure: called once, when a change has failed half-way and the process is to stop.
 
         Raises:
             StorageError: the data directory is in use, damaged, or of another run.
         """
-        super().__init__(settings, device, metrics, on_health)
+        super().__init__(settings, device, metrics, on_health, on_failure)
         self.admission = Admission(
             settings.max_staleness, settings.ssp_bound if self.is_coordinator else 0, settings.max_update_norm
         )
@@ -233,15 +235,16 @@ class Engine(ShardState):
             datasets = self.datasets.finish(push.identity, push.finished)
             number = self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
             started = time.perf_counter_ns()
-            try:
-                correction = Correction(factor, push.base_version, push.learning_rate, push.samples > 0)
-                version = model.take(push.identity.worker_id, update, correction, push.step)
-            except BaseException:
-                self.persistence.take_back(number)
-                raise
-            answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
-            self.membership.remember_push(push.identity, push.step, answer)
-            self.datasets.put(datasets)
+            with self.writer.all_or_stop():
+                try:
+                    correction = Correction(factor, push.base_version, push.learning_rate, push.samples > 0)
+                    version = model.take(push.identity.worker_id, update, correction, push.step)
+                except Refusal:
+                    self.persistence.take_back(number)
+                    raise
+                answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
+                self.membership.remember_push(push.identity, push.step, answer)
+                self.datasets.put(datasets)
             member.last_step, member.staleness = push.step, staleness
             self.membership.tick(member)
             member.samples += push.samples
@@ -282,6 +285,7 @@ class Engine(ShardState):
             replica_is_image=replica_is_image,
             form=form,
         )
+        self.writer.require_whole()  # a top-k reply is read beside the writer
         self.persistence.wait()
         member.reply_mode, member.reply_density = reply.mode, reply.density
         self.metrics.observe_pull(reply)
@@ -323,11 +327,14 @@ class Engine(ShardState):
         return self._end.finish()
 
     def close(self) -> None:
-        """Finish what is committed and stop the threads."""
+        """Finish what is committed and stop the threads; nothing is kept of a state that a failed change has left."""
         self._stop.set()
         self.persistence.stop()
         self.writer.close()
-        self.persistence.close(self)
+        if self.writer.failed:
+            self.persistence.abandon()
+        else:
+            self.persistence.close(self)
         self._end.wait()
 
     # Inner parts

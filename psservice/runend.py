@@ -51,8 +51,9 @@ class RunEnd:
         if state.run.is_finished:
             return
         state.persistence.finished(state.run.run_id)
-        state.run.state = RunState.FINISHED
-        model.finish()
+        with state.writer.all_or_stop():
+            state.run.state = RunState.FINISHED
+            model.finish()
         log.info("run finished", extra={"version": model.version, "samples": state.run.samples})
         self._write_final_model(model)
 

@@ -48,11 +48,16 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
 )
 _POLL_SECONDS = 0.5
+_LAST_ANSWERS_SECONDS = 1.0  # of a shard that has failed: for the answers that say so
 _MOST_QUEUED_CALLS = 4  # per thread, before gRPC itself answers RESOURCE_EXHAUSTED
 
 
 class StartError(Exception):
     """The server cannot start: a port is taken, a device or a file is missing."""
+
+
+class ShardFailedError(Exception):
+    """An update failed half-way, and the server has stopped: started again, it recovers."""
 
 
 class Server:
@@ -70,6 +75,7 @@ class Server:
         self._metrics = Metrics()
         self._health = health.HealthServicer()
         self._web: WebServer | None = None
+        self._stop = threading.Event()
         self._serving = False
         self._healthy = True
         self._look_at_health()
@@ -92,11 +98,9 @@ class Server:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
             gate = Gate(TokenFile(settings.tokens) if settings.tokens else None)
             credentials = _credentials(settings)
-            self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable)
+            self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable, self._failed)
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
-        self._stop = threading.Event()
-
         self._watchdog = Watchdog(settings.stream_idle_seconds, settings.stream_seconds, self._metrics)
         readings.follow(self.engine, self._watchdog)
         interceptors: list[grpc.ServerInterceptor] = [TracedCalls()] if settings.tracing else []
@@ -119,7 +123,11 @@ class Server:
         self._upkeep = Upkeep(lambda: self.engine.layout.size if self.engine.layout else 0)
 
     def run(self) -> None:
-        """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop."""
+        """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop.
+
+        Raises:
+            ShardFailedError: an update failed half-way, and the server has stopped.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         log.info(
@@ -153,6 +161,8 @@ class Server:
                 break
             self.check_liveness()
         self.stop()
+        if self.engine.writer.failed:
+            raise ShardFailedError("an update failed half-way; start the server again and it recovers")
 
     def check_liveness(self) -> None:
         """Say so where the journal is beyond what a running server can mend."""
@@ -165,7 +175,7 @@ class Server:
         self._serving = False
         self.engine.doorway.close()
         self._look_at_health()
-        self._server.stop(self.settings.drain_seconds).wait()
+        self._server.stop(_LAST_ANSWERS_SECONDS if self.engine.writer.failed else self.settings.drain_seconds).wait()
         self._watchdog.close()
         self.engine.close()
         self._upkeep.close()
@@ -183,6 +193,11 @@ class Server:
         self._metrics.durable.set(healthy)
         self._healthy = healthy
         self._look_at_health()
+
+    def _failed(self) -> None:
+        self._healthy = False
+        self._look_at_health()
+        self._stop.set()
 
     def _look_at_health(self) -> None:
         """Say SERVING where pushes are taken and can be written down as promised."""

@@ -34,6 +34,7 @@ class ShardState:
         device: where the parameters live.
         metrics: told what happens.
         on_health: told ``False`` while pushes cannot be made durable.
+        on_failure: called once, when a change has failed half-way and the process is to stop.
 
     Attributes:
         layout: the model's, from the first join on.
@@ -49,7 +50,12 @@ class ShardState:
     """
 
     def __init__(
-        self, settings: ServerSettings, device: torch.device, metrics: Metrics, on_health: Callable[[bool], None]
+        self,
+        settings: ServerSettings,
+        device: torch.device,
+        metrics: Metrics,
+        on_health: Callable[[bool], None],
+        on_failure: Callable[[], None],
     ) -> None:
         """Begin empty."""
         self.settings, self.device, self.metrics = settings, device, metrics
@@ -67,7 +73,7 @@ class ShardState:
             lambda: reply_rule(settings.down_mode, settings.exact_limit),
             on_expire=self._expired,
         )
-        self.writer = Writer(settings.apply_queue_limit, metrics.queue_seconds.observe)
+        self.writer = Writer(settings.apply_queue_limit, metrics.queue_seconds.observe, on_failure)
         self.model: ModelShard | None = None
         self.layout: ModelLayout | None = None
         self.buffers: BufferAverage | None = None
