@@ -125,6 +125,7 @@ class Engine(ShardState):
             known = self.membership.is_live(identity)
             member = self.membership.join(identity)
             if not known:
+                self.membership.expire()
                 try:
                     self.persistence.joined(identity, index_codecs)
                 except Refusal:  # else the next attempt would find a lease that no restart knows of
@@ -142,8 +143,11 @@ class Engine(ShardState):
 
     def leave(self, identity: Identity) -> None:
         """End a lease; unknown ones are ignored, so that leaving twice is harmless."""
-        if self.membership.leave(identity):
-            self.persistence.left(identity)
+        with self.join_lock:
+            left = self.membership.leave(identity)
+            if left:
+                self.persistence.left(identity)
+        if left:
             with suppress(Refusal):
                 self._rounds.look(lambda: self.model, self.regime.rounds)
             self.metrics.leaves.inc()
@@ -351,7 +355,9 @@ class Engine(ShardState):
         raise Refusal(Reason.FINGERPRINT_MISMATCH, how, tensor=name)
 
     def _end_leases(self) -> None:
-        while not self._stop.wait(min(1.0, self.settings.lease_seconds / 4)):
+        while not self._stop.wait(min(1.0, self.settings.lease_seconds / 8)):
+            with self.join_lock:
+                self.membership.expire()
             self.metrics.live_workers.set(len(self.membership))
             with suppress(Refusal):  # busy, or not durable: the next look finds it due still
                 self._rounds.look(lambda: self.model, self.regime.rounds)

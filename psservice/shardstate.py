@@ -18,6 +18,7 @@ from psservice.persistence import Persistence
 from psservice.rules.regime import Regime
 from psservice.rules.reply import reply_rule
 from psservice.run import Run
+from psservice.servingclock import ServingClock
 from psservice.settings import ServerSettings
 from psservice.shard.model import ModelShard
 from psservice.shard.writer import Writer
@@ -43,7 +44,7 @@ class ShardState:
         regime: what the run's method asks of the server.
         durable: whether pushes can be written down as promised.
         doorway: open unless the server is drained.
-        join_lock: held while a worker joins, and while the model is replaced.
+        join_lock: held while a worker joins, while the ends of leases are written down, and while the model is replaced.
 
     Raises:
         StorageError: the data directory is in use, or cannot be written.
@@ -72,6 +73,7 @@ class ShardState:
             settings.lease_seconds,
             lambda: reply_rule(settings.down_mode, settings.exact_limit),
             on_expire=self._expired,
+            clock=ServingClock(settings.lease_seconds / 4),
         )
         self.writer = Writer(settings.apply_queue_limit, metrics.queue_seconds.observe, on_failure)
         self.model: ModelShard | None = None
