@@ -54,6 +54,7 @@ def moment_of(
     segment: int,
     buffers: tuple[float, StateDict],
     checkpoint: str,
+    last_checkpoint: tuple[int, int],
     *,
     clean: bool,
 ) -> Moment:
@@ -66,6 +67,7 @@ def moment_of(
         segment: of the journal, that begins behind this moment.
         buffers: weight and values of the average of buffers.
         checkpoint: to which it belongs, or nothing.
+        last_checkpoint: where the newest is that this shard has taken part in.
         clean: whether nothing follows in this life of the server.
     """
     memory = model.export()
@@ -110,6 +112,7 @@ def moment_of(
         memory=dict(memory.plain),
         datasets=kept(engine.datasets),
         buffer_weight=buffers[0],
+        last_checkpoint=last_checkpoint,
         clean=clean,
         created_unix_seconds=time.time(),
     )

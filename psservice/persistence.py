@@ -13,10 +13,11 @@ from typing import cast
 
 from google.protobuf.message import Message
 
-from pscore.generation import epoch, nonce, sibling_generation
+from pscore.generation import sibling_generation
 from pscore.reasons import Reason, Refusal
 from pscore.tracing import traced
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice.checkpoints import Checkpoints, new_id
 from psservice.datamessages import record_of
 from psservice.dataset import Leased, Wish
 from psservice.durability.files import StorageError
@@ -85,7 +86,7 @@ class Persistence:
         self.averaging = threading.Lock()
         """Held while buffers are averaged in and noted, so that a snapshot falls between two of these."""
         self._stop, self._told = threading.Event(), threading.Event()
-        self._followed = ""
+        self.checkpoints = Checkpoints()
         self._bytes_behind = 0  # of the journal, where the newest snapshot was begun
         self._thread: threading.Thread | None = None
         self._taking = threading.Lock()
@@ -154,6 +155,7 @@ class Persistence:
             history.model.generation = sibling_generation(manifest.generation)
         engine.adopt(history)
         self._store.begin(past.next_number)
+        self.checkpoints.last = manifest.last_checkpoint
         self._note(past.snapshot, engine.metrics)
         log.info(
             "recovered",
@@ -299,38 +301,37 @@ class Persistence:
 
     # Snapshots
 
-    @property
-    def checkpoint(self) -> str:
-        """Id of the newest snapshot's checkpoint."""
-        return self.last_snapshot.manifest.checkpoint if self.last_snapshot else ""
+    def told(self, engine: Kept) -> str:
+        """Return what workers carry to the other shards: shard 0's newest checkpoint, or nothing."""
+        if not engine.is_coordinator or self.last_snapshot is None:
+            return ""
+        return self.checkpoints.told(engine.run.run_id, self.last_snapshot.manifest.checkpoint)
 
     def take_asked(self, engine: Kept, checkpoint: str) -> Snapshot:
         """Take a snapshot that somebody asked for; raises :class:`Refusal` (``BAD_REQUEST``, ``NOT_DURABLE``)."""
         self._require_store()
         engine.require_model(None)
         try:
-            snapshot = self.take(engine, checkpoint or self._next_checkpoint(engine))
+            snapshot = self.take(engine, checkpoint or None)
         except StorageError as error:
             raise _not_durable(error) from error
         assert snapshot is not None
         return snapshot
 
-    def follow(self, engine: Kept, checkpoint: str) -> None:
+    def follow(self, engine: Kept, told: str) -> None:
         """Take part in a checkpoint of shard 0's that a worker has told of, beside the call that told it."""
-        if self._store is None or not checkpoint or engine.is_coordinator or checkpoint == self._followed:
+        model = engine.model
+        if self._store is None or not told or engine.is_coordinator or model is None:
             return
-        self._followed = checkpoint
-        self._told.set()
+        if self.checkpoints.hear(engine.run.run_id, model.generation, told):
+            self._told.set()
 
-    def _next_checkpoint(self, engine: Kept) -> str:
-        if not engine.is_coordinator:
-            return ""
-        model = engine.require_model(None)
-        # With the nonce: a shard that has gone back comes to the same version again, of another history.
-        return f"e{epoch(model.generation)}-v{model.version}-{nonce(model.generation):08x}"
-
-    def take(self, engine: Kept, checkpoint: str = "") -> Snapshot | None:
+    def take(self, engine: Kept, checkpoint: str | None = "") -> Snapshot | None:
         """Take a snapshot; ``None`` without a directory or a model. The writer is held for a copy only.
+
+        Args:
+            engine: of which.
+            checkpoint: to which it belongs; ``None`` has shard 0 draw one, and the others take it for themselves.
 
         Raises:
             StorageError: it could not be written.
@@ -353,7 +354,7 @@ class Persistence:
         except StorageError as error:
             raise _not_durable(error) from error
 
-    def copy(self, engine: Kept, checkpoint: str, *, clean: bool) -> Moment:
+    def copy(self, engine: Kept, checkpoint: str | None, *, clean: bool) -> Moment:
         """Copy the shard as it is now, and begin another segment behind it; on the writer thread."""
         assert self._store is not None
         assert engine.model is not None
@@ -362,10 +363,15 @@ class Persistence:
             self._bytes_behind = self.journal_bytes
             weight, buffers = engine.buffers.export() if engine.buffers else (0.0, {})
         place = (self._settings.shard_index, self._settings.num_shards)
-        return moment_of(engine, engine.model, place, segment, (weight, buffers), checkpoint, clean=clean)
+        if checkpoint is None:
+            model = engine.model
+            checkpoint = new_id(model.generation, segment, model.version) if engine.is_coordinator else ""
+        last = self.checkpoints.up_to(checkpoint)
+        return moment_of(engine, engine.model, place, segment, (weight, buffers), checkpoint, last, clean=clean)
 
     def _note(self, snapshot: Snapshot, metrics: Metrics) -> None:
         self.last_snapshot = snapshot
+        self.checkpoints.taken(snapshot.manifest.checkpoint)
         metrics.observe_snapshot(snapshot.manifest.version, snapshot.manifest.created_unix_seconds)
 
     def _write(self, moment: Moment, metrics: Metrics) -> Snapshot:
@@ -400,10 +406,10 @@ class Persistence:
                 continue
             tried = time.monotonic()
             unchanged = last is not None and _same(last.manifest, model.generation, model.version)
-            if unchanged and not told:
+            if unchanged and not self.checkpoints.wanted:
                 continue
             try:
-                self.take(engine, self._followed if told else self._next_checkpoint(engine))
+                self.take(engine, self.checkpoints.wanted or None)
             except (StorageError, Refusal) as error:
                 log.error("no snapshot could be taken", extra={"error": str(error)})
 

@@ -101,6 +101,7 @@ class Server:
             self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable, self._failed)
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
+        self.engine.persistence.checkpoints.keys = gate.server_keys
         self._watchdog = Watchdog(settings.stream_idle_seconds, settings.stream_seconds, self._metrics)
         readings.follow(self.engine, self._watchdog)
         interceptors: list[grpc.ServerInterceptor] = [TracedCalls()] if settings.tracing else []

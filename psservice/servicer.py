@@ -123,7 +123,7 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
             require_name("checkpoint", request.checkpoint or "-")
             engine.persistence.follow(engine, request.checkpoint)
             return pb.RenewLeaseResponse(
-                checkpoint=engine.persistence.checkpoint if engine.is_coordinator else "",
+                checkpoint=engine.persistence.told(engine),
                 live_workers=len(engine.membership),
                 run_state=RUN_STATES[engine.run.state],
                 version=engine.model.version if engine.model else 0,

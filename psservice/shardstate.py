@@ -44,7 +44,7 @@ class ShardState:
         regime: what the run's method asks of the server.
         durable: whether pushes can be written down as promised.
         doorway: open unless the server is drained.
-        join_lock: held while a worker joins, while the ends of leases are written down, and while the model is replaced.
+        join_lock: held while a worker joins, while ends of leases are written down, and while the model is replaced.
 
     Raises:
         StorageError: the data directory is in use, or cannot be written.

@@ -79,6 +79,8 @@ class Manifest(_Strict):
         memory: what the update rule and an open round remember beside their tensors.
         datasets: whose samples are whose; none in what an older server wrote.
         buffer_weight: weight of the average of buffers.
+        last_checkpoint: epoch and number of the newest checkpoint that the shard has taken part in; see
+            ``psservice.checkpoints``.
         clean: taken when the server was told to stop, with nothing applied afterwards.
         created_unix_seconds: when.
         tensors: size and checksum of the file of tensors.
@@ -105,6 +107,7 @@ class Manifest(_Strict):
     memory: dict[str, Any]
     datasets: list[KeptDataset] = []
     buffer_weight: float
+    last_checkpoint: tuple[_Count, _Count] = (0, 0)
     clean: bool
     created_unix_seconds: float
     tensors: FileSeal | None = None
