@@ -36,7 +36,7 @@ from psservice.runend import RunEnd
 from psservice.settings import ServerSettings
 from psservice.shard.difference import DownSettings
 from psservice.shard.model import Correction, ModelShard
-from psservice.shard.replies import Reply, TopKSettings, answer
+from psservice.shard.replies import Reply, Reserve, TopKSettings, answer
 from psservice.shardstate import ShardState
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class Engine(ShardState):
             DownSettings(settings.down_density, settings.down_dense_below, SELECTORS[settings.down_selector]),
             VALUE_CODECS[settings.down_value_type],
             settings.chunk_bytes,
+            self.images,
         )
         self._stop = threading.Event()
         self._scaling = settings.scaling
@@ -273,8 +274,9 @@ class Engine(ShardState):
         acknowledged: int,
         replica_is_image: bool,
         link_bytes_per_second: float = 0.0,
+        reserve: Reserve = lambda nbytes: None,
     ) -> Reply:
-        """Answer a pull, exactly or top-k."""
+        """Answer a pull, exactly or top-k; ``reserve`` charges what the answer occupies, before it is made."""
         member = self.membership.require(identity)
         self._await_round(identity)
         form = WireForm(allowed=member.index_codecs, link_bytes_per_second=link_bytes_per_second)
@@ -288,6 +290,7 @@ class Engine(ShardState):
             acknowledged=acknowledged,
             replica_is_image=replica_is_image,
             form=form,
+            reserve=reserve,
         )
         self.writer.require_whole()  # a top-k reply is read beside the writer
         self.persistence.wait()

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from pscore.layout import ModelLayout
 from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
 
 _MESSAGE_BYTES = 3072  # of objects around a chunk: message, tensors, segment; 1.3 to 2.0 KB were measured
@@ -134,14 +133,6 @@ def charged(requests: Iterable[Request], charge: Charge) -> Iterator[Request]:
     for request in requests:
         charge.add(occupied(request))
         yield request
-
-
-def segments_bytes(segments: Iterable[Segment]) -> int:
-    """Return what the entries of an answer occupy."""
-    return sum(
-        segment.entries * (_DENSE_ENTRY_BYTES if segment.offsets is None else _SPARSE_ENTRY_BYTES)
-        for segment in segments
-    )
 
 
 def occupied(request: pb.PushSparseRequest | pb.UploadModelRequest | pb.ExchangeBuffersRequest) -> int:

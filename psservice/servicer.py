@@ -31,7 +31,7 @@ from psservice.calls import Push
 from psservice.datamessages import answer_to_message, finished_of, wish_of
 from psservice.engine import Engine
 from psservice.identities import require_name
-from psservice.inflight import Charge, InFlight, charged, largest_stream, segments_bytes
+from psservice.inflight import Charge, InFlight, charged, largest_stream
 from psservice.operatorservicer import OperatorServicer, Process
 from psservice.security import Gate
 from psservice.shard.replies import Reply
@@ -250,8 +250,8 @@ class ParameterServerServicer(OperatorServicer, ParameterServerServiceServicer):
                 acknowledged=request.acknowledged_reply,
                 replica_is_image=request.image,
                 link_bytes_per_second=request.link_bytes_per_second,
+                reserve=charge.add,
             )
-            charge.add(segments_bytes(reply.segments))
             header = pb.PullHeader(
                 mode=REPLY_MODES[reply.mode],
                 version=reply.version,

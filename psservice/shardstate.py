@@ -20,6 +20,7 @@ from psservice.rules.reply import reply_rule
 from psservice.run import Run
 from psservice.servingclock import ServingClock
 from psservice.settings import ServerSettings
+from psservice.shard.images import ImageBudget
 from psservice.shard.model import ModelShard
 from psservice.shard.writer import Writer
 from psservice.traffic import Traffic
@@ -42,6 +43,7 @@ class ShardState:
         model: this shard's part of it, from the upload on.
         buffers: their average; on shard 0 only, where the run has any.
         regime: what the run's method asks of the server.
+        images: what images of workers' replicas may occupy.
         durable: whether pushes can be written down as promised.
         doorway: open unless the server is drained.
         join_lock: held while a worker joins, while ends of leases are written down, and while the model is replaced.
@@ -75,6 +77,7 @@ class ShardState:
             on_expire=self._expired,
             clock=ServingClock(settings.lease_seconds / 4),
         )
+        self.images = ImageBudget(settings.image_bytes)
         self.writer = Writer(settings.apply_queue_limit, metrics.queue_seconds.observe, on_failure)
         self.model: ModelShard | None = None
         self.layout: ModelLayout | None = None
