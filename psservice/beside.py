@@ -27,6 +27,7 @@ def exchange_buffers(
     record = state.membership.record(identity)
     live = len(state.membership)
     with state.persistence.averaging:
+        state.writer.require_free()
         buffers = require_buffers(state, identity, generation)  # a rollback may have put others there meanwhile
         if samples and step > record.buffer_step and state.run.state is RunState.TRAINING:
             buffers.check(data)

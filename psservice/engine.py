@@ -114,14 +114,14 @@ class Engine(ShardState):
             self.doorway.require_open()
             regime = Regime.of(method_settings)
             others = any(member.identity != identity for member in self.membership.members())
-            alone = self.model is None and not others and self._entry.start is None
+            fitted = self._entry.fit_start(layout)
+            starts = fitted is not None
+            alone = self.model is None and not others and not starts and not self.installing
             if self.layout is not None and not alone:
                 self._require_same_model(self.layout, layout)
-            self.run.agree(method, method_settings, replace=alone or self._entry.start is not None)
+            self.run.agree(method, method_settings, replace=alone or starts)
             self.regime = regime
-            if self._entry.start is not None:
-                self._entry.install_start(layout)
-            elif self.layout is None or alone:
+            if alone or (self.layout is None and not starts):
                 self.layout = layout
             known = self.membership.is_live(identity)
             member = self.membership.join(identity)
@@ -136,11 +136,22 @@ class Engine(ShardState):
             self.metrics.joins.inc(not known)
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
-            last_push = self.membership.last_push(identity.worker_id)
-            if self.model is not None:
-                return JoinOutcome("ready", self.model.generation, self.model.version, last_push, self.model.first_step)
-            generation = self._entry.turn.ask(identity, generation_seen, has_replica) if self.is_coordinator else None
-            return JoinOutcome("wait" if generation is None else "upload", generation or 0, 0, last_push)
+            if fitted is None:
+                return self._outcome(identity, generation_seen, has_replica)
+            self._entry.claim_start(fitted)
+        self._entry.install_start(fitted)
+        with self.join_lock:
+            return self._outcome(identity, generation_seen, has_replica)
+
+    def _outcome(self, identity: Identity, generation_seen: int, has_replica: bool) -> JoinOutcome:
+        """Say what a worker that has joined does next; the join lock is held."""
+        last_push = self.membership.last_push(identity.worker_id)
+        if self.installing:
+            return JoinOutcome("wait", 0, 0, last_push)
+        if self.model is not None:
+            return JoinOutcome("ready", self.model.generation, self.model.version, last_push, self.model.first_step)
+        generation = self._entry.turn.ask(identity, generation_seen, has_replica) if self.is_coordinator else None
+        return JoinOutcome("wait" if generation is None else "upload", generation or 0, 0, last_push)
 
     def leave(self, identity: Identity) -> None:
         """End a lease; unknown ones are ignored, so that leaving twice is harmless."""

@@ -43,7 +43,7 @@ from psservice.history import (
 from psservice.identities import identity_to_message
 from psservice.membership import Identity, PushAnswer
 from psservice.metrics import Metrics
-from psservice.moment import Kept, Moment, moment_of
+from psservice.moment import Content, Kept, Moment, moment_of
 from psservice.rules.freezing import Decision
 from psservice.settings import ServerSettings
 
@@ -68,7 +68,6 @@ class Persistence:
     """
 
     def __init__(self, settings: ServerSettings, on_health: Callable[[bool], None]) -> None:
-        """Take the directory."""
         self._settings = settings
         self._store: Store | None = None
         if settings.data_dir is not None and settings.durability != "none":
@@ -321,17 +320,12 @@ class Persistence:
     def follow(self, engine: Kept, told: str) -> None:
         """Take part in a checkpoint of shard 0's that a worker has told of, beside the call that told it."""
         model = engine.model
-        if self._store is None or not told or engine.is_coordinator or model is None:
-            return
-        if self.checkpoints.hear(engine.run.run_id, model.generation, told):
+        follows = self._store is not None and told and not engine.is_coordinator
+        if follows and model is not None and self.checkpoints.hear(engine.run.run_id, model.generation, told):
             self._told.set()
 
     def take(self, engine: Kept, checkpoint: str | None = "") -> Snapshot | None:
-        """Take a snapshot; ``None`` without a directory or a model. The writer is held for a copy only.
-
-        Args:
-            engine: of which.
-            checkpoint: to which it belongs; ``None`` has shard 0 draw one, and the others take it for themselves.
+        """Take a snapshot, of a checkpoint (for ``None`` shard 0 draws one), if there is a directory and a model.
 
         Raises:
             StorageError: it could not be written.
@@ -339,35 +333,47 @@ class Persistence:
         if self._store is None or engine.model is None:
             return None
         with self._taking:
-            return self._write(engine.writer.run(lambda: self.copy(engine, checkpoint, clean=False)), engine.metrics)
+            moment = engine.writer.run(lambda: self._copy(engine, engine.content(), checkpoint))
+            return self._write(moment, engine.metrics)
 
-    def take_inside(self, engine: Kept) -> None:
-        """Take a snapshot of a model that was just installed, on the writer thread, before anybody is told of it.
+    def install(self, engine: Kept, make: Callable[[], Content], publish: Callable[[Content], None]) -> Content:
+        """Take the first snapshot of what a shard is to hold, and publish that; the writer is held meanwhile.
 
         Raises:
-            Refusal: ``NOT_DURABLE``.
+            Refusal: ``NOT_DURABLE``, or what ``make`` raises on the writer thread.
         """
-        if self._store is None:
-            return
-        try:
-            self._write(self.copy(engine, "", clean=False), engine.metrics)
-        except StorageError as error:
-            raise _not_durable(error) from error
 
-    def copy(self, engine: Kept, checkpoint: str | None, *, clean: bool) -> Moment:
-        """Copy the shard as it is now, and begin another segment behind it; on the writer thread."""
+        def begin() -> tuple[Content, Moment | None]:
+            engine.writer.hold()  # first: buffers are averaged in beside the writer
+            content = make()
+            return content, None if self._store is None else self._copy(engine, content, "")
+
+        with self._taking:  # a snapshot of the old model must not come behind this one
+            try:
+                content, moment = engine.writer.run(begin)
+                if moment is not None:
+                    self._write(moment, engine.metrics)
+            except StorageError as error:
+                raise _not_durable(error) from error
+            else:
+                publish(content)
+            finally:
+                engine.writer.release()
+        return content
+
+    def _copy(self, engine: Kept, content: Content, checkpoint: str | None, *, clean: bool = False) -> Moment:
+        """Copy what a shard holds, and begin another segment behind it; on the writer thread."""
         assert self._store is not None
-        assert engine.model is not None
+        model, average = content.model, content.buffers
         with self.averaging:
             segment = self._store.rotate()
             self._bytes_behind = self.journal_bytes
-            weight, buffers = engine.buffers.export() if engine.buffers else (0.0, {})
+            buffers = average.export() if average else (0.0, {})
         place = (self._settings.shard_index, self._settings.num_shards)
         if checkpoint is None:
-            model = engine.model
             checkpoint = new_id(model.generation, segment, model.version) if engine.is_coordinator else ""
         last = self.checkpoints.up_to(checkpoint)
-        return moment_of(engine, engine.model, place, segment, (weight, buffers), checkpoint, last, clean=clean)
+        return moment_of(engine, content, place, segment, buffers, checkpoint, last, clean=clean)
 
     def _note(self, snapshot: Snapshot, metrics: Metrics) -> None:
         self.last_snapshot = snapshot
@@ -399,13 +405,14 @@ class Persistence:
         while not self._stop.is_set():
             told = self._told.wait(min(_POLL_SECONDS, period))
             self._told.clear()
-            model, last = engine.model, self.last_snapshot
+            model = engine.model
             long_journal = self.journal_bytes - self._bytes_behind >= self._settings.journal_bytes
             due = told or long_journal or time.monotonic() - tried >= period
             if self._stop.is_set() or model is None or not due:
                 continue
             tried = time.monotonic()
-            unchanged = last is not None and _same(last.manifest, model.generation, model.version)
+            last = self.last_snapshot.manifest if self.last_snapshot else None
+            unchanged = last is not None and (last.generation, last.version) == (model.generation, model.version)
             if unchanged and not self.checkpoints.wanted:
                 continue
             try:
@@ -431,15 +438,12 @@ class Persistence:
         if self._store is None:
             return
         try:
-            if engine.model is not None:
-                self._write(self.copy(engine, "", clean=True), engine.metrics)
+            with self._taking:
+                if engine.model is not None:
+                    self._write(self._copy(engine, engine.content(), "", clean=True), engine.metrics)
         except (StorageError, Refusal) as error:
             log.error("no snapshot at the end; the journal has everything", extra={"error": str(error)})
         self._store.close()
-
-
-def _same(manifest: Manifest, generation: int, version: int) -> bool:
-    return (manifest.generation, manifest.version) == (generation, version)
 
 
 def _not_durable(error: StorageError) -> Refusal:

@@ -14,6 +14,7 @@ from psservice.doorway import Doorway
 from psservice.history import History
 from psservice.membership import Member, Membership
 from psservice.metrics import Metrics
+from psservice.moment import Content
 from psservice.persistence import Persistence
 from psservice.rules.regime import Regime
 from psservice.rules.reply import reply_rule
@@ -44,6 +45,7 @@ class ShardState:
         buffers: their average; on shard 0 only, where the run has any.
         regime: what the run's method asks of the server.
         images: what images of workers' replicas may occupy.
+        installing: whether another model is on its way in: who joins waits for it. Set under ``join_lock``.
         durable: whether pushes can be written down as promised.
         doorway: open unless the server is drained.
         join_lock: held while a worker joins, while ends of leases are written down, and while the model is replaced.
@@ -85,6 +87,7 @@ class ShardState:
         self.datasets = Datasets()
         self.regime = Regime()
         self.join_lock = threading.Lock()
+        self.installing = False
         self.durable = True
         self._on_health = on_health
         self.persistence = Persistence(settings, self._health_changed)
@@ -105,6 +108,10 @@ class ShardState:
                 Reason.STALE_GENERATION, f"the caller has generation {generation}, the server {self.model.generation}"
             )
         return self.model
+
+    def content(self) -> Content:
+        """Return what the shard holds; on the writer thread. Raises :class:`Refusal` where there is no model."""
+        return Content(self.require_model(None), self.buffers, self.datasets, self.run.state, self.run.samples)
 
     def adopt(self, history: History) -> None:
         """Become what a history has been replayed to; before anything is served, or on the writer thread."""

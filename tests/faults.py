@@ -3,7 +3,8 @@
 What fails is torch or the system below the server, and nothing of the server's own, so that tests outlive its insides.
 
 ``half-step``: ``torch.optim.SGD`` steps the first of its tensors and then has no memory.
-``slow-snapshots``, ``slow-journal``: ``fsync`` of files in those directories does not return.
+``slow-snapshots``, ``slow-journal``: ``fsync`` of files in those directories does not return; that one waits is told by
+a file ``.met`` beside.
 """
 
 import itertools
@@ -57,6 +58,7 @@ def _slow(directory: str, file: Path) -> None:
 
         def sync(descriptor: int, real: Callable[[int], None] = real) -> None:
             while directory in os.readlink(f"/proc/self/fd/{descriptor}") and file.exists():
+                file.with_suffix(".met").touch()
                 time.sleep(_POLL_SECONDS)
             real(descriptor)
 

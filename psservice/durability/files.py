@@ -49,7 +49,7 @@ def publish(path: Path, fill: Callable[[Path], Any]) -> None:
         temporary.rename(path)
         sync_directory(path.parent)
     except BaseException:
-        remove_directory(temporary)
+        remove_directory(temporary if temporary.exists() else path)
         raise
 
 

@@ -41,6 +41,7 @@ class Writer:
         self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any], float] | None] = queue.Queue(queue_limit)
         self._waited, self._on_failure = waited, on_failure
         self.failed = False
+        self._held = False
         self._closing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="shard-writer", daemon=True)
@@ -55,11 +56,12 @@ class Writer:
         """Run ``job`` on the writer thread and return its result, or raise what it raised.
 
         Raises:
-            Refusal: ``BUSY`` where the queue is full, ``DRAINING`` after :meth:`close` or a change that failed.
+            Refusal: ``BUSY`` where the queue is full or the state is replaced, ``DRAINING`` after :meth:`close` or a
+                change that failed.
         """
         future: Future[Result] = Future()
         with self._closing:
-            self.require_whole()
+            self.require_free()
             if self._closed:
                 raise Refusal(Reason.DRAINING, "the server is stopping")
             try:
@@ -69,6 +71,24 @@ class Writer:
                     Reason.BUSY, "too many updates are waiting to be applied", retry_seconds=BUSY_RETRY_SECONDS
                 ) from None
         return future.result()
+
+    def hold(self) -> None:
+        """Refuse every job behind this one, on the writer thread: the state is replaced, until :meth:`release`."""
+        self._held = True
+
+    def release(self) -> None:
+        """Run jobs again."""
+        self._held = False
+
+    def require_free(self) -> None:
+        """Refuse to change or read a state that is being replaced, or left half changed.
+
+        Raises:
+            Refusal: ``BUSY``; ``DRAINING``.
+        """
+        self.require_whole()
+        if self._held:
+            raise Refusal(Reason.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
 
     def require_whole(self) -> None:
         """Refuse to go on with a state that a failed change has left; raises :class:`Refusal` (``DRAINING``)."""
@@ -108,7 +128,7 @@ class Writer:
             job, future, submitted = entry
             self._waited(time.perf_counter() - submitted)
             try:
-                self.require_whole()
+                self.require_free()
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
