@@ -27,12 +27,14 @@ def exchange_buffers(
     record = state.membership.record(identity)
     live = len(state.membership)
     with state.persistence.averaging:
+        state.writer.require_free()
         buffers = require_buffers(state, identity, generation)  # a rollback may have put others there meanwhile
         if samples and step > record.buffer_step and state.run.state is RunState.TRAINING:
             buffers.check(data)
             state.persistence.averaged(identity, step, samples, data, live)
-            buffers.contribute(data, samples, live)
-            record.buffer_step = step
+            with state.writer.all_or_stop():
+                buffers.contribute(data, samples, live)
+                record.buffer_step = step
     state.persistence.wait()
     return buffers.packed()
 
@@ -56,7 +58,8 @@ def lease_samples(state: ShardState, identity: Identity, wish: Wish) -> Leased:
         leased = state.datasets.lease(identity, replace(wish, samples=0) if over else wish, live)
         if leased.changed:
             state.persistence.leased(identity, wish, leased)
-            state.datasets.put({wish.dataset: leased.after})
+            with state.writer.all_or_stop():
+                state.datasets.put({wish.dataset: leased.after})
         member.has_no_samples = wish.samples > 0 and not leased.after.held_by(identity)
         return leased
 

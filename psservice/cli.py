@@ -15,6 +15,7 @@ from pscore.version import __version__
 
 EXIT_DONE, EXIT_UNABLE, EXIT_USAGE = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_NO_READER = 128 + signal.SIGINT, 128 + 13  # as shells have it; not every system has SIGPIPE
+EXIT_FAILED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
 
 _MOST_VERSION_DIGITS = 18  # always fits into 64 bits
@@ -303,12 +304,15 @@ def _serve(arguments: Sequence[str]) -> int:
     logs.configure(loaded.log_level, loaded.log_format)
 
     from pscore.modelfile import ModelFileError
-    from psservice.server import Server, StartError
+    from psservice.server import Server, ShardFailedError, StartError
 
     try:
         Server(loaded).run()
     except (StartError, ModelFileError) as error:
         print(f"psservice serve: {escaped(str(error))}", file=sys.stderr)
         return EXIT_UNABLE
+    except ShardFailedError as error:
+        print(f"psservice serve: {error}", file=sys.stderr)
+        return EXIT_FAILED
     gc.freeze()  # the interpreter's last look for garbage would go through all of torch: half a second of each restart
     return EXIT_DONE

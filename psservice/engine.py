@@ -37,7 +37,7 @@ from psservice.runend import RunEnd
 from psservice.settings import ServerSettings
 from psservice.shard.difference import DownSettings
 from psservice.shard.model import Correction, ModelShard
-from psservice.shard.replies import Reply, TopKSettings, answer
+from psservice.shard.replies import Reply, Reserve, TopKSettings, answer
 from psservice.shardstate import ShardState
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Engine(ShardState):
         device: torch.device,
         metrics: Metrics,
         on_health: Callable[[bool], None] = lambda healthy: None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         """Start with what the data directory holds, else empty (or ready for ``--init``).
 
@@ -60,11 +61,12 @@ class Engine(ShardState):
             device: where the parameters live.
             metrics: told what happens.
             on_health: told ``False`` while pushes cannot be made durable.
+            on_failure: called once, when a change has failed half-way and the process is to stop.
 
         Raises:
             StorageError: the data directory is in use, damaged, or of another run.
         """
-        super().__init__(settings, device, metrics, on_health)
+        super().__init__(settings, device, metrics, on_health, on_failure)
         self.admission = Admission(
             settings.max_staleness, settings.ssp_bound if self.is_coordinator else 0, settings.max_update_norm
         )
@@ -72,6 +74,7 @@ class Engine(ShardState):
             DownSettings(settings.down_density, settings.down_dense_below, SELECTORS[settings.down_selector]),
             VALUE_CODECS[settings.down_value_type],
             settings.chunk_bytes,
+            self.images,
         )
         self._stop = threading.Event()
         self._scaling = settings.scaling
@@ -110,21 +113,21 @@ class Engine(ShardState):
             )
         with self.join_lock:
             self.doorway.require_open()
-            alone = self._entry.start is None and self.is_alone(identity)
-            replace = alone or self._entry.start is not None
+            fitted = self._entry.fit_start(layout)
+            starts = fitted is not None
+            alone = not starts and self.is_alone(identity)
             # Read before they become the run's; where they must be the run's, that has been done.
-            regime = Regime.of(method_settings) if replace or not self.run.method else self.regime
+            regime = Regime.of(method_settings) if alone or starts or not self.run.method else self.regime
             if self.layout is not None and not alone:
                 self._require_same_model(self.layout, layout)
-            self.run.agree(method, method_settings, replace=replace)
+            self.run.agree(method, method_settings, replace=alone or starts)
             self.regime = regime
-            if self._entry.start is not None:
-                self._entry.install_start(layout)
-            elif self.layout is None or alone:
+            if alone or (self.layout is None and not starts):
                 self.layout = layout
             known = self.membership.is_live(identity)
             member = self.membership.join(identity)
             if not known:
+                self.membership.expire()
                 try:
                     self.persistence.joined(identity, index_codecs)
                 except Refusal:  # else the next attempt would find a lease that no restart knows of
@@ -134,16 +137,30 @@ class Engine(ShardState):
             self.metrics.joins.inc(not known)
             self.metrics.live_workers.set(len(self.membership))
             log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
-            last_push = self.membership.last_push(identity.worker_id)
-            if self.model is not None:
-                return JoinOutcome("ready", self.model.generation, self.model.version, last_push, self.model.first_step)
-            generation = self._entry.turn.ask(identity, generation_seen, has_replica) if self.is_coordinator else None
-            return JoinOutcome("wait" if generation is None else "upload", generation or 0, 0, last_push)
+            if fitted is None:
+                return self._outcome(identity, generation_seen, has_replica)
+            self._entry.claim_start(fitted)
+        self._entry.install_start(fitted)
+        with self.join_lock:
+            return self._outcome(identity, generation_seen, has_replica)
+
+    def _outcome(self, identity: Identity, generation_seen: int, has_replica: bool) -> JoinOutcome:
+        """Say what a worker that has joined does next; the join lock is held."""
+        last_push = self.membership.last_push(identity.worker_id)
+        if self.installing:
+            return JoinOutcome("wait", 0, 0, last_push)
+        if self.model is not None:
+            return JoinOutcome("ready", self.model.generation, self.model.version, last_push, self.model.first_step)
+        generation = self._entry.turn.ask(identity, generation_seen, has_replica) if self.is_coordinator else None
+        return JoinOutcome("wait" if generation is None else "upload", generation or 0, 0, last_push)
 
     def leave(self, identity: Identity) -> None:
         """End a lease; unknown ones are ignored, so that leaving twice is harmless."""
-        if self.membership.leave(identity):
-            self.persistence.left(identity)
+        with self.join_lock:
+            left = self.membership.leave(identity)
+            if left:
+                self.persistence.left(identity)
+        if left:
             with suppress(Refusal):
                 self._rounds.look(lambda: self.model, self.regime.rounds)
             self.metrics.leaves.inc()
@@ -244,15 +261,16 @@ class Engine(ShardState):
             datasets = self.datasets.finish(push.identity, push.finished)
             self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
             started = time.perf_counter_ns()
-            correction = Correction(factor, push.base_version, push.learning_rate, push.samples > 0)
-            version = model.take(push.identity.worker_id, update, correction, push.step)  # if refused, so by a replay
-            if not self.run.run_id:
-                self.run.follow(push.run_id)
-            answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
-            if model.round is None:
-                own = own.noted(push.generation, push.base_version, version)
-            self.membership.remember_push(push.identity, push.step, answer, own)
-            self.datasets.put(datasets)
+            with self.writer.all_or_stop():
+                correction = Correction(factor, push.base_version, push.learning_rate, push.samples > 0)
+                version = model.take(push.identity.worker_id, update, correction, push.step)  # refused: by a replay too
+                if not self.run.run_id:
+                    self.run.follow(push.run_id)
+                answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
+                if model.round is None:
+                    own = own.noted(push.generation, push.base_version, version)
+                self.membership.remember_push(push.identity, push.step, answer, own)
+                self.datasets.put(datasets)
             member.last_step, member.staleness = push.step, staleness
             self.membership.tick(member)
             member.samples = added(member.samples, push.samples)
@@ -277,8 +295,9 @@ class Engine(ShardState):
         acknowledged: int,
         replica_is_image: bool,
         link_bytes_per_second: float = 0.0,
+        reserve: Reserve = lambda nbytes: None,
     ) -> Reply:
-        """Answer a pull, exactly or top-k."""
+        """Answer a pull, exactly or top-k; ``reserve`` charges what the answer occupies, before it is made."""
         member = self.membership.require(identity)
         self._await_round(identity)
         form = WireForm(allowed=member.index_codecs, link_bytes_per_second=link_bytes_per_second)
@@ -292,7 +311,9 @@ class Engine(ShardState):
             acknowledged=acknowledged,
             replica_is_image=replica_is_image,
             form=form,
+            reserve=reserve,
         )
+        self.writer.require_whole()  # a top-k reply is read beside the writer
         self.persistence.wait()
         member.reply_mode, member.reply_density = reply.mode, reply.density
         self.metrics.observe_pull(reply)
@@ -334,11 +355,14 @@ class Engine(ShardState):
         return self._end.finish()
 
     def close(self) -> None:
-        """Finish what is committed and stop the threads."""
+        """Finish what is committed and stop the threads; nothing is kept of a state that a failed change has left."""
         self._stop.set()
         self.persistence.stop()
         self.writer.close()
-        self.persistence.close(self)
+        if self.writer.failed:
+            self.persistence.abandon()
+        else:
+            self.persistence.close(self)
         self._end.wait()
 
     # Inner parts
@@ -355,7 +379,9 @@ class Engine(ShardState):
         raise Refusal(Reason.FINGERPRINT_MISMATCH, how, tensor=name)
 
     def _end_leases(self) -> None:
-        while not self._stop.wait(min(1.0, self.settings.lease_seconds / 4)):
+        while not self._stop.wait(min(1.0, self.settings.lease_seconds / 8)):
+            with self.join_lock:
+                self.membership.expire()
             self.metrics.live_workers.set(len(self.membership))
             with suppress(Refusal):  # busy, or not durable: the next look finds it due still
                 self._rounds.look(lambda: self.model, self.regime.rounds)

@@ -113,4 +113,5 @@ class GroupKeeper:
 
     def _do(self, model: GroupedShard, decision: Decision) -> None:
         self._persistence.decided(decision)
-        model.decide(decision)
+        with self._writer.all_or_stop():
+            model.decide(decision)

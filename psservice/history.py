@@ -202,6 +202,12 @@ class History:
                     raise DamagedError(
                         self.snapshot.path, record.offset, f"a record cannot be done: {error}"
                     ) from error
+                except (MemoryError, RuntimeError) as error:  # torch's want of memory is the latter
+                    raise StorageError(
+                        f"the record at byte {record.offset} of the journal behind {self.snapshot.path} cannot be "
+                        f"applied: {error!r}; nothing on the disk was changed: mend the cause (is memory short?) and "
+                        "start again"
+                    ) from error
                 self.replayed += 1
                 yield self.model.version
                 if self.model.version == to_version:

@@ -10,13 +10,12 @@ are, and the most that can be occupied is the total and one stream.
 import math
 import random
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from types import TracebackType
 from typing import Any, TypeVar
 
 from pscore.layout import ModelLayout
 from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
 
 _MESSAGE_BYTES = 3072  # of objects around a chunk: message, tensors, segment; 1.3 to 2.0 KB were measured
@@ -141,14 +140,6 @@ def charged(reading: Generator[None, Any, Result], charge: Charge) -> Generator[
         except StopIteration as end:
             result: Result = end.value
             return result
-
-
-def segments_bytes(segments: Iterable[Segment]) -> int:
-    """Return what the entries of an answer occupy."""
-    return sum(
-        segment.entries * (_DENSE_ENTRY_BYTES if segment.offsets is None else _SPARSE_ENTRY_BYTES)
-        for segment in segments
-    )
 
 
 def received_bytes(nbytes: int) -> int:

@@ -7,10 +7,9 @@ lease.
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from pscore.reasons import Reason, Refusal
 from psservice.bans import Bans
@@ -19,10 +18,11 @@ from psservice.rules.reply import ReplyRule
 from psservice.rules.staleness import OwnVersions, smoothed
 from psservice.shard.replies import Downlink, ReplyMode
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+MOST_RECORDS = 4096
+"""Incarnations without a lease that are remembered; beyond it the least recent go."""
 
-_MOST_RECORDS = 100_000
+RECORD_SECONDS = 24 * 3600.0
+"""How long an incarnation without a lease is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,14 @@ class PushRecord:
         answer: what that push was answered.
         buffer_step: its last exchange of buffers.
         own: the versions that its pushes have made, as far as they are needed to count its staleness.
+        used: when it was last asked for, by the clock of leases.
     """
 
     step: int = 0
     answer: PushAnswer | None = None
     buffer_step: int = 0
     own: OwnVersions = field(default_factory=OwnVersions)
+    used: float = field(default=0.0, compare=False)
 
 
 @dataclass
@@ -90,12 +92,14 @@ class Member:
 
 @dataclass
 class Membership:
-    """The live workers of a shard. Thread-safe.
+    """The live workers of a shard. Thread-safe; nothing waits for a disk under its lock.
+
+    All leases are of one length, so members in the order of their last renewal are in the order of their leases' ends.
 
     Args:
         lease_seconds: life of a lease without renewal.
         make_rule: returns a fresh reply rule for a new member.
-        on_expire: told of each member whose lease has ended.
+        on_expire: told by :meth:`expire` of each member whose lease has ended by itself, outside the lock.
         clock: monotonic seconds; tests pass their own.
     """
 
@@ -103,7 +107,8 @@ class Membership:
     make_rule: Callable[[], ReplyRule]
     on_expire: Callable[[Member], None] = lambda member: None
     clock: Callable[[], float] = time.monotonic
-    _members: dict[str, Member] = field(default_factory=dict)
+    _members: OrderedDict[str, Member] = field(default_factory=OrderedDict)
+    _ended: deque[Member] = field(default_factory=deque)
     _records: OrderedDict[Identity, PushRecord] = field(default_factory=OrderedDict)
     _last_pushes: OrderedDict[str, tuple[str, int]] = field(default_factory=OrderedDict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -121,7 +126,7 @@ class Membership:
         """
         with self._lock:
             self._bans.require_none(identity.worker_id)
-            self.expire()
+            self._drop_ended()
             member = self._members.get(identity.worker_id)
             if member is not None and member.identity != identity:
                 remaining = member.lease_end - self.clock()
@@ -137,8 +142,7 @@ class Membership:
                 member = Member(identity, Downlink(self.make_rule()), 0.0, clock_moved=self.clock())
                 member.clock = first_clock(other.clock for other in self._members.values())
                 self._members[identity.worker_id] = member
-            member.lease_end = self.clock() + self.lease_seconds
-            return member
+            return self._renewed(member)
 
     def require(self, identity: Identity) -> Member:
         """Return the live member and renew its lease.
@@ -148,7 +152,7 @@ class Membership:
         """
         with self._lock:
             self._bans.require_none(identity.worker_id)
-            self.expire()
+            self._drop_ended()
             member = self._members.get(identity.worker_id)
             if member is None or member.identity != identity:
                 raise Refusal(
@@ -156,8 +160,7 @@ class Membership:
                     f"worker {identity.worker_id!r} ({identity.incarnation}) has no lease here",
                     worker=identity.worker_id,
                 )
-            member.lease_end = self.clock() + self.lease_seconds
-            return member
+            return self._renewed(member)
 
     def leave(self, identity: Identity) -> bool:
         """End a lease at once; tell whether there was one."""
@@ -179,7 +182,7 @@ class Membership:
             Refusal: ``NO_SUCH_WORKER`` where nobody of this name holds a lease or is kept out.
         """
         with self._lock:
-            self.expire()
+            self._drop_ended()
             member = self._members.get(worker_id)
             if member is None and worker_id not in self._bans.remaining():
                 raise Refusal(Reason.NO_SUCH_WORKER, f"no live worker is called {worker_id!r} here", worker=worker_id)
@@ -192,34 +195,40 @@ class Membership:
             return self._bans.remaining()
 
     def expire(self) -> None:
-        """Drop the members whose lease has ended."""
+        """Tell of every member whose lease has ended and was not told of yet, and forget old records.
+
+        By one thread at a time, and before a lease of the same name is written down: so the journal has the end of a
+        worker's lease before its next one.
+        """
         with self._lock:
-            now = self.clock()
-            for member in [member for member in self._members.values() if member.lease_end <= now]:
-                del self._members[member.identity.worker_id]
-                self.on_expire(member)
+            self._drop_ended()
+            self._forget_records()
+        while self._ended:
+            self.on_expire(self._ended.popleft())
 
     def is_live(self, identity: Identity | None) -> bool:
         """Tell whether this identity holds a lease."""
         with self._lock:
-            self.expire()
+            self._drop_ended()
             member = None if identity is None else self._members.get(identity.worker_id)
             return member is not None and member.identity == identity
 
     def members(self) -> list[Member]:
         """Return the live members by name."""
         with self._lock:
-            self.expire()
+            self._drop_ended()
             return [self._members[name] for name in sorted(self._members)]
 
     def __len__(self) -> int:
         """Count the live members."""
-        return len(self.members())
+        with self._lock:
+            self._drop_ended()
+            return len(self._members)
 
     def pace(self, member: Member) -> Pace | None:
         """Return where a member stands among the other live ones; ``None`` where there is no other."""
         with self._lock:
-            self.expire()
+            self._drop_ended()
             others = [other for other in self._members.values() if other is not member]
             if not others:
                 return None
@@ -257,11 +266,14 @@ class Membership:
     def record(self, identity: Identity) -> PushRecord:
         """Return what is remembered of an incarnation, to be read and written on the writer thread.
 
-        The least recently used records are forgotten beyond a bound.
+        Of incarnations without a lease, those that were last asked for long ago are forgotten, and the least recent
+        beyond a number.
         """
         with self._lock:
             record = self._records.setdefault(identity, PushRecord())
-            _keep_recent(self._records, identity)
+            record.used = self.clock()
+            self._records.move_to_end(identity)
+            self._forget_records()
             return record
 
     def remember_push(self, identity: Identity, step: int, answer: PushAnswer, own: OwnVersions) -> None:
@@ -270,11 +282,12 @@ class Membership:
             record = self.record(identity)
             record.step, record.answer, record.own = step, answer, own
             self._last_pushes[identity.worker_id] = (identity.incarnation, step)
-            _keep_recent(self._last_pushes, identity.worker_id)
+            self._last_pushes.move_to_end(identity.worker_id)
 
     def remembered(self) -> tuple[list[tuple[Identity, PushRecord]], list[tuple[str, tuple[str, int]]]]:
         """Return copies of all records, and of the last push by worker name; least recent first."""
         with self._lock:
+            self._forget_records()
             return [(identity, replace(record)) for identity, record in self._records.items()], list(
                 self._last_pushes.items()
             )
@@ -284,16 +297,47 @@ class Membership:
     ) -> list[Member]:
         """Take over what was remembered before a restart, and grant the leases that were held; return the members."""
         with self._lock:
-            self._records, self._last_pushes = OrderedDict(records), OrderedDict(last_pushes)
-            return [self.join(identity) for identity in live]
+            now = self.clock()
+            self._records = OrderedDict((known, replace(record, used=now)) for known, record in records.items())
+            self._last_pushes = OrderedDict(
+                (name, push) for name, push in last_pushes.items() if Identity(name, push[0]) in self._records
+            )
+            members = [self.join(identity) for identity in live]
+            self._forget_records()
+            return members
 
     def last_push(self, worker_id: str) -> tuple[str, int] | None:
         """Return (incarnation, step) of the last push that was applied under a worker's name."""
         with self._lock:
             return self._last_pushes.get(worker_id)
 
+    # Inner parts; the lock is held
 
-def _keep_recent(records: "OrderedDict[Key, Value]", key: Key) -> None:
-    records.move_to_end(key)
-    while len(records) > _MOST_RECORDS:
-        records.popitem(last=False)
+    def _renewed(self, member: Member) -> Member:
+        member.lease_end = self.clock() + self.lease_seconds
+        self._members.move_to_end(member.identity.worker_id)
+        return member
+
+    def _drop_ended(self) -> None:
+        now = self.clock()
+        while self._members:
+            name, member = next(iter(self._members.items()))
+            if member.lease_end > now:
+                return
+            del self._members[name]
+            self._ended.append(member)
+
+    def _forget_records(self) -> None:
+        oldest = self.clock() - RECORD_SECONDS
+        while self._records:
+            identity, record = next(iter(self._records.items()))
+            if record.used > oldest and len(self._records) <= MOST_RECORDS + len(self._members):
+                return
+            member = self._members.get(identity.worker_id)
+            if member is not None and member.identity == identity:
+                record.used = self.clock()
+                self._records.move_to_end(identity)
+                continue
+            del self._records[identity]
+            if self._last_pushes.get(identity.worker_id, ("", 0))[0] == identity.incarnation:
+                del self._last_pushes[identity.worker_id]

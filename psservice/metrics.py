@@ -188,6 +188,10 @@ class Metrics:
         self.bytes_in_flight_limit = Gauge(
             "psservice_bytes_in_flight_limit", "What calls may occupy before others are sent away", registry=registry
         )
+        self.image_bytes = Gauge("psservice_image_bytes", "What images of workers' replicas occupy", registry=registry)
+        self.image_bytes_limit = Gauge(
+            "psservice_image_bytes_limit", "What images may occupy before replies are exact", registry=registry
+        )
         self.draining = Gauge("psservice_draining", "1 while the server takes no new pushes", registry=registry)
 
     def _declare_durability(self) -> None:

@@ -1,6 +1,8 @@
 """The model's way into a shard: a worker's upload, or a file or directory that the server was started with."""
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -12,13 +14,25 @@ from pscore.segment import Segment
 from psservice import modelstart
 from psservice.bounds import MOST_FIRST_VERSION
 from psservice.buffers import BufferAverage
+from psservice.install import claim, install
 from psservice.membership import Identity
+from psservice.moment import Content
 from psservice.shard.grouped import make_shard
 from psservice.shard.model import ModelShard
 from psservice.shardstate import ShardState
 from psservice.uploadturn import UploadTurn
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What the server was started with, in a worker's layout: the whole model's values, and its buffers."""
+
+    start: modelstart.Start
+    layout: ModelLayout
+    flat: torch.Tensor
+    buffers: list[torch.Tensor]
 
 
 class ModelEntry:
@@ -82,88 +96,89 @@ class ModelEntry:
         """
         version = min(version, MOST_FIRST_VERSION)
         flat = torch.cat([segment.values for segment in segments]) if segments else torch.empty(0)
+        state = self._state
+        with state.join_lock:
+            self.check_upload(identity, generation)
+            state.run.require_upload(run_id or state.run.run_id)
+            layout = state.layout
+            assert layout is not None  # check_upload has found a member, who brought one
+            claim(state)
+        specs = layout.buffers if self.upload_buffer_bytes() else ()
 
-        def install() -> int:
-            with self._state.join_lock:
-                self.check_upload(identity, generation)
-                layout = self._state.layout
-                assert layout is not None  # check_upload has found a member, who brought one
-                specs = layout.buffers if self.upload_buffer_bytes() else ()
-                state, before = self._state, self._state.run.run_id
-                state.run.require_upload(run_id or before)
-                state.run.follow(run_id)
-                try:
-                    self._install(layout, flat, unpack(buffers, specs), generation, version)
-                except BaseException:
-                    state.run.run_id = before
-                    raise
-                return version
+        def make() -> Content:
+            held = unpack(buffers, specs)
+            average = BufferAverage(layout.buffers, held) if held else None
+            model = self._model(layout, flat, generation, version)
+            run = state.run
+            return Content(model, average, state.datasets, run.following(run_id), run.state_with_model, run.samples)
 
-        return self._state.writer.run(install)
+        self._install(make)
+        return version
 
-    def install_start(self, layout: ModelLayout) -> None:
-        """Install what the server was started with, in the first worker's layout; under ``state.join_lock``.
+    def fit_start(self, layout: ModelLayout) -> "Fitted | None":
+        """Bring what the server was started with, if that is not installed yet, into a worker's layout.
 
         Raises:
-            Refusal: ``FINGERPRINT_MISMATCH``, where it does not fit; ``NOT_DURABLE``.
+            Refusal: ``FINGERPRINT_MISMATCH``, where it does not fit.
         """
-        state, start = self._state, self.start
-        assert start is not None
-        flat, buffers = modelstart.fit(layout, start.tensors, with_buffers=state.settings.buffers != "none")
-        state.layout = layout
-        span = state.span
-        self._install(
-            layout,
-            flat[span.start : span.end],
-            buffers if state.is_coordinator else [],
-            next_generation(0),
-            start.version,
-            start,
-        )
-        self.start = None
+        if self.start is None:
+            return None
+        with_buffers = self._state.settings.buffers != "none"
+        return Fitted(self.start, layout, *modelstart.fit(layout, self.start.tensors, with_buffers=with_buffers))
 
-    def _install(
-        self,
-        layout: ModelLayout,
-        flat: torch.Tensor,
-        buffers: list[torch.Tensor],
-        generation: int,
-        version: int,
-        start: modelstart.Start | None = None,
-    ) -> None:
+    def claim_start(self, fitted: "Fitted") -> None:
+        """Claim the model's place; ``state.join_lock`` is held. :meth:`install_start` comes next, without it."""
+        claim(self._state)
+        self._state.layout, self.start = fitted.layout, None
+
+    def install_start(self, fitted: "Fitted") -> None:
+        """Install what the server was started with.
+
+        Raises:
+            Refusal: ``NOT_DURABLE``; the next worker's joining tries again.
+        """
+        state, start, layout = self._state, fitted.start, fitted.layout
+
+        def make() -> Content:
+            span = state.span
+            average = BufferAverage(layout.buffers, fitted.buffers) if fitted.buffers and state.is_coordinator else None
+            model = self._model(layout, fitted.flat[span.start : span.end], next_generation(0), start.version)
+            # How far another run had come, whatever its number of shards was.
+            samples, datasets = state.run.samples, state.datasets
+            if state.is_coordinator:
+                samples, datasets = start.samples, start.datasets
+            if average is not None:
+                average.weight = start.buffer_weight
+            if any(memory.pieces for memory in start.memories):
+                same_model = start.layout is not None and start.layout.fingerprint == layout.fingerprint
+                if not (same_model and model.inherit(start.memories)):
+                    log.warning(
+                        "the update rule begins anew: that of the --init run, or its order of tensors, is another"
+                    )
+            run = state.run
+            return Content(model, average, datasets, run.run_id, run.state_with_model, samples)
+
+        try:
+            self._install(make)
+        except BaseException:
+            self.start = start
+            raise
+
+    def _install(self, make: Callable[[], Content]) -> None:
+        model = install(self._state, make, self.turn.end).model
+        log.info(
+            "model installed",
+            extra={"generation": model.generation, "version": model.version, "elements": model.span.length},
+        )
+
+    def _model(self, layout: ModelLayout, values: torch.Tensor, generation: int, version: int) -> ModelShard:
         state = self._state
-        before = state.model, state.buffers, state.run.state
-        state.model = make_shard(
+        return make_shard(
             layout,
             state.span,
-            flat.to(state.device, torch.float32).clone(),
+            values.to(state.device, torch.float32).clone(),
             generation=generation,
             version=version,
             settings=state.settings.shard,
             regime=state.regime,
         )
-        state.buffers = BufferAverage(layout.buffers, buffers) if buffers else None
-        if start is not None:
-            self._go_on_from(start, state.model)
-        state.run.started()
-        try:
-            state.persistence.take_inside(state)
-        except BaseException:
-            state.model, state.buffers, state.run.state = before
-            raise
-        state.membership.reset_downlinks()
-        self.turn.end()
-        state.metrics.version.set(version)
-        log.info("model installed", extra={"generation": generation, "version": version, "elements": state.span.length})
-
-    def _go_on_from(self, start: modelstart.Start, model: ModelShard) -> None:
-        """Take over how far another run had come, whatever its number of shards was."""
-        state = self._state
-        if state.is_coordinator:
-            state.run.samples, state.datasets = start.samples, start.datasets
-        if state.buffers is not None:
-            state.buffers.weight = start.buffer_weight
-        if any(memory.pieces for memory in start.memories):
-            same_model = start.layout is not None and start.layout.fingerprint == model.layout.fingerprint
-            if not (same_model and model.inherit(start.memories)):
-                log.warning("the update rule begins anew: that of the --init run, or its order of tensors, is another")

@@ -14,9 +14,21 @@ from psservice.durability.snapshots import KnownPush, LiveWorker, Manifest
 from psservice.history import BUFFER_PREFIX, MEMORY_PREFIX, THETA, History, layout_to_plain
 from psservice.membership import Membership
 from psservice.metrics import Metrics
-from psservice.run import Run
+from psservice.run import Run, RunState
 from psservice.shard.model import ModelShard
 from psservice.shard.writer import Writer
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a shard holds that is replaced with its model."""
+
+    model: ModelShard
+    buffers: BufferAverage | None
+    datasets: Datasets
+    run_id: str
+    run_state: RunState
+    samples: int
 
 
 class Kept(Protocol):
@@ -25,12 +37,13 @@ class Kept(Protocol):
     device: torch.device
     is_coordinator: bool
     model: ModelShard | None
-    buffers: BufferAverage | None
-    datasets: Datasets
     run: Run
     membership: Membership
     writer: Writer
     metrics: Metrics
+
+    def content(self) -> Content:
+        """Return what it holds."""
 
     def adopt(self, history: History) -> None:
         """Become what a history has been replayed to."""
@@ -49,11 +62,12 @@ class Moment:
 
 def moment_of(
     engine: Kept,
-    model: ModelShard,
+    content: Content,
     place: tuple[int, int],
     segment: int,
     buffers: tuple[float, StateDict],
     checkpoint: str,
+    last_checkpoint: tuple[int, int],
     *,
     clean: bool,
 ) -> Moment:
@@ -61,13 +75,15 @@ def moment_of(
 
     Args:
         engine: whose it is.
-        model: its model.
+        content: what it holds, or is to hold.
         place: its number, and of how many.
         segment: of the journal, that begins behind this moment.
         buffers: weight and values of the average of buffers.
         checkpoint: to which it belongs, or nothing.
+        last_checkpoint: where the newest is that this shard has taken part in.
         clean: whether nothing follows in this life of the server.
     """
+    model = content.model
     memory = model.export()
     known, last_pushes = engine.membership.remembered()
     members = engine.membership.members()
@@ -82,11 +98,11 @@ def moment_of(
         shard_index=place[0],
         num_shards=place[1],
         layout=layout_to_plain(model.layout),
-        run_id=engine.run.run_id,
-        run_state=engine.run.state.value,
+        run_id=content.run_id,
+        run_state=content.run_state.value,
         method=engine.run.method,
         method_settings=engine.run.method_settings,
-        samples=engine.run.samples,
+        samples=content.samples,
         pushes=[
             KnownPush(
                 worker_id=identity.worker_id,
@@ -112,10 +128,11 @@ def moment_of(
             for member in members
         ],
         memory=dict(memory.plain),
-        datasets=kept(engine.datasets),
+        datasets=kept(content.datasets),
         delay_compensation=model.settings.delay_compensation,
         ledger_multiple=model.settings.ledger_multiple,
         buffer_weight=buffers[0],
+        last_checkpoint=last_checkpoint,
         clean=clean,
         created_unix_seconds=time.time(),
     )

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
-from pscore.generation import epoch, nonce, sibling_generation
+from pscore.generation import sibling_generation
 from pscore.reasons import Reason, Refusal
 from pscore.tracing import traced
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice.checkpoints import Checkpoints, new_id
 from psservice.datamessages import record_of
 from psservice.dataset import Leased, Wish
 from psservice.durability.files import StorageError
@@ -42,7 +43,7 @@ from psservice.history import (
 from psservice.identities import identity_to_message
 from psservice.membership import Identity, PushAnswer
 from psservice.metrics import Metrics
-from psservice.moment import Kept, Moment, moment_of
+from psservice.moment import Content, Kept, Moment, moment_of
 from psservice.rules.freezing import Decision
 from psservice.settings import ServerSettings
 
@@ -71,7 +72,6 @@ class Persistence:
     """
 
     def __init__(self, settings: ServerSettings, on_health: Callable[[bool], None]) -> None:
-        """Take the directory."""
         self._settings = settings
         self._store: Store | None = None
         if settings.data_dir is not None and settings.durability != "none":
@@ -91,7 +91,7 @@ class Persistence:
         self.averaging = threading.Lock()
         """Held while buffers are averaged in and noted, so that a snapshot falls between two of these."""
         self._stop, self._told = threading.Event(), threading.Event()
-        self._followed = ""
+        self.checkpoints = Checkpoints()
         self._bytes_behind = 0  # of the journal, where the newest snapshot was begun
         self._thread: threading.Thread | None = None
         self._taking = threading.Lock()
@@ -158,6 +158,7 @@ class Persistence:
             history.model.generation = sibling_generation(manifest.generation)
         engine.adopt(history)
         self._store.begin(past.next_number, is_true=not new_history)
+        self.checkpoints.last = manifest.last_checkpoint
         self._note(past.snapshot, engine.metrics)
         log.info(
             "recovered",
@@ -299,38 +300,32 @@ class Persistence:
 
     # Snapshots
 
-    @property
-    def checkpoint(self) -> str:
-        """Id of the newest snapshot's checkpoint."""
-        return self.last_snapshot.manifest.checkpoint if self.last_snapshot else ""
+    def told(self, engine: Kept) -> str:
+        """Return what workers carry to the other shards: shard 0's newest checkpoint, or nothing."""
+        if not engine.is_coordinator or self.last_snapshot is None:
+            return ""
+        return self.checkpoints.told(engine.run.run_id, self.last_snapshot.manifest.checkpoint)
 
     def take_asked(self, engine: Kept, checkpoint: str) -> Snapshot:
         """Take a snapshot that somebody asked for; raises :class:`Refusal` (``BAD_REQUEST``, ``NOT_DURABLE``)."""
         self._require_store()
         engine.require_model(None)
         try:
-            snapshot = self.take(engine, checkpoint or self._next_checkpoint(engine))
+            snapshot = self.take(engine, checkpoint or None)
         except StorageError as error:
             raise _not_durable(error) from error
         assert snapshot is not None
         return snapshot
 
-    def follow(self, engine: Kept, checkpoint: str) -> None:
+    def follow(self, engine: Kept, told: str) -> None:
         """Take part in a checkpoint of shard 0's that a worker has told of, beside the call that told it."""
-        if self._store is None or not checkpoint or engine.is_coordinator or checkpoint == self._followed:
-            return
-        self._followed = checkpoint
-        self._told.set()
+        model = engine.model
+        follows = self._store is not None and told and not engine.is_coordinator
+        if follows and model is not None and self.checkpoints.hear(engine.run.run_id, model.generation, told):
+            self._told.set()
 
-    def _next_checkpoint(self, engine: Kept) -> str:
-        if not engine.is_coordinator:
-            return ""
-        model = engine.require_model(None)
-        # With the nonce: a shard that has gone back comes to the same version again, of another history.
-        return f"e{epoch(model.generation)}-v{model.version}-{nonce(model.generation):08x}"
-
-    def take(self, engine: Kept, checkpoint: str = "") -> Snapshot | None:
-        """Take a snapshot; ``None`` without a directory or a model. The writer is held for a copy only.
+    def take(self, engine: Kept, checkpoint: str | None = "") -> Snapshot | None:
+        """Take a snapshot, of a checkpoint (for ``None`` shard 0 draws one), if there is a directory and a model.
 
         Raises:
             StorageError: it could not be written.
@@ -338,32 +333,48 @@ class Persistence:
         if self._store is None or engine.model is None:
             return None
         with self._taking:
-            return self._write(engine.writer.run(lambda: self.copy(engine, checkpoint, clean=False)), engine.metrics)
+            moment = engine.writer.run(lambda: self._copy(engine, engine.content(), checkpoint))
+            return self._write(moment, engine.metrics)
 
-    def take_inside(self, engine: Kept) -> None:
-        """Take a snapshot of a model that was just installed, on the writer thread, before anybody is told of it.
+    def install(self, engine: Kept, make: Callable[[], Content], publish: Callable[[Content], None]) -> Content:
+        """Take the first snapshot of what a shard is to hold, and publish that; the writer is held meanwhile.
 
         Raises:
-            Refusal: ``NOT_DURABLE``.
+            Refusal: ``NOT_DURABLE``, or what ``make`` raises on the writer thread.
         """
-        if self._store is None:
-            return
-        try:
-            self._write(self.copy(engine, "", clean=False), engine.metrics)
-        except StorageError as error:
-            raise _not_durable(error) from error
 
-    def copy(self, engine: Kept, checkpoint: str, *, clean: bool) -> Moment:
-        """Copy the shard as it is now, and begin another segment behind it; on the writer thread."""
+        def begin() -> tuple[Content, Moment | None]:
+            engine.writer.hold()  # first: buffers are averaged in beside the writer
+            content = make()
+            return content, None if self._store is None else self._copy(engine, content, "")
+
+        with self._taking:  # a snapshot of the old model must not come behind this one
+            try:
+                content, moment = engine.writer.run(begin)
+                if moment is not None:
+                    self._write(moment, engine.metrics)
+            except StorageError as error:
+                raise _not_durable(error) from error
+            else:
+                publish(content)
+            finally:
+                engine.writer.release()
+        return content
+
+    def _copy(self, engine: Kept, content: Content, checkpoint: str | None, *, clean: bool = False) -> Moment:
+        """Copy what a shard holds, and begin another segment behind it; on the writer thread."""
         assert self._store is not None
-        assert engine.model is not None
+        model, average = content.model, content.buffers
         with self._counted():
             with self.averaging:
                 segment = self._store.rotate()
                 self._bytes_behind = self.journal_bytes
-                weight, buffers = engine.buffers.export() if engine.buffers else (0.0, {})
+                buffers = average.export() if average else (0.0, {})
             place = (self._settings.shard_index, self._settings.num_shards)
-            return moment_of(engine, engine.model, place, segment, (weight, buffers), checkpoint, clean=clean)
+            if checkpoint is None:
+                checkpoint = new_id(model.generation, segment, model.version) if engine.is_coordinator else ""
+            last = self.checkpoints.up_to(checkpoint)
+            return moment_of(engine, content, place, segment, buffers, checkpoint, last, clean=clean)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -376,6 +387,7 @@ class Persistence:
 
     def _note(self, snapshot: Snapshot, metrics: Metrics) -> None:
         self.last_snapshot = snapshot
+        self.checkpoints.taken(snapshot.manifest.checkpoint)
         metrics.observe_snapshot(snapshot.manifest.version, snapshot.manifest.created_unix_seconds)
 
     def _write(self, moment: Moment, metrics: Metrics) -> Snapshot:
@@ -404,18 +416,18 @@ class Persistence:
         while not self._stop.is_set():
             told = self._told.wait(min(_POLL_SECONDS, period))
             self._told.clear()
-            model, last = engine.model, self.last_snapshot
+            model = engine.model
             long_journal = self.journal_bytes - self._bytes_behind >= self._settings.journal_bytes
             due = told or long_journal or time.monotonic() - tried >= period
             if self._stop.is_set() or model is None or not due:
                 continue
             tried = time.monotonic()
-            now = model.generation, model.version
-            unchanged = last is not None and (last.manifest.generation, last.manifest.version) == now
-            if unchanged and not told and not long_journal:
+            last = self.last_snapshot.manifest if self.last_snapshot else None
+            unchanged = last is not None and (last.generation, last.version) == (model.generation, model.version)
+            if unchanged and not self.checkpoints.wanted and not long_journal:
                 continue
             try:
-                self.take(engine, self._followed if told else self._next_checkpoint(engine))
+                self.take(engine, self.checkpoints.wanted or None)
             except Exception as error:  # whatever it was, the thread lives on and tries again
                 unknown = not isinstance(error, StorageError | Refusal)
                 log.error("no snapshot could be taken", extra={"error": str(error)}, exc_info=unknown)
@@ -438,8 +450,9 @@ class Persistence:
         if self._store is None:
             return
         try:
-            if engine.model is not None:
-                self._write(self.copy(engine, "", clean=True), engine.metrics)
+            with self._taking:
+                if engine.model is not None:
+                    self._write(self._copy(engine, engine.content(), "", clean=True), engine.metrics)
         except (StorageError, Refusal) as error:
             log.error("no snapshot at the end; the journal has everything", extra={"error": str(error)})
         self._store.close()

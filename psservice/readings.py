@@ -17,9 +17,11 @@ def follow(engine: Engine, running_calls: Callable[[], int]) -> None:
     metrics.queue_limit.set(settings.apply_queue_limit)
     metrics.call_limit.set(settings.rpc_threads)
     metrics.bytes_in_flight_limit.set(settings.inflight_bytes)
+    metrics.image_bytes_limit.set(settings.image_bytes)
     metrics.snapshot_interval_seconds.set(engine.persistence.snapshot_interval_seconds)
 
     metrics.queued.set_function(lambda: engine.writer.queued)
+    metrics.image_bytes.set_function(lambda: engine.images.bytes)
     metrics.running_calls.set_function(running_calls)
     metrics.clock_spread.set_function(engine.membership.clock_spread)
     metrics.training.set_function(lambda: engine.run.state is RunState.TRAINING)

@@ -3,6 +3,8 @@
 import logging
 
 from pscore.generation import sibling_generation
+from psservice import install
+from psservice.moment import Content
 from psservice.shard.model import ModelShard
 from psservice.shardstate import ShardState
 
@@ -20,25 +22,18 @@ def roll_back(state: ShardState, version: int | None, checkpoint: str) -> ModelS
     state.require_model(None)
     history = state.persistence.look_back(state, version, checkpoint)
 
-    def install() -> ModelShard:
-        with state.join_lock:
-            old = state.require_model(None)
-            before = state.model, state.buffers, state.run.state, state.run.samples
-            datasets, state.datasets = state.datasets, history.datasets
-            # Of the same epoch: shards go back one by one, and one may be refused; workers wait for equal epochs.
-            history.model.generation = sibling_generation(old.generation)
-            history.model.begin_rounds_anew(old.waiting())
-            state.model, state.buffers = history.model, history.buffers
-            state.run.state, state.run.samples = history.run_state, history.samples
-            try:
-                state.persistence.take_inside(state)
-            except BaseException:
-                state.model, state.buffers, state.run.state, state.run.samples = before
-                state.datasets = datasets
-                raise
-            state.membership.reset_downlinks()
-            state.metrics.version.set(history.model.version)
-            log.warning("rolled back", extra={"from": old.version, "to": history.model.version})
-            return history.model
+    with state.join_lock:
+        install.claim(state)
+    old = state.model
 
-    return state.writer.run(install)
+    def make() -> Content:
+        old = state.require_model(None)
+        # Of the same epoch: shards go back one by one, and one may be refused; workers wait for equal epochs.
+        history.model.generation = sibling_generation(old.generation)
+        history.model.begin_rounds_anew(old.waiting())
+        run_id = state.run.run_id
+        return Content(history.model, history.buffers, history.datasets, run_id, history.run_state, history.samples)
+
+    install.install(state, make)
+    log.warning("rolled back", extra={"from": old.version if old else 0, "to": history.model.version})
+    return history.model

@@ -57,7 +57,9 @@ class RoundKeeper:
             return
         self._metrics.round_contributors.observe(len(model.round.contributors))
         self._persistence.closed_round(model.version + 1)
-        self._metrics.version.set(model.close_round())
+        with self._writer.all_or_stop():
+            version = model.close_round()
+        self._metrics.version.set(version)
         self._on_close(model)
 
     def look(self, current: Callable[[], ModelShard | None], settings: RoundSettings | None) -> None:

@@ -76,8 +76,11 @@ class Run:
 
     def follow(self, run_id: str) -> None:
         """Take the run of an installed model, or of a push to it; nothing where the run was named at the start."""
-        if self._follows and run_id:
-            self.run_id = run_id
+        self.run_id = self.following(run_id)
+
+    def following(self, run_id: str) -> str:
+        """Return the run of a shard that has followed."""
+        return run_id if self._follows and run_id else self.run_id
 
     def agree(self, method: str, settings: Mapping[str, str], *, replace: bool) -> None:
         """Take the first worker's method as the run's, and compare every later worker's with it.
@@ -108,15 +111,15 @@ class Run:
         self.run_id, self.state, self.samples = run_id, state, samples
         self.method, self.method_settings = method, dict(settings)
 
+    @property
+    def state_with_model(self) -> RunState:
+        """Where it is once there is a model; a finished run stays finished."""
+        return RunState.TRAINING if self.state is RunState.EMPTY else self.state
+
     def require_open(self) -> None:
         """Check that pushes are taken; raises :class:`Refusal` (``RUN_FINISHED``)."""
         if self.state is RunState.FINISHED:
             raise Refusal(Reason.RUN_FINISHED, f"run {self.run_id!r} is over")
-
-    def started(self) -> None:
-        """Note that there is a model; a finished run stays finished."""
-        if self.state is RunState.EMPTY:
-            self.state = RunState.TRAINING
 
     def count(self, version: int, samples: int) -> bool:
         """Count a push; return True if it has brought the run to its end."""

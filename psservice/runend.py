@@ -56,8 +56,9 @@ class RunEnd:
                 self._write_final_model(model)
             return
         state.persistence.finished(state.run.run_id)
-        state.run.state = RunState.FINISHED
-        model.finish()
+        with state.writer.all_or_stop():
+            state.run.state = RunState.FINISHED
+            model.finish()
         log.info("run finished", extra={"version": model.version, "samples": state.run.samples})
         self._write_final_model(model)
 

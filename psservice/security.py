@@ -81,6 +81,11 @@ class TokenFile:
         self._look()
         return self._callers.get(hashlib.sha256(token.encode()).digest())
 
+    def admin_keys(self) -> list[bytes]:
+        """Return the hashes of the admins' tokens: what servers that share the file have, and workers have not."""
+        self._look()
+        return sorted(digest for digest, caller in self._callers.items() if caller.role is Role.ADMIN)
+
     def _look(self) -> None:
         with self._lock:
             if self._clock() - self._looked < _LOOK_SECONDS:
@@ -143,6 +148,10 @@ class Gate:
     def __init__(self, tokens: TokenFile | None) -> None:
         """Guard with these tokens."""
         self._tokens = tokens
+
+    def server_keys(self) -> list[bytes] | None:
+        """Return keys that servers have and workers have not; ``None`` where nobody is asked for a token."""
+        return None if self._tokens is None else self._tokens.admin_keys()
 
     def admit(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str, needed: Role) -> Caller:
         """Return who calls, by a call's headers alone.

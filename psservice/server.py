@@ -40,9 +40,16 @@ _POLL_SECONDS = 0.5
 _LAST_CALLS_SECONDS = 0.5
 """For what is left on the workers' port when its calls have ended: health checks, and goodbyes of connections."""
 
+_LAST_ANSWERS_SECONDS = 1.0
+"""Of a shard that has failed: for the answers that say so."""
+
 
 class StartError(Exception):
     """The server cannot start: a port is taken, a device or a file is missing."""
+
+
+class ShardFailedError(Exception):
+    """An update failed half-way, and the server has stopped: started again, it recovers."""
 
 
 class Server:
@@ -62,6 +69,7 @@ class Server:
         self._health = Health(self._loop.loop)
         self._ports: list[Port] = []
         self._web: WebServer | None = None
+        self._stop = threading.Event()
         self._serving = False
         self._healthy = True
         try:
@@ -88,10 +96,10 @@ class Server:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
             gate = Gate(TokenFile(settings.tokens) if settings.tokens else None)
             credentials = _credentials(settings)
-            self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable)
+            self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable, self._failed)
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
-        self._stop = threading.Event()
+        self.engine.persistence.checkpoints.keys = gate.server_keys
         operators = OperatorCalls(self.engine, Process(self._look_at_health, self._stop.set))
         self._door = Door(
             WorkerCalls(self.engine).handlers() | operators.handlers(),
@@ -110,7 +118,11 @@ class Server:
         self._upkeep = Upkeep(lambda: self.engine.layout.size if self.engine.layout else 0)
 
     def run(self) -> None:
-        """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop."""
+        """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop.
+
+        Raises:
+            ShardFailedError: an update failed half-way, and the server has stopped.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         log.info(
@@ -144,6 +156,8 @@ class Server:
                 break
             self.check_liveness()
         self.stop()
+        if self.engine.writer.failed:
+            raise ShardFailedError("an update failed half-way; start the server again and it recovers")
 
     def check_liveness(self) -> None:
         """Say so where the journal is beyond what a running server can mend."""
@@ -156,7 +170,8 @@ class Server:
         self._serving = False
         self.engine.doorway.close()
         self._look_at_health()
-        self._loop.run(self._door.drain(self.settings.drain_seconds))
+        failed = self.engine.writer.failed
+        self._loop.run(self._door.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))
         *_, port = self._ports
         self._loop.run(port.stop(min(self.settings.drain_seconds, _LAST_CALLS_SECONDS)))
         self._door.close()
@@ -179,6 +194,11 @@ class Server:
         self._metrics.durable.set(healthy)
         self._healthy = healthy
         self._look_at_health()
+
+    def _failed(self) -> None:
+        self._healthy = False
+        self._look_at_health()
+        self._stop.set()
 
     def _look_at_health(self) -> None:
         """Say SERVING where pushes are taken and can be written down as promised."""

@@ -150,6 +150,9 @@ class ServerSettings(LayeredSettings):
         1.0, gt=0, description="changed entries remembered for exact replies, as a multiple of the shard's elements"
     )
     apply_queue_limit: int = Field(256, ge=1, description="commits that may wait for the writer before BUSY")
+    image_bytes: int = Field(
+        4 << 30, ge=0, description="what images of workers for top-k replies may occupy; beyond it replies are exact"
+    )
     stream_bytes: int = Field(
         0, ge=0, description="what one push or upload may occupy here; 0 for more than any valid one of the shard does"
     )

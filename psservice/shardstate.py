@@ -14,11 +14,14 @@ from psservice.doorway import Doorway
 from psservice.history import History
 from psservice.membership import Identity, Member, Membership
 from psservice.metrics import Metrics
+from psservice.moment import Content
 from psservice.persistence import Persistence
 from psservice.rules.regime import Regime
 from psservice.rules.reply import reply_rule
 from psservice.run import Run
+from psservice.servingclock import ServingClock
 from psservice.settings import ServerSettings
+from psservice.shard.images import ImageBudget
 from psservice.shard.model import ModelShard
 from psservice.shard.writer import Writer
 from psservice.traffic import Traffic
@@ -34,22 +37,30 @@ class ShardState:
         device: where the parameters live.
         metrics: told what happens.
         on_health: told ``False`` while pushes cannot be made durable.
+        on_failure: called once, when a change has failed half-way and the process is to stop.
 
     Attributes:
         layout: the model's, from the first join on.
         model: this shard's part of it, from the upload on.
         buffers: their average; on shard 0 only, where the run has any.
         regime: what the run's method asks of the server.
+        images: what images of workers' replicas may occupy.
+        installing: whether another model is on its way in: who joins waits for it. Set under ``join_lock``.
         durable: whether pushes can be written down as promised.
         doorway: open unless the server is drained.
-        join_lock: held while a worker joins, and while the model is replaced.
+        join_lock: held while a worker joins, while ends of leases are written down, and while the model is replaced.
 
     Raises:
         StorageError: the data directory is in use, or cannot be written.
     """
 
     def __init__(
-        self, settings: ServerSettings, device: torch.device, metrics: Metrics, on_health: Callable[[bool], None]
+        self,
+        settings: ServerSettings,
+        device: torch.device,
+        metrics: Metrics,
+        on_health: Callable[[bool], None],
+        on_failure: Callable[[], None],
     ) -> None:
         """Begin empty."""
         self.settings, self.device, self.metrics = settings, device, metrics
@@ -66,14 +77,17 @@ class ShardState:
             settings.lease_seconds,
             lambda: reply_rule(settings.down_mode, settings.exact_limit),
             on_expire=self._expired,
+            clock=ServingClock(settings.lease_seconds / 4),
         )
-        self.writer = Writer(settings.apply_queue_limit, metrics.queue_seconds.observe)
+        self.images = ImageBudget(settings.image_bytes)
+        self.writer = Writer(settings.apply_queue_limit, metrics.queue_seconds.observe, on_failure)
         self.model: ModelShard | None = None
         self.layout: ModelLayout | None = None
         self.buffers: BufferAverage | None = None
         self.datasets = Datasets()
         self.regime = Regime()
         self.join_lock = threading.Lock()
+        self.installing = False
         self.durable = True
         self._on_health = on_health
         self.persistence = Persistence(settings, self._health_changed)
@@ -87,7 +101,11 @@ class ShardState:
 
     def is_alone(self, identity: Identity) -> bool:
         """Tell whether there is no model yet and nobody but this worker, so that it may change what was agreed on."""
-        return self.model is None and all(member.identity == identity for member in self.membership.members())
+        return (
+            self.model is None
+            and not self.installing
+            and all(member.identity == identity for member in self.membership.members())
+        )
 
     def require_model(self, generation: int | None) -> ModelShard:
         """Return the model; raises :class:`Refusal` where there is none, or one of another generation."""
@@ -98,6 +116,11 @@ class ShardState:
                 Reason.STALE_GENERATION, f"the caller has generation {generation}, the server {self.model.generation}"
             )
         return self.model
+
+    def content(self) -> Content:
+        """Return what the shard holds; on the writer thread. Raises :class:`Refusal` where there is no model."""
+        run = self.run
+        return Content(self.require_model(None), self.buffers, self.datasets, run.run_id, run.state, run.samples)
 
     def adopt(self, history: History) -> None:
         """Become what a history has been replayed to; before anything is served, or on the writer thread."""

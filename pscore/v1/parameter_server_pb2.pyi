@@ -805,7 +805,7 @@ class RenewLeaseRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
-    """The newest checkpoint that shard 0 has told of; other shards take it too, if they have not."""
+    """What shard 0 has told last, as it came; other shards take part in that checkpoint, if it is newer than their last."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who renews."""
@@ -841,7 +841,7 @@ class RenewLeaseResponse(_message.Message):
     version: _builtins.int
     """Version of the shard."""
     checkpoint: _builtins.str
-    """From shard 0: id of its newest checkpoint; empty where there is none."""
+    """From shard 0: its newest checkpoint, to be carried to the other shards as it is; empty where there is none."""
     def __init__(
         self,
         *,

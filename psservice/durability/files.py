@@ -46,7 +46,7 @@ def publish(path: Path, fill: Callable[[Path], Any]) -> None:
         temporary.rename(path)
         sync_directory(path.parent)
     except BaseException:
-        remove_directory(temporary)
+        remove_directory(temporary if temporary.exists() else path)
         raise
 
 

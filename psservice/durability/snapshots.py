@@ -87,6 +87,8 @@ class Manifest(_Strict):
         delay_compensation: of the shard, for all records behind this.
         ledger_multiple: of the shard, likewise; of interest with that.
         buffer_weight: weight of the average of buffers.
+        last_checkpoint: epoch and number of the newest checkpoint that the shard has taken part in; see
+            ``psservice.checkpoints``.
         clean: taken when the server was told to stop, with nothing applied afterwards.
         created_unix_seconds: when.
         tensors: size and checksum of the file of tensors.
@@ -116,6 +118,7 @@ class Manifest(_Strict):
     delay_compensation: float
     ledger_multiple: float
     buffer_weight: float
+    last_checkpoint: tuple[_Count, _Count] = (0, 0)
     clean: bool
     created_unix_seconds: float
     tensors: FileSeal | None = None

@@ -29,7 +29,7 @@ from psservice.calls import Push
 from psservice.datamessages import answer_to_message, finished_of, wish_of
 from psservice.engine import Engine
 from psservice.identities import identity_from_message, require_name
-from psservice.inflight import Charge, InFlight, charged, largest_stream, segments_bytes
+from psservice.inflight import Charge, InFlight, charged, largest_stream
 from psservice.joinlayout import JoinLayouts
 from psservice.membership import Identity, Member
 from psservice.rpc.call import Call, Handler
@@ -144,7 +144,7 @@ class WorkerCalls:
         require_name("checkpoint", request.checkpoint or "-")
         engine.persistence.follow(engine, request.checkpoint)
         return pb.RenewLeaseResponse(
-            checkpoint=engine.persistence.checkpoint if engine.is_coordinator else "",
+            checkpoint=engine.persistence.told(engine),
             live_workers=len(engine.membership),
             run_state=RUN_STATES[engine.run.state],
             version=engine.model.version if engine.model else 0,
@@ -270,8 +270,8 @@ class WorkerCalls:
                 acknowledged=request.acknowledged_reply,
                 replica_is_image=request.image,
                 link_bytes_per_second=request.link_bytes_per_second,
+                reserve=charge.add,
             )
-            charge.add(segments_bytes(reply.segments))
             header = pb.PullHeader(
                 mode=REPLY_MODES[reply.mode],
                 version=reply.version,

@@ -1,7 +1,9 @@
 """Answers to pulls: exact differences, and top-k with an image of the worker's replica (docs/protocol.md, *A pull*)."""
 
 import secrets
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -11,13 +13,24 @@ from pscore import frames
 from pscore.frames import WireForm
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment, entries
+from pscore.selectors import entries_for
 from pscore.tracing import traced
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.rules.reply import ReplyRule
 from psservice.shard.difference import DifferenceSelection, DownSettings
+from psservice.shard.images import Claim, ImageBudget
 from psservice.shard.ledger import Support, union
 from psservice.shard.model import Difference, ModelShard
 from psservice.shard.writer import Writer
+
+Reserve = Callable[[int], None]
+"""Charges bytes before they are occupied; raises :class:`Refusal` (``BUSY``) where they may not be."""
+
+_SPARSE_ENTRY_BYTES = 24
+"""Of an answer while it is made: int64 offset, fp32 value, and the union that they come from."""
+
+_OWED_ENTRY_BYTES = 20
+"""Of a top-k reply that is kept until it is acknowledged: as it was written, and as it is added to the image."""
 
 
 class ReplyMode(Enum):
@@ -62,11 +75,13 @@ class TopKSettings:
         down: how it is selected.
         value: value codec, by its number in the proto.
         chunk_bytes: largest payload of a chunk.
+        images: what images may occupy; where it is used up, no further worker is answered so.
     """
 
     down: DownSettings
     value: int
     chunk_bytes: int
+    images: ImageBudget = field(default_factory=lambda: ImageBudget(sys.maxsize))
 
 
 class _Kind(Enum):
@@ -83,6 +98,7 @@ class _Owed:
     reply: Reply
     prior: int  # the acknowledgement that came with the pull it answers
     tensor: torch.Tensor | None = None  # PROPOSED: the image to be
+    claim: Claim | None = None  # and its room
 
 
 @dataclass
@@ -93,12 +109,14 @@ class Downlink:
 
     Attributes:
         selection: what is remembered of the image from reply to reply.
+        claim: the image's room.
     """
 
     rule: ReplyRule
     image: torch.Tensor | None = None
     owed: _Owed | None = None
     selection: DifferenceSelection | None = None
+    claim: Claim | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     _number: int = field(default_factory=lambda: secrets.randbits(48))
     _fence: tuple[int, int] | None = None
@@ -127,9 +145,9 @@ class Downlink:
             return None
         if acknowledged == owed.reply.number:
             if owed.kind is _Kind.PROPOSED:
-                self.image = owed.tensor
+                self.image, self.claim = owed.tensor, owed.claim
             elif owed.kind is _Kind.CLOSING:
-                self.image = None
+                self.drop_image()
             elif self.image is not None:
                 add(self.image, owed.reply.segments)
             return None
@@ -137,8 +155,12 @@ class Downlink:
             if acknowledged == owed.prior:
                 self.owed = owed
                 return owed.reply
-            self.image = None
+            self.drop_image()
         return None
+
+    def drop_image(self) -> None:
+        """Keep nothing of the replica any more."""
+        self.image = self.selection = self.claim = None
 
 
 def add(image: torch.Tensor, segments: list[Segment]) -> None:
@@ -161,6 +183,7 @@ def answer(
     acknowledged: int,
     replica_is_image: bool,
     form: WireForm,
+    reserve: Reserve = lambda nbytes: None,
 ) -> Reply:
     """Answer one pull.
 
@@ -173,9 +196,10 @@ def answer(
         acknowledged: number of the last reply that the worker has applied.
         replica_is_image: what that reply's ``image`` said.
         form: which index codecs the worker reads, over which link.
+        reserve: told what the answer occupies at most, before it is made.
 
     Raises:
-        Refusal: ``VERSION_IN_FUTURE``, or ``BUSY`` from the writer.
+        Refusal: ``VERSION_IN_FUTURE``, or ``BUSY`` from the writer or from ``reserve``; then no image is opened.
     """
     if base_version is not None and base_version > model.version:
         raise Refusal(Reason.VERSION_IN_FUTURE, f"the replica has version {base_version}, the server {model.version}")
@@ -184,25 +208,40 @@ def answer(
         if repeated is not None:
             return repeated
         if downlink.image is not None and replica_is_image and base_version is not None:
-            return _answer_image(model, writer, downlink, topk, downlink.image, base_version, acknowledged, form)
-        downlink.image = None
-        downlink.selection = None
-        return _answer_exact(model, writer, downlink, None if replica_is_image else base_version, acknowledged, form)
+            return _answer_image(
+                model, writer, downlink, topk, downlink.image, base_version, acknowledged, form, reserve
+            )
+        downlink.drop_image()
+        base = None if replica_is_image else base_version
+        return _answer_exact(model, writer, downlink, topk, base, acknowledged, form, reserve)
 
 
 def _answer_exact(
-    model: ModelShard, writer: Writer, downlink: Downlink, base: int | None, acknowledged: int, form: WireForm
+    model: ModelShard,
+    writer: Writer,
+    downlink: Downlink,
+    topk: TopKSettings,
+    base: int | None,
+    acknowledged: int,
+    form: WireForm,
+    reserve: Reserve,
 ) -> Reply:
     size = model.span.length
     early_version = model.version
     supports = None if base is None else model.ledger.since(base)
+    reserved = _exact_bytes(model, supports)
+    reserve(reserved)
     early: Support = None if supports is None else union(supports, size)
     changed = None if early is None else early.numel() / size
     if early is None and base is not None and (model.spread or model.ledger.has_dropped(base)):
         changed = 1.0  # sparse pushes have changed everything: the way down need not be dense because of that
-    open_image = downlink.rule.wants_topk(changed, in_topk=False)
+    wanted = downlink.rule.wants_topk(changed, in_topk=False)
+    claim = topk.images.claim(_image_bytes(model, topk.down)) if wanted else None
+    open_image = claim is not None
 
     def read() -> tuple[Difference, torch.Tensor | None]:
+        late = model.ledger.since(early_version)
+        reserve(max(0, _exact_bytes(model, None if early is None or late is None else [early, *late]) - reserved))
         return model.difference(early_version, early), model.rounded() if open_image else None
 
     difference, image = writer.run(read)
@@ -219,7 +258,7 @@ def _answer_exact(
         form=form,
     )
     if open_image:
-        downlink.owed = _Owed(_Kind.PROPOSED, reply, acknowledged, image)
+        downlink.owed = _Owed(_Kind.PROPOSED, reply, acknowledged, image, claim)
     return reply
 
 
@@ -232,6 +271,7 @@ def _answer_image(
     base: int,
     acknowledged: int,
     form: WireForm,
+    reserve: Reserve,
 ) -> Reply:
     size = model.span.length
     supports = model.ledger.since(base)
@@ -241,6 +281,7 @@ def _answer_image(
     stay = downlink.rule.wants_topk(changed, in_topk=True)
     chunks: tuple[pb.Chunk, ...] | None = None
     if stay:
+        reserve(_SPARSE_ENTRY_BYTES * _topk_entries(model, topk.down))
         # Beside the writer, so that pulls of several workers select at the same time. What a push changes meanwhile is
         # sent now or owed; either way the image becomes what the worker has.
         version = model.version
@@ -252,8 +293,10 @@ def _answer_image(
         if segments:
             selection.sent(taken, segments[0].values)
     else:
+        reserve(5 * size)  # the values, and where they differ
         version, rounded = writer.run(lambda: (model.version, model.rounded()))
         differs = rounded.view(torch.int32) != image.view(torch.int32)  # bits, so that −0 is not taken for +0
+        reserve(_SPARSE_ENTRY_BYTES * int(differs.sum()))
         offsets = differs.nonzero().view(-1)
         segments = model.as_sent(offsets, rounded[offsets])
     reply = Reply(
@@ -269,6 +312,25 @@ def _answer_image(
     )
     downlink.owed = _Owed(_Kind.TOPK if stay else _Kind.CLOSING, reply, acknowledged)
     return reply
+
+
+def _exact_bytes(model: ModelShard, supports: list[Support] | None) -> int:
+    """Return what an exact answer over these supports occupies at most; ``None`` for every element."""
+    known = [support for support in supports or () if support is not None]
+    if supports is None or len(known) < len(supports):
+        return 8 * model.span.length  # fp32, and once more in the parameters' own dtype
+    return _SPARSE_ENTRY_BYTES * min(model.span.length, sum(support.numel() for support in known))
+
+
+def _topk_entries(model: ModelShard, down: DownSettings) -> int:
+    """Return how many entries a top-k reply has; a selector that takes about k may take a few more."""
+    lengths = [common.length for _, common in model.layout.overlapping(model.span)]
+    return sum(n if n < down.dense_below else entries_for(n, down.density) for n in lengths)
+
+
+def _image_bytes(model: ModelShard, down: DownSettings) -> int:
+    """Return what an image occupies: fp32 values, and the reply that is owed."""
+    return 4 * model.span.length + _OWED_ENTRY_BYTES * _topk_entries(model, down)
 
 
 def _written(segment: Segment, form: WireForm, chunk_bytes: int) -> tuple[tuple[pb.Chunk, ...], list[Segment]]:

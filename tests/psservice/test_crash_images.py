@@ -70,7 +70,7 @@ def test_a_segment_is_on_the_disk_before_there_is_a_next_one(directory, monkeypa
             real(descriptor)
 
         monkeypatch.setattr(journal_module.os, "fsync", fsync)
-        engine.persistence.copy(engine, "", clean=False)
+        engine.persistence.take_asked(engine, "")
         assert seen == [before]
 
 

@@ -67,13 +67,11 @@ def test_one_who_is_alone_may_begin_otherwise():
 def test_pushes_are_taken_until_the_end():
     run = Run("r")
     assert run.state is RunState.EMPTY
-    run.started()
-    assert run.state is RunState.TRAINING
+    assert run.state_with_model is RunState.TRAINING
     run.require_open()
     run.state = RunState.FINISHED
     assert refusal_of(run.require_open).reason is Reason.RUN_FINISHED
-    run.started()
-    assert run.state is RunState.FINISHED, "a new upload does not reopen a run"
+    assert run.state_with_model is RunState.FINISHED, "a new upload does not reopen a run"
 
 
 def test_it_ends_at_a_version():

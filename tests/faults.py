@@ -1,0 +1,81 @@
+"""``psservice`` in which something fails while a file exists: ``python -m tests.faults FAULT FILE serve …``.
+
+What fails is torch or the system below the server, and nothing of the server's own, so that tests outlive its insides.
+
+``half-step``: ``torch.optim.SGD`` steps the first of its tensors and then has no memory.
+``slow-snapshots``, ``slow-journal``: ``fsync`` of files in those directories does not return; that one waits is told by
+a file ``.met`` beside.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+_POLL_SECONDS = 0.01
+
+
+def spawner(fault: str, file: Path) -> Callable[[Sequence[str], int, IO[str] | None], "subprocess.Popen[bytes]"]:
+    """Return what stands in for ``psclient.local.spawn``."""
+
+    def spawn(flags: Sequence[str], ready_fd: int, log_to: IO[str] | None) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.faults", fault, str(file), "serve", *flags],
+            pass_fds=(ready_fd,),
+            stdin=subprocess.DEVNULL,
+            stderr=log_to,
+            start_new_session=True,
+            cwd=Path(__file__).parents[1],
+        )
+
+    return spawn
+
+
+def _half_step(file: Path) -> None:
+    import torch
+
+    real = torch.optim.SGD.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        tensors = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        if len(tensors) == 1 or not file.exists():
+            return real(self, closure)
+        for tensor in tensors[1:]:
+            tensor.grad = None
+        real(self, closure)
+        raise MemoryError("no memory for the rest of the step")
+
+    torch.optim.SGD.step = step  # type: ignore[method-assign]
+
+
+def _slow(directory: str, file: Path) -> None:
+    for name in ("fsync", "fdatasync"):
+        real = getattr(os, name)
+
+        def sync(descriptor: int, real: Callable[[int], None] = real) -> None:
+            while directory in os.readlink(f"/proc/self/fd/{descriptor}") and file.exists():
+                file.with_suffix(".met").touch()
+                time.sleep(_POLL_SECONDS)
+            real(descriptor)
+
+        setattr(os, name, sync)
+
+
+def main() -> int:
+    """Set the fault up, then become the server."""
+    fault, file = sys.argv[1], Path(sys.argv[2])
+    if fault == "half-step":
+        _half_step(file)
+    else:
+        _slow(fault.removeprefix("slow-"), file)
+    from psservice.cli import main as serve
+
+    return serve(sys.argv[3:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
