@@ -112,7 +112,7 @@ def resident(pid):
 
 @pytest.mark.parametrize("down_mode", ["topk", "exact"])
 def test_pulls_that_are_refused_cost_no_memory_and_leave_no_image(down_mode):
-    with LocalServer(down_mode=down_mode, inflight_bytes=1 << 20, compute_threads=1) as server:
+    with LocalServer(down_mode=down_mode, inflight_bytes=6 * LARGE, compute_threads=1) as server:
         workers = Workers(server, LARGE)
         workers.pull("w0")
         images = workers.image_bytes() if down_mode == "topk" else 0
