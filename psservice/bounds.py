@@ -72,6 +72,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[Number, Number]]] = {
 _MOST_SETTINGS = 256
 _LONGEST_SETTING = 512 << 10  # the positions of all tensors, in groups of an optimizer
 _MOST_CODECS = 64
+_MOST_FIELDS = 8192  # of one message, those of messages in it not counted
 
 
 def require(message: Message) -> None:
@@ -104,3 +105,45 @@ def require_join(request: pb.JoinRequest) -> None:
 def _require_count(what: str, count: int, most: int) -> None:
     if count > most:
         raise Refusal(Reason.BAD_REQUEST, f"a worker joins with at most {most} {what}, not {count}")
+
+
+def require_few_fields(raw: bytes) -> None:
+    """Check how many fields a message has before it is parsed, which may cost far more memory than its bytes.
+
+    Only fields of the message itself are counted, in the protobuf wire format; one that breaks the format is left to
+    the parser.
+
+    Raises:
+        Refusal: ``BAD_REQUEST``.
+    """
+    if len(raw) <= 2 * _MOST_FIELDS:  # a field has two bytes at least
+        return
+    position = 0
+    for _ in range(_MOST_FIELDS):
+        if position >= len(raw):
+            return
+        tag, position = _varint(raw, position)
+        kind = tag & 7
+        if kind == 2:
+            length, position = _varint(raw, position)
+            position += length
+        elif kind == 0:
+            _, position = _varint(raw, position)
+        elif kind in (1, 5):
+            position += 8 if kind == 1 else 4
+        else:
+            return
+    if position < len(raw):
+        raise Refusal(Reason.BAD_REQUEST, f"a message has more than {_MOST_FIELDS} fields")
+
+
+def _varint(raw: bytes, position: int) -> tuple[int, int]:
+    """Return a number of the wire format and where it ends; what is cut ends with the message."""
+    value = shift = 0
+    while position < len(raw) and shift < 64:
+        byte = raw[position]
+        value |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 0x80:
+            break
+    return value, position

@@ -24,6 +24,7 @@ from pscore.messages import SHARD_HEADER
 from pscore.reasons import Reason, Refusal
 from pscore.tracing import TRACEPARENT, TraceSpan
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice import bounds
 from psservice.inflight import received_bytes
 from psservice.metrics import Metrics
 from psservice.rpc.call import RULES, SERVICE, Answer, Call, Handler, Lane, Rule, StreamReader
@@ -212,6 +213,7 @@ class Door:
             raise Refusal(Reason.BAD_REQUEST, f"{opened.call.rpc} takes exactly one message")
 
         def work() -> _Answers:
+            bounds.require_few_fields(raw)
             answer = cast(Callable[[Call, Message], Answer], handler)
             return _Answers.of(opened.call, answer(opened.call, _parsed(request_type, raw)))
 

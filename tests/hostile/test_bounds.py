@@ -10,11 +10,14 @@ import grpc
 import pytest
 import torch
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from psclient.errors import Transient, from_rpc_error
 from psclient.local import LocalServer
 from pscore.reasons import Refusal
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice import bounds
 from psservice.bounds import BOUNDS
 from tests.system.test_raw_client import TIMEOUT, N, RawWorker
 
@@ -307,3 +310,16 @@ def number(text):
     base, is_power, exponent = power.replace(",", "").partition("^")
     found = int(base) ** int(exponent) if is_power else int(base)
     return found * (int(factor) if times else 1) - bool(less)
+
+
+@given(fields=st.integers(0, 3 * 8192), cut=st.integers(0, 3), kind=st.sampled_from(["map", "varint", "fixed"]))
+@settings(deadline=None, max_examples=50)
+def test_a_message_of_too_many_fields_is_refused_before_it_is_parsed(fields, cut, kind):
+    field = {"map": b"\x22\x04\x0a\x02ab", "varint": b"\x30\x81\x01", "fixed": b"\x51" + bytes(8)}[kind]
+    raw = field * fields
+    raw = raw[: len(raw) - cut]
+    if fields > 8193:
+        with pytest.raises(Refusal, match="fields"):
+            bounds.require_few_fields(raw)
+    elif fields <= 8192:
+        bounds.require_few_fields(raw)
