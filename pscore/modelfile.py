@@ -51,14 +51,30 @@ def flatten(layout: ModelLayout, state: Mapping[str, torch.Tensor]) -> torch.Ten
     return torch.cat(pieces)
 
 
+def save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write contiguous tensors on the host as a safetensors file.
+
+    Raises:
+        OSError: that is not possible. The library has an error of its own for that, also for a full disk.
+    """
+    try:
+        save_file(dict(tensors), path, None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from error
+
+
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file under a temporary name, then rename it, so that no reader sees half a file."""
+    """Write a safetensors file under a temporary name, then rename it, so that no reader sees half a file.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode  # as the umask has it; safetensors would leave 0600
-        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary, dict(metadata))
+        save(temporary, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, metadata)
         temporary.chmod(mode)
         os.replace(temporary, path)
     except BaseException:

@@ -231,14 +231,10 @@ class Engine(ShardState):
                 else 1.0
             )
             datasets = self.datasets.finish(push.identity, push.finished)
-            number = self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
+            self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
             started = time.perf_counter_ns()
-            try:
-                correction = Correction(factor, push.base_version, push.learning_rate, push.samples > 0)
-                version = model.take(push.identity.worker_id, update, correction, push.step)
-            except BaseException:
-                self.persistence.take_back(number)
-                raise
+            correction = Correction(factor, push.base_version, push.learning_rate, push.samples > 0)
+            version = model.take(push.identity.worker_id, update, correction, push.step)  # if refused, so by a replay
             answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
             self.membership.remember_push(push.identity, push.step, answer)
             self.datasets.put(datasets)

@@ -31,12 +31,16 @@ class FinalModel:
         path: the whole model's file, or ``None``.
         shard_index: this shard.
         num_shards: of how many; with several, each writes a part beside that path.
+
+    Attributes:
+        has_failed: whether the last attempt to write it did.
     """
 
     def __init__(self, path: Path | None, shard_index: int, num_shards: int) -> None:
         """Nothing is written yet."""
         self._path = modelfile.part_path(path, shard_index, num_shards) if path else None
         self._whole = num_shards == 1
+        self.has_failed = False
         self._thread: threading.Thread | None = None
 
     def is_there(self, run_id: str, version: int) -> bool:
@@ -59,17 +63,21 @@ class FinalModel:
         """Wait until it is written; return where, or nothing."""
         if self._thread is not None:
             self._thread.join()
-        return str(self._path) if self._path and self._path.exists() else ""
+        return str(self._path) if self._path and self._path.exists() and not self.has_failed else ""
 
     def _write(self, copy: ModelCopy, run_id: str, path: Path) -> None:
         metadata = {"run_id": run_id, "version": str(copy.version), "format": "pt"}
         layout = copy.model.layout
+        self.has_failed = True
         try:
             if self._whole:
                 state = modelfile.assemble(layout, copy.values.cpu(), copy.buffers.values())
                 modelfile.write(path, state, metadata)
             else:
                 modelfile.write_part(path, layout, copy.model.span, copy.values.cpu(), copy.buffers, metadata)
+            self.has_failed = False
             log.info("final model written", extra={"path": str(path), "version": copy.version})
         except OSError as error:
             log.error("final model could not be written", extra={"path": str(path), "error": str(error)})
+        except Exception:  # of a thread of its own nobody else would hear
+            log.exception("final model could not be written", extra={"path": str(path)})

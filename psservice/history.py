@@ -23,9 +23,9 @@ from pscore.v1 import parameter_server_pb2 as pb
 from psservice.buffers import BufferAverage
 from psservice.datamessages import brought_back, finished_of, redo
 from psservice.durability.files import StorageError
+from psservice.durability.past import Past, pasts
 from psservice.durability.records import Body, DamagedError, Record
 from psservice.durability.snapshots import Manifest, Snapshot, found
-from psservice.durability.store import Past, pasts
 from psservice.identities import identity_from_message
 from psservice.membership import Identity, PushAnswer, PushRecord
 from psservice.rules.admission import first_clock
@@ -34,7 +34,7 @@ from psservice.rules.regime import Regime
 from psservice.rules.update.base import RuleState
 from psservice.run import RunState
 from psservice.shard.grouped import GroupedShard, make_shard
-from psservice.shard.ledger import Support
+from psservice.shard.ledger import Support, UpdateLedger
 from psservice.shard.model import Correction, ShardSettings
 from psservice.streams import PushReader, read_push
 
@@ -213,27 +213,59 @@ class History:
             )
 
     def remember_supports(self) -> None:
-        """Let the ledger reach back before the snapshot, as far as the journal is kept: diffs stay sparse."""
+        """Let the ledger reach back before the snapshot, as far as the journal is kept: diffs stay sparse.
+
+        Segments are read newest first and only while the ledger has room for what they hold, so this takes no more
+        memory than the ledger and one push.
+        """
         if not self.model.versions_are_pushes:
             return
-        supports: list[tuple[int, Support]] = []
-        expected: int | None = None
-        for record in self._past.earlier():
-            if record.kind != PUSHED:
-                continue
-            try:
+        ledger, version = self.model.ledger, self.manifest.version
+        for records in self._past.earlier():
+            if ledger.covered_from != version or not ledger.room:
+                return
+            newest = self._newest_supports(records, version, ledger.room)
+            if newest is None:
+                return
+            supports = newest.all()
+            ledger.reach_back(supports)
+            if newest.covered_from:  # there was more than room
+                return
+            version -= len(supports)
+
+    def _newest_supports(self, records: Iterator[Record], version: int, room: int) -> UpdateLedger | None:
+        """Return what the pushes of a segment changed, as many of the last ones as there is room for.
+
+        Args:
+            records: of the segment.
+            version: of its last push.
+            room: entries.
+
+        Returns:
+            Of versions that follow one another and end in ``version``; none where the segment holds no push.
+            ``None`` where those cannot be read.
+        """
+        newest = UpdateLedger(self.span.length, room)
+        last: tuple[int, Support] | None = None
+        try:
+            for record in records:
+                if record.kind != PUSHED:
+                    continue
                 header, segments, answer = self._push_in(record)
-            except (Refusal, ValueError, DecodeError, IndexError):
-                supports, expected = [], None
-                continue
-            if header.generation != self.manifest.generation or answer.version != (expected or answer.version):
-                supports = []
-            if header.generation == self.manifest.generation:
-                update = merge(self.span, segments)
-                supports.append((answer.version, self.model.support_of(update)))
-                expected = answer.version + 1
-        if supports and supports[-1][0] == self.manifest.version:
-            self.model.ledger.reach_back(supports)
+                if header.generation != self.manifest.generation:
+                    return None
+                if last is not None and last[0] == answer.version - 1:
+                    newest.append(*last)
+                elif last is not None and last[0] != answer.version:  # else the push before it was refused
+                    return None
+                last = answer.version, self.model.support_of(merge(self.span, segments))
+        except (StorageError, Refusal, ValueError, DecodeError, IndexError):
+            return None
+        if last is not None and last[0] == version:
+            newest.append(*last)
+        elif last is not None and last[0] != version + 1:  # else it was refused, as the one that follows
+            return None
+        return newest
 
     def _push_in(self, record: Record) -> tuple[pb.PushHeader, list[Segment], pb.PushSparseResponse]:
         *requests, answer = messages_in(record.body)
@@ -286,8 +318,8 @@ class History:
         )
         try:
             self.model.take(header.identity.worker_id, update, correction, header.step)
-        except Refusal as error:  # refused then too, and the server died before it had cut the record off
-            log.warning("a push that was refused is left out", extra={"offset": record.offset, "why": str(error)})
+        except Refusal as error:  # as it was then: that follows from the parameters and the push alone
+            log.debug("a push that was refused is left out", extra={"offset": record.offset, "why": str(error)})
             return
         self.run_id = self.run_id or header.identity.run_id  # a shard that follows learns it from its workers
         identity = identity_from_message(header.identity)

@@ -8,7 +8,8 @@ cut could take back (with ``--fsync always``).
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 from google.protobuf.message import Message
@@ -23,7 +24,7 @@ from psservice.durability.files import StorageError
 from psservice.durability.journal import JournalError
 from psservice.durability.records import Body
 from psservice.durability.snapshots import Manifest, Snapshot
-from psservice.durability.store import Store, StoreSettings, nothing_was_lost, shard_directory
+from psservice.durability.store import Store, StoreSettings, require_same_number, shard_directory
 from psservice.history import (
     AVERAGED,
     FINISHED,
@@ -62,8 +63,12 @@ class Persistence:
         settings: the server's.
         on_health: told ``False`` while pushes cannot be made durable, ``True`` when they can again.
 
+    Attributes:
+        last_snapshot: the newest; ``None`` before the first.
+        snapshot_errors: snapshots that could not be taken, since the start.
+
     Raises:
-        StorageError: the directory is in use, or cannot be written.
+        StorageError: the directory is in use, cannot be written, or lies beside that of another number of shards.
     """
 
     def __init__(self, settings: ServerSettings, on_health: Callable[[bool], None]) -> None:
@@ -72,6 +77,8 @@ class Persistence:
         self._store: Store | None = None
         if settings.data_dir is not None and settings.durability != "none":
             directory = shard_directory(settings.data_dir, settings.shard_index, settings.num_shards)
+            if settings.init is None:
+                require_same_number(settings.data_dir, settings.shard_index, settings.num_shards)
             self._store = Store(
                 StoreSettings(
                     directory,
@@ -90,6 +97,7 @@ class Persistence:
         self._thread: threading.Thread | None = None
         self._taking = threading.Lock()
         self.last_snapshot: Snapshot | None = None
+        self.snapshot_errors = 0
 
     @property
     def keeps_journal(self) -> bool:
@@ -105,11 +113,6 @@ class Persistence:
     def journal_errors(self) -> int:
         """Failed attempts to write the journal, or to force it to the disk, since the start."""
         return 0 if self._store is None else self._store.journal_errors
-
-    @property
-    def snapshot_errors(self) -> int:
-        """Snapshots that could not be written, since the start."""
-        return 0 if self._store is None else self._store.snapshot_errors
 
     @property
     def snapshot_interval_seconds(self) -> float:
@@ -134,7 +137,8 @@ class Persistence:
             return
         past = self._store.past(self._settings.recover)
         if past.snapshot is None:
-            self._store.begin(past.next_number)
+            log.info("the data directory is empty", extra={"path": str(self._store.directory)})
+            self._store.begin(past.next_number, is_true=True)
             return
         manifest = past.snapshot.manifest
         self._require_ours(manifest)
@@ -149,11 +153,11 @@ class Persistence:
             past.sync()
         untouched = manifest.clean and past.last_segment <= manifest.segment
         lost = past.lost or not past.reaches_the_newest_snapshot
-        new_history = lost or not (untouched or nothing_was_lost(past.last_promise))
+        new_history = lost or not (untouched or past.nothing_was_lost)
         if new_history:  # versions that workers have seen may be gone: the same numbers will mean other values
             history.model.generation = sibling_generation(manifest.generation)
         engine.adopt(history)
-        self._store.begin(past.next_number)
+        self._store.begin(past.next_number, is_true=not new_history)
         self._note(past.snapshot, engine.metrics)
         log.info(
             "recovered",
@@ -214,23 +218,18 @@ class Persistence:
         """Prepare the messages of a push for :meth:`pushed`, beside the writer."""
         return body_of(messages) if self.keeps_journal else None
 
-    def pushed(self, body: Body | None, answer: PushAnswer) -> int:
-        """Write a push down, before it is applied; return what :meth:`take_back` takes.
+    def pushed(self, body: Body | None, answer: PushAnswer) -> None:
+        """Write a push down, before it is applied. If it is refused then, the next life refuses it again.
 
         Raises:
             Refusal: ``NOT_DURABLE``.
         """
         if body is None:
-            return 0
+            return
         said = pb.PushSparseResponse(
             version=answer.version, staleness=answer.staleness, applied_scale=answer.applied_scale
         )
-        return self._append(PUSHED, add_message(body, said))
-
-    def take_back(self, number: int) -> None:
-        """Undo :meth:`pushed`: the push was refused after all."""
-        if number and self._store is not None:
-            self._store.take_back(number)
+        self._append(PUSHED, add_message(body, said))
 
     def averaged(self, identity: Identity, step: int, samples: int, data: bytes, live_workers: int) -> None:
         """Write an exchange of buffers down; raises :class:`Refusal` (``NOT_DURABLE``)."""
@@ -290,10 +289,10 @@ class Persistence:
             raise _not_durable(error) from error
 
     @traced("journal")
-    def _append(self, kind: int, body: Body) -> int:
+    def _append(self, kind: int, body: Body) -> None:
         assert self._store is not None
         try:
-            return self._store.append(kind, body)
+            self._store.append(kind, body)
         except JournalError as error:
             raise _not_durable(error) from error
 
@@ -357,12 +356,22 @@ class Persistence:
         """Copy the shard as it is now, and begin another segment behind it; on the writer thread."""
         assert self._store is not None
         assert engine.model is not None
-        with self.averaging:
-            segment = self._store.rotate()
-            self._bytes_behind = self.journal_bytes
-            weight, buffers = engine.buffers.export() if engine.buffers else (0.0, {})
-        place = (self._settings.shard_index, self._settings.num_shards)
-        return moment_of(engine, engine.model, place, segment, (weight, buffers), checkpoint, clean=clean)
+        with self._counted():
+            with self.averaging:
+                segment = self._store.rotate()
+                self._bytes_behind = self.journal_bytes
+                weight, buffers = engine.buffers.export() if engine.buffers else (0.0, {})
+            place = (self._settings.shard_index, self._settings.num_shards)
+            return moment_of(engine, engine.model, place, segment, (weight, buffers), checkpoint, clean=clean)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count whatever goes wrong with a snapshot."""
+        try:
+            yield
+        except Exception:
+            self.snapshot_errors += 1
+            raise
 
     def _note(self, snapshot: Snapshot, metrics: Metrics) -> None:
         self.last_snapshot = snapshot
@@ -371,8 +380,9 @@ class Persistence:
     def _write(self, moment: Moment, metrics: Metrics) -> Snapshot:
         assert self._store is not None
         started = time.monotonic()
-        on_host = {name: tensor.cpu().contiguous() for name, tensor in moment.tensors.items()}
-        snapshot = self._store.write(moment.manifest, on_host)
+        with self._counted():
+            on_host = {name: tensor.cpu().contiguous() for name, tensor in moment.tensors.items()}
+            snapshot = self._store.write(moment.manifest, on_host)
         self._note(snapshot, metrics)
         metrics.snapshot_write_seconds.set(time.monotonic() - started)
         log.info(
@@ -400,12 +410,13 @@ class Persistence:
                 continue
             tried = time.monotonic()
             unchanged = last is not None and _same(last.manifest, model.generation, model.version)
-            if unchanged and not told:
+            if unchanged and not told and not long_journal:
                 continue
             try:
                 self.take(engine, self._followed if told else self._next_checkpoint(engine))
-            except (StorageError, Refusal) as error:
-                log.error("no snapshot could be taken", extra={"error": str(error)})
+            except Exception as error:  # whatever it was, the thread lives on and tries again
+                unknown = not isinstance(error, StorageError | Refusal)
+                log.error("no snapshot could be taken", extra={"error": str(error)}, exc_info=unknown)
 
     def stop(self) -> None:
         """Stop the periodic snapshots."""

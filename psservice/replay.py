@@ -67,6 +67,6 @@ def replay(data_dir: Path, out: Path, *, version: int | None, checkpoint: str) -
     try:
         modelfile.write(out, state_of(brought, exact=False), metadata)
     except OSError as error:
-        raise StorageError(f"cannot write {out}: {error.strerror}") from error
+        raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
     replayed = sum(history.replayed for history in brought)
     print(f"{out}: version {', '.join(map(str, versions))}, {replayed} records replayed", file=sys.stderr)

@@ -43,12 +43,17 @@ class RunEnd:
             self.come()
 
     def come(self) -> None:
-        """End the run; on the writer thread, so that the final model is the one at the last version."""
+        """End the run; on the writer thread, so that the final model is the one at the last version.
+
+        Where it has ended and that model could not be written, try that again.
+        """
         state = self._state
         model = state.require_model(None)
         if not state.run.is_finished:
             self._close_round(model)  # may be what ends the run
         if state.run.is_finished:
+            if self._final_model.has_failed:  # a full disk may have room by now
+                self._write_final_model(model)
             return
         state.persistence.finished(state.run.run_id)
         state.run.state = RunState.FINISHED

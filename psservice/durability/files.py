@@ -1,13 +1,10 @@
 """Files and directories that are there after a crash, and the errors where they are not."""
 
-import fcntl
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-LOCK_NAME = "lock"
 
 
 class StorageError(Exception):
@@ -63,24 +60,3 @@ def remove_directory(path: Path) -> None:
         path.rmdir()
     except OSError:
         pass
-
-
-def lock(directory: Path) -> int:
-    """Take a directory for this process, creating it; return the descriptor that holds the lock until it is closed.
-
-    Raises:
-        StorageError: another process has it, or it cannot be written.
-    """
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # models are not for everybody
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise StorageError(f"cannot write to {directory} (--data-dir): {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise StorageError(
-            f"{directory} is in use by another server; give each shard of each run a --data-dir of its own"
-        ) from error
-    return descriptor

@@ -1,6 +1,7 @@
 """Journal records: how they lie in a file, and how a file is read back when its end or its middle is damaged.
 
-A segment is a file of records behind a 16-byte head: ``SPSJRNL1`` and a random mark of this segment. A record is
+A segment is a file of records behind a 20-byte head: ``SPSJRNL2``, a random mark of this segment, and a CRC-32 of
+both. A record is
 
     mark    8 bytes   the segment's: what an old file left on the disk does not have
     length  uint64    of the body
@@ -9,8 +10,8 @@ A segment is a file of records behind a 16-byte head: ``SPSJRNL1`` and a random 
     body    length bytes
 
 Integers are little-endian. A file ends anywhere inside its last record where a process or a machine died. So a record
-that is cut or does not check, with no record behind it, is a *torn tail* and was never acknowledged; with one behind
-it, the file is *damaged* there.
+that is cut or does not check, with no record behind it, is a *torn tail*; with one behind it, the file is *damaged*
+there. Whether a torn tail was acknowledged is said in :mod:`psservice.durability.lockfile`.
 """
 
 import os
@@ -24,9 +25,10 @@ from typing import BinaryIO
 
 from psservice.durability.files import StorageError
 
-MAGIC = b"SPSJRNL1"
+MAGIC = b"SPSJRNL2"
 MARK_BYTES = 8
-HEAD_BYTES = len(MAGIC) + MARK_BYTES
+_HEAD = struct.Struct("<8s8sI")
+HEAD_BYTES = _HEAD.size
 _FRAME = struct.Struct("<8sQII")
 _CHECKED = struct.Struct("<QI")
 _SEARCH_BYTES = 1 << 20
@@ -87,9 +89,18 @@ class Body:
         return Body((*self.parts, part), self.length + len(part), zlib.crc32(part, self.crc))
 
 
-def new_head() -> bytes:
-    """Return the head of a new segment, with a mark of its own."""
-    return MAGIC + secrets.token_bytes(MARK_BYTES)
+def new_head() -> tuple[bytes, bytes]:
+    """Return the head of a new segment, and the mark in it, which is its own."""
+    mark = secrets.token_bytes(MARK_BYTES)
+    return _HEAD.pack(MAGIC, mark, zlib.crc32(MAGIC + mark)), mark
+
+
+def mark_in(head: bytes) -> bytes | None:
+    """Return the mark in a segment's head; ``None`` where it does not check."""
+    if len(head) < HEAD_BYTES:
+        return None
+    magic, mark, crc = _HEAD.unpack(head)
+    return mark if magic == MAGIC and crc == zlib.crc32(magic + mark) else None
 
 
 def frame(mark: bytes, kind: int, body: Body) -> bytes:
@@ -124,13 +135,13 @@ class Segment:
             raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
         with file:
             size = os.fstat(file.fileno()).st_size
-            head = file.read(HEAD_BYTES)
-            if not head.startswith(MAGIC) or len(head) < HEAD_BYTES:
-                if len(head) == HEAD_BYTES and size > HEAD_BYTES:
-                    raise DamagedError(self.path, 0, "this is not the beginning of a journal")
+            mark = mark_in(file.read(HEAD_BYTES))
+            if mark is None:
+                if size > HEAD_BYTES:
+                    raise DamagedError(self.path, 0, "its head does not check")
                 self.torn = "the file ends inside its head"
                 return
-            self.good, mark = HEAD_BYTES, head[len(MAGIC) :]
+            self.good = HEAD_BYTES
             while self.good < size:
                 record = self._read(file, mark, size)
                 if isinstance(record, str):

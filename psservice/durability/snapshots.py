@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from pscore.modelfile import save
 from psservice.durability.files import StorageError, publish, remove_directory
 from psservice.durability.keptdata import KeptDataset
 
@@ -82,6 +82,7 @@ class Manifest(_Strict):
         clean: taken when the server was told to stop, with nothing applied afterwards.
         created_unix_seconds: when.
         tensors: size and checksum of the file of tensors.
+        crc32: of all this, with 0 in its place.
     """
 
     format: Literal[1] = 1
@@ -108,6 +109,7 @@ class Manifest(_Strict):
     clean: bool
     created_unix_seconds: float
     tensors: FileSeal | None = None
+    crc32: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +147,9 @@ def write(directory: Path, manifest: Manifest, tensors: Mapping[str, torch.Tenso
     def fill(temporary: Path) -> None:
         nonlocal sealed
         file = temporary / TENSORS_NAME
-        save_file(dict(tensors), file)
+        save(file, tensors)
         file.chmod(0o644)
-        sealed = manifest.model_copy(update={"tensors": _seal(file)})
+        sealed = _sealed(manifest.model_copy(update={"tensors": _seal(file)}))
         (temporary / MANIFEST_NAME).write_text(sealed.model_dump_json(indent=1))
 
     publish(path, fill)
@@ -162,7 +164,9 @@ def found(directory: Path) -> list[Snapshot]:
             continue  # of a process that died while it wrote
         try:
             manifest = Manifest.model_validate_json((path / MANIFEST_NAME).read_bytes())
-        except (OSError, ValidationError) as error:
+            if manifest != _sealed(manifest):
+                raise StorageError("the manifest's checksum does not hold")
+        except (OSError, ValidationError, StorageError) as error:
             log.warning("snapshot cannot be read", extra={"path": str(path), "error": str(error)})
             continue
         snapshots.append(Snapshot(path, manifest))
@@ -176,13 +180,24 @@ def last_number(directory: Path) -> int:
 
 
 def prune(directory: Path, keep: int) -> list[Snapshot]:
-    """Remove all but the newest ``keep`` snapshots, and what dead writers left; return those that stay."""
+    """Remove all but the newest ``keep`` snapshots, and unfinished ones; return those that stay."""
     snapshots = found(directory)
     for snapshot in snapshots[:-keep]:
         remove_directory(snapshot.path)
+    remove_unfinished(directory)
+    return snapshots[-keep:]
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what writers that are dead by now have left."""
     for path in directory.glob(".*.tmp"):
         remove_directory(path)
-    return snapshots[-keep:]
+
+
+def _sealed(manifest: Manifest) -> Manifest:
+    """Return a manifest with its checksum."""
+    whole = manifest.model_copy(update={"crc32": 0})
+    return manifest.model_copy(update={"crc32": zlib.crc32(whole.model_dump_json().encode())})
 
 
 def _seal(path: Path) -> FileSeal:

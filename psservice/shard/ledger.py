@@ -43,6 +43,23 @@ class UpdateLedger:
                 self._entries -= 0 if old is None else old.numel()
                 self._covered_from = self._dropped_to = dropped
 
+    @property
+    def covered_from(self) -> int:
+        """The version from which on everything is remembered."""
+        with self._lock:
+            return self._covered_from
+
+    @property
+    def room(self) -> int:
+        """Entries that may still be added without forgetting others."""
+        with self._lock:
+            return self._entry_limit - self._entries
+
+    def all(self) -> list[tuple[int, Support]]:
+        """Return everything that is remembered: versions, in order, and what they changed."""
+        with self._lock:
+            return list(self._supports)
+
     def reach_back(self, supports: list[tuple[int, Support]]) -> None:
         """Add what older versions changed, in order, up to the one from which this ledger counts; within the limit."""
         with self._lock:

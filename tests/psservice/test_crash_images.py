@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import zlib
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from test_recovery import Shard, after_a_crash, assert_same, begin, send
 
 from pscore.reasons import Refusal
 from pscore.segment import Segment
-from psservice.durability import files, snapshots, store
+from psservice.durability import files, lockfile, past, snapshots
 from psservice.durability import journal as journal_module
+from psservice.durability.files import StorageError
 from psservice.durability.journal import segment_numbers, segment_path
 from psservice.history import History
 from psservice.shard.model import ShardSettings
@@ -35,7 +37,7 @@ def test_what_a_former_life_wrote_is_forced_to_the_disk_before_it_is_served(dire
         copy = after_a_crash(directory)
         pushed = segment_path(journal_of(copy), segment_numbers(journal_of(copy))[-1])
     forced = []
-    monkeypatch.setattr(store, "sync_file", forced.append)
+    monkeypatch.setattr(past, "sync_file", forced.append)
     with Shard(copy, fsync="always"):
         assert pushed in forced
 
@@ -100,26 +102,21 @@ def test_versions_behind_a_damaged_snapshot_that_no_journal_reaches_begin_a_new_
         assert present(third) != generation
 
 
-def test_a_refused_push_that_was_not_yet_cut_off_stops_nobody(directory, monkeypatch):
+def test_a_push_that_was_refused_is_refused_again_by_the_next(directory):
     with Shard(directory) as engine:
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        send(engine, 2, Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38])))
-        copies = []
-        real = engine.persistence.take_back
-
-        def die(number):
-            copies.append(after_a_crash(directory))
-            real(number)
-
-        monkeypatch.setattr(engine.persistence, "take_back", die)
-        with pytest.raises(Refusal):
-            send(engine, 3, Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38])))
-        with Shard(copies[0]) as again:
+        huge = Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38]))
+        send(engine, 2, huge)
+        for _ in range(2):
+            with pytest.raises(Refusal):
+                send(engine, 3, huge)
+        copy = after_a_crash(directory)
+        with Shard(copy) as again:
             assert_same(again, engine)
             send(again, 4, sparse_push(again.span, 0.5, 4))
             third = directory.with_name("third")
-            shutil.copytree(copies[0], third)
+            shutil.copytree(copy, third)
             with Shard(third) as last:
                 assert_same(last, again)
 
@@ -145,12 +142,12 @@ def test_a_snapshot_that_is_half_removed_goes_with_the_next(directory, monkeypat
 def test_a_segment_that_was_removed_meanwhile_is_said_to_be(directory):
     with Shard(directory) as engine:
         begin(engine)
-        past = store.Past(directory / "shard-0-of-1")
-        history = History(past, torch.device("cpu"), ShardSettings())
-        real = store.segment_numbers
+        kept = past.Past(directory / "shard-0-of-1")
+        history = History(kept, torch.device("cpu"), ShardSettings())
+        real = past.segment_numbers
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(store, "segment_numbers", lambda path: [*real(path), 999])
-            with pytest.raises(store.StorageError, match="999"):
+            patched.setattr(past, "segment_numbers", lambda path: [*real(path), real(path)[-1] + 1])
+            with pytest.raises(StorageError, match="cannot read"):
                 list(history.replay())
         assert snapshots.found(directory / "shard-0-of-1" / "snapshots")
         assert bits(theta(engine)) == bits(history.model.theta)
@@ -161,7 +158,7 @@ def test_where_no_manifest_can_be_read_the_server_does_not_begin_anew(directory)
         begin(engine)
     for manifest in directory.glob("*/snapshots/*/manifest.json"):
         manifest.write_bytes(b"{")
-    with pytest.raises(store.StorageError, match="no snapshot"):
+    with pytest.raises(StorageError, match="no snapshot"):
         Shard(directory)
 
 
@@ -190,11 +187,17 @@ def test_a_life_is_judged_by_its_own_promise(fsync, directory, monkeypatch):
     with Shard(directory, fsync="always") as engine:
         begin(engine)
         copy = after_a_crash(directory)
-    forced = {}
-    monkeypatch.setattr(store, "sync_file", lambda path: forced.update({path: path.stat().st_size}))
+    forced, real = {}, os.fsync
+
+    def fsync_and_tell(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith("/lock"):
+            forced[name] = lockfile.read_watermark(copy / "shard-0-of-1")
+        real(descriptor)
+
+    monkeypatch.setattr(lockfile.os, "fsync", fsync_and_tell)
     with Shard(copy, fsync=fsync):
-        last = segment_path(journal_of(copy), segment_numbers(journal_of(copy))[-1])
-        assert forced[last] == last.stat().st_size
+        assert [watermark.fsync for watermark in forced.values()] == [fsync]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +207,8 @@ def test_a_manifest_that_makes_no_sense_is_not_begun_from(change, directory):
     with Shard(directory) as engine:
         begin(engine)
     for path in directory.glob("*/snapshots/*/manifest.json"):
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(store.StorageError):
+        plain = json.loads(path.read_text()) | change
+        whole = snapshots.Manifest.model_construct(**plain | {"crc32": 0})
+        path.write_text(json.dumps(plain | {"crc32": zlib.crc32(whole.model_dump_json(warnings=False).encode())}))
+    with pytest.raises(StorageError):
         Shard(directory)

@@ -11,8 +11,10 @@ from test_recovery import LAYOUT, Shard, after_a_crash, assert_same, begin, send
 from pscore import modelfile
 from pscore.buffers import pack
 from pscore.reasons import Reason
+from pscore.segment import Segment
 from psservice.durability import journal as journal_module
 from psservice.run import RunState
+from tests.system.tools import wait_until
 
 
 @pytest.fixture
@@ -79,3 +81,39 @@ def test_a_download_waits_for_the_disk_as_a_pull_does(directory, monkeypatch):
         monkeypatch.setattr(engine.persistence, "wait", lambda: waited.append(True))
         engine.copy_model()
         assert waited
+
+
+def test_a_push_that_is_refused_beside_another_record_takes_none_away(directory, monkeypatch):
+    with Shard(directory) as engine:
+        begin(engine)
+        send(engine, 1, large(engine))
+        real = engine.model.take
+
+        def beside(*arguments):  # a worker joins while the push is being applied
+            join(engine, LAYOUT, BERT)
+            return real(*arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.model, "take", beside)
+            assert reason_of(send, engine, 2, large(engine)) is Reason.NON_FINITE
+        send(engine, 2, sparse_push(engine.span, 0.5, 2))
+        with Shard(after_a_crash(directory)) as again:
+            assert_same(again, engine)
+            assert again.membership.is_live(BERT)
+
+
+def test_a_journal_of_refused_pushes_and_joins_is_cut_by_a_snapshot_too(directory):
+    with Shard(directory, journal_bytes=1 << 20) as engine:
+        begin(engine)
+        send(engine, 1, large(engine))
+        first = engine.persistence.take(engine)
+        for _ in range(12_000):
+            assert reason_of(send, engine, 2, large(engine)) is Reason.NON_FINITE
+        wait_until(lambda: engine.persistence.last_snapshot is not first)
+        assert engine.model.version == first.manifest.version
+        assert engine.persistence.last_snapshot.manifest.segment > first.manifest.segment
+
+
+def large(engine):
+    """A push of which the second would leave the range of fp32."""
+    return Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38]))

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psservice.durability import journal as journal_module
-from psservice.durability.files import StorageError, lock, publish
+from psservice.durability.files import StorageError, publish
 from psservice.durability.journal import Journal, JournalError, segment_numbers, segment_path
+from psservice.durability.lockfile import LockFile
 from psservice.durability.records import HEAD_BYTES, Body, DamagedError, Segment
 
 many = settings(deadline=None, max_examples=60)
@@ -92,16 +93,6 @@ def test_a_length_beyond_the_file_allocates_nothing(tmp_path):
     found, torn = read(path)
     assert not found
     assert "cut by the end" in torn
-
-
-def test_a_record_that_was_taken_back_is_not_there(tmp_path):
-    journal = Journal(tmp_path, 1, "always", 1.0)
-    journal.append(1, Body.of([b"stays"]))
-    journal.take_back(journal.append(2, Body.of([b"goes"])))
-    journal.append(3, Body.of([b"follows"]))
-    journal.wait()
-    journal.close()
-    assert read(segment_path(tmp_path, 1)) == ([(1, b"stays"), (3, b"follows")], None)
 
 
 def test_segments_follow_one_another_and_are_cut_behind_a_snapshot(tmp_path):
@@ -197,11 +188,11 @@ def test_one_fsync_serves_all_that_wait(tmp_path, monkeypatch):
 
 
 def test_a_directory_is_locked_against_a_second_server(tmp_path):
-    held = lock(tmp_path / "data")
+    held = LockFile(tmp_path / "data")
     with pytest.raises(StorageError, match="in use by another server"):
-        lock(tmp_path / "data")
-    os.close(held)
-    os.close(lock(tmp_path / "data"))
+        LockFile(tmp_path / "data")
+    held.close()
+    LockFile(tmp_path / "data").close()
 
 
 def test_a_directory_is_published_whole_or_not_at_all(tmp_path):

@@ -37,7 +37,7 @@ REGIMES = {
 
 scripts = st.lists(
     st.tuples(
-        st.sampled_from(["sparse", "sparse", "dense", "empty", "snapshot", "leave", "join"]),
+        st.sampled_from(["sparse", "sparse", "dense", "empty", "huge", "snapshot", "leave", "join"]),
         st.integers(0, 1),
         st.integers(0, 99),
     ),
@@ -69,6 +69,7 @@ def play(engine, script, method_settings, steps):
                     "sparse": lambda seed=seed: sparse_push(engine.span, 0.3, seed),
                     "dense": lambda seed=seed: Segment(engine.span, None, values(seed)),
                     "empty": lambda: None,
+                    "huge": lambda: Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38])),  # refused, or soon
                 }[action]()
                 stale = 0 if engine.model.round is not None else seed % 3
                 base = max(0, engine.model.version - stale)
