@@ -33,14 +33,12 @@ class Flip:
         file: relative to the shard's folder.
         byte: of the file.
         bit: of the byte.
-        in_last_record: whether it is in the last record of all, which a crash may have cut.
     """
 
     place: str
     file: Path
     byte: int
     bit: int
-    in_last_record: bool = False
 
     def do(self, folder: Path) -> None:
         """Flip it."""
@@ -62,13 +60,15 @@ def draw(folder: Path, rng: random.Random) -> list[Flip]:
     snapshots = sorted((folder / "snapshots").glob("[0-9]*"))
     first_needed = snapshots[-1].name.partition("-v")[0]
     needed = [path for path in segments if path.stem >= first_needed]
-    flips = _of_segment(folder, "newest segment", needed[-1], rng, is_last=True)
+    flips = _of_segment(folder, "newest segment", needed[-1], rng)
     flips += _of_segment(folder, "older segment that is needed", rng.choice(needed[:-1]), rng, _SOME)
     flips += _of_segment(folder, "segment before the snapshot", rng.choice(segments[: -len(needed)]), rng, _SOME)
     for name, snapshot in (("newest", snapshots[-1]), ("older", rng.choice(snapshots[:-1]))):
         for what, file in (("manifest", "manifest.json"), ("tensors", "state.safetensors")):
             path = snapshot / file
             flips.append(_flip(f"{name} snapshot, {what}", folder, path, (0, path.stat().st_size), rng))
+    lock = folder / "lock"
+    flips.append(_flip("lock", folder, lock, (0, lock.stat().st_size), rng))
     manifest = snapshots[-1] / "manifest.json"
     digit = rng.choice([found.start() for found in _NUMBERS.finditer(manifest.read_bytes())])
     flips.append(Flip("newest snapshot, a number in the manifest", manifest.relative_to(folder), digit, 0))
@@ -81,8 +81,6 @@ def _of_segment(
     path: Path,
     rng: random.Random,
     places: Collection[str] = _PLACES,
-    *,
-    is_last: bool = False,
 ) -> list[Flip]:
     data = path.read_bytes()
     begins = _records(data)
@@ -97,7 +95,7 @@ def _of_segment(
         (last, len(data)),
     ]
     return [
-        _flip(f"{name}, {place}", folder, path, span, rng, in_last_record=is_last and place == _PLACES[-1])
+        _flip(f"{name}, {place}", folder, path, span, rng)
         for place, span in zip(_PLACES, spans, strict=True)
         if place in places and span[0] < span[1]
     ]
@@ -113,7 +111,5 @@ def _records(data: bytes) -> list[int]:
     return found
 
 
-def _flip(
-    place: str, folder: Path, path: Path, span: tuple[int, int], rng: random.Random, *, in_last_record: bool = False
-) -> Flip:
-    return Flip(place, path.relative_to(folder), rng.randrange(*span), rng.randrange(8), in_last_record)
+def _flip(place: str, folder: Path, path: Path, span: tuple[int, int], rng: random.Random) -> Flip:
+    return Flip(place, path.relative_to(folder), rng.randrange(*span), rng.randrange(8))

@@ -15,7 +15,7 @@ _LIVENESS_SECONDS, _MEND_SECONDS = 1.5, 20.0
 class NoDescriptors:
     """Nothing hangs and nothing acknowledged is lost: not while nothing can be opened, and not afterwards."""
 
-    expected_errors: tuple[str, ...] = ("Too many open files",)
+    expected_errors: tuple[str, ...] = "Too many open files", "File descriptor limit reached"
 
     def strike(self, campaign: Campaign) -> None:
         """Take them away and give them back; a server that wants to be started anew is."""

@@ -25,6 +25,7 @@ def kept(tmp_path, header: bytes = b""):
         snapshot.mkdir()
         (snapshot / "manifest.json").write_text(f'{{"format": 1,\n "version": {number}0}}')
         (snapshot / "state.safetensors").write_bytes(bytes(100))
+    (tmp_path / "lock").write_bytes(bytes(100))
     return tmp_path
 
 
@@ -46,7 +47,6 @@ def test_places_are_where_they_say(tmp_path):
         assert (flips["newest segment, a record's head"].byte - 16) % 64 < 24
         assert (flips["newest segment, a record's body"].byte - 16) % 64 >= 24
         assert flips["newest segment, last record"].byte >= 16 + 3 * 64
-        assert [flip.place for flip in flips.values() if flip.in_last_record] == ["newest segment, last record"]
         assert flips["newest segment, last record"].file.stem.endswith("4")
         assert flips["older segment that is needed, last record"].file.stem.endswith("3")
         assert flips["segment before the snapshot, a record's body"].file.stem[-1] in "12"
