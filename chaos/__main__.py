@@ -125,13 +125,13 @@ def _scenarios(
             add(plan, lambda plan, where, say: Campaign(plan, where, say, Kills()))
     if "disk" in options.only:
         disk = stack.enter_context(Disk(directory / "disk"))
-        full = FullDisk(disk)
+        full = FullDisk(disk, options.rounds)
         notes.append(full.note)
         plan = _plan(options, "full disk", 1, "interval", 3, "auto")
         add(plan, lambda plan, where, say: Campaign(plan, where, say, full, disk.path / "data"))
     if "descriptors" in options.only:
         plan = _plan(options, "no descriptors", 1, "always", 2, "topk")
-        add(plan, lambda plan, where, say: Campaign(plan, where, say, NoDescriptors()))
+        add(plan, lambda plan, where, say: Campaign(plan, where, say, NoDescriptors(options.rounds)))
     if "flips" in options.only:
         plan = replace(_plan(options, "flipped bits", 1, "interval", 2, "exact"), workers=_FLIP_WORKERS)
         add(plan, lambda plan, where, say: Flips(plan, where, say, options.flips))
@@ -179,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=8, help="that push meanwhile")
     parser.add_argument("--size", type=int, default=40_000, help="elements of the model")
     parser.add_argument("--pause", type=float, default=0.01, help="mean seconds between two pushes of a worker")
+    parser.add_argument("--rounds", type=int, default=2, help="in which room, and descriptors, are used up")
     parser.add_argument("--flips", type=int, default=0, help="bits flipped; 0 for one in every place")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument(

@@ -6,21 +6,28 @@ from chaos import limits, readings
 from chaos.campaign import SNAPSHOT_SECONDS, Campaign
 from chaos.waiting import until
 
-_ROUNDS = 3
 _FREE_SECONDS = 0.5, 1.5
 _WITHOUT_SECONDS = 0.5, SNAPSHOT_SECONDS + 1
 _LIVENESS_SECONDS, _MEND_SECONDS = 1.5, 20.0
 
 
 class NoDescriptors:
-    """Nothing hangs and nothing acknowledged is lost: not while nothing can be opened, and not afterwards."""
+    """Nothing hangs and nothing acknowledged is lost: not while nothing can be opened, and not afterwards.
+
+    Args:
+        rounds: how often.
+    """
 
     expected_errors: tuple[str, ...] = "Too many open files", "File descriptor limit reached"
 
+    def __init__(self, rounds: int) -> None:
+        """Prepare."""
+        self._rounds = rounds
+
     def strike(self, campaign: Campaign) -> None:
         """Take them away and give them back; a server that wants to be started anew is."""
-        for number in range(_ROUNDS):
-            campaign.say(f"round {number + 1} of {_ROUNDS}")
+        for number in range(self._rounds):
+            campaign.say(f"round {number + 1} of {self._rounds}")
             campaign.await_load(0)
             campaign.pause(*_FREE_SECONDS)
             pid = campaign.servers.pid(0)

@@ -13,8 +13,6 @@ from chaos.servers import StartFailedError
 from chaos.waiting import until
 from pscore.v1 import parameter_server_pb2 as pb
 
-_ROUNDS = 2
-"""Of each kind."""
 _FREE_SECONDS = 1.0, 2.0
 _FULL_SECONDS = SNAPSHOT_SECONDS, SNAPSHOT_SECONDS + 1  # long enough that a periodic snapshot is due, and fails
 _NOTICE_SECONDS, _MEND_SECONDS, _CALL_SECONDS = 20.0, 20.0, 20.0
@@ -26,14 +24,15 @@ class FullDisk:
     """Pushes are refused and snapshots fail, both counted; both go on when there is room, and nothing is lost.
 
     Args:
-        disk: holds the data directory; where it is not mounted, files are limited in every round.
+        disk: holds the data directory; where it is not mounted, files are limited, and no disk is filled.
+        rounds: of each kind.
     """
 
     expected_errors: tuple[str, ...] = "No space left on device", "File too large"
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: Disk, rounds: int) -> None:
         """Begin with an empty one."""
-        self._disk = disk
+        self._disk, self._rounds = disk, rounds
 
     @property
     def note(self) -> str:
@@ -47,8 +46,8 @@ class FullDisk:
         """Fill and free, of each kind; then a server is killed, and started, while the disk is full."""
         kinds = [("files of a server limited", self._limited), ("disk filled", self._filled)]
         for what, full in [kinds[0]] if not self._disk.mounted else kinds:
-            for number in range(_ROUNDS):
-                campaign.say(f"{what}: round {number + 1} of {_ROUNDS}")
+            for number in range(self._rounds):
+                campaign.say(f"{what}: round {number + 1} of {self._rounds}")
                 campaign.pause(*_FREE_SECONDS)
                 campaign.result.faults[what] += 1
                 self._round(campaign, full)
