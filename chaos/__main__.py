@@ -17,6 +17,7 @@ from rich.console import Console
 from benchmarks import machine
 from benchmarks.progress import Progress
 from chaos import report
+from chaos.caller import LeaseLostError, RefusedError, StuckError
 from chaos.campaign import Campaign
 from chaos.descriptors import NoDescriptors
 from chaos.disk import Disk
@@ -24,7 +25,6 @@ from chaos.flips import Flips
 from chaos.fulldisk import FullDisk
 from chaos.kills import Kills
 from chaos.plan import Plan, Result
-from chaos.pusher import LeaseLostError, RefusedError, StuckError
 from chaos.replica import BrokenReplyError
 from chaos.servers import StartFailedError, end_on_sigterm
 from chaos.team import TrainerFailedError

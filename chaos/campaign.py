@@ -13,10 +13,11 @@ from typing import Protocol
 import numpy as np
 
 from chaos import book, readings, wire
+from chaos.caller import Caller, StuckError, settle_for
 from chaos.crew import Crew
 from chaos.network import Network
 from chaos.plan import Plan, Result
-from chaos.pusher import Caller, Pusher, StuckError, settle_for
+from chaos.pusher import Pusher
 from chaos.reference import judge
 from chaos.servers import Servers
 from chaos.torment import Torment

@@ -23,9 +23,10 @@ import grpc
 import numpy as np
 
 from chaos import book, readings, wire
+from chaos.caller import Caller
 from chaos.damage import Flip, draw
 from chaos.plan import Plan, Result, Trial
-from chaos.pusher import Caller, Pusher
+from chaos.pusher import Pusher
 from chaos.reference import judge
 from chaos.servers import Servers, StartFailedError
 from pscore.v1 import parameter_server_pb2 as pb

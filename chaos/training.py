@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from chaos import wire
+from chaos.caller import Caller
 from chaos.network import Network
 from chaos.plan import Plan, Result
-from chaos.pusher import Caller
 from chaos.servers import Servers
 from chaos.team import Team, Trainer, TrainerFailedError
 from chaos.torment import Torment
@@ -147,6 +147,7 @@ class Training:
         caller.close()
         verdict.sent += joined.last_step
         verdict.acknowledged += joined.last_step
-        if not dead.steps <= joined.last_step <= dead.steps + _MOST_UNSEEN:
+        answered = dead.steps - dead.overlap  # with overlap a step is over when its push is sent
+        if not answered <= joined.last_step <= dead.steps + _MOST_UNSEEN:
             verdict.lost += 1
-            verdict.say(f"{dead.name} was answered {dead.steps} steps, the server has {joined.last_step}")
+            verdict.say(f"{dead.name} was answered {answered} steps, the server has {joined.last_step}")
