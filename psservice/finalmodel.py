@@ -33,7 +33,7 @@ class FinalModel:
         num_shards: of how many; with several, each writes a part beside that path.
 
     Attributes:
-        has_failed: whether the last attempt to write it did.
+        has_failed: whether the newest attempt to write it has.
     """
 
     def __init__(self, path: Path | None, shard_index: int, num_shards: int) -> None:
@@ -56,6 +56,7 @@ class FinalModel:
     def begin(self, copy: Callable[[], ModelCopy], run_id: str) -> None:
         """Take a copy now, if there is something to write, and write it in a thread of its own."""
         if self._path is not None:
+            self.has_failed = False
             self._thread = threading.Thread(target=self._write, args=(copy(), run_id, self._path), name="final-model")
             self._thread.start()
 
@@ -68,16 +69,15 @@ class FinalModel:
     def _write(self, copy: ModelCopy, run_id: str, path: Path) -> None:
         metadata = {"run_id": run_id, "version": str(copy.version), "format": "pt"}
         layout = copy.model.layout
-        self.has_failed = True
         try:
             if self._whole:
                 state = modelfile.assemble(layout, copy.values.cpu(), copy.buffers.values())
                 modelfile.write(path, state, metadata)
             else:
                 modelfile.write_part(path, layout, copy.model.span, copy.values.cpu(), copy.buffers, metadata)
-            self.has_failed = False
             log.info("final model written", extra={"path": str(path), "version": copy.version})
-        except OSError as error:
-            log.error("final model could not be written", extra={"path": str(path), "error": str(error)})
-        except Exception:  # of a thread of its own nobody else would hear
-            log.exception("final model could not be written", extra={"path": str(path)})
+        except Exception as error:  # of a thread of its own nobody else would hear
+            self.has_failed = True
+            unknown = not isinstance(error, OSError)
+            why = {"path": str(path), "error": str(error)}
+            log.error("final model could not be written", extra=why, exc_info=unknown)

@@ -8,7 +8,7 @@ import logging
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,7 +35,7 @@ from psservice.rules.update.base import RuleState
 from psservice.run import RunState
 from psservice.shard.grouped import GroupedShard, make_shard
 from psservice.shard.ledger import Support, UpdateLedger
-from psservice.shard.model import Correction, ShardSettings
+from psservice.shard.model import Correction, ModelShard, ShardSettings
 from psservice.streams import PushReader, read_push
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class History:
     Args:
         past: the directory; its snapshot is there.
         device: where the parameters are to live.
-        settings: what the shard keeps.
+        settings: what the shard keeps after :meth:`settle`; until then it is what the records were made with.
 
     Raises:
         StorageError: the snapshot does not make sense.
@@ -134,15 +134,11 @@ class History:
         theta = tensors.get(THETA)
         if theta is None or theta.dtype != torch.float32 or tuple(theta.shape) != (self.span.length,):
             raise StorageError(f"{self.snapshot.path}: the parameters are not fp32 [{self.span.length}]")
-        self.model = make_shard(
-            self.layout,
-            self.span,
-            theta.to(device),
-            generation=manifest.generation,
-            version=manifest.version,
-            settings=settings,
-            regime=Regime.of(manifest.method_settings),
-        )
+        self._settings = settings
+        then = replace(settings, delay_compensation=manifest.delay_compensation)
+        if then.delay_compensation:  # which values are still known follows from this one
+            then = replace(then, ledger_multiple=manifest.ledger_multiple)
+        self.model = self._shard(theta.to(device), manifest.version, then)
         memory = {n.removeprefix(MEMORY_PREFIX): t for n, t in tensors.items() if n.startswith(MEMORY_PREFIX)}
         try:
             self.model.restore(RuleState(manifest.memory, memory))
@@ -211,6 +207,30 @@ class History:
             raise StorageError(
                 f"version {to_version} is not covered: there are {self.manifest.version} to {self.model.version}"
             )
+
+    def settle(self) -> bool:
+        """Keep from now on what the settings say; return whether the records were made with something else.
+
+        Then a snapshot has to follow, and diffs begin anew.
+        """
+        old = self.model
+        wanted = self._shard(old.theta, old.version, self._settings)
+        if wanted.settings == old.settings:
+            return False
+        wanted.restore(old.export())
+        self.model = wanted
+        return True
+
+    def _shard(self, theta: torch.Tensor, version: int, settings: ShardSettings) -> ModelShard:
+        return make_shard(
+            self.layout,
+            self.span,
+            theta,
+            generation=self.manifest.generation,
+            version=version,
+            settings=settings,
+            regime=Regime.of(self.manifest.method_settings),
+        )
 
     def remember_supports(self) -> None:
         """Let the ledger reach back before the snapshot, as far as the journal is kept: diffs stay sparse.
@@ -367,6 +387,7 @@ def at_version(directory: Path, version: int, device: torch.device, settings: Sh
         except StorageError as error:
             log.info("not from here", extra={"snapshot": str(history.snapshot.path), "error": str(error)})
             continue
+        history.settle()
         return history
     raise StorageError(f"version {version} is not covered by what {directory} keeps: {_covered(directory)}")
 
@@ -385,7 +406,9 @@ def newest(directory: Path, device: torch.device, settings: ShardSettings) -> Hi
 def at_checkpoint(directory: Path, checkpoint: str, device: torch.device, settings: ShardSettings) -> History:
     """Bring a shard back as it was in a checkpoint; raises :class:`StorageError` where it is not kept."""
     for past in pasts(directory, lambda manifest: manifest.checkpoint == checkpoint):
-        return History(past, device, settings)
+        history = History(past, device, settings)
+        history.settle()
+        return history
     raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {_covered(directory)}")
 
 

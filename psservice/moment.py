@@ -109,6 +109,8 @@ def moment_of(
         ],
         memory=dict(memory.plain),
         datasets=kept(engine.datasets),
+        delay_compensation=model.settings.delay_compensation,
+        ledger_multiple=model.settings.ledger_multiple,
         buffer_weight=buffers[0],
         clean=clean,
         created_unix_seconds=time.time(),

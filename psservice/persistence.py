@@ -148,6 +148,7 @@ class Persistence:
             if time.monotonic() - said > _PROGRESS_SECONDS:
                 said = time.monotonic()
                 log.info("replaying the journal", extra={"version": version, "records": history.replayed})
+        resettled = history.settle()
         history.remember_supports()
         if self._settings.fsync != "never":  # the next segment's promise is for what is served from now on, old or new
             past.sync()
@@ -170,7 +171,9 @@ class Persistence:
                 "history": "new" if new_history else "the same",
             },
         )
-        if new_history or not self.keeps_journal:  # what the disk says must be true when this life ends without a word
+        if (
+            new_history or resettled or not self.keeps_journal
+        ):  # what the disk says must be true when this life ends without a word
             self.take(engine)
 
     def look_back(self, engine: Kept, version: int | None, checkpoint: str) -> History:
@@ -224,12 +227,11 @@ class Persistence:
         Raises:
             Refusal: ``NOT_DURABLE``.
         """
-        if body is None:
-            return
-        said = pb.PushSparseResponse(
-            version=answer.version, staleness=answer.staleness, applied_scale=answer.applied_scale
-        )
-        self._append(PUSHED, add_message(body, said))
+        if body is not None:
+            said = pb.PushSparseResponse(
+                version=answer.version, staleness=answer.staleness, applied_scale=answer.applied_scale
+            )
+            self._append(PUSHED, add_message(body, said))
 
     def averaged(self, identity: Identity, step: int, samples: int, data: bytes, live_workers: int) -> None:
         """Write an exchange of buffers down; raises :class:`Refusal` (``NOT_DURABLE``)."""
@@ -409,7 +411,8 @@ class Persistence:
             if self._stop.is_set() or model is None or not due:
                 continue
             tried = time.monotonic()
-            unchanged = last is not None and _same(last.manifest, model.generation, model.version)
+            now = model.generation, model.version
+            unchanged = last is not None and (last.manifest.generation, last.manifest.version) == now
             if unchanged and not told and not long_journal:
                 continue
             try:
@@ -441,10 +444,6 @@ class Persistence:
         except (StorageError, Refusal) as error:
             log.error("no snapshot at the end; the journal has everything", extra={"error": str(error)})
         self._store.close()
-
-
-def _same(manifest: Manifest, generation: int, version: int) -> bool:
-    return (manifest.generation, manifest.version) == (generation, version)
 
 
 def _not_durable(error: StorageError) -> Refusal:

@@ -109,7 +109,9 @@ class ServerSettings(LayeredSettings):
     )
     keep_snapshots: int = Field(3, ge=1, description="snapshots kept, and with them the journal behind the oldest")
     recover: Literal["strict", "last-good"] = Field(
-        "strict", description="at damage inside the journal: refuse to start, or go back to the version before it"
+        "strict",
+        description="where something that was acknowledged is damaged or gone: refuse to start, or go back to the "
+        "version before it and begin a new history",
     )
 
     max_staleness: int = Field(

@@ -20,7 +20,7 @@ from psservice.durability.files import StorageError, sync_directory
 LOCK_NAME = "lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAGIC = b"SPSLOCK1"
-_FORM = struct.Struct("<8s36s8sQQQQ")
+_FORM = struct.Struct("<8s36s8sQQQQQ")
 _CRC = struct.Struct("<I")
 
 
@@ -35,6 +35,7 @@ class Watermark:
         appended: its bytes up to the end of the last record; they survive the death of the process.
         durable: its bytes that were forced to the disk; they survive the death of the machine.
         snapshot: segment in the name of the newest snapshot; 0 for none.
+        generation: of the model in it.
     """
 
     boot_id: str = ""
@@ -43,10 +44,11 @@ class Watermark:
     appended: int = 0
     durable: int = 0
     snapshot: int = 0
+    generation: int = 0
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
-        counts = self.segment, self.appended, self.durable, self.snapshot
+        counts = self.segment, self.appended, self.durable, self.snapshot, self.generation
         data = _FORM.pack(_MAGIC, self.boot_id.encode(), self.fsync.encode(), *counts)
         return data + _CRC.pack(zlib.crc32(data))
 

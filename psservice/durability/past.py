@@ -90,10 +90,18 @@ class Past:
                     "restore the file from a copy, or start with --recover last-good to begin a new history"
                 )
             )
-        if self.snapshot is not None and found[-1].manifest.generation != self.snapshot.manifest.generation:
-            newest = found[-1]
-            self._until = newest.manifest.segment
-            self._forgive(DamagedError(newest.path / snapshots.TENSORS_NAME, 0, "the model began anew with it"))
+        newest = max(
+            [(self._watermark.snapshot, self._watermark.generation)]
+            + [(each.manifest.segment, each.manifest.generation) for each in found]
+        )
+        if self.snapshot is not None and newest[1] != self.snapshot.manifest.generation:
+            self._until = newest[0]
+            self._forgive(
+                StorageError(
+                    f"snapshot {newest[0]:012d} in {self._snapshots} is missing or damaged, and the model began anew "
+                    "with it. Restore it from a copy, or start with --recover last-good to go back to the one before"
+                )
+            )
 
     def sync(self) -> None:
         """Force the segments behind the snapshot to the disk: the life that wrote them may have died before it did.

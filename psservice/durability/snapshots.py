@@ -78,6 +78,8 @@ class Manifest(_Strict):
         workers: who held a lease.
         memory: what the update rule and an open round remember beside their tensors.
         datasets: whose samples are whose; none in what an older server wrote.
+        delay_compensation: of the shard, for all records behind this.
+        ledger_multiple: of the shard, likewise; of interest with that.
         buffer_weight: weight of the average of buffers.
         clean: taken when the server was told to stop, with nothing applied afterwards.
         created_unix_seconds: when.
@@ -105,6 +107,8 @@ class Manifest(_Strict):
     workers: list[LiveWorker]
     memory: dict[str, Any]
     datasets: list[KeptDataset] = []
+    delay_compensation: float
+    ledger_multiple: float
     buffer_weight: float
     clean: bool
     created_unix_seconds: float

@@ -61,8 +61,8 @@ def require_same_number(data_dir: Path, shard_index: int, num_shards: int) -> No
         if number != str(num_shards) and snapshots.last_number(other / "snapshots"):
             raise StorageError(
                 f"{other} holds a model of a run with --num-shards {number}, and this server was started with "
-                f"{num_shards}. Start it with --num-shards {number} to go on with that run, or with a --data-dir of its "
-                "own, and --init DIR to begin from that model"
+                f"{num_shards}. Start it with --num-shards {number} to go on with that run, or with a --data-dir of "
+                "its own, and --init DIR to begin from that model"
             )
 
 
@@ -132,7 +132,9 @@ class Store:
         # Not without it: a power cut would be judged by the promise of the life before.
         begun = replace(self._lock_file.watermark or Watermark(), boot_id="", fsync="")
         if self.settings.journal:
-            begun = Watermark(**self._promise if is_true else {}, segment=number, snapshot=begun.snapshot)
+            begun = replace(begun, segment=number, appended=0, durable=0)
+            if is_true:
+                begun = replace(begun, boot_id=lockfile.boot_id(), fsync=self.settings.fsync)
         try:
             self._lock_file.begin(begun)
             if self.settings.journal:
@@ -179,7 +181,9 @@ class Store:
         with self._writing:
             try:
                 snapshot = snapshots.write(directory, manifest, tensors)
-                self._lock_file.note(snapshot=manifest.segment, **self._promise)
+                self._lock_file.note(snapshot=manifest.segment, generation=manifest.generation)
+                if self.settings.journal:  # from now on the disk says what is served
+                    self._lock_file.note(boot_id=lockfile.boot_id(), fsync=self.settings.fsync)
             except OSError as error:
                 raise StorageError(f"cannot write a snapshot to {directory}: {error.strerror or error}") from error
             kept = snapshots.prune(directory, self.settings.keep)
@@ -192,11 +196,6 @@ class Store:
         if self._journal is not None:
             self._journal.close()
         self._lock_file.close()
-
-    @property
-    def _promise(self) -> dict[str, str]:
-        """Under which what is appended is kept; nothing for snapshots alone."""
-        return {"boot_id": lockfile.boot_id(), "fsync": self.settings.fsync} if self.settings.journal else {}
 
     def _reached(self, number: int, appended: int, durable: int) -> None:
         self._lock_file.note(segment=number, appended=appended, durable=durable)

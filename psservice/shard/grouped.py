@@ -71,10 +71,8 @@ class GroupedShard(ModelShard):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nobody takes part yet."""
-        self._settings = replace(settings, delay_compensation=0.0)
-        super().__init__(
-            layout, span, values, generation=generation, version=version, settings=self._settings, regime=regime
-        )
+        settings = replace(settings, delay_compensation=0.0)
+        super().__init__(layout, span, values, generation=generation, version=version, settings=settings, regime=regime)
         self._late = groups.late
         self._models: dict[str, ModelShard] = {}
         self._kept: dict[str, dict[int, Kept]] = {}
@@ -261,7 +259,7 @@ class GroupedShard(ModelShard):
             values,
             generation=self.generation,
             version=version,
-            settings=self._settings,
+            settings=self.settings,
             regime=Regime(),
         )
 

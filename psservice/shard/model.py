@@ -88,6 +88,7 @@ class ModelShard:
         Refusal: ``BAD_REQUEST``, where regime and model do not go together.
 
     Attributes:
+        settings: what is kept.
         round: the open round; ``None`` where training is asynchronous.
         spread: whether the last update came sparse and changed everything.
     """
@@ -114,6 +115,7 @@ class ModelShard:
         self.spread = False
         self.round = Round(span, values.device) if regime.rounds is not None else None
         self._rule = regime.rule(Place(layout, span, values))
+        self.settings = settings
         self._compensation = settings.delay_compensation
         self._past = PastValues(limit) if settings.delay_compensation else None
         self._offset_dtype = torch.int32 if span.length < 2**31 else torch.int64

@@ -293,7 +293,7 @@ def test_where_shards_freeze_different_sets_each_averages_over_its_own():
 
 scripts = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["push", "push", "sparse"]), st.sampled_from([ANNA, BERT, CARL])),
+        st.tuples(st.sampled_from(["push", "push", "sparse", "huge"]), st.sampled_from([ANNA, BERT, CARL])),
         st.tuples(st.sampled_from(["pull", "join", "leave"]), st.sampled_from([ANNA, BERT, CARL])),
         st.tuples(st.sampled_from(["time", "snapshot", "finish"]), st.just(ANNA)),
     ),
@@ -316,9 +316,12 @@ def act(engine, clock, steps, number, action, who):
             engine.leave(who)
         elif action == "pull":
             pull(engine, who)
-        elif action in ("push", "sparse"):
-            dense_one = Segment(engine.span, None, values(number))
-            segment = dense_one if action == "push" else sparse_push(engine.span, 0.3, number)
+        elif action in ("push", "sparse", "huge"):
+            segment = {
+                "push": lambda: Segment(engine.span, None, values(number)),
+                "sparse": lambda: sparse_push(engine.span, 0.3, number),
+                "huge": lambda: Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38])),  # the next is refused
+            }[action]()
             send(engine, steps.get(who, 1), segment, who, base=engine.model.version)
             steps[who] = steps.get(who, 1) + 1
     except Refusal:

@@ -201,6 +201,26 @@ def test_the_newest_snapshot_that_is_gone_and_covered_by_no_journal_begins_a_new
         assert present(again) != generation
 
 
+@pytest.mark.parametrize("what", ["state.safetensors", "manifest.json", "all of it"])
+def test_the_snapshot_with_which_the_model_began_anew_is_not_passed_over(what, directory):
+    with Shard(directory) as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        generation = present(engine)
+        engine.roll_back(0, "")
+        copy = after_a_crash(directory)
+    newest = max((folder(copy) / "snapshots").iterdir())
+    if what == "all of it":
+        shutil.rmtree(newest)
+    else:
+        (newest / what).write_bytes(b"")
+    with pytest.raises(StorageError, match=newest.name.partition("-")[0]):
+        Shard(copy)
+    with Shard(copy, recover="last-good") as again:
+        assert again.model.version == 1
+        assert present(again) != generation
+
+
 def test_a_flipped_bit_in_a_manifest_is_not_begun_from(crashed):
     directory, generation, parameters = crashed
     path = max((folder(directory) / "snapshots").iterdir()) / "manifest.json"

@@ -1,6 +1,7 @@
 """A shard with a memory (optimizer state, an open round, past values) comes back with it, to the last bit."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from test_recovery import LAYOUT, START, Shard, after_a_crash, send, values
 
 from pscore.reasons import Refusal
 from pscore.segment import Segment
+from psservice.replay import histories
 
 ADAM = {"update": "torch", "optimizer": json.dumps({"name": "Adam", "options": {"lr": 0.01}})}
 RMSPROP = {
@@ -173,3 +175,25 @@ def test_the_same_version_after_going_back_is_another_checkpoint(tmp_path):
         assert first.startswith("e1-v0-")
         assert second.startswith("e1-v0-")
         engine.roll_back(None, first)
+
+
+@pytest.mark.parametrize("other", [0.0, 0.25, 0.5])
+@pytest.mark.parametrize("name", ["delay compensation", "compensated adam"])
+def test_what_compensation_has_made_is_the_same_under_another_setting(name, other, tmp_path):
+    method_settings, options = REGIMES[name]
+    script = [("sparse", number % 2, 3 * number + 2) for number in range(8)]
+    steps = {ANNA: 0, BERT: 0}
+    with Shard(tmp_path / "live", **options) as engine:
+        begin_regime(engine, method_settings)
+        play(engine, script, method_settings, steps)
+        made, copy = bits(theta(engine)), after_a_crash(tmp_path / "live")
+    (history,) = histories(copy)
+    assert bits(history.model.current()) == made
+    with Shard(copy, delay_compensation=other, ledger_multiple=0.5) as again:
+        assert bits(theta(again)) == made
+        play(again, script, method_settings, steps)
+        made = bits(theta(again))
+        third = copy.with_name("third")
+        shutil.copytree(copy, third)
+    with Shard(third, **options) as last:
+        assert bits(theta(last)) == made
