@@ -7,7 +7,7 @@ from pathlib import Path
 
 from chaos.campaign import SNAPSHOT_SECONDS, Campaign
 
-_UP_SECONDS = 0.0, 5.0
+_UP_SECONDS = 0.0, 4.0
 _LOAD_FIRST_SHARE = 0.8
 _IN_RECOVERY_SHARE, _RECOVERY_SECONDS = 0.2, 3.0
 _STALL_SHARE, _STALL_SECONDS = 0.15, 1.0
