@@ -4,8 +4,12 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+import urllib.error
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 from rich.console import Console
@@ -13,30 +17,58 @@ from rich.console import Console
 from benchmarks import machine
 from benchmarks.progress import Progress
 from chaos import report
-from chaos.campaign import Campaign, Plan, Result
+from chaos.caller import LeaseLostError, RefusedError, StuckError
+from chaos.campaign import Campaign
+from chaos.descriptors import NoDescriptors
 from chaos.disk import Disk
+from chaos.flips import Flips
 from chaos.fulldisk import FullDisk
-from chaos.pusher import LeaseLostError, RefusedError, StuckError
+from chaos.kills import Kills
+from chaos.plan import Plan, Result
+from chaos.replica import BrokenReplyError
 from chaos.servers import StartFailedError, end_on_sigterm
 from chaos.team import TrainerFailedError
 from chaos.training import Training
 
-_KINDS = ((2, "interval"), (1, "always"), (1, "interval"), (2, "always"))
+_KINDS = ((2, "interval", "topk"), (1, "always", "auto"), (1, "interval", "exact"), (2, "always", "exact"))
 _FEWEST_KILLS = 3
 """Of a campaign; with fewer in all there are fewer campaigns."""
-_SCENARIOS = ("kills", "disk", "training")
-_TRAINING = "psclient, 2 shards"
-_TRAINING_SHARE, _MOST_TRAINERS = 8, 4  # a trainer costs seconds of a core to start
+_SCENARIOS = ("kills", "disk", "descriptors", "flips", "training")
+_TRAINING_SHARE, _MOST_TRAINERS = 12, 4  # a trainer costs seconds of a core to start
+_FLIP_WORKERS = 2
 _NARROWEST = 160
-_BROKEN = (StartFailedError, TrainerFailedError, RefusedError, StuckError, LeaseLostError, grpc.RpcError)
+_BROKEN = (
+    StartFailedError,
+    TrainerFailedError,
+    RefusedError,
+    StuckError,
+    LeaseLostError,
+    BrokenReplyError,
+    grpc.RpcError,
+    urllib.error.URLError,
+)
 _NOTES = (
     "a push counts once a shard; repeats: answers to pushes that were answered before, on a connection of their own",
     "models compared: replicas and downloads at the version they claimed, against the reference's, bit for bit",
+    "top-k replies: each entry against the reference's model less the replica, bit for bit, and the replica with it",
     "psclient: pushes of all lives against the servers' versions; each replica against the model after the last pull",
     "clocks: the wall clock of the servers' own code is moved by up to ten years, at starts and while they run "
     "(chaos/skewed.py); the system's clock is not touched, and the monotonic one, which leases use, has no steps",
     "a power cut is not simulated: the kernel lives through every kill, so --fsync always is exercised, not proved",
 )
+
+
+class _Scenario(Protocol):
+    """One line of the table, or several of its kind."""
+
+    result: Result
+
+    def run(self) -> Result:
+        """Run it to its end."""
+
+
+_Begin = Callable[[Path, Callable[[str], None]], _Scenario]
+"""Makes a scenario in a directory, which is not there yet, with something that shows how far it is."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,27 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = machine.describe(given) | {"command": " ".join(["python -m chaos", *given]), "seed": options.seed}
     directory: Path = options.output / "work"
     shutil.rmtree(directory, ignore_errors=True)
-    plans = _plans(options) if "kills" in options.only else []
     results: list[Result] = []
     notes = list(_NOTES)
     started = time.monotonic()
-    with Progress(len(plans) + len({"disk", "training"} & {*options.only})) as progress:
-        for number, plan in enumerate(plans):
-            progress.section(plan.name)
-            results.append(_run(Campaign(plan, directory / f"campaign-{number}", progress.say)))
-        if "disk" in options.only:
-            progress.section("full disk")
-            plan = _plan(options, "full disk", 1, "interval", 3)
-            with Disk(directory / "disk") as disk:
-                campaign = FullDisk(plan, directory / "full-disk", progress.say, disk.path / "data")
-                campaign.disk = disk
-                results.append(_run(campaign))
-            notes.append(f"full disk: {disk.kind}")
-        if "training" in options.only:
-            progress.section(_TRAINING)
-            kills = max(1, options.kills // _TRAINING_SHARE)
-            plan = _plan(options, _TRAINING, 2, "interval", kills, workers=min(options.workers, _MOST_TRAINERS))
-            results.append(_run(Training(plan, directory / "training", progress.say)))
+    with ExitStack() as stack:
+        scenarios = _scenarios(options, directory, stack, notes)
+        progress = stack.enter_context(Progress(len(scenarios)))
+        for number, (name, begin) in enumerate(scenarios):
+            progress.section(name)
+            results.append(_run(begin(directory / f"campaign-{number}", progress.say)))
     facts["seconds"] = time.monotonic() - started
     console = Console()
     if not console.is_terminal:
@@ -82,13 +102,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if good else 1
 
 
-def _run(scenario: Campaign | Training) -> Result:
-    """Run one campaign; where it cannot be brought to its end, that is its result."""
+def _run(scenario: _Scenario) -> Result:
+    """Run one scenario; where it cannot be brought to its end, that is its result."""
     try:
         return scenario.run()
     except _BROKEN as error:
         scenario.result.failures.append(f"{type(error).__name__}: {error}")
         return scenario.result
+
+
+def _scenarios(
+    options: argparse.Namespace, directory: Path, stack: ExitStack, notes: list[str]
+) -> list[tuple[str, _Begin]]:
+    """Return what is asked for, by name; what has to be taken down is left to the stack."""
+    found: list[tuple[str, _Begin]] = []
+
+    def add(plan: Plan, make: Callable[[Plan, Path, Callable[[str], None]], _Scenario]) -> None:
+        found.append((plan.name, lambda where, say: make(plan, where, say)))
+
+    if "kills" in options.only:
+        for plan in _plans(options):
+            add(plan, lambda plan, where, say: Campaign(plan, where, say, Kills()))
+    if "disk" in options.only:
+        disk = stack.enter_context(Disk(directory / "disk"))
+        full = FullDisk(disk, options.rounds)
+        notes.append(full.note)
+        plan = _plan(options, "full disk", 1, "interval", 3, "auto")
+        add(plan, lambda plan, where, say: Campaign(plan, where, say, full, disk.path / "data"))
+    if "descriptors" in options.only:
+        plan = _plan(options, "no descriptors", 1, "always", 2, "topk")
+        add(plan, lambda plan, where, say: Campaign(plan, where, say, NoDescriptors(options.rounds)))
+    if "flips" in options.only:
+        plan = replace(_plan(options, "flipped bits", 1, "interval", 2, "exact"), workers=_FLIP_WORKERS)
+        add(plan, lambda plan, where, say: Flips(plan, where, say, options.flips))
+    if "training" in options.only:
+        for shards, down_mode in ((2, "exact"), (1, "topk")):
+            name = f"psclient, {shards} shard{'s' if shards > 1 else ''}, {down_mode}"
+            plan = _plan(options, name, shards, "interval", max(1, options.kills // _TRAINING_SHARE), down_mode)
+            add(replace(plan, workers=min(options.workers, _MOST_TRAINERS)), Training)
+    return found
 
 
 def _plans(options: argparse.Namespace) -> list[Plan]:
@@ -97,25 +149,27 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
     return [
         _plan(
             options,
-            f"{shards} shard{'s' if shards > 1 else ''}, fsync {fsync}",
+            f"{shards} shard{'s' if shards > 1 else ''}, fsync {fsync}, {down_mode}",
             shards,
             fsync,
             max(shards, options.kills * (number + 1) // len(kinds) - options.kills * number // len(kinds)),
+            down_mode,
         )
-        for number, (shards, fsync) in enumerate(kinds)
+        for number, (shards, fsync, down_mode) in enumerate(kinds)
     ]
 
 
-def _plan(options: argparse.Namespace, name: str, shards: int, fsync: str, kills: int, workers: int = 0) -> Plan:
+def _plan(options: argparse.Namespace, name: str, shards: int, fsync: str, kills: int, down_mode: str) -> Plan:
     return Plan(
         name,
         shards,
         fsync,
         kills,
-        workers or options.workers,
+        options.workers,
         size=options.size,
         pause=options.pause,
         seed=options.seed,
+        down_mode=down_mode,
     )
 
 
@@ -125,6 +179,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=8, help="that push meanwhile")
     parser.add_argument("--size", type=int, default=40_000, help="elements of the model")
     parser.add_argument("--pause", type=float, default=0.01, help="mean seconds between two pushes of a worker")
+    parser.add_argument("--rounds", type=int, default=2, help="in which room, and descriptors, are used up")
+    parser.add_argument("--flips", type=int, default=0, help="bits flipped; 0 for one in every place")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument(
         "--only",

@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from chaos.wire import Push
+from chaos.wire import Floats, Offsets, Push, Reply
+
+_OF_A_PUSH = ("run", "worker", "incarnation", "shard", "step", "generation", "base", "start", "length")
+_OF_A_REPLY = ("incarnation", "shard", "number", "version", "topk", "image", "whole", "applied", "digest")
 
 
 class Book:
@@ -42,9 +45,10 @@ class Book:
         """Note a refusal that sending again cannot mend."""
         self._write({"kind": "refused", **_name(push), "why": why})
 
-    def pulled(self, shard: int, version: int, digest: str, *, whole: bool) -> None:
-        """Note what a replica looks like after a pull."""
-        self._write({"kind": "pulled", "shard": shard, "version": version, "digest": digest, "whole": whole})
+    def pulled(self, reply: Reply) -> None:
+        """Note an answer to a pull, and what the replica looks like with it."""
+        line = {"kind": "pulled"} | {key: getattr(reply, key) for key in _OF_A_REPLY}
+        os.write(self._descriptor, _entry(line, _bytes(reply.offsets, reply.values)))
 
     def trouble(self, why: str) -> None:
         """Note a call that failed and was made again."""
@@ -60,10 +64,11 @@ class Book:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry as it was read: its line, and the push where it is about to be sent."""
+    """One entry as it was read: its line, and the push that is about to be sent or the reply that came."""
 
     line: dict[str, Any]
-    push: Push | None
+    push: Push | None = None
+    reply: Reply | None = None
 
     @property
     def name(self) -> tuple[str, int, int]:
@@ -80,7 +85,13 @@ def read(path: Path) -> Iterator[Entry]:
         position = end + 1 + line.get("bytes", 0)
         if position > len(data):
             return
-        yield Entry(line, _push(line, data[end + 1 : position]) if line["kind"] == "sent" else None)
+        payload = data[end + 1 : position]
+        if line["kind"] == "sent":
+            yield Entry(line, push=_push(line, payload))
+        elif line["kind"] == "pulled":
+            yield Entry(line, reply=_reply(line, payload))
+        else:
+            yield Entry(line)
 
 
 def in_doubt(path: Path) -> list[Push]:
@@ -105,17 +116,26 @@ def _entry(line: dict[str, Any], payload: bytes = b"") -> bytes:
 
 
 def _sent(push: Push) -> bytes:
-    line = {"kind": "sent", **_name(push)} | {
-        key: getattr(push, key) for key in ("run", "worker", "generation", "base", "start", "length")
-    }
-    line["dense"] = push.offsets is None
-    offsets = b"" if push.offsets is None else push.offsets.astype("<u4").tobytes()
-    return _entry(line, offsets + push.values.astype("<f4").tobytes())
+    line = {"kind": "sent", "dense": push.offsets is None} | {key: getattr(push, key) for key in _OF_A_PUSH}
+    return _entry(line, _bytes(push.offsets, push.values))
 
 
 def _push(line: dict[str, Any], payload: bytes) -> Push:
-    count = len(payload) // (4 if line["dense"] else 8)
-    offsets = None if line["dense"] else np.frombuffer(payload, "<u4", count)
-    values = np.frombuffer(payload, "<f4", count, 0 if line["dense"] else 4 * count)
-    names = ("run", "worker", "incarnation", "shard", "step", "generation", "base", "start", "length")
-    return Push(**{name: line[name] for name in names}, offsets=offsets, values=values)
+    offsets, values = _arrays(payload, dense=line["dense"])
+    return Push(**{key: line[key] for key in _OF_A_PUSH}, offsets=offsets, values=values)
+
+
+def _reply(line: dict[str, Any], payload: bytes) -> Reply:
+    offsets, values = _arrays(payload, dense=False)
+    assert offsets is not None
+    return Reply(**{key: line[key] for key in _OF_A_REPLY}, offsets=offsets, values=values)
+
+
+def _bytes(offsets: Offsets | None, values: Floats) -> bytes:
+    return (b"" if offsets is None else offsets.astype("<u4").tobytes()) + values.astype("<f4").tobytes()
+
+
+def _arrays(payload: bytes, *, dense: bool) -> tuple[Offsets | None, Floats]:
+    count = len(payload) // (4 if dense else 8)
+    offsets = None if dense else np.frombuffer(payload, "<u4", count)
+    return offsets, np.frombuffer(payload, "<f4", count, 0 if dense else 4 * count)

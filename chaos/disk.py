@@ -1,7 +1,6 @@
-"""A disk that can be filled: a small file system in memory where one may be mounted, else a limit on file sizes."""
+"""A disk that can be filled: a small file system in memory, mounted where nobody else sees it."""
 
-import contextlib
-import resource
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,38 +8,28 @@ from types import TracebackType
 
 SIZE_BYTES = 48 << 20
 _PIECE = 1 << 20
-_SMALL_FILE_BYTES = 4096
-FULL = ("No space left on device", "File too large")
-"""What the system says of a full disk, of either kind."""
+_CLONE_NEWNS = 0x00020000
 
 
 class Disk:
     """A place for a data directory, full or not; a context manager that takes it down.
 
+    The thread that makes it gets mounts of its own, which the processes that it starts share and nobody else sees; what
+    is mounted goes with the last of them, however they end.
+
     Attributes:
         path: where it is.
-        kind: how it is filled, in words.
+        mounted: whether it is a file system of its own, which can be filled; mounting takes root.
     """
 
     def __init__(self, path: Path) -> None:
         """Mount it, or do without."""
         path.mkdir(parents=True)
         self.path = path
-        self._mounted = shutil.which("mount") is not None and not subprocess.call(
-            ["mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(path)], stderr=subprocess.DEVNULL
-        )
-        self.kind = (
-            f"a file system of {SIZE_BYTES >> 20} MiB that is filled to the last byte"
-            if self._mounted
-            else f"no right to mount: files of the server limited to {_SMALL_FILE_BYTES} bytes"
-        )
+        self.mounted = shutil.which("mount") is not None and _mounts_of_our_own() and not _mount(path)
 
-    def fill(self, pid: int) -> None:
-        """Leave nothing, for the server with this process id."""
-        if not self._mounted:
-            _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (_SMALL_FILE_BYTES, hard))
-            return
+    def fill(self) -> None:
+        """Leave nothing."""
         with (self.path / "ballast").open("ab", buffering=0) as file:
             size = _PIECE
             while size:
@@ -50,19 +39,9 @@ class Disk:
                 except OSError:
                     size //= 2
 
-    def free(self, pid: int) -> None:
+    def free(self) -> None:
         """Make room again."""
-        if self._mounted:
-            (self.path / "ballast").unlink(missing_ok=True)
-            return
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile, and its successor has no limit
-            _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
-
-    @property
-    def bars_a_start(self) -> bool:
-        """Whether a server that is started meets the full disk too."""
-        return self._mounted
+        (self.path / "ballast").unlink()
 
     def __enter__(self) -> "Disk":
         """Return it, empty."""
@@ -72,5 +51,17 @@ class Disk:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Take it down."""
-        if self._mounted:
+        if self.mounted:
             subprocess.run(["umount", str(self.path)], check=True)
+
+
+def _mounts_of_our_own() -> bool:
+    """Separate this thread's mounts from everybody's; ``False`` where that is not permitted."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
+        return False
+    return not subprocess.call(["mount", "--make-rprivate", "/"], stderr=subprocess.DEVNULL)
+
+
+def _mount(path: Path) -> int:
+    options = ["-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(path)]
+    return subprocess.call(["mount", *options], stderr=subprocess.DEVNULL)

@@ -1,7 +1,8 @@
 """A worker in the raw protocol: pushes noise for ever, keeps book of it, and holds a replica by pulls.
 
 It resends what is in doubt until it is answered; now and then it resends what has been answered, on a connection of
-its own, or sends a push twice at once. Run as a process: ``python -m chaos.pusher``.
+its own, sends a push twice at once, or throws a reply away and asks again. It runs as a process, ``python -m
+chaos.pusher``.
 """
 
 import argparse
@@ -10,118 +11,27 @@ import random
 import signal
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import grpc
 import numpy as np
 
 from chaos.book import Book, in_doubt, read
-from chaos.wire import Floats, Line, Offsets, Push, digest, join_request, place, reason_of
+from chaos.caller import DEADLINE_SECONDS, Caller, LeaseLostError, RefusedError, settle_for, what_failed
+from chaos.replica import Replica
+from chaos.wire import Floats, Line, Offsets, Push, Reply, reason_of
 from pscore.v1 import parameter_server_pb2 as pb
 
-Result = TypeVar("Result")
-
-_DEADLINE_SECONDS, _LONGEST_DEADLINE_SECONDS = 3.0, 20.0
-_AGAIN_SECONDS = 0.05, 0.3
-_PATIENCE_SECONDS = 120.0
-_TRY_AGAIN = frozenset({"", "BUSY", "DRAINING", "NOT_DURABLE", "WORKER_ALIVE"})
-"""Reasons that time mends; empty where the call failed below the protocol."""
-_OF_THE_NETWORK = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 _REPEAT_SHARE, _TWICE_SHARE = 0.10, 0.05
+_THROWN_AWAY_SHARE = 0.10
+"""Of replies that came, and are asked for again as if they had been lost."""
+_LAST_PULLS = 150
 _PULL_SHARES = 0.04, 0.25, 0.5
 """How often a life pulls: one that does so rarely asks for what changed before a restart and before a snapshot."""
 _INHERIT_SHARE = 0.6
 """How often a new life settles its predecessor's doubts itself, instead of leaving them to the end."""
-
-
-class LeaseLostError(Exception):
-    """The shard does not know this worker (any more): join again."""
-
-
-class RefusedError(Exception):
-    """The shard refuses, and would again."""
-
-
-class StuckError(Exception):
-    """No answer in a time in which there must be one."""
-
-
-class Caller:
-    """Calls shards until they answer."""
-
-    def __init__(self, addresses: list[str], size: int, rng: random.Random, trouble: Callable[[str], None]) -> None:
-        """Dial lazily; ``trouble`` is told of each failure."""
-        self.lines = [Line(address) for address in addresses]
-        self._size, self._rng, self._trouble = size, rng, trouble
-
-    def insist(self, shard: int, call: Callable[[Line, float], Result]) -> Result:
-        """Make a call, on a new connection each time it fails; raises where that cannot help."""
-        line, deadline = self.lines[shard], _DEADLINE_SECONDS
-        end = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            try:
-                return call(line, deadline)
-            except grpc.RpcError as error:
-                reason = reason_of(error)
-                if reason == "LEASE_EXPIRED":
-                    raise LeaseLostError from error
-                if reason not in _TRY_AGAIN:
-                    raise RefusedError(f"{reason}: {error.details()}") from error
-                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    deadline = min(2 * deadline, _LONGEST_DEADLINE_SECONDS)
-                self._trouble(reason or _what_failed(error))
-                if time.monotonic() > end:
-                    raise StuckError(f"shard {shard} has not answered for {_PATIENCE_SECONDS:.0f} s") from error
-            line.renew()
-            time.sleep(self._rng.uniform(*_AGAIN_SECONDS))  # between attempts, as any client waits
-
-    def join(self, shard: int, worker: str, incarnation: str, run: str = "") -> pb.JoinResponse:
-        """Get a lease."""
-        request = join_request(worker, incarnation, run, self._size, shard, len(self.lines))
-        return self.insist(shard, lambda line, timeout: line.stub.Join(request, timeout=timeout))
-
-    def settle(self, push: Push) -> pb.PushSparseResponse:
-        """Send a push until it is answered."""
-        messages = push.messages()
-        while True:
-            try:
-                return self.insist(
-                    push.shard, lambda line, timeout: line.stub.PushSparse(iter(messages), timeout=timeout)
-                )
-            except LeaseLostError:
-                self._trouble("LEASE_EXPIRED")
-                self.join(push.shard, push.worker, push.incarnation, push.run)
-
-    def leave(self, shard: int, identity: pb.WorkerIdentity) -> None:
-        """Give a lease back."""
-        request = pb.LeaveRequest(identity=identity)
-        self.insist(shard, lambda line, timeout: line.stub.Leave(request, timeout=timeout))
-
-    def close(self) -> None:
-        """Hang up."""
-        for line in self.lines:
-            line.close()
-
-
-def _what_failed(error: grpc.RpcError) -> str:
-    """Name a failure of the connection; keep the words of any other."""
-    code = error.code()
-    return code.name if code in _OF_THE_NETWORK else f"{code.name}: {error.details()}"
-
-
-def settle_for(caller: Caller, push: Push, book: Book) -> None:
-    """Settle another life's push under its own identity, and leave in its name."""
-    try:
-        caller.join(push.shard, push.worker, push.incarnation, push.run)
-        answer = caller.settle(push)
-        book.answered(push, answer.version, answer.staleness, repeated=answer.repeated_push)
-    except RefusedError as error:
-        book.refused(push, str(error))
-    caller.leave(push.shard, push.identity)
 
 
 class Pusher:
@@ -142,15 +52,15 @@ class Pusher:
         self._incarnation = str(uuid.UUID(int=rng.getrandbits(128)))
         self._run, self._step = "", 0
         self._pull_share = rng.choice(_PULL_SHARES)
-        self._shards = [_Shard(i) for i in range(len(caller.lines))]
+        self._shards = [Replica(i, self._incarnation) for i in range(len(caller.lines))]
         for shard in reversed(self._shards):
             joined = caller.join(shard.index, name, self._incarnation)
             self._run = joined.run_id
             status = caller.insist(
                 shard.index, lambda line, timeout: line.stub.GetStatus(pb.GetStatusRequest(), timeout=timeout)
             )
-            shard.start, shard.generation = status.start, joined.generation
-            shard.replica = np.full(status.length, np.nan, np.float32)
+            shard.begin(status.start, status.length, joined.generation)
+            self._down_mode = joined.settings.down_mode
 
     @property
     def identity(self) -> pb.WorkerIdentity:
@@ -167,13 +77,17 @@ class Pusher:
         stop.wait(self._rng.uniform(0, 2 * self._pause))
 
     def leave(self) -> None:
-        """Pull a last time and leave."""
+        """Pull until the replica is the model, in auto mode until the server needs no image of it, and leave."""
         for shard in self._shards:
-            self._pull(shard)
+            for _ in range(_LAST_PULLS):
+                reply = self._pull(shard)
+                nothing_owed = reply.topk and not reply.values.any()
+                if not reply.image or (nothing_owed and self._down_mode == pb.DOWN_MODE_TOPK):
+                    break
             self._caller.leave(shard.index, self.identity)
 
-    def _push(self, shard: "_Shard") -> None:
-        offsets, values = self._draw(len(shard.replica))
+    def _push(self, shard: Replica) -> None:
+        offsets, values = self._draw(len(shard.values))
         push = Push(
             run=self._run,
             worker=self._name,
@@ -183,7 +97,7 @@ class Pusher:
             generation=shard.generation,
             base=shard.version or 0,
             start=shard.start,
-            length=len(shard.replica),
+            length=len(shard.values),
             offsets=offsets,
             values=values,
         )
@@ -205,13 +119,13 @@ class Pusher:
 
     def _send_beside(self, push: Push) -> "tuple[Line, grpc._CallFuture[pb.PushSparseResponse]]":
         line = Line(self._caller.lines[push.shard].address)
-        return line, line.stub.PushSparse.future(iter(push.messages()), timeout=_DEADLINE_SECONDS)
+        return line, line.stub.PushSparse.future(iter(push.messages()), timeout=DEADLINE_SECONDS)
 
     def _note_rival(self, push: Push, rival: "tuple[Line, grpc._CallFuture[pb.PushSparseResponse]]") -> None:
         try:
             self._note(push, rival[1].result())
         except grpc.RpcError as error:  # its twin was answered: nothing is in doubt
-            self._book.trouble(reason_of(error) or _what_failed(error))
+            self._book.trouble(reason_of(error) or what_failed(error))
 
     def _note(self, push: Push, answer: pb.PushSparseResponse) -> None:
         self._book.answered(push, answer.version, answer.staleness, repeated=answer.repeated_push)
@@ -232,47 +146,22 @@ class Pusher:
             values[noise.random(len(values)) < 0.01] *= np.float32(1e6)
         return offsets, values.astype(np.float32)
 
-    def _pull(self, shard: "_Shard") -> None:
+    def _pull(self, shard: Replica) -> Reply:
         while True:
             try:
-                self._caller.insist(shard.index, lambda line, timeout: self._read(shard, line, timeout))
-                return
+                return self._pull_once(shard)
             except LeaseLostError:
                 self._book.trouble("LEASE_EXPIRED")
                 self._caller.join(shard.index, self._name, self._incarnation, self._run)
 
-    def _read(self, shard: "_Shard", line: Line, timeout: float) -> None:
-        request = pb.PullDiffRequest(
-            identity=self.identity,
-            generation=shard.generation,
-            has_base=shard.version is not None,
-            base_version=shard.version or 0,
-            acknowledged_reply=shard.reply,
-        )
-        header: pb.PullHeader | None = None
-        values, whole, committed = shard.replica.copy(), False, False
-        for message in line.stub.PullDiff(request, timeout=timeout):
-            kind = message.WhichOneof("message")
-            if kind == "header":
-                header = message.header
-            elif kind == "chunk":
-                place(values, shard.start, message.chunk)
-                whole |= message.chunk.index_codec == pb.INDEX_CODEC_DENSE
-            else:
-                committed = True
-        if header is None or not committed:
-            raise StuckError("a reply without a header or a commit, and no error")
-        shard.replica, shard.version, shard.reply = values, header.version, header.reply_number
-        self._book.pulled(shard.index, header.version, digest(values), whole=whole)
-
-
-class _Shard:
-    """What a worker knows of one shard."""
-
-    def __init__(self, index: int) -> None:
-        self.index, self.start, self.generation, self.reply = index, 0, 0, 0
-        self.version: int | None = None
-        self.replica: Floats = np.empty(0, np.float32)
+    def _pull_once(self, shard: Replica) -> Reply:
+        while True:
+            reply = self._caller.insist(shard.index, lambda line, timeout: shard.ask(self.identity, line, timeout))
+            thrown_away = self._rng.random() < _THROWN_AWAY_SHARE
+            self._book.pulled(replace(reply, applied=not thrown_away))
+            if not thrown_away:
+                shard.apply(reply)
+                return reply
 
 
 def inherited(directory: Path, name: str, life: int) -> list[Push]:

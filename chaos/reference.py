@@ -6,68 +6,16 @@ It takes nothing from the server but the versions that workers were answered and
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from chaos.book import Entry
-from chaos.wire import Download, Floats, Push, digest
+from chaos.images import Images
+from chaos.verdict import Verdict
+from chaos.wire import Download, Floats, Push, Reply, digest
 
 Name = tuple[str, int, int]
-
-
-@dataclass(slots=True)
-class Verdict:
-    """What became of the pushes of one shard.
-
-    Attributes:
-        sent: pushes that a worker was about to send at least.
-        acknowledged: of these, answered.
-        applied: the server's version.
-        repeated: answers to pushes that were answered before: all must say the same.
-        refused: answers that say no.
-        in_doubt: sent and never answered.
-        lost: acknowledged, and not in the server's model.
-        duplicated: applied and nobody's, or answered with more than one version.
-        disordered: answered with a version below that of an earlier step of the same life, or a wrong staleness.
-        compared: models and replicas that were compared at the version they claimed.
-        different: of these, not equal to the reference bit for bit.
-        wrong_bits: elements of the last model that differ.
-        whole_replies: replies of every element.
-        notes: what is wrong, in words.
-    """
-
-    sent: int = 0
-    acknowledged: int = 0
-    applied: int = 0
-    repeated: int = 0
-    refused: int = 0
-    in_doubt: int = 0
-    lost: int = 0
-    duplicated: int = 0
-    disordered: int = 0
-    compared: int = 0
-    different: int = 0
-    wrong_bits: int = 0
-    whole_replies: int = 0
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def bit_identical(self) -> bool:
-        """Whether every comparison, the last model's first of all, found the same bits."""
-        return not self.wrong_bits and not self.different
-
-    @property
-    def good(self) -> bool:
-        """Whether every promise was kept."""
-        bad = self.refused + self.in_doubt + self.lost + self.duplicated + self.disordered
-        return not bad and self.bit_identical and self.sent == self.acknowledged == self.applied
-
-    def say(self, what: str) -> None:
-        """Note what is wrong; the first of many are enough."""
-        if len(self.notes) < 20:
-            self.notes.append(what)
 
 
 def judge(
@@ -87,6 +35,7 @@ def judge(
     versions: dict[Name, int] = {}
     expected: dict[int, set[str]] = defaultdict(set)
     stale: dict[Name, int] = {}
+    replies: list[Reply] = []
     for version, digests in seen.items():
         expected[version] |= digests
     for entry in entries:
@@ -95,9 +44,11 @@ def judge(
             continue
         if entry.push is not None:
             pushes.setdefault(entry.name, entry.push)
-        elif line["kind"] == "pulled":
-            expected[line["version"]].add(line["digest"])
-            verdict.whole_replies += line["whole"]
+        elif entry.reply is not None:
+            replies.append(entry.reply)
+            if not entry.reply.topk:
+                expected[entry.reply.version].add(entry.reply.digest)
+                verdict.whole_replies += entry.reply.whole
         elif line["kind"] == "refused":
             verdict.refused += 1
             verdict.say(f"push {entry.name} was refused: {line['why']}")
@@ -109,7 +60,8 @@ def judge(
     verdict.in_doubt = len(pushes.keys() - versions.keys()) - verdict.refused
     order = _order(verdict, versions)
     _check_steps(verdict, versions)
-    _replay(verdict, [pushes[order[version]] for version in sorted(order)], sorted(order), initial, last, expected)
+    history = [(version, pushes[order[version]]) for version in sorted(order)]
+    _replay(verdict, history, initial, last, expected, Images(verdict, replies))
     return verdict
 
 
@@ -173,21 +125,24 @@ def _check_steps(verdict: Verdict, versions: Mapping[Name, int]) -> None:
 
 def _replay(
     verdict: Verdict,
-    pushes: list[Push],
-    versions: list[int],
+    history: list[tuple[int, Push]],
     initial: Floats,
     last: Download,
     expected: Mapping[int, set[str]],
+    images: Images,
 ) -> None:
     """Subtract push after push in fp32, and compare wherever somebody has seen the model."""
     theta = initial.astype(np.float32).copy()
     _compare(verdict, theta, 0, expected)
-    for push, version in zip(pushes, versions, strict=True):
+    images.follow(0, theta)
+    for version, push in history:
         if push.offsets is None:
             theta -= push.values
         else:
             theta[push.offsets] -= push.values
         _compare(verdict, theta, version, expected)
+        images.follow(version, theta)
+    images.finish()
     wrong = np.flatnonzero(theta.view(np.uint32) != last.values.view(np.uint32))
     verdict.compared += 1
     verdict.different += bool(wrong.size)

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from chaos.campaign import Result, as_plain
+from chaos.plan import Result, Trial
 
 _FIGURES = (
     ("sent", "sent"),
@@ -22,6 +22,7 @@ _FIGURES = (
     ("in_doubt", "in doubt"),
     ("refused", "refused"),
     ("compared", "models compared"),
+    ("topk_replies", "top-k replies"),
     ("different", "different"),
 )
 
@@ -44,10 +45,22 @@ def show(console: Console, results: Sequence[Result], notes: Sequence[str]) -> N
     for what, count in faults(results).items():
         done.add_row(what, f"{count:,}")
     console.print(done)
+    trials = [trial for result in results for trial in result.trials]
+    if trials:
+        console.print(_table_of_trials(trials))
     for note in notes:
         console.print(f"- {note}", markup=False, highlight=False, style="dim")
     for wrong in problems(results):
         console.print(f"WRONG: {wrong}", markup=False, highlight=False, style="red")
+
+
+def _table_of_trials(trials: Sequence[Trial]) -> Table:
+    table = Table(title="One bit flipped while the server was down", title_justify="left", box=box.SIMPLE)
+    for title in ("where", "--recover strict", "--recover last-good"):
+        table.add_column(title)
+    for trial in trials:
+        table.add_row(trial.place, trial.strict, trial.last_good)
+    return table
 
 
 def faults(results: Sequence[Result]) -> dict[str, int]:
@@ -85,6 +98,6 @@ def write(path: Path, facts: dict[str, Any], results: Sequence[Result], notes: S
         "faults": faults(results),
         "problems": problems(results),
         "notes": list(notes),
-        "campaigns": [as_plain(result) for result in results],
+        "campaigns": [result.as_plain() for result in results],
     }
     path.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import IO
 
 from chaos import skewed
 
@@ -18,6 +20,7 @@ _START_SECONDS = 40.0
 _STOP_SECONDS = 40.0
 _LOWEST_PORT, _HIGHEST_PORT = 20_000, 32_000
 """Below the ports that the system gives to outgoing connections: one of these could take a dead server's port."""
+_given: set[int] = set()
 
 
 def end_on_sigterm() -> None:
@@ -30,7 +33,16 @@ def end_on_sigterm() -> None:
 
 
 class StartFailedError(Exception):
-    """A server ended, or did not come up."""
+    """A server ended, or did not come up.
+
+    Attributes:
+        status: with which it ended; ``None`` where it hangs.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        """Say why."""
+        super().__init__(message)
+        self.status = status
 
 
 class Servers:
@@ -41,6 +53,9 @@ class Servers:
         data_dir: theirs.
         directory: where logs and clocks lie.
         **settings: of ``psservice serve``, by name.
+
+    Attributes:
+        told: of each shard that has started: the addresses that it listens on, by purpose.
     """
 
     def __init__(self, shards: int, data_dir: Path, directory: Path, **settings: object) -> None:
@@ -50,9 +65,17 @@ class Servers:
         self.clocks = [directory / f"clock-{index}" for index in range(shards)]
         for clock in self.clocks:
             skewed.set_error(clock, 0.0)
-        self._settings = {"data_dir": data_dir, "metrics_listen": "", "health_listen": "", "device": "cpu"} | settings
-        self._log = (directory / "servers.log").open("ab")
+        self.data_dir = data_dir
+        self.told: dict[int, dict[str, str]] = {}
+        self._settings = {
+            "data_dir": data_dir,
+            "metrics_listen": "127.0.0.1:0",
+            "health_listen": "127.0.0.1:0",
+            "device": "cpu",
+        } | settings
         self.log_path = directory / "servers.log"
+        self._log = self.log_path.open("ab", buffering=0)
+        self._scribes: dict[int, threading.Thread] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._ready: dict[int, int] = {}
 
@@ -61,33 +84,50 @@ class Servers:
         """Where the shards listen."""
         return [f"127.0.0.1:{port}" for port in self.ports]
 
+    def folder(self, shard: int) -> Path:
+        """Directory of a shard, inside the data directory."""
+        return self.data_dir / f"shard-{shard}-of-{self.shards}"
+
     def pid(self, shard: int) -> int:
         """Process id of a shard."""
         return self._processes[shard].pid
 
-    def start(self, shard: int) -> None:
-        """Start a shard; :meth:`await_ready` comes after it."""
+    def start(self, shard: int, **more: object) -> None:
+        """Start a shard, with more settings than all have; :meth:`await_ready` comes after it."""
         read_end, write_end = os.pipe()
-        settings = self._settings | {
-            "listen": self.addresses[shard],
-            "shard_index": shard,
-            "num_shards": self.shards,
-            "ready_fd": write_end,
-            "parent_pid": os.getpid(),
-            "log_format": "json",
-            "log_level": "warning",
-        }
+        settings = (
+            self._settings
+            | more
+            | {
+                "listen": self.addresses[shard],
+                "shard_index": shard,
+                "num_shards": self.shards,
+                "ready_fd": write_end,
+                "parent_pid": os.getpid(),
+                "log_format": "json",
+                "log_level": "warning",
+            }
+        )
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        self._processes[shard] = subprocess.Popen(
+        process = self._processes[shard] = subprocess.Popen(
             [sys.executable, "-m", "chaos.skewed", str(self.clocks[shard]), "serve", *flags],
             pass_fds=(write_end,),
             stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         os.close(write_end)
         self._ready[shard] = read_end
+        assert process.stdout is not None
+        self._scribes[shard] = threading.Thread(target=self._write_down, args=(process.stdout,), daemon=True)
+        self._scribes[shard].start()
+
+    def _write_down(self, said: IO[bytes]) -> None:
+        """Keep what a server says: through a pipe, so that a limit on its files does not silence it."""
+        with said:
+            for line in said:
+                self._log.write(line)
 
     def await_ready(self, shard: int) -> None:
         """Wait until a shard serves.
@@ -101,32 +141,42 @@ class Servers:
         if not line:
             if not readable:
                 self._processes[shard].send_signal(signal.SIGABRT)  # its log then says where it hangs
-            ended = self._processes[shard].wait()
+            ended = self._end(shard)
             why = f"ended with status {ended}" if readable else f"is not there after {_START_SECONDS:.0f} s"
-            raise StartFailedError(f"shard {shard} {why}; see {self.log_path}")
-        assert json.loads(line)["address"] == self.addresses[shard]
+            raise StartFailedError(f"shard {shard} {why}; see {self.log_path}", ended if readable else None)
+        self.told[shard] = json.loads(line)
+        assert self.told[shard]["address"] == self.addresses[shard]
 
     def kill(self, shard: int) -> None:
         """As the out-of-memory killer does it, at whatever it is doing."""
         with contextlib.suppress(KeyError):
             os.close(self._ready.pop(shard))
         self._processes[shard].kill()
-        self._processes[shard].wait()
+        self._end(shard)
+
+    def _end(self, shard: int) -> int:
+        """Wait until a shard has ended and all that it said is written down; return its status."""
+        status = self._processes[shard].wait()
+        self._scribes[shard].join()
+        return status
 
     def stop(self) -> list[int]:
         """Tell all to end, with ``SIGTERM``; return their exit statuses."""
-        running = list(self._processes.values())
-        for process in running:
+        for process in self._processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.send_signal(signal.SIGTERM)
         end = time.monotonic() + _STOP_SECONDS
-        for process in running:
+        for process in self._processes.values():
             try:
                 process.wait(max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-        return [process.wait() for process in running]
+        return [self._end(shard) for shard in self._processes]
+
+    def has_said(self, words: str) -> bool:
+        """Tell whether any of them has said these words so far."""
+        return words in self.log_path.read_text(encoding="utf-8", errors="replace")
 
     def errors(self) -> list[str]:
         """Return what the servers logged as errors, or said in another form than a log line."""
@@ -149,13 +199,17 @@ class Servers:
             for shard in range(self.shards):
                 self.await_ready(shard)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.close()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """End what still runs."""
+        self.close()
+
+    def close(self) -> None:
         """End what still runs."""
         for shard, process in self._processes.items():
             if process.poll() is None:
@@ -167,16 +221,19 @@ class Servers:
 
 
 def free_ports(count: int) -> list[int]:
-    """Find ports on loopback that nobody listens on and that no outgoing connection gets."""
+    """Find ports on loopback, never found before, that nobody listens on and that no outgoing connection gets."""
     found: list[int] = []
     begin = _LOWEST_PORT + os.getpid() * 7 % (_HIGHEST_PORT - _LOWEST_PORT)
     for port in [*range(begin, _HIGHEST_PORT), *range(_LOWEST_PORT, begin)]:
+        if port in _given:
+            continue
         with socket.socket() as trial:
             try:
                 trial.bind(("127.0.0.1", port))
             except OSError:
                 continue
         found.append(port)
+        _given.add(port)
         if len(found) == count:
             return found
     raise StartFailedError("no port is free")

@@ -1,7 +1,7 @@
 """A worker with the real client: a small model and DGS, trained on noise until it is told what to do next.
 
 Run as a process, ``python -m chaos.trainer``. It prints a line of JSON a step, and takes a word a line: ``flush`` (push
-what is held, and stop training), ``pull`` (fetch the model, and name its bits), ``leave``.
+what is held, and stop training), ``pull`` (fetch the model until nothing of it is owed, and name its bits), ``leave``.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from psclient.settings import ClientSettings
 _SETTINGS = ClientSettings.model_validate(
     {"deadline_seconds": 5, "connect_seconds": 120, "patience_seconds": 120, "dense_below": 0}
 )
+_MOST_PULLS = 300
 _FEATURES, _CLASSES, _BATCH = 32, 8, 64
 
 
@@ -66,6 +67,18 @@ def _print(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
+def _pull_all(optimizer: psclient.DGS, model: nn.Module) -> str:
+    """Pull until a pull changes nothing: a top-k reply holds only a share of what differs; return the model's bits."""
+    before = ""
+    for _ in range(_MOST_PULLS):
+        optimizer.pull()
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+        if (now := digest(flat.numpy())) == before:
+            break
+        before = now
+    return before
+
+
 def main() -> int:
     """Train, then do as told."""
     parser = argparse.ArgumentParser(prog="python -m chaos.trainer")
@@ -106,9 +119,7 @@ def main() -> int:
             refused += optimizer.report.refused
             _print(flushed=optimizer.report.step, refused=refused)
         elif word == "pull":
-            optimizer.pull()
-            flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-            _print(pulled=optimizer.version, digest=digest(flat.numpy()))
+            _print(pulled=optimizer.version, digest=_pull_all(optimizer, model))
     optimizer.close()
     return 0
 

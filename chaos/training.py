@@ -11,17 +11,18 @@ from pathlib import Path
 import numpy as np
 
 from chaos import wire
-from chaos.campaign import Plan, Result
+from chaos.caller import Caller
 from chaos.network import Network
-from chaos.pusher import Caller
-from chaos.reference import Verdict
+from chaos.plan import Plan, Result
 from chaos.servers import Servers
 from chaos.team import Team, Trainer, TrainerFailedError
 from chaos.torment import Torment
+from chaos.verdict import Verdict
 from pscore.v1 import parameter_server_pb2 as pb
 
 LEASE_SECONDS = 3.0
 _HIDDEN = 64
+_DOWN_DENSITY = 0.1
 _CALL_SECONDS, _ANSWER_SECONDS = 30.0, 150.0
 _UP_SECONDS = 1.0, 4.0
 _MISFORTUNE_SECONDS = 1.5
@@ -47,7 +48,9 @@ class Training:
             self.directory / "data",
             self.directory,
             fsync=plan.fsync,
-            down_mode="exact",
+            down_mode=plan.down_mode,
+            down_density=_DOWN_DENSITY,
+            down_dense_below=0,
             lease_seconds=LEASE_SECONDS,
             snapshot_seconds=3,
             keep_snapshots=2,
@@ -144,6 +147,7 @@ class Training:
         caller.close()
         verdict.sent += joined.last_step
         verdict.acknowledged += joined.last_step
-        if not dead.steps <= joined.last_step <= dead.steps + _MOST_UNSEEN:
+        answered = dead.steps - dead.overlap  # with overlap a step is over when its push is sent
+        if not answered <= joined.last_step <= dead.steps + _MOST_UNSEEN:
             verdict.lost += 1
-            verdict.say(f"{dead.name} was answered {dead.steps} steps, the server has {joined.last_step}")
+            verdict.say(f"{dead.name} was answered {answered} steps, the server has {joined.last_step}")

@@ -107,6 +107,37 @@ class Push:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer to a pull, as a worker has read it to its end.
+
+    Attributes:
+        incarnation: the life that pulled.
+        shard: from which shard.
+        number: which acknowledges it.
+        version: of the replica with it.
+        topk: whether its entries are added; else they are written.
+        image: whether the server keeps an image of the replica from it on.
+        whole: whether it is every element.
+        applied: whether the worker has applied it, and not thrown it away as if it had been lost.
+        digest: of the replica with it.
+        offsets: uint32 ``[k]``; of an exact reply none is kept.
+        values: fp32 ``[k]``, likewise.
+    """
+
+    incarnation: str
+    shard: int
+    number: int
+    version: int
+    topk: bool
+    image: bool
+    whole: bool
+    applied: bool
+    digest: str
+    offsets: Offsets
+    values: Floats
+
+
 def _chunks(start: int, offsets: Offsets | None, values: Floats) -> Iterator[pb.Chunk]:
     for first in range(0, len(values), CHUNK_ENTRIES):
         piece = values[first : first + CHUNK_ENTRIES]
@@ -211,24 +242,24 @@ def download(address: str, timeout: float) -> Download:
                 header = message.header
                 values = np.full(header.length, np.nan, np.float32)
             elif kind == "chunk":
-                place(values, header.start, message.chunk)
+                offsets, piece = entries_of(message.chunk, header.start)
+                values[offsets] = piece
         return Download(header.version, header.generation, header.start, values, header.layout)
     finally:
         line.close()
 
 
-def place(values: Floats, start: int, chunk: pb.Chunk) -> None:
-    """Write a chunk over the values of a shard that begins at ``start``."""
+def entries_of(chunk: pb.Chunk, start: int) -> tuple[Offsets, Floats]:
+    """Return a chunk's offsets in a shard that begins at ``start``, and its values."""
     if chunk.value_codec != pb.VALUE_CODEC_FP32:
         raise ValueError(f"values in codec {chunk.value_codec}, asked for was fp32")
     first = chunk.start - start
-    new = np.frombuffer(chunk.values, "<f4")
+    values = np.frombuffer(chunk.values, "<f4")
     if chunk.index_codec == pb.INDEX_CODEC_DENSE:
-        values[first : first + chunk.length] = new
-    elif chunk.index_codec == pb.INDEX_CODEC_RAW32:
-        values[first + np.frombuffer(chunk.indices, "<u4").astype(np.int64)] = new
-    else:
-        raise ValueError(f"indices in codec {chunk.index_codec}, which was not offered")
+        return np.arange(first, first + chunk.length, dtype=np.uint32), values
+    if chunk.index_codec == pb.INDEX_CODEC_RAW32:
+        return np.frombuffer(chunk.indices, "<u4") + np.uint32(first), values
+    raise ValueError(f"indices in codec {chunk.index_codec}, which was not offered")
 
 
 def digest(values: Floats) -> str:

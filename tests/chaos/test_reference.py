@@ -7,10 +7,11 @@ import pytest
 
 from chaos.book import Book, in_doubt, read
 from chaos.reference import judge
-from chaos.wire import Download, Push, digest
+from chaos.wire import Download, Push, Reply, digest
 from pscore.v1 import parameter_server_pb2 as pb
 
 LENGTH = 50
+NO_OFFSETS, NO_VALUES = np.empty(0, np.uint32), np.empty(0, np.float32)
 INITIAL = np.linspace(-1, 1, LENGTH, dtype=np.float32)
 
 
@@ -39,7 +40,7 @@ def story(tmp_path):
         book.answered(push, version, 0, repeated=False)
         models.append(apply(models[-1], push))
     book.answered(pushes[1], 2, 0, repeated=True)
-    book.pulled(0, 3, digest(models[3]), whole=False)
+    book.pulled(Reply("life of w", 0, 7, 3, False, False, False, True, digest(models[3]), NO_OFFSETS, NO_VALUES))
     return tmp_path / "a.book", pushes, models
 
 
