@@ -7,7 +7,8 @@ Sums stay within 64 bits: a run's samples end at :data:`psservice.run.MOST_COUNT
 :data:`MOST_FIRST_VERSION` at most, and one push moves WAGMA's iterations by :data:`MOST_STEP_AHEAD` at most.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from google.protobuf.message import Message
 
@@ -72,7 +73,8 @@ BOUNDS: Mapping[str, Mapping[str, tuple[Number, Number]]] = {
 _MOST_SETTINGS = 256
 _LONGEST_SETTING = 512 << 10  # the positions of all tensors, in groups of an optimizer
 _MOST_CODECS = 64
-_MOST_FIELDS = 8192  # of one message, those of messages in it not counted
+_MOST_FIELDS = 8192  # of one message
+_MOST_INNER_FIELDS = MOST_TENSORS + 1  # of one in it: a layout has its tensors and a fingerprint
 
 
 def require(message: Message) -> None:
@@ -108,42 +110,65 @@ def _require_count(what: str, count: int, most: int) -> None:
 
 
 def require_few_fields(raw: bytes) -> None:
-    """Check how many fields a message has before it is parsed, which may cost far more memory than its bytes.
+    """Check how many fields a message has before it is parsed, which may cost a hundred times its bytes.
 
-    Only fields of the message itself are counted, in the protobuf wire format; one that breaks the format is left to
-    the parser.
+    Fields of the message itself are counted, and those of the messages in it, in the protobuf wire format; what breaks
+    the format is left to the parser.
 
     Raises:
         Refusal: ``BAD_REQUEST``.
     """
     if len(raw) <= 2 * _MOST_FIELDS:  # a field has two bytes at least
         return
-    position = 0
-    for _ in range(_MOST_FIELDS):
-        if position >= len(raw):
-            return
-        tag, position = _varint(raw, position)
+    inner = list(islice(_fields(raw), _MOST_FIELDS + 1))
+    if len(inner) > _MOST_FIELDS:
+        raise Refusal(Reason.BAD_REQUEST, f"a message has more than {_MOST_FIELDS} fields")
+    for start, end in inner:
+        if end - start > 2 * _MOST_FIELDS and _count(raw, start, end) > _MOST_INNER_FIELDS:
+            raise Refusal(Reason.BAD_REQUEST, f"a list in a message has more than {_MOST_INNER_FIELDS} entries")
+
+
+def _count(raw: bytes, position: int, end: int) -> int:
+    """Count fields, up to one more than there may be."""
+    count = 0
+    while position < end and count <= _MOST_INNER_FIELDS:
+        # A short message or text, as nearly all are, without a call for it.
+        if raw[position] & 0x87 == 2 and position + 1 < end and raw[position + 1] < 0x80:
+            position += 2 + raw[position + 1]
+        else:
+            position = next(_fields(raw, position, end), (end, end))[1]
+        count += 1
+    return count
+
+
+def _fields(raw: bytes, position: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield where the content of each field begins and ends; that of a number is empty."""
+    end = len(raw) if end is None else end
+    while position < end:
+        tag, position = _varint(raw, position, end)
         kind = tag & 7
         if kind == 2:
-            length, position = _varint(raw, position)
+            length, position = _varint(raw, position, end)
+            yield position, min(end, position + length)
             position += length
-        elif kind == 0:
-            _, position = _varint(raw, position)
+            continue
+        if kind == 0:
+            _, position = _varint(raw, position, end)
         elif kind in (1, 5):
             position += 8 if kind == 1 else 4
         else:
             return
-    if position < len(raw):
-        raise Refusal(Reason.BAD_REQUEST, f"a message has more than {_MOST_FIELDS} fields")
+        yield position, position
 
 
-def _varint(raw: bytes, position: int) -> tuple[int, int]:
+def _varint(raw: bytes, position: int, end: int) -> tuple[int, int]:
     """Return a number of the wire format and where it ends; what is cut ends with the message."""
     value = shift = 0
-    while position < len(raw) and shift < 64:
+    while position < end and shift < 64:
         byte = raw[position]
-        value |= (byte & 0x7F) << shift
-        position, shift = position + 1, shift + 7
+        position += 1
         if byte < 0x80:
-            break
+            return value | byte << shift, position
+        value |= (byte & 0x7F) << shift
+        shift += 7
     return value, position

@@ -25,9 +25,10 @@ from pscore.reasons import Reason, Refusal
 from pscore.tracing import TRACEPARENT, TraceSpan
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice import bounds
-from psservice.inflight import received_bytes
+from psservice.inflight import InFlight, received_bytes
 from psservice.metrics import Metrics
 from psservice.rpc.call import RULES, SERVICE, Answer, Call, Handler, Lane, Rule, StreamReader
+from psservice.rpc.penalty import Penalty
 from psservice.security import Gate
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ _BATCH_BYTES = 128 << 10  # of messages that one visit to a thread works on
 _ANSWER_BYTES = 1 << 20  # of messages that one visit to a thread writes
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
 _MOST_CALLS = 4096
+_REQUEST_BYTES = 64 << 20  # of calls of one message, until their first answers are made
 _STOP_SECONDS = 2.0
 """For calls that wait for their client, from the moment the server stops."""
 
@@ -106,6 +108,8 @@ class Door:
             for lane in Lane
         }
         self._open: set[_Open] = set()
+        self._penalty = Penalty()
+        self._requests = InFlight(_REQUEST_BYTES)
         self._stopping = False
         self._at_work = 0
         self._serve: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -152,6 +156,7 @@ class Door:
         request_type: type[Message] = getattr(pb, method.input_type.name)
 
         async def serve(_: Any, context: Any) -> None:
+            opened: _Open | None = None
             try:
                 async with self._admitted(rpc, context) as opened:
                     if method.client_streaming:
@@ -159,8 +164,10 @@ class Door:
                     else:
                         answers = await self._read_one(opened, request_type, handler)
                     await self._answer(opened, answers)
+                    return
             except Refusal as refusal:
-                await context.abort_with_status(self._refused(rpc, refusal))
+                nbytes = 0 if opened is None else opened.call.received_bytes
+                wait, status = self._penalty.seconds(context.peer(), refusal, nbytes), self._refused(rpc, refusal)
             except _StalledError as stalled:
                 self._metrics.calls_cut.labels(rpc=rpc, why=str(stalled)).inc()
                 await context.abort(grpc.StatusCode.CANCELLED, f"the call was cut: {stalled}")
@@ -171,6 +178,9 @@ class Door:
                     return  # the client is gone; there is nobody to answer
                 log.exception("internal error", extra={"rpc": rpc})
                 await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+            if wait:  # nothing of the call is held meanwhile
+                await asyncio.sleep(wait)
+            await context.abort_with_status(status)
 
         return serve
 
@@ -217,7 +227,9 @@ class Door:
             answer = cast(Callable[[Call, Message], Answer], handler)
             return _Answers.of(opened.call, answer(opened.call, _parsed(request_type, raw)))
 
-        return await self._in_thread(opened, work)
+        with self._requests.open() as charge:
+            charge.add(received_bytes(len(raw)))
+            return await self._in_thread(opened, work)
 
     async def _read_stream(self, opened: _Open, request_type: type[Message], handler: Handler) -> "_Answers":
         """Feed a reader in batches, a small stream as a whole."""

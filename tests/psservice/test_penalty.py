@@ -1,0 +1,55 @@
+"""Callers who are refused by their own fault wait, once they are many; nobody else does."""
+
+import pytest
+
+from pscore.reasons import Reason, Refusal
+from psservice.rpc.penalty import Penalty
+
+FAULT = Refusal(Reason.UNAUTHENTICATED, "no token")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_the_first_hundred_of_a_host_are_answered_at_once_and_then_fifty_a_second(clock):
+    penalty = Penalty(clock)
+    waits = [penalty.seconds(f"ipv4:10.0.0.1:{port}", FAULT) for port in range(150)]
+    assert waits[:100] == [0.0] * 100
+    assert waits[149] == pytest.approx(1.0)
+    assert penalty.seconds("ipv4:10.0.0.2:1", FAULT) == 0.0, "another host"
+    clock.now += 10.0
+    assert penalty.seconds("ipv4:10.0.0.1:1", FAULT) == 0.0, "it has stopped for a while"
+
+
+def test_no_answer_waits_for_long(clock):
+    penalty = Penalty(clock)
+    assert max(penalty.seconds("ipv6:%5B::1%5D:1", FAULT) for _ in range(10_000)) == pytest.approx(5.0)
+
+
+def test_a_large_call_counts_as_many(clock):
+    penalty = Penalty(clock)
+    waits = [penalty.seconds("ipv4:10.0.0.1:1", FAULT, 4 << 20) for _ in range(3)]
+    assert waits[0] > 1.0
+    assert waits[2] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("reason", [Reason.STALE_GENERATION, Reason.BUSY, Reason.ROUND_OPEN, Reason.LEASE_EXPIRED])
+def test_what_training_meets_is_answered_at_once(reason, clock):
+    penalty = Penalty(clock)
+    assert {penalty.seconds("ipv4:10.0.0.1:1", Refusal(reason, "why")) for _ in range(1000)} == {0.0}
+
+
+def test_hosts_are_forgotten_beyond_a_number(clock):
+    penalty = Penalty(clock)
+    for number in range(10_000):
+        penalty.seconds(f"ipv4:10.{number // 256}.{number % 256}.1:1", FAULT)
+    assert len(penalty._paid_until) <= 4096
