@@ -223,7 +223,6 @@ class Door:
             raise Refusal(Reason.BAD_REQUEST, f"{opened.call.rpc} takes exactly one message")
 
         def work() -> _Answers:
-            bounds.require_few_fields(raw)
             answer = cast(Callable[[Call, Message], Answer], handler)
             return _Answers.of(opened.call, answer(opened.call, _parsed(request_type, raw)))
 
@@ -367,6 +366,8 @@ class _Answers:
 
 
 def _parsed(request_type: type[Message], raw: bytes) -> Message:
+    """Parse a message; raises :class:`Refusal` (``BAD_REQUEST``)."""
+    bounds.require_few_fields(raw)
     try:
         return request_type.FromString(raw)
     except DecodeError as error:
