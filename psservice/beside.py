@@ -31,11 +31,11 @@ def exchange_buffers(
         buffers = require_buffers(state, identity, generation)  # a rollback may have put others there meanwhile
         if samples and step > record.buffer_step and state.run.state is RunState.TRAINING:
             buffers.check(data)
-            state.persistence.averaged(identity, step, samples, data, live)
+            state.persistence.events.averaged(identity, step, samples, data, live)
             with state.writer.all_or_stop():
                 buffers.contribute(data, samples, live)
                 record.buffer_step = step
-    state.persistence.wait()
+    state.persistence.events.wait()
     return buffers.packed()
 
 
@@ -57,12 +57,12 @@ def lease_samples(state: ShardState, identity: Identity, wish: Wish) -> Leased:
         over = state.run.state is RunState.FINISHED
         leased = state.datasets.lease(identity, replace(wish, samples=0) if over else wish, live)
         if leased.changed:
-            state.persistence.leased(identity, wish, leased)
+            state.persistence.events.leased(identity, wish, leased)
             with state.writer.all_or_stop():
                 state.datasets.put({wish.dataset: leased.after})
         member.has_no_samples = wish.samples > 0 and not leased.after.held_by(identity)
         return leased
 
     leased = state.writer.run(lease)
-    state.persistence.wait()
+    state.persistence.events.wait()
     return leased

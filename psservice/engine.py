@@ -79,8 +79,10 @@ class Engine(ShardState):
         self._stop = threading.Event()
         self._scaling = settings.scaling
         self._end = RunEnd(self, lambda model: self._rounds.close(model))
-        self._rounds = RoundKeeper(self.membership, self.persistence, self.writer, metrics, self._end.round_closed)
-        self._groups = GroupKeeper(self.membership, self.persistence, self.writer, metrics)
+        self._rounds = RoundKeeper(
+            self.membership, self.persistence.events, self.writer, metrics, self._end.round_closed
+        )
+        self._groups = GroupKeeper(self.membership, self.persistence.events, self.writer, metrics)
         self._entry = ModelEntry(self)
         try:
             self.persistence.recover(self)
@@ -129,7 +131,7 @@ class Engine(ShardState):
             if not known:
                 self.membership.expire()
                 try:
-                    self.persistence.joined(identity, index_codecs)
+                    self.persistence.events.joined(identity, index_codecs)
                 except Refusal:  # else the next attempt would find a lease that no restart knows of
                     self.membership.leave(identity)
                     raise
@@ -159,7 +161,7 @@ class Engine(ShardState):
         with self.join_lock:
             left = self.membership.leave(identity)
             if left:
-                self.persistence.left(identity)
+                self.persistence.events.left(identity)
         if left:
             with suppress(Refusal):
                 self._rounds.look(lambda: self.model, self.regime.rounds)
@@ -179,7 +181,7 @@ class Engine(ShardState):
         with self.join_lock:  # else the journal might have the worker's next lease before the end of this one
             member = self.membership.evict(worker_id, ban_seconds)
             if member is not None:
-                self.persistence.left(member.identity)
+                self.persistence.events.left(member.identity)
         with suppress(Refusal):
             self._rounds.look(lambda: self.model, self.regime.rounds)
         self.metrics.live_workers.set(len(self.membership))
@@ -230,7 +232,7 @@ class Engine(ShardState):
         merged = merge(span, ordered)
         norm = self.admission.norm(merged)
         update = on_device(merged, self.device)
-        body = self.persistence.written(push.messages)
+        body = self.persistence.events.written(push.messages)
 
         def apply() -> tuple[PushAnswer, bool]:
             member = self.membership.require(push.identity)
@@ -259,7 +261,7 @@ class Engine(ShardState):
                 else 1.0
             )
             datasets = self.datasets.finish(push.identity, push.finished)
-            self.persistence.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
+            self.persistence.events.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
             started = time.perf_counter_ns()
             with self.writer.all_or_stop():
                 correction = Correction(factor, push.base_version, push.learning_rate, push.samples > 0)
@@ -283,7 +285,7 @@ class Engine(ShardState):
             return answer, False
 
         answer, repeated = self.writer.run(apply)
-        self.persistence.wait()
+        self.persistence.events.wait()
         return answer, repeated
 
     def pull(
@@ -314,7 +316,7 @@ class Engine(ShardState):
             reserve=reserve,
         )
         self.writer.require_whole()  # a top-k reply is read beside the writer
-        self.persistence.wait()
+        self.persistence.events.wait()
         member.reply_mode, member.reply_density = reply.mode, reply.density
         self.metrics.observe_pull(reply)
         return reply
@@ -341,7 +343,7 @@ class Engine(ShardState):
         """Copy the shard's values at the current version."""
         model = self.require_model(None)
         version, values = self.writer.run(lambda: (model.version, model.current()))
-        self.persistence.wait()
+        self.persistence.events.wait()
         return ModelCopy(model, version, values, self.buffers.state() if self.buffers else {})
 
     def roll_back(self, version: int | None, checkpoint: str) -> ModelShard:

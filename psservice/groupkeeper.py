@@ -6,9 +6,9 @@ worker pushes or asks; nobody in a call waits for another: whoever's round is op
 
 from pscore.reasons import Reason, Refusal
 from psservice.bounds import MOST_STEP_AHEAD
+from psservice.eventlog import EventLog
 from psservice.membership import Identity, Member, Membership
 from psservice.metrics import Metrics
-from psservice.persistence import Persistence
 from psservice.rules.freezing import Decision
 from psservice.shard.grouped import GroupedShard
 from psservice.shard.model import ModelShard
@@ -20,14 +20,14 @@ class GroupKeeper:
 
     Args:
         membership: who is alive.
-        persistence: a decision is written down before it is done.
+        events: a decision is written down before it is done.
         writer: where it is done.
         metrics: told of rounds.
     """
 
-    def __init__(self, membership: Membership, persistence: Persistence, writer: Writer, metrics: Metrics) -> None:
+    def __init__(self, membership: Membership, events: EventLog, writer: Writer, metrics: Metrics) -> None:
         """Nothing is decided."""
-        self._membership, self._persistence, self._writer, self._metrics = membership, persistence, writer, metrics
+        self._membership, self._events, self._writer, self._metrics = membership, events, writer, metrics
 
     def require_turn(self, model: ModelShard | None, identity: Identity) -> None:
         """Refuse a push at its header that comes while its worker's round is open; from any thread.
@@ -112,6 +112,6 @@ class GroupKeeper:
             self._do(model, Decision("enter", caller.worker_id, caller.incarnation))
 
     def _do(self, model: GroupedShard, decision: Decision) -> None:
-        self._persistence.decided(decision)
+        self._events.decided(decision)
         with self._writer.all_or_stop():
             model.decide(decision)

@@ -8,48 +8,27 @@ cut could take back (with ``--fsync always``).
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
 
 from pscore.generation import sibling_generation
 from pscore.reasons import Reason, Refusal
-from pscore.tracing import traced
-from pscore.v1 import parameter_server_pb2 as pb
 from psservice.checkpoints import Checkpoints, new_id
-from psservice.datamessages import record_of
-from psservice.dataset import Leased, Wish
 from psservice.durability.files import StorageError
-from psservice.durability.journal import JournalError
-from psservice.durability.records import Body
 from psservice.durability.snapshots import Manifest, Snapshot
 from psservice.durability.store import Store, StoreSettings, require_same_number, shard_directory
+from psservice.eventlog import EventLog, not_durable
 from psservice.history import (
-    AVERAGED,
-    FINISHED,
-    GROUPS,
-    JOINED,
-    LEASED,
-    LEFT,
-    PUSHED,
-    ROUND,
     History,
-    add_message,
     at_checkpoint,
     at_version,
-    body_of,
-    body_of_raw,
 )
-from psservice.identities import identity_to_message
-from psservice.membership import Identity, PushAnswer
 from psservice.metrics import Metrics
 from psservice.moment import Content, Kept, Moment, moment_of
-from psservice.rules.freezing import Decision
 from psservice.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _PATIENCE = 3
@@ -64,6 +43,7 @@ class Persistence:
         on_health: told ``False`` while pushes cannot be made durable, ``True`` when they can again.
 
     Attributes:
+        events: what is written down one by one.
         last_snapshot: the newest; ``None`` before the first.
         snapshot_errors: snapshots that could not be taken, since the start.
 
@@ -88,6 +68,7 @@ class Persistence:
                 ),
                 on_health,
             )
+        self.events = EventLog(self._store)
         self.averaging = threading.Lock()
         """Held while buffers are averaged in and noted, so that a snapshot falls between two of these."""
         self._stop, self._told = threading.Event(), threading.Event()
@@ -97,11 +78,6 @@ class Persistence:
         self._taking = threading.Lock()
         self.last_snapshot: Snapshot | None = None
         self.snapshot_errors = 0
-
-    @property
-    def keeps_journal(self) -> bool:
-        """Whether pushes are written down one by one."""
-        return self._store is not None and self._store.keeps_journal
 
     @property
     def journal_bytes(self) -> int:
@@ -172,7 +148,7 @@ class Persistence:
             },
         )
         if (
-            new_history or resettled or not self.keeps_journal
+            new_history or resettled or not self.events.keeps_journal
         ):  # what the disk says must be true when this life ends without a word
             self.take(engine)
 
@@ -217,87 +193,6 @@ class Persistence:
             self._thread = threading.Thread(target=self._work, args=(engine,), name="snapshots", daemon=True)
             self._thread.start()
 
-    def written(self, messages: Sequence[bytes]) -> Body | None:
-        """Prepare the messages of a push for :meth:`pushed`, beside the writer."""
-        return body_of_raw(messages) if self.keeps_journal else None
-
-    def pushed(self, body: Body | None, answer: PushAnswer) -> None:
-        """Write a push down, before it is applied. If it is refused then, the next life refuses it again.
-
-        Raises:
-            Refusal: ``NOT_DURABLE``.
-        """
-        if body is not None:
-            said = pb.PushSparseResponse(
-                version=answer.version, staleness=answer.staleness, applied_scale=answer.applied_scale
-            )
-            self._append(PUSHED, add_message(body, said))
-
-    def averaged(self, identity: Identity, step: int, samples: int, data: bytes, live_workers: int) -> None:
-        """Write an exchange of buffers down; raises :class:`Refusal` (``NOT_DURABLE``)."""
-        if self.keeps_journal:
-            header = pb.BuffersHeader(
-                identity=identity_to_message(identity), step=step, samples=samples, buffer_bytes=len(data)
-            )
-            said = pb.RenewLeaseResponse(live_workers=live_workers)
-            self._append(AVERAGED, body_of([header, pb.BytesChunk(data=data), said]))
-
-    def joined(self, identity: Identity, index_codecs: frozenset[int]) -> None:
-        """Write a lease down; raises :class:`Refusal` (``NOT_DURABLE``)."""
-        if self.keeps_journal:
-            codecs = [cast("pb.IndexCodec.ValueType", codec) for codec in sorted(index_codecs)]
-            self._append(JOINED, body_of([pb.JoinRequest(identity=identity_to_message(identity), index_codecs=codecs)]))
-
-    def leased(self, identity: Identity, wish: Wish, leased: Leased) -> None:
-        """Write down that samples are handed out; raises :class:`Refusal` (``NOT_DURABLE``)."""
-        if self.keeps_journal:
-            self._append(LEASED, body_of(record_of(identity, wish, leased)))
-
-    def left(self, identity: Identity) -> None:
-        """Write the end of a lease down; where that fails, the lease ends once more after a restart."""
-        if self.keeps_journal:
-            try:
-                self._append(LEFT, body_of([pb.LeaveRequest(identity=identity_to_message(identity))]))
-            except Refusal as error:
-                log.warning("the end of a lease is not written down", extra={"error": str(error)})
-
-    def finished(self, run_id: str) -> None:
-        """Write the run's end down; raises :class:`Refusal` (``NOT_DURABLE``)."""
-        if self.keeps_journal:
-            self._append(FINISHED, body_of([pb.FinishRunRequest(run_id=run_id)]))
-
-    def closed_round(self, version: int) -> None:
-        """Write down that a round is closed, before it is; raises :class:`Refusal` (``NOT_DURABLE``)."""
-        if self.keeps_journal:
-            self._append(ROUND, body_of([pb.PushSparseResponse(version=version)]))
-
-    def decided(self, decision: Decision) -> None:
-        """Write down what happens in the groups, before it does; raises :class:`Refusal` (``NOT_DURABLE``)."""
-        if self.keeps_journal:
-            self._append(GROUPS, Body.of([decision.to_bytes()]))
-
-    @traced("durable")
-    def wait(self) -> None:
-        """Wait until everything that was written before this call is as durable as was promised.
-
-        Raises:
-            Refusal: ``NOT_DURABLE``.
-        """
-        if self._store is None:
-            return
-        try:
-            self._store.wait()
-        except JournalError as error:
-            raise _not_durable(error) from error
-
-    @traced("journal")
-    def _append(self, kind: int, body: Body) -> None:
-        assert self._store is not None
-        try:
-            self._store.append(kind, body)
-        except JournalError as error:
-            raise _not_durable(error) from error
-
     # Snapshots
 
     def told(self, engine: Kept) -> str:
@@ -313,7 +208,7 @@ class Persistence:
         try:
             snapshot = self.take(engine, checkpoint or None)
         except StorageError as error:
-            raise _not_durable(error) from error
+            raise not_durable(error) from error
         assert snapshot is not None
         return snapshot
 
@@ -354,7 +249,7 @@ class Persistence:
                 if moment is not None:
                     self._write(moment, engine.metrics)
             except StorageError as error:
-                raise _not_durable(error) from error
+                raise not_durable(error) from error
             else:
                 publish(content)
             finally:
@@ -456,7 +351,3 @@ class Persistence:
         except (StorageError, Refusal) as error:
             log.error("no snapshot at the end; the journal has everything", extra={"error": str(error)})
         self._store.close()
-
-
-def _not_durable(error: StorageError) -> Refusal:
-    return Refusal(Reason.NOT_DURABLE, str(error), retry_seconds=_RETRY_SECONDS)

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from pscore.reasons import Reason, Refusal
+from psservice.eventlog import EventLog
 from psservice.membership import Membership
 from psservice.metrics import Metrics
-from psservice.persistence import Persistence
 from psservice.rules.rounds import RoundSettings
 from psservice.shard.model import ModelShard
 from psservice.shard.writer import Writer
@@ -19,7 +19,7 @@ class RoundKeeper:
 
     Args:
         membership: who is alive.
-        persistence: a close is written down before it is done.
+        events: a close is written down before it is done.
         writer: where it is done.
         metrics: told of it.
         on_close: called on the writer thread after each close.
@@ -28,13 +28,13 @@ class RoundKeeper:
     def __init__(
         self,
         membership: Membership,
-        persistence: Persistence,
+        events: EventLog,
         writer: Writer,
         metrics: Metrics,
         on_close: Callable[[ModelShard], None],
     ) -> None:
         """Nothing is open."""
-        self._membership, self._persistence, self._writer, self._metrics = membership, persistence, writer, metrics
+        self._membership, self._events, self._writer, self._metrics = membership, events, writer, metrics
         self._on_close = on_close
 
     def is_due(self, model: ModelShard, settings: RoundSettings) -> bool:
@@ -56,7 +56,7 @@ class RoundKeeper:
         if model.round is None or (not model.round.contributors and model.round.is_empty):
             return
         self._metrics.round_contributors.observe(len(model.round.contributors))
-        self._persistence.closed_round(model.version + 1)
+        self._events.closed_round(model.version + 1)
         with self._writer.all_or_stop():
             version = model.close_round()
         self._metrics.version.set(version)

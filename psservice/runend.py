@@ -30,7 +30,7 @@ class RunEnd:
         state = self._state
         state.require_model(None)
         state.writer.run(self.come)
-        state.persistence.wait()
+        state.persistence.events.wait()
         return self._final_model.wait()
 
     def wait(self) -> None:
@@ -55,7 +55,7 @@ class RunEnd:
             if self._final_model.has_failed:  # a full disk may have room by now
                 self._write_final_model(model)
             return
-        state.persistence.finished(state.run.run_id)
+        state.persistence.events.finished(state.run.run_id)
         with state.writer.all_or_stop():
             state.run.state = RunState.FINISHED
             model.finish()

@@ -142,7 +142,7 @@ class ShardState:
         self._on_health(healthy)
 
     def _expired(self, member: Member) -> None:
-        self.persistence.left(member.identity)
+        self.persistence.events.left(member.identity)
         self.metrics.leases_expired.inc()
         log.warning(
             "lease ended: worker is taken for dead",

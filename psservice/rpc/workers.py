@@ -210,7 +210,7 @@ class WorkerCalls:
     def push_sparse(self, call: Call) -> Reading[pb.PushSparseRequest, pb.PushSparseResponse]:
         """Take a push in and apply it."""
         engine = self._engine
-        call.keeps_raw = engine.persistence.keeps_journal
+        call.keeps_raw = engine.persistence.events.keeps_journal
         with self._stream(call) as charge:
 
             def open_push(header: pb.PushHeader) -> PushReader:

@@ -97,7 +97,7 @@ def test_a_torn_tail_after_a_power_cut_begins_a_new_history(directory, monkeypat
     with Shard(directory, fsync="always") as engine:
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        engine.persistence.wait()
+        engine.persistence.events.wait()
         copy, generation = after_a_crash(directory), present(engine)
     path = newest_segment(copy)
     whole = copy.with_name("whole")
@@ -117,7 +117,7 @@ def test_what_was_on_the_disk_before_a_power_cut_and_is_gone_is_refused(director
         begin(engine)
         for step in range(1, 4):
             send(engine, step, sparse_push(engine.span, 0.5, step))
-            engine.persistence.wait()
+            engine.persistence.events.wait()
         copy, generation = after_a_crash(directory), present(engine)
     path = newest_segment(copy)
     os.truncate(path, path.stat().st_size // 2)
