@@ -5,8 +5,10 @@ What fails is torch or the system below the server, and nothing of the server's 
 ``half-step``: ``torch.optim.SGD`` steps the first of its tensors and then has no memory.
 ``slow-snapshots``, ``slow-journal``: ``fsync`` of files in those directories does not return; that one waits is told by
 a file ``.met`` beside.
+``no-listing``: from the moment when a snapshot gets its name, no descriptor is left to list the snapshots with.
 """
 
+import errno
 import itertools
 import os
 import subprocess
@@ -65,11 +67,34 @@ def _slow(directory: str, file: Path) -> None:
         setattr(os, name, sync)
 
 
+def _no_listing(file: Path) -> None:
+    named = False
+    rename = os.rename
+
+    def renamed(source: Any, target: Any, **options: Any) -> None:
+        nonlocal named
+        rename(source, target, **options)
+        named = named or (file.exists() and not Path(target).name.startswith("."))
+
+    os.rename = renamed
+    for name in ("listdir", "scandir"):
+        there = getattr(os, name)
+
+        def listed(path: Any = ".", real: Callable[[Any], Any] = there) -> Any:
+            if named and file.exists() and Path(path).name == "snapshots":
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+            return real(path)
+
+        setattr(os, name, listed)
+
+
 def main() -> int:
     """Set the fault up, then become the server."""
     fault, file = sys.argv[1], Path(sys.argv[2])
     if fault == "half-step":
         _half_step(file)
+    elif fault == "no-listing":
+        _no_listing(file)
     else:
         _slow(fault.removeprefix("slow-"), file)
     from psservice.cli import main as serve

@@ -8,6 +8,7 @@ A snapshot names the first segment behind it. The last snapshots are kept, and t
 them, so that any version since then can be had again.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,12 +17,14 @@ from pathlib import Path
 import torch
 
 from psservice.durability import lockfile, snapshots
-from psservice.durability.files import StorageError
+from psservice.durability.files import StorageError, remove_directory
 from psservice.durability.journal import FsyncMode, Journal
 from psservice.durability.lockfile import LockFile, Watermark
 from psservice.durability.past import Past, RecoverMode
 from psservice.durability.records import Body
 from psservice.durability.snapshots import Manifest, Snapshot
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class Store:
         self._lock_file = LockFile(self.directory)
         self._journal: Journal | None = None
         self._number = 0
+        self._boot_id = lockfile.boot_id()  # now: later there may be no descriptor to read it with
         self._writing = threading.Lock()
         try:
             for name in ("snapshots", "journal"):
@@ -134,7 +138,7 @@ class Store:
         if self.settings.journal:
             begun = replace(begun, segment=number, appended=0, durable=0)
             if is_true:
-                begun = replace(begun, boot_id=lockfile.boot_id(), fsync=self.settings.fsync)
+                begun = replace(begun, boot_id=self._boot_id, fsync=self.settings.fsync)
         try:
             self._lock_file.begin(begun)
             if self.settings.journal:
@@ -181,14 +185,10 @@ class Store:
         with self._writing:
             try:
                 snapshot = snapshots.write(directory, manifest, tensors)
-                self._lock_file.note(snapshot=manifest.segment, generation=manifest.generation)
-                if self.settings.journal:  # from now on the disk says what is served
-                    self._lock_file.note(boot_id=lockfile.boot_id(), fsync=self.settings.fsync)
+                self._note(snapshot)
             except OSError as error:
                 raise StorageError(f"cannot write a snapshot to {directory}: {error.strerror or error}") from error
-            kept = snapshots.prune(directory, self.settings.keep)
-            if self._journal is not None:
-                self._journal.cut_before(min(each.manifest.segment for each in kept))
+            self._remove_old(directory)
         return snapshot
 
     def close(self) -> None:
@@ -196,6 +196,29 @@ class Store:
         if self._journal is not None:
             self._journal.close()
         self._lock_file.close()
+
+    def _note(self, snapshot: Snapshot) -> None:
+        """Note a snapshot in the lock; where that fails, the snapshot goes again. Raises ``OSError``."""
+        manifest = snapshot.manifest
+        # From now on the disk says what is served.
+        served = {"boot_id": self._boot_id, "fsync": self.settings.fsync} if self.settings.journal else {}
+        try:
+            self._lock_file.note(snapshot=manifest.segment, generation=manifest.generation, **served)
+        except OSError:
+            remove_directory(snapshot.path)
+            raise
+
+    def _remove_old(self, directory: Path) -> None:
+        """Remove what is behind the oldest snapshot kept; what cannot be removed now stays until the next snapshot.
+
+        The newest is on the disk already, so its caller must not be told that it could not be written.
+        """
+        try:
+            kept = snapshots.prune(directory, self.settings.keep)
+            if self._journal is not None and kept:
+                self._journal.cut_before(min(each.manifest.segment for each in kept))
+        except OSError as error:
+            log.warning("old snapshots stay", extra={"path": str(directory), "error": str(error)})
 
     def _reached(self, number: int, appended: int, durable: int) -> None:
         self._lock_file.note(segment=number, appended=appended, durable=durable)

@@ -184,3 +184,19 @@ def test_a_server_killed_while_an_upload_is_written_begins_without_a_model(slow,
         assert joins(again) == pb.JOIN_STATE_UPLOAD
         again.upload()
         assert torch.equal(psclient.download(server.server)["w"], torch.full((N,), 5.0))
+
+
+def test_a_rollback_holds_where_old_snapshots_cannot_be_looked_for_behind_it(options, tmp_path, monkeypatch):
+    file = tmp_path / "fault"
+    monkeypatch.setattr(psclient.local, "spawn", spawner("no-listing", file))
+    with LocalServer(**options) as server:
+        worker = trained(server)
+        file.touch()
+        assert going_back(worker)().version == 1
+        assert joins(worker) == pb.JOIN_STATE_READY
+        worker.version = 1
+        assert worker.push([3], [8.0]).version == 2
+        restarted(server)
+        file.unlink()
+        server.restart()
+        assert psclient.download(server.server)["w"][3] == -9.0
