@@ -67,7 +67,7 @@ def download(
     if any(
         part.header.num_shards != len(parts)
         or part.header.shard_index != i
-        or part.header.run_id != first.header.run_id
+        or part.header.run_id not in (first.header.run_id, "")  # a shard that nobody has pushed to may not know it
         or epoch(part.header.generation) != epoch(first.header.generation)
         for i, part in enumerate(parts)
     ):

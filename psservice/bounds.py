@@ -8,7 +8,6 @@ Sums stay within 64 bits: a run's samples end at :data:`psservice.run.MOST_COUNT
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
 
 from google.protobuf.message import Message
 
@@ -109,8 +108,12 @@ def _require_count(what: str, count: int, most: int) -> None:
         raise Refusal(Reason.BAD_REQUEST, f"a worker joins with at most {most} {what}, not {count}")
 
 
-def require_few_fields(raw: bytes) -> None:
+def require_few_fields(kind: type[Message], raw: bytes) -> None:
     """Check how many fields a message has before it is parsed, which may cost a hundred times its bytes.
+
+    Args:
+        kind: of the message.
+        raw: as it came.
 
     Fields of the message itself are counted, and those of the messages in it, in the protobuf wire format; what breaks
     the format is left to the parser.
@@ -120,12 +123,13 @@ def require_few_fields(raw: bytes) -> None:
     """
     if len(raw) <= 2 * _MOST_FIELDS:  # a field has two bytes at least
         return
-    inner = list(islice(_fields(raw), _MOST_FIELDS + 1))
-    if len(inner) > _MOST_FIELDS:
-        raise Refusal(Reason.BAD_REQUEST, f"a message has more than {_MOST_FIELDS} fields")
-    for start, end in inner:
-        if end - start > 2 * _MOST_FIELDS and _count(raw, start, end) > _MOST_INNER_FIELDS:
-            raise Refusal(Reason.BAD_REQUEST, f"a list in a message has more than {_MOST_INNER_FIELDS} entries")
+    for count, (number, start, end) in enumerate(_fields(raw), start=1):
+        if count > _MOST_FIELDS:
+            raise Refusal(Reason.BAD_REQUEST, f"a message has more than {_MOST_FIELDS} fields")
+        field = kind.DESCRIPTOR.fields_by_number.get(number)
+        holds_fields = field is not None and field.message_type is not None and end - start > 2 * _MOST_FIELDS
+        if holds_fields and _count(raw, start, end) > _MOST_INNER_FIELDS:
+            raise Refusal(Reason.BAD_REQUEST, f"a list in a message has more than {MOST_TENSORS} entries")
 
 
 def _count(raw: bytes, position: int, end: int) -> int:
@@ -136,20 +140,20 @@ def _count(raw: bytes, position: int, end: int) -> int:
         if raw[position] & 0x87 == 2 and position + 1 < end and raw[position + 1] < 0x80:
             position += 2 + raw[position + 1]
         else:
-            position = next(_fields(raw, position, end), (end, end))[1]
+            position = next(_fields(raw, position, end), (0, end, end))[2]
         count += 1
     return count
 
 
-def _fields(raw: bytes, position: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield where the content of each field begins and ends; that of a number is empty."""
+def _fields(raw: bytes, position: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each field, and where its content begins and ends; that of a number is empty."""
     end = len(raw) if end is None else end
     while position < end:
         tag, position = _varint(raw, position, end)
         kind = tag & 7
         if kind == 2:
             length, position = _varint(raw, position, end)
-            yield position, min(end, position + length)
+            yield tag >> 3, position, min(end, position + length)
             position += length
             continue
         if kind == 0:
@@ -158,7 +162,7 @@ def _fields(raw: bytes, position: int = 0, end: int | None = None) -> Iterator[t
             position += 8 if kind == 1 else 4
         else:
             return
-        yield position, position
+        yield tag >> 3, position, position
 
 
 def _varint(raw: bytes, position: int, end: int) -> tuple[int, int]:

@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_FIRST_BYTES = 16 << 10  # of a stream after which its header is checked, or its end
+_FIRST_BYTES = 16 << 10  # of a stream after which its header is checked
+_SOON_SECONDS = 0.005  # or after so long in which nothing follows it, or at its end
 _BATCH_BYTES = 128 << 10  # of messages that one visit to a thread works on
 _ANSWER_BYTES = 1 << 20  # of messages that one visit to a thread writes
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
@@ -238,14 +239,19 @@ class Door:
             opened.span.run(next, reading)
             pending: list[tuple[bytes, int]] = []
             size, most = 0, _FIRST_BYTES
-            while (raw := await self._next(opened)) is not None:
+
+            async def feed() -> None:
+                nonlocal pending, size, most
+                batch, pending, size, most = pending, [], 0, _BATCH_BYTES
+                await self._in_thread(opened, lambda: _feed(call, reading, request_type, batch))
+
+            while (raw := await self._next_or(opened, feed if len(pending) == 1 else None)) is not None:
                 if call.charge is not None:
                     call.charge.add(received_bytes(len(raw)))
                 pending.append((raw, time.perf_counter_ns()))
                 size += len(raw)
                 if size >= most:
-                    batch, pending, size, most = pending, [], 0, _BATCH_BYTES
-                    await self._in_thread(opened, lambda batch=batch: _feed(call, reading, request_type, batch))  # type: ignore[misc]
+                    await feed()
             rest = pending
 
             def finish() -> _Answers:
@@ -283,6 +289,19 @@ class Door:
         if opened.call.keeps_raw:
             opened.call.raw.append(data)
         return data
+
+    async def _next_or(self, opened: _Open, idle: Callable[[], Awaitable[None]] | None) -> bytes | None:
+        """Return the next message; where it does not come at once, do something meanwhile."""
+        if idle is None:
+            return await self._next(opened)
+        coming = asyncio.ensure_future(self._next(opened))
+        try:
+            done, _ = await asyncio.wait({coming}, timeout=_SOON_SECONDS)
+            if not done:
+                await idle()
+            return await coming
+        finally:
+            coming.cancel()
 
     async def _wait(self, opened: _Open, client: Awaitable[Any], what: str) -> Any:
         """Wait for the client, within the limits; raises :class:`_StalledError`, or :class:`Refusal` (``DRAINING``)."""
@@ -367,7 +386,7 @@ class _Answers:
 
 def _parsed(request_type: type[Message], raw: bytes) -> Message:
     """Parse a message; raises :class:`Refusal` (``BAD_REQUEST``)."""
-    bounds.require_few_fields(raw)
+    bounds.require_few_fields(request_type, raw)
     try:
         return request_type.FromString(raw)
     except DecodeError as error:

@@ -124,6 +124,7 @@ def scene(directory: Path, **settings: object) -> Iterator[Scene]:
         "tokens": directory / "tokens",
         "health_listen": "127.0.0.1:0",
         "log_level": "warning",
+        "lease_seconds": 300,
     }
     with LocalServer(**options | settings) as server:
         worker = HonestWorker(server.addresses[0], (directory / "ca.pem").read_bytes())

@@ -320,6 +320,6 @@ def test_a_message_of_too_many_fields_is_refused_before_it_is_parsed(fields, cut
     raw = raw[: len(raw) - cut]
     if fields > 8193:
         with pytest.raises(Refusal, match="fields"):
-            bounds.require_few_fields(raw)
+            bounds.require_few_fields(pb.JoinRequest, raw)
     elif fields <= 8192:
-        bounds.require_few_fields(raw)
+        bounds.require_few_fields(pb.JoinRequest, raw)

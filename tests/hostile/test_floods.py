@@ -45,8 +45,8 @@ def test_bodies_that_are_no_protobuf_leave_nothing_behind(token, tmp_path):
                         with suppress(grpc.RpcError):
                             failed.result()
 
-            send(500)
+            send(100)
             before = on.memory_bytes()
-            send(4_000)
-            assert on.memory_bytes() - before < 16 << 20  # they would be 76 MB if each left 19 KB
+            send(600)
+            assert on.memory_bytes() - before < 6 << 20  # they would be 11 MB if each left 19 KB
         on.worker.push_for(0.0, least=1)

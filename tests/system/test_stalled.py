@@ -303,19 +303,19 @@ def test_memory_stays_flat_however_many_streams_are_broken_off():
                 yield pb.PushSparseRequest(chunk=pb.Chunk(start=0, length=size, count=size, **DENSE, values=values))
 
         def round_of_them():
-            for kind in ("horde", *["cut"] * 10):
+            for kind in ("horde", *["cut"] * 3):
                 with pytest.raises(grpc.RpcError):
                     stub.PushSparse(broken(kind), timeout=TIMEOUT)
             parameter.grad = torch.ones(size)
             optimizer.step()
 
-        for _ in range(5):
+        for _ in range(2):
             round_of_them()
         before, threads = process.memory_info().rss, process.num_threads()
-        for _ in range(15):
+        for _ in range(5):
             round_of_them()
-        assert optimizer.version == 20
-        assert process.memory_info().rss - before < 24 << 20  # a leak of every tenth stream would be more
+        assert optimizer.version == 7
+        assert process.memory_info().rss - before < 24 << 20  # a leak of every second stream would be more
         assert process.num_threads() <= threads + 64
         channel.close()
 
