@@ -245,7 +245,7 @@ class Door:
                 batch, pending, size, most = pending, [], 0, _BATCH_BYTES
                 await self._in_thread(opened, lambda: _feed(call, reading, request_type, batch))
 
-            while (raw := await self._next_or(opened, feed if len(pending) == 1 else None)) is not None:
+            while (raw := await self._next_or(opened, feed if pending and most == _FIRST_BYTES else None)) is not None:
                 if call.charge is not None:
                     call.charge.add(received_bytes(len(raw)))
                 pending.append((raw, time.perf_counter_ns()))

@@ -117,7 +117,8 @@ def test_pulls_that_are_refused_cost_no_memory_and_leave_no_image(down_mode):
         workers.pull("w0")
         images = workers.image_bytes() if down_mode == "topk" else 0
         with grpc.insecure_channel(server.addresses[0], options=NARROW) as channel:
-            unread = ParameterServerServiceStub(channel).DownloadModel(pb.DownloadModelRequest())
+            request = pb.PullDiffRequest(identity=workers.identity("w0"), generation=workers.generation)
+            unread = ParameterServerServiceStub(channel).PullDiff(request)
             next(unread)  # it is in flight, with a copy of the model, until it is read
             before = resident(server.processes[0].pid)
             for number in range(1, 17):
