@@ -156,6 +156,12 @@ class Door:
         request_type: type[Message] = getattr(pb, method.input_type.name)
 
         async def serve(_: Any, context: Any) -> None:
+            try:
+                await call(context)
+            except grpc.aio.InternalError:  # gRPC's word for a client that is gone, or has not read what was sent
+                raise asyncio.CancelledError from None
+
+        async def call(context: Any) -> None:
             opened: _Open | None = None
             try:
                 async with self._admitted(rpc, context) as opened:
@@ -171,7 +177,7 @@ class Door:
             except _StalledError as stalled:
                 self._metrics.calls_cut.labels(rpc=rpc, why=str(stalled)).inc()
                 await context.abort(grpc.StatusCode.CANCELLED, f"the call was cut: {stalled}")
-            except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.UsageError):
+            except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
                 raise
             except Exception:
                 if context.done() or context.cancelled():
