@@ -140,7 +140,7 @@ class Door:
         begun = time.monotonic()
         while self._open and (age := time.monotonic() - begun) < seconds:
             for each in self._open:
-                if age > _STOP_SECONDS and each.timeout is not None:
+                if age > _STOP_SECONDS and each.timeout is not None and not each.timeout.expired():
                     each.timeout.reschedule(0)
             await asyncio.sleep(_STOP_POLL_SECONDS)
 
