@@ -141,7 +141,7 @@ class Door:
         begun = time.monotonic()
         while self._open and (age := time.monotonic() - begun) < seconds:
             for each in self._open:
-                if age > _STOP_SECONDS and each.timeout is not None:
+                if age > _STOP_SECONDS and each.timeout is not None and not each.timeout.expired():
                     each.timeout.reschedule(0)
             await asyncio.sleep(_STOP_POLL_SECONDS)
 
@@ -157,6 +157,12 @@ class Door:
         request_type: type[Message] = getattr(pb, method.input_type.name)
 
         async def serve(_: Any, context: Any) -> None:
+            try:
+                await call(context)
+            except grpc.aio.InternalError:  # gRPC's word for a client that is gone, or has not read what was sent
+                raise asyncio.CancelledError from None
+
+        async def call(context: Any) -> None:
             opened: _Open | None = None
             try:
                 async with self._admitted(rpc, context) as opened:
@@ -172,7 +178,7 @@ class Door:
             except _StalledError as stalled:
                 self._metrics.calls_cut.labels(rpc=rpc, why=str(stalled)).inc()
                 await context.abort(grpc.StatusCode.CANCELLED, f"the call was cut: {stalled}")
-            except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.UsageError):
+            except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
                 raise
             except Exception:
                 if context.done() or context.cancelled():

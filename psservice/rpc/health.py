@@ -16,7 +16,7 @@ LIVENESS = "liveness"
 _REQUEST_SECONDS = 5.0
 _WATCH_SECONDS = 3600.0
 _MOST_CALLS = 256
-"""Open at once on a port; others are refused."""
+"""Open at once on a port; beyond it the oldest ends."""
 
 
 class Health:
@@ -39,7 +39,7 @@ class Health:
     def handler(self) -> grpc.GenericRpcHandler:
         """Return what a gRPC server is given; each port counts its own callers."""
         methods: dict[str, Callable[..., Any]] = {"Check": self._check, "Watch": self._watch}
-        places = asyncio.Semaphore(_MOST_CALLS)
+        places: dict[asyncio.Timeout, None] = {}
         return grpc.method_handlers_generic_handler(
             health.SERVICE_NAME,
             {
@@ -57,20 +57,32 @@ class Health:
         await self._servicer.Watch(request, context)
 
 
-def _bounded(serve: Callable[..., Any], places: asyncio.Semaphore) -> Callable[..., Any]:
+def _bounded(serve: Callable[..., Any], places: dict[asyncio.Timeout, None]) -> Callable[..., Any]:
     async def bounded(_: Any, context: Any) -> None:
-        if places.locked():
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health checks are open")
-        async with places:
-            try:
-                async with asyncio.timeout(_REQUEST_SECONDS):
+        try:
+            async with asyncio.timeout(_REQUEST_SECONDS) as limit:
+                if len(places) >= _MOST_CALLS:
+                    _give_way(places)
+                places[limit] = None
+                try:
                     raw = await context.read()
-                request = HealthCheckRequest.FromString(b"" if raw is grpc.aio.EOF else raw)
-                async with asyncio.timeout(_WATCH_SECONDS):
+                    request = HealthCheckRequest.FromString(b"" if raw is grpc.aio.EOF else raw)
+                    if limit in places and not limit.expired():
+                        limit.reschedule(asyncio.get_running_loop().time() + _WATCH_SECONDS)
                     await serve(request, context)
-            except TimeoutError:
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "a health check is open for too long")
-            except DecodeError:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
+                finally:
+                    places.pop(limit, None)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "a health check is open for too long")
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
 
     return bounded
+
+
+def _give_way(places: dict[asyncio.Timeout, None]) -> None:
+    """End the oldest call: a probe takes a moment, and must not wait for those who stay."""
+    oldest = next(iter(places))
+    del places[oldest]
+    if not oldest.expired():
+        oldest.reschedule(0)
