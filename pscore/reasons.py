@@ -14,7 +14,7 @@ class Reason(Enum):
     """A reason, the name of its gRPC status code, and what to do about it."""
 
     BAD_CHUNK = ("INVALID_ARGUMENT", "the sender's encoder is broken; nothing was applied")
-    BAD_COMMIT = ("INVALID_ARGUMENT", "the stream was damaged or cut; send it again")
+    BAD_COMMIT = ("INVALID_ARGUMENT", "the stream was cut, or its sender counts wrongly; nothing was applied")
     NON_FINITE = ("INVALID_ARGUMENT", "look for a diverging loss; nothing was applied")
     BAD_REQUEST = ("INVALID_ARGUMENT", "mend what the message names; a client of your own: check it against the proto")
     UNKNOWN_CODEC = ("UNIMPLEMENTED", "choose a codec that this server knows, or upgrade it")

@@ -262,6 +262,7 @@ class Persistence:
         model, average = content.model, content.buffers
         with self._counted():
             with self.averaging:
+                engine.writer.require_whole()  # nor half of an average that has failed
                 segment = self._store.rotate()
                 self._bytes_behind = self.journal_bytes
                 buffers = average.export() if average else (0.0, {})

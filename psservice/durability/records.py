@@ -139,7 +139,7 @@ class Segment:
             if mark is None:
                 if size > HEAD_BYTES:
                     raise DamagedError(self.path, 0, "its head does not check")
-                self.torn = "the file ends inside its head"
+                self.torn = "its head does not check" if size == HEAD_BYTES else "the file ends inside its head"
                 return
             self.good = HEAD_BYTES
             while self.good < size:

@@ -7,6 +7,7 @@ that fails inside gRPC leaks what it was given.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,9 @@ _BATCH_BYTES = 128 << 10  # of messages that one visit to a thread works on
 _ANSWER_BYTES = 1 << 20  # of messages that one visit to a thread writes
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
 _MOST_CALLS = 4096
+_MOST_SILENT = 256  # calls of which no message has come; beyond that the oldest gives way
+_MOST_JOINS = 16  # whose message is received at once, since it may be of megabytes
+_REQUEST_SECONDS = 10.0  # for the message of a call that has one
 _REQUEST_BYTES = 64 << 20  # of calls of one message, until their first answers are made
 _STOP_SECONDS = 2.0
 """For calls that wait for their client, from the moment the server stops."""
@@ -79,6 +83,12 @@ class _Open:
     timeout: asyncio.Timeout | None = None
     why: str = ""
 
+    def cut(self, why: str = "") -> None:
+        """End the call where it waits for its client."""
+        if self.timeout is not None and not self.timeout.expired():
+            self.why = why or self.why
+            self.timeout.reschedule(0)
+
 
 class Door:
     """Serves ``sparseps.v1.ParameterServerService``. All coroutines run on one event loop.
@@ -109,6 +119,8 @@ class Door:
             for lane in Lane
         }
         self._open: set[_Open] = set()
+        self._silent: dict[_Open, None] = {}
+        self._joins = asyncio.Semaphore(_MOST_JOINS)
         self._penalty = Penalty()
         self._requests = InFlight(_REQUEST_BYTES)
         self._stopping = False
@@ -135,14 +147,14 @@ class Door:
     async def drain(self, seconds: float) -> None:
         """Refuse new calls, and return when none is left, or after so many seconds.
 
-        Calls that wait for their client have a short time only; they end with ``DRAINING``.
+        Calls that wait for their client have a short time only, silent ones none; they end with ``DRAINING``.
         """
         self._stopping = True
         begun = time.monotonic()
         while self._open and (age := time.monotonic() - begun) < seconds:
             for each in self._open:
-                if age > _STOP_SECONDS and each.timeout is not None and not each.timeout.expired():
-                    each.timeout.reschedule(0)
+                if age > _STOP_SECONDS or each in self._silent:
+                    each.cut()
             await asyncio.sleep(_STOP_POLL_SECONDS)
 
     def close(self) -> None:
@@ -174,7 +186,10 @@ class Door:
                     return
             except Refusal as refusal:
                 nbytes = 0 if opened is None else opened.call.received_bytes
-                wait, status = self._penalty.seconds(context.peer(), refusal, nbytes), self._refused(rpc, refusal)
+                wait, status = (
+                    self._penalty.seconds(context.peer(), refusal, nbytes),
+                    self._refused(context, rpc, refusal),
+                )
             except _StalledError as stalled:
                 self._metrics.calls_cut.labels(rpc=rpc, why=str(stalled)).inc()
                 await context.abort(grpc.StatusCode.CANCELLED, f"the call was cut: {stalled}")
@@ -208,6 +223,11 @@ class Door:
         span = tracing.continued(rpc, parent) if isinstance(parent, str) else tracing.NO_SPAN
         opened = _Open(Call(rpc, caller), context, rule, span, time.monotonic())
         self._open.add(opened)
+        self._silent[opened] = None
+        if len(self._silent) > _MOST_SILENT:
+            oldest = next(iter(self._silent))
+            del self._silent[oldest]
+            oldest.cut("gave_way")
         status = "OK"
         try:
             if rule.changes:
@@ -220,12 +240,19 @@ class Door:
             raise
         finally:
             self._open.discard(opened)
+            self._silent.pop(opened, None)
             self._metrics.call_seconds.labels(rpc=rpc).observe(time.monotonic() - opened.started)
             span.note(status=status)
             span.end("" if status == "OK" else status)
 
     async def _read_one(self, opened: _Open, request_type: type[Message], handler: Handler) -> "_Answers":
-        raw = await self._next(opened)
+        if opened.rule.lane is Lane.JOIN:
+            await self._wait(opened, self._joins.acquire(), "turn")
+        try:
+            raw = await self._next(opened, _REQUEST_SECONDS)
+        finally:
+            if opened.rule.lane is Lane.JOIN:
+                self._joins.release()
         if raw is None:
             raise Refusal(Reason.BAD_REQUEST, f"{opened.call.rpc} takes exactly one message")
 
@@ -285,9 +312,10 @@ class Door:
 
     # Waiting for the client, and for threads
 
-    async def _next(self, opened: _Open) -> bytes | None:
+    async def _next(self, opened: _Open, seconds: float = math.inf) -> bytes | None:
         """Return the client's next message; ``None`` at the end of its stream."""
-        raw = await self._wait(opened, opened.context.read(), "request")
+        raw = await self._wait(opened, opened.context.read(), "request", seconds)
+        self._silent.pop(opened, None)
         if raw is grpc.aio.EOF:
             return None
         data: bytes = raw
@@ -309,9 +337,9 @@ class Door:
         finally:
             coming.cancel()
 
-    async def _wait(self, opened: _Open, client: Awaitable[Any], what: str) -> Any:
+    async def _wait(self, opened: _Open, client: Awaitable[Any], what: str, seconds: float = math.inf) -> Any:
         """Wait for the client, within the limits; raises :class:`_StalledError`, or :class:`Refusal` (``DRAINING``)."""
-        idle = min(self._limits.idle_seconds, _STOP_SECONDS) if self._stopping else self._limits.idle_seconds
+        idle = min(self._limits.idle_seconds, seconds, _STOP_SECONDS if self._stopping else math.inf)
         left = self._limits.call_seconds - (time.monotonic() - opened.started)
         opened.why = f"idle_{what}" if idle <= left else "too_long"
         now = asyncio.get_running_loop().time()
@@ -340,12 +368,12 @@ class Door:
         finally:
             self._at_work -= 1
 
-    def _refused(self, rpc: str, refusal: Refusal) -> grpc.Status:
+    def _refused(self, context: Any, rpc: str, refusal: Refusal) -> grpc.Status:
         self._metrics.refusals.labels(reason=refusal.reason.name).inc()
         log.log(
             logging.DEBUG if refusal.retry_seconds is not None else logging.INFO,
             "refused",
-            extra={"rpc": rpc, "reason": refusal.reason.name, "detail": refusal.detail},
+            extra={"rpc": rpc, "peer": context.peer(), "reason": refusal.reason.name, "detail": refusal.detail},
         )
         return errordetails.to_status(refusal)
 

@@ -4,7 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from pscore.reasons import Refusal
+from pscore.reasons import Reason, Refusal
 
 _FREE = 100
 """Refusals of one host that are answered at once; large calls count more."""
@@ -17,6 +17,7 @@ _LONGEST_SECONDS = 5.0
 _MOST_HOSTS = 4096
 
 _FAULTS = frozenset({"INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
+_MISMATCHES = frozenset({Reason.FINGERPRINT_MISMATCH, Reason.SETTINGS_MISMATCH})
 
 
 class Penalty:
@@ -39,7 +40,8 @@ class Penalty:
             refusal: what the answer will be.
             nbytes: that the call has brought.
         """
-        if refusal.reason.status_name not in _FAULTS or refusal.retry_seconds is not None:
+        fault = refusal.reason.status_name in _FAULTS or refusal.reason in _MISMATCHES
+        if not fault or refusal.retry_seconds is not None:
             return 0.0
         host, now = peer.rpartition(":")[0], self._clock()
         paid_until = max(self._paid_until.pop(host, 0.0), now) + (1 + nbytes / _COUNTED_BYTES) / _A_SECOND

@@ -1,6 +1,8 @@
 """The ports: gRPC servers on one event loop in a thread of its own."""
 
 import asyncio
+import logging
+import resource
 import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -10,6 +12,33 @@ import grpc.aio
 
 Result = TypeVar("Result")
 
+_CYTHON_LOG = logging.getLogger("grpc._cython.cygrpc")
+_LINES_A_MINUTE = 6
+_HANDSHAKE_SECONDS = 10
+
+
+class _FewLines(logging.Filter):
+    """Lets few lines a minute through: anybody can make gRPC log a traceback, with headers that are no UTF-8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._minute, self._lines = 0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Count a line; any thread."""
+        minute = int(record.created // 60)
+        self._minute, self._lines = minute, self._lines + 1 if minute == self._minute else 1
+        return self._lines <= _LINES_A_MINUTE
+
+
+_CYTHON_LOG.addFilter(_FewLines())
+
+
+def _most_connections() -> int:
+    """Return how many connections a port may have: half of the descriptors, since files need some too."""
+    return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
     ("grpc.max_concurrent_streams", 100),  # of one connection; what it has reset counts until it is cleared away
@@ -17,6 +46,7 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_SECONDS),
 )
 
 
@@ -59,7 +89,9 @@ class Port:
         self, address: str, handlers: Sequence[grpc.GenericRpcHandler], credentials: grpc.ServerCredentials | None
     ) -> None:
         """Bind it; on the event loop."""
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(
+            options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", _most_connections())]
+        )
         self._server.add_generic_rpc_handlers(tuple(handlers))
         if credentials is None:
             self.number = self._server.add_insecure_port(address)

@@ -35,7 +35,7 @@ class Attack:
         self.over = threading.Event()
         options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
         credentials = grpc.ssl_channel_credentials(ca.read_bytes())
-        self.channels = [grpc.secure_channel(address, credentials, options) for _ in range(2)]
+        self.channels = [grpc.secure_channel(address, credentials, options) for _ in range(8)]
         self.metadata = (("authorization", f"Bearer {token}"),)
 
     def silent(self) -> Iterator[bytes]:
@@ -87,6 +87,11 @@ def silent_health_watches(attack: Attack) -> None:
 def silent_calls_of_nobody(attack: Attack) -> None:
     """Unary calls without a token and without their message."""
     attack.open_streams(SERVICE + "GetStatus", _STREAMS, known=False)
+
+
+def silent_calls_of_a_worker(attack: Attack) -> None:
+    """Unary calls with a token and without their message, more than may be silent at once."""
+    attack.open_streams(SERVICE + "GetStatus", 10 * _STREAMS, known=True)
 
 
 def empty_pushes(attack: Attack) -> None:
@@ -166,6 +171,7 @@ FLOODS: dict[str, Callable[[Attack], None]] = {
         silent_health_checks,
         silent_health_watches,
         silent_calls_of_nobody,
+        silent_calls_of_a_worker,
         empty_pushes,
         unread_downloads,
         no_protobuf,

@@ -60,7 +60,7 @@ def called(engine: Engine, handler: Any, rpc: str, request: Any) -> list[Any]:
     call = Call(rpc, EVERYBODY)
     try:
         with engine.doorway.entered() if RULES[rpc].changes else nullcontext():
-            answer = read_all(handler(call), request) if isinstance(request, list) else handler(call, request)
+            answer = _read(handler(call), call, request) if isinstance(request, list) else handler(call, request)
             if isinstance(answer, Message):
                 return [answer]
             return [message for message, _ in zip(answer, range(MOST_ANSWERS), strict=False)]
@@ -68,6 +68,17 @@ def called(engine: Engine, handler: Any, rpc: str, request: Any) -> list[Any]:
         raise Ended(grpc.StatusCode[refusal.reason.status_name], str(refusal)) from refusal
     except Exception as error:
         raise Ended(grpc.StatusCode.INTERNAL, repr(error)) from error
+
+
+def _read(reading: Any, call: Call, requests: list[Any]) -> Any:
+    """Send a stream into a reader, and keep it as it came where the handler asks for that."""
+
+    def received() -> Iterator[Any]:
+        for request in requests:
+            call.raw += [request.SerializeToString()] if call.keeps_raw else []
+            yield request
+
+    return read_all(reading, received())
 
 
 class Service:

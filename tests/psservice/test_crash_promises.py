@@ -78,7 +78,7 @@ def test_a_download_waits_for_the_disk_as_a_pull_does(directory, monkeypatch):
     with Shard(directory, fsync="always") as engine:
         begin(engine)
         waited = []
-        monkeypatch.setattr(engine.persistence, "wait", lambda: waited.append(True))
+        monkeypatch.setattr(engine.persistence.events, "wait", lambda: waited.append(True))
         engine.copy_model()
         assert waited
 
