@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -29,7 +30,7 @@ from psservice import bounds
 from psservice.inflight import InFlight, received_bytes
 from psservice.metrics import Metrics
 from psservice.rpc.call import RULES, SERVICE, Answer, Call, Handler, Lane, Rule, StreamReader
-from psservice.rpc.penalty import Penalty
+from psservice.rpc.penalty import Penalty, is_fault
 from psservice.security import Gate
 
 log = logging.getLogger(__name__)
@@ -186,13 +187,12 @@ class Door:
                     return
             except Refusal as refusal:
                 nbytes = 0 if opened is None else opened.call.received_bytes
-                wait, status = (
-                    self._penalty.seconds(context.peer(), refusal, nbytes),
-                    self._refused(context, rpc, refusal),
-                )
+                wait = self._penalty.seconds(context.peer(), nbytes) if is_fault(refusal) else 0.0
+                end = partial(context.abort_with_status, self._refused(context, rpc, refusal))
             except _StalledError as stalled:
                 self._metrics.calls_cut.labels(rpc=rpc, why=str(stalled)).inc()
-                await context.abort(grpc.StatusCode.CANCELLED, f"the call was cut: {stalled}")
+                wait = self._penalty.seconds(context.peer())
+                end = partial(context.abort, grpc.StatusCode.CANCELLED, f"the call was cut: {stalled}")
             except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
                 raise
             except Exception:
@@ -202,7 +202,7 @@ class Door:
                 await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
             if wait:  # nothing of the call is held meanwhile
                 await asyncio.sleep(wait)
-            await context.abort_with_status(status)
+            await end()
 
         return serve
 

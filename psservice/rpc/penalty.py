@@ -1,4 +1,4 @@
-"""Callers who are refused by their own fault wait for the answer, once they are many: a flood slows itself down."""
+"""Calls that end by their caller's own fault wait for their answer, once they are many: a flood slows itself down."""
 
 import time
 from collections import OrderedDict
@@ -21,7 +21,7 @@ _MISMATCHES = frozenset({Reason.FINGERPRINT_MISMATCH, Reason.SETTINGS_MISMATCH})
 
 
 class Penalty:
-    """Refusals by host. Not thread-safe.
+    """Faults by host. Not thread-safe.
 
     Args:
         clock: monotonic seconds.
@@ -32,20 +32,22 @@ class Penalty:
         self._clock = clock
         self._paid_until: OrderedDict[str, float] = OrderedDict()
 
-    def seconds(self, peer: str, refusal: Refusal, nbytes: int = 0) -> float:
-        """Return how long the answer to a call is to wait; 0 for one that is refused by no fault of its caller.
+    def seconds(self, peer: str, nbytes: int = 0) -> float:
+        """Count a call that ends by its caller's fault; return how long the answer is to wait.
 
         Args:
             peer: of the connection, as gRPC writes it; its port does not count.
-            refusal: what the answer will be.
             nbytes: that the call has brought.
         """
-        fault = refusal.reason.status_name in _FAULTS or refusal.reason in _MISMATCHES
-        if not fault or refusal.retry_seconds is not None:
-            return 0.0
         host, now = peer.rpartition(":")[0], self._clock()
         paid_until = max(self._paid_until.pop(host, 0.0), now) + (1 + nbytes / _COUNTED_BYTES) / _A_SECOND
         self._paid_until[host] = min(paid_until, now + _FREE / _A_SECOND + _LONGEST_SECONDS)
         while len(self._paid_until) > _MOST_HOSTS:
             self._paid_until.popitem(last=False)
         return max(0.0, self._paid_until[host] - now - _FREE / _A_SECOND)
+
+
+def is_fault(refusal: Refusal) -> bool:
+    """Tell whether a call is refused by its caller's own fault, and not by what training meets."""
+    fault = refusal.reason.status_name in _FAULTS or refusal.reason in _MISMATCHES
+    return fault and refusal.retry_seconds is None

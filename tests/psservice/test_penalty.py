@@ -3,9 +3,7 @@
 import pytest
 
 from pscore.reasons import Reason, Refusal
-from psservice.rpc.penalty import Penalty
-
-FAULT = Refusal(Reason.UNAUTHENTICATED, "no token")
+from psservice.rpc.penalty import Penalty, is_fault
 
 
 class Clock:
@@ -22,34 +20,39 @@ def clock():
 
 def test_the_first_hundred_of_a_host_are_answered_at_once_and_then_fifty_a_second(clock):
     penalty = Penalty(clock)
-    waits = [penalty.seconds(f"ipv4:10.0.0.1:{port}", FAULT) for port in range(150)]
+    waits = [penalty.seconds(f"ipv4:10.0.0.1:{port}") for port in range(150)]
     assert waits[:100] == [0.0] * 100
     assert waits[149] == pytest.approx(1.0)
-    assert penalty.seconds("ipv4:10.0.0.2:1", FAULT) == 0.0, "another host"
+    assert penalty.seconds("ipv4:10.0.0.2:1") == 0.0, "another host"
     clock.now += 10.0
-    assert penalty.seconds("ipv4:10.0.0.1:1", FAULT) == 0.0, "it has stopped for a while"
+    assert penalty.seconds("ipv4:10.0.0.1:1") == 0.0, "it has stopped for a while"
 
 
 def test_no_answer_waits_for_long(clock):
     penalty = Penalty(clock)
-    assert max(penalty.seconds("ipv6:%5B::1%5D:1", FAULT) for _ in range(10_000)) == pytest.approx(5.0)
+    assert max(penalty.seconds("ipv6:%5B::1%5D:1") for _ in range(10_000)) == pytest.approx(5.0)
 
 
 def test_a_large_call_counts_as_many(clock):
     penalty = Penalty(clock)
-    waits = [penalty.seconds("ipv4:10.0.0.1:1", FAULT, 4 << 20) for _ in range(3)]
+    waits = [penalty.seconds("ipv4:10.0.0.1:1", 4 << 20) for _ in range(3)]
     assert waits[0] > 1.0
     assert waits[2] == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("reason", [Reason.STALE_GENERATION, Reason.BUSY, Reason.ROUND_OPEN, Reason.LEASE_EXPIRED])
-def test_what_training_meets_is_answered_at_once(reason, clock):
-    penalty = Penalty(clock)
-    assert {penalty.seconds("ipv4:10.0.0.1:1", Refusal(reason, "why")) for _ in range(1000)} == {0.0}
+def test_what_training_meets_is_no_fault(reason):
+    assert not is_fault(Refusal(reason, "why"))
+
+
+@pytest.mark.parametrize("reason", [Reason.UNAUTHENTICATED, Reason.BAD_REQUEST, Reason.FINGERPRINT_MISMATCH])
+def test_what_a_caller_has_to_mend_is_one_unless_it_ends_by_itself(reason):
+    assert is_fault(Refusal(reason, "why"))
+    assert not is_fault(Refusal(reason, "why", retry_seconds=1.0))
 
 
 def test_hosts_are_forgotten_beyond_a_number(clock):
     penalty = Penalty(clock)
     for number in range(10_000):
-        penalty.seconds(f"ipv4:10.{number // 256}.{number % 256}.1:1", FAULT)
+        penalty.seconds(f"ipv4:10.{number // 256}.{number % 256}.1:1")
     assert len(penalty._paid_until) <= 4096
