@@ -171,7 +171,8 @@ class Patience:
         delay = error.retry_seconds or self._delay * random.uniform(0.5, 1.5)
         if elapsed + delay >= self._seconds or time.monotonic() + delay >= self._limit():
             raise out_of_patience(self.address, elapsed, error, self._hint) from None
-        if error.retry_seconds is None and error.reason not in self._warned_of:
+        long_wait = error.retry_seconds is None or error.reason is Reason.NOT_DURABLE
+        if long_wait and error.reason not in self._warned_of:
             self._warned_of.add(error.reason)  # silence, and then a server that refuses, are two pieces of news
             what = "does not answer" if error.reason is None else "does not serve now"
             log.warning("%s %s (%s); trying for %.0f s more", self.address, what, error, self._seconds - elapsed)

@@ -8,6 +8,7 @@ from psclient import connection as module
 from psclient.connection import Connection, Patience
 from psclient.errors import ServerUnreachableError, Transient
 from pscore.channels import Security
+from pscore.reasons import Reason
 
 
 def test_a_call_that_is_under_way_outlives_one_renewal():
@@ -67,3 +68,15 @@ def test_a_limit_cuts_attempts_short():
     for attempt in Patience("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0, limit=lambda: end):
         assert attempt.timeout <= 2.0
         break
+
+
+def test_a_full_disk_is_told_once_and_a_busy_server_is_not(caplog):
+    for reason, lines in ((Reason.NOT_DURABLE, 1), (Reason.BUSY, 0)):
+        caplog.clear()
+        attempts = iter(range(3))
+        for attempt in Patience("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0):
+            with attempt:
+                if next(attempts) < 2:
+                    raise Transient("no space left", 0.01, reason)
+                break
+        assert len(caplog.records) == lines, reason
