@@ -42,6 +42,7 @@ def _most_connections() -> int:
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
     ("grpc.max_concurrent_streams", 100),  # of one connection; what it has reset counts until it is cleared away
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: 17 KB of gzip may be a message of 4 MB
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 30_000),

@@ -50,3 +50,11 @@ def test_bodies_that_are_no_protobuf_leave_nothing_behind(token, tmp_path):
             send(600)
             assert on.memory_bytes() - before < 6 << 20  # they would be 11 MB if each left 19 KB
         on.worker.push_for(0.0, least=1)
+
+
+def test_a_message_that_grpc_has_compressed_is_not_taken(tmp_path):
+    with scene(tmp_path) as on:
+        with pytest.raises(grpc.RpcError) as refused:
+            on.worker.stub.GetStatus(pb.GetStatusRequest(), timeout=SECONDS, compression=grpc.Compression.Gzip)
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        on.worker.push_for(0.0, least=1)
