@@ -86,8 +86,6 @@ def moment_of(
     model = content.model
     memory = model.export()
     known, last_pushes = engine.membership.remembered()
-    members = engine.membership.members()
-    live = {member.identity for member in members}
     manifest = Manifest(
         checkpoint=checkpoint,
         segment=segment,
@@ -112,8 +110,8 @@ def moment_of(
                 staleness=record.answer.staleness if record.answer else 0,
                 applied_scale=record.answer.applied_scale if record.answer else 1.0,
                 buffer_step=record.buffer_step,
-                own_generation=record.own.generation if identity in live else 0,
-                own_versions=list(record.own.runs) if identity in live else [],
+                own_generation=record.own.generation,
+                own_versions=list(record.own.runs),
             )
             for identity, record in known
         ],
@@ -125,7 +123,7 @@ def moment_of(
                 index_codecs=sorted(member.index_codecs),
                 clock=member.clock,
             )
-            for member in members
+            for member in engine.membership.members()
         ],
         memory=dict(memory.plain),
         datasets=kept(content.datasets),

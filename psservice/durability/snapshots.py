@@ -36,7 +36,7 @@ class KnownPush(_Strict):
     """The last push of one incarnation, for repeats; step 0 where it only exchanged buffers.
 
     Attributes:
-        own_generation, own_versions: of one that held a lease, the versions that its pushes have made since its base.
+        own_generation, own_versions: the versions that its pushes have made since its base.
     """
 
     worker_id: str

@@ -53,3 +53,18 @@ def test_a_server_that_was_killed_counts_on(tmp_path, snapshot):
         assert (answer.version, answer.staleness) == (5, 1)
         answer = other.push([1], [1.0])
         assert (answer.version, answer.staleness) == (6, 4)
+
+
+def test_a_worker_that_had_no_lease_at_a_snapshot_is_no_staler_when_it_comes_back(tmp_path):
+    with LocalServer(data_dir=tmp_path, run_id="r", lease_seconds=300) as server:
+        worker = joined(server, "gone")
+        for step in range(4):
+            worker.push([step], [1.0])
+        worker.stub.Leave(pb.LeaveRequest(identity=worker.identity), timeout=TIMEOUT)
+        worker.stub.TakeSnapshot(pb.TakeSnapshotRequest(), timeout=TIMEOUT)
+        server.processes[0].kill()
+        server.restart()
+        worker.stub.GetStatus(pb.GetStatusRequest(), timeout=TIMEOUT, wait_for_ready=True)
+        worker.join()
+        answer = worker.push([1], [1.0])
+        assert (answer.version, answer.staleness) == (5, 0)
