@@ -50,7 +50,7 @@ fuzz: venv ## Look for hostile chunks that no test has; ARGS="--seconds 600 --co
 	@$(PIP) install --quiet -c constraints.txt -e '.[fuzz]'
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m tools.fuzz_codecs $(ARGS)
 
-chaos: venv ## Break real servers, workers and connections, and account for every push and reply; six to eight minutes
+chaos: venv ## Break real servers, workers and connections, and account for every push and reply; about ten minutes
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m chaos $(ARGS)
 
 soak: venv ## Train for ten minutes and see that nothing grows; ARGS="--minutes 60"
