@@ -83,6 +83,7 @@ class _Open:
     started: float
     timeout: asyncio.Timeout | None = None
     why: str = ""
+    is_answered: bool = False  # the last message is on its way
 
     def cut(self, why: str = "") -> None:
         """End the call where it waits for its client."""
@@ -236,7 +237,8 @@ class Door:
             else:
                 yield opened
         except BaseException as error:
-            status = error.reason.status_name if isinstance(error, Refusal) else type(error).__name__
+            if not (opened.is_answered and isinstance(error, asyncio.CancelledError)):  # who has it all may hang up
+                status = error.reason.status_name if isinstance(error, Refusal) else type(error).__name__
             raise
         finally:
             self._open.discard(opened)
@@ -302,7 +304,8 @@ class Door:
     async def _answer(self, opened: _Open, answers: "_Answers") -> None:
         try:
             while True:
-                for data in answers.batch:
+                for number, data in enumerate(answers.batch, start=1):
+                    opened.is_answered = answers.ended and number == len(answers.batch)
                     await self._wait(opened, opened.context.write(data), "reader")
                 if answers.ended:
                     return

@@ -81,7 +81,8 @@ def test_an_update_that_fails_half_way_ends_the_process_and_its_record_is_applie
         step = worker.step
         with pytest.raises(grpc.RpcError) as later:
             worker.push_all(4.0)
-        assert later.value.code() is grpc.StatusCode.UNAVAILABLE, "nothing is served on half a step"
+        gone = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED  # refused, or cut as the port closes
+        assert later.value.code() in gone, "nothing is served on half a step"
         assert server.processes[0].wait(TIMEOUT) == FAILED
         broken.unlink()
         server.restart()
