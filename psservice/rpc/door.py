@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _FIRST_BYTES = 16 << 10  # of a stream after which its header is checked
-_SOON_SECONDS = 0.05  # or after so long in which nothing follows it, or at its end
+_SOON_SECONDS = 0.005  # or after so long in which nothing follows it, or at its end
 _BATCH_BYTES = 128 << 10  # of messages that one visit to a thread works on
 _ANSWER_BYTES = 1 << 20  # of messages that one visit to a thread writes
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
