@@ -1,9 +1,9 @@
 """A worker's side of the buffers: contribute to the server's average, take it over (docs/protocol.md, *Buffers*)."""
 
-import grpc
+from collections.abc import Iterator
 
 from psclient.connection import Patience
-from psclient.errors import ServerFaultError, from_refusal, from_rpc_error
+from psclient.errors import from_refusal
 from psclient.model import NamedBuffers
 from psclient.shard import REJOIN_REASONS, ShardClient
 from pscore import frames
@@ -40,24 +40,24 @@ class BufferExchange:
         messages = [pb.ExchangeBuffersRequest(header=header)]
         messages += [pb.ExchangeBuffersRequest(buffers=piece) for piece in frames.encode_bytes(data, chunk_bytes)]
         moved = sum(frames.wire_bytes(message) for message in messages)
-        for attempt in patience:
-            with attempt:
-                reader = frames.BytesReader(packed_bytes(specs), packed_bytes(specs))
-                try:
-                    responses = coordinator.connection.stub.ExchangeBuffers(iter(messages), timeout=attempt.timeout)
-                    for response in responses:
-                        moved += frames.wire_bytes(response)
-                        reader.read(response.buffers)
-                    average = reader.finish()
-                except grpc.RpcError as error:
-                    failure = from_rpc_error(error)
-                    if isinstance(failure, Refusal) and failure.reason in REJOIN_REASONS:
-                        return moved
-                    raise (from_refusal(failure) if isinstance(failure, Refusal) else failure) from None
-                except Refusal as damage:
-                    raise ServerFaultError(f"{coordinator.address} sent damaged buffers: {damage.detail}") from damage
-                if adopt:
-                    for tensor, value in zip(tensors, unpack(average, specs), strict=True):
-                        tensor.copy_(value)
+
+        def read(responses: Iterator[pb.ExchangeBuffersResponse]) -> bytes:
+            nonlocal moved
+            reader = frames.BytesReader(packed_bytes(specs), packed_bytes(specs))
+            for response in responses:
+                moved += frames.wire_bytes(response)
+                reader.read(response.buffers)
+            return reader.finish()
+
+        connection = coordinator.connection
+        average = connection.ask(
+            patience, lambda seconds: connection.stub.ExchangeBuffers(iter(messages), timeout=seconds), read
+        )
+        if isinstance(average, Refusal):
+            if average.reason in REJOIN_REASONS:
                 return moved
-        raise AssertionError("patience does not end by itself")
+            raise from_refusal(average) from None
+        if adopt:
+            for tensor, value in zip(tensors, unpack(average, specs), strict=True):
+                tensor.copy_(value)
+        return moved

@@ -75,6 +75,7 @@ class Cluster:
         self._outcome: PushOutcome | None = None
         # One thread a shard, where there are several; daemons, so that they still work when the interpreter ends.
         self._threads = [JobThread(f"psclient-{shard.index}") for shard in self.shards] if len(self.shards) > 1 else []
+        self._cutting = JobThread("psclient-cut")
 
     @property
     def in_doubt(self) -> bool:
@@ -291,12 +292,16 @@ class Cluster:
         chunk_bytes = membership.run_settings.chunk_bytes
         return self.exchange.run(membership.coordinator, header, patience, chunk_bytes=chunk_bytes, adopt=adopt)
 
+    def cut(self) -> None:
+        """End the calls for whose answers nobody waits any longer; waits for nothing, so that any thread may call."""
+        self._cutting.submit(self._cut)
+
     def close(self) -> None:
         """Leave the run and close the channels."""
         self.membership.leave()
         for shard in self.shards:
             shard.connection.close()
-        for thread in self._threads:
+        for thread in (*self._threads, self._cutting):
             thread.close(_CLOSING_SECONDS)
 
     # Inner parts
@@ -309,7 +314,11 @@ class Cluster:
         """Call for every shard in parallel and return the results in order; the first error is raised after all."""
         if len(shards) == 1:
             return [call(shards[0])]
-        futures = [self._threads[shard.index].submit(partial(call, shard)) for shard in shards]
-        for future in futures:
-            future.exception()
-        return [future.result() for future in futures]
+        parts = [self._threads[shard.index].submit(partial(call, shard), as_part=True) for shard in shards]
+        for part in parts:
+            part.wait()
+        return [part.result() for part in parts]
+
+    def _cut(self) -> None:
+        for shard in self.shards:
+            shard.connection.cut()

@@ -7,12 +7,22 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any, TypeVar
 
 import grpc
 
-from psclient.errors import STEP_AGAIN, ConfigurationError, SparsepsError, Transient, out_of_patience
+from psclient import jobs
+from psclient.errors import (
+    STEP_AGAIN,
+    ConfigurationError,
+    ServerFaultError,
+    SparsepsError,
+    Transient,
+    from_rpc_error,
+    out_of_patience,
+)
 from pscore.channels import ChannelError, Headers, Security, open_channel
-from pscore.reasons import Reason
+from pscore.reasons import Reason, Refusal
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 log = logging.getLogger("psclient")
@@ -27,6 +37,11 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a new channel really dials anew
 )
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 3.0
+_POLL_SECONDS = 0.05  # how soon a delay ends that is no longer waited for
+_jitter = random.SystemRandom()  # the program's own draws stay as its seed makes them
+
+Call = TypeVar("Call")
+Answer = TypeVar("Answer")
 _DIAL_SECONDS = 1.0  # the shortest time between two channels, unless there is reason to know better
 
 
@@ -52,6 +67,7 @@ class Connection:
         self._security, self._headers, self._locate = security, tuple(headers), locate
         self._retired: grpc.Channel | None = None
         self._closed = False
+        self._calls: dict[Any, jobs.Job[Any] | None] = {}
         self._dialled = 0.0
         self._lock = threading.Lock()
         self._channel = self._open()
@@ -88,6 +104,50 @@ class Connection:
                 return
             self._dialled = time.monotonic()
         self.renew()
+
+    def ask(
+        self,
+        patience: "Patience",
+        start: Callable[[float], Call],
+        read: Callable[[Call], Answer],
+        meaning: Callable[[grpc.RpcError], Exception] = from_rpc_error,
+    ) -> Answer | Refusal:
+        """Make a call, again and again where that may help, and return the answer or the server's refusal.
+
+        Args:
+            patience: for how long.
+            start: begins an attempt that has so many seconds, and waits for nothing.
+            read: waits for the answer.
+            meaning: what a failed call means.
+
+        Raises:
+            ServerUnreachableError: no answer within the patience, or nobody waits for one any longer.
+            ServerFaultError: the answer is damaged.
+        """
+        for attempt in patience:
+            with attempt:
+                call = start(attempt.timeout)
+                self._calls[call] = jobs.current()
+                try:
+                    return read(call)
+                except grpc.RpcError as error:
+                    failure = meaning(error)
+                    if isinstance(failure, Refusal):
+                        return failure
+                    raise failure from error
+                except grpc.FutureCancelledError:
+                    raise Transient("the call was cut short") from None
+                except Refusal as damage:  # raised by our own decoder
+                    raise ServerFaultError(f"{self.address} sent a damaged answer: {damage.detail}") from damage
+                finally:
+                    del self._calls[call]
+        raise AssertionError("patience does not end by itself")
+
+    def cut(self) -> None:
+        """End the calls for whose answers nobody waits any longer."""
+        for call, job in list(self._calls.items()):
+            if job is not None and job.is_cancelled:
+                call.cancel()
 
     def close(self) -> None:
         """Close the channel."""
@@ -154,7 +214,7 @@ class Patience:
         """Begin an attempt; its deadline is in :attr:`timeout`, seconds."""
         now = time.monotonic()
         remaining = max(self._first_deadline_seconds, self._seconds - (now - self._started))
-        self.timeout = max(0.1, min(self._deadline_seconds, remaining, self._limit() - now))
+        self.timeout = max(0.1, min(self._deadline_seconds, remaining, self._end() - now))
         return self
 
     def __enter__(self) -> "Patience":
@@ -168,15 +228,15 @@ class Patience:
         if not isinstance(error, Transient):
             return False
         elapsed = time.monotonic() - self._started
-        delay = error.retry_seconds or self._delay * random.uniform(0.5, 1.5)
-        if elapsed + delay >= self._seconds or time.monotonic() + delay >= self._limit():
+        delay = error.retry_seconds or self._delay * _jitter.uniform(0.5, 1.5)
+        if elapsed + delay >= self._seconds or time.monotonic() + delay >= self._end():
             raise out_of_patience(self.address, elapsed, error, self._hint) from None
         long_wait = error.retry_seconds is None or error.reason is Reason.NOT_DURABLE
         if long_wait and error.reason not in self._warned_of:
             self._warned_of.add(error.reason)  # silence, and then a server that refuses, are two pieces of news
             what = "does not answer" if error.reason is None else "does not serve now"
             log.warning("%s %s (%s); trying for %.0f s more", self.address, what, error, self._seconds - elapsed)
-        time.sleep(delay)
+        pause(delay)
         if error.lost:
             self._look_again()
         if error.retry_seconds is None:
@@ -184,10 +244,26 @@ class Patience:
         self._delay = min(_LONGEST_DELAY_SECONDS, 2 * self._delay)
         return True
 
+    def _end(self) -> float:
+        """Return when all patience ends (monotonic seconds)."""
+        return 0.0 if jobs.is_cancelled() else self._limit()
+
+
+def pause(seconds: float) -> None:
+    """Wait, unless or until nobody waits for what this thread does."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0 and not jobs.is_cancelled():
+        time.sleep(min(left, _POLL_SECONDS))
+
 
 def quietly(call: Callable[[], object]) -> None:
     """Make a call whose failure is of no consequence."""
     try:
         call()
-    except (grpc.RpcError, SparsepsError, ValueError) as error:  # ValueError: the channel was closed meanwhile
+    except (
+        grpc.RpcError,
+        grpc.FutureCancelledError,
+        SparsepsError,
+        ValueError,
+    ) as error:  # ValueError: a closed channel
         log.debug("ignored: %s", error)

@@ -1,17 +1,17 @@
 """The server's model for anyone: as a state dict, or as a file. Needs no lease and disturbs no worker."""
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import grpc
 import torch
 
 from psclient import settings as client_settings
 from psclient.connection import Connection, Patience
 from psclient.directory import connect
-from psclient.errors import ConfigurationError, ServerFaultError, Transient, from_refusal, from_rpc_error
+from psclient.errors import ConfigurationError, Transient, from_refusal
+from psclient.jobs import JobThread
 from psclient.membership import SLOWEST_BYTES_A_SECOND
 from psclient.settings import ClientSettings
 from pscore import frames, modelfile
@@ -60,9 +60,16 @@ def download(
     """
     server = server if isinstance(server, str) else ",".join(server)
     security = (settings or client_settings.load()).security
-    connections = connect(server, security, patience_seconds, _WAIT_LONGER, announce=False)
-    with ThreadPoolExecutor(len(connections)) as pool:
-        parts = list(pool.map(lambda each: _fetch(each, patience_seconds, deadline_seconds), connections))
+    threads = [JobThread("psclient-download")]
+    connections = threads[0].call(
+        lambda: connect(server, security, patience_seconds, _WAIT_LONGER, announce=False), lambda: None
+    )
+    threads += [JobThread("psclient-download") for _ in connections[1:]]
+    fetching = [
+        thread.submit(partial(_fetch, each, patience_seconds, deadline_seconds))
+        for thread, each in zip(threads, connections, strict=True)
+    ]
+    parts = [each.result() for each in fetching]  # an interrupt leaves threads behind that end with their calls
     first = parts[0]
     if any(
         part.header.num_shards != len(parts)
@@ -103,23 +110,21 @@ def save(
 def _fetch(connection: Connection, patience_seconds: float, deadline_seconds: float) -> _Part:
     address = connection.address
     try:
-        patience = Patience(address, patience_seconds, deadline_seconds, _WAIT_LONGER, look_again=connection.look_again)
-        for attempt in patience:
-            with attempt:
-                try:
-                    return _read(connection, attempt.timeout + _MODEL_ALLOWANCE_SECONDS)
-                except grpc.RpcError as error:
-                    failure = from_rpc_error(error)
-                    raise (from_refusal(failure) if isinstance(failure, Refusal) else failure) from None
-                except Refusal as damage:
-                    raise ServerFaultError(f"{address} sent a damaged model: {damage.detail}") from damage
-        raise AssertionError("patience does not end by itself")
+        part = connection.ask(
+            Patience(address, patience_seconds, deadline_seconds, _WAIT_LONGER, look_again=connection.look_again),
+            lambda seconds: connection.stub.DownloadModel(
+                pb.DownloadModelRequest(), timeout=seconds + _MODEL_ALLOWANCE_SECONDS
+            ),
+            _read,
+        )
+        if isinstance(part, Refusal):
+            raise from_refusal(part) from None
+        return part
     finally:
         connection.close()
 
 
-def _read(connection: Connection, timeout_seconds: float) -> _Part:
-    responses = connection.stub.DownloadModel(pb.DownloadModelRequest(), timeout=timeout_seconds)
+def _read(responses: Iterator[pb.DownloadModelResponse]) -> _Part:
     first = next(responses, None)
     if first is None or first.WhichOneof("message") != "header":
         raise Refusal(Reason.BAD_REQUEST, "a download begins with its header")

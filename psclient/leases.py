@@ -39,6 +39,7 @@ class LeaseThread:
         self._shards, self._identity = tuple(shards), identity
         self._checkpoint = ""  # the newest that shard 0 has told of, for the other shards
         self._last_job: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: list[tuple[ShardClient, grpc._CallFuture[pb.RenewLeaseResponse]]] = []
         self._thread = threading.Thread(target=self._run, name="psclient-lease", daemon=True)
 
     def start(self) -> None:
@@ -47,9 +48,11 @@ class LeaseThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Renew no longer."""
+        """Renew no longer, and wait for no answer."""
         _ending.add(self._thread)
         self._last_job.put(None)
+        for _, call in self._calls:
+            call.cancel()
 
     def hand_over(self, job: Callable[[], None]) -> None:
         """Renew no longer, and run a last job in this thread.
@@ -84,7 +87,7 @@ class LeaseThread:
         """Renew at all of these at once: one that does not answer must not cost the leases at the others."""
         request = pb.RenewLeaseRequest(identity=self._identity, checkpoint=self._checkpoint)
         seconds = max(0.5, self.renewal_seconds)
-        calls: list[tuple[ShardClient, grpc._CallFuture[pb.RenewLeaseResponse]]] = []
+        calls = self._calls = []
 
         def send(shard: ShardClient) -> None:
             calls.append((shard, shard.connection.stub.RenewLease.future(request, timeout=seconds)))

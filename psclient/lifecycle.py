@@ -6,8 +6,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 
@@ -28,6 +27,10 @@ class Stoppable(Protocol):
     def worker(self) -> str:
         """Its name."""
 
+    @property
+    def joined(self) -> bool:
+        """Whether it has a place in its run yet."""
+
     def hurry(self, seconds: float) -> None:
         """Wait no longer than this for a server from now on."""
 
@@ -38,11 +41,16 @@ class Stoppable(Protocol):
         """Leave."""
 
 
+_places: "weakref.WeakValueDictionary[tuple[str, str], Lifecycle]" = weakref.WeakValueDictionary()
+"""Those of this process, by servers and worker's name."""
+
+
 class Lifecycle:
     """Ends an optimizer in order.
 
     On SIGTERM the worker flushes what it holds, leaves, and then ends as it would have without this library: by the
-    handler that was there before, or with status 143. In the middle of a step the signal waits for the step's end.
+    handler that was there before, or with status 143. A step that is under way is ended first: it goes on in a thread
+    of its own, and the handler's calls follow it.
 
     An optimizer that is collected without having been closed leaves too: in the thread that kept its leases, because
     a finalizer must not wait.
@@ -70,8 +78,6 @@ class Lifecycle:
         self._own_server = own_server
         self._leases = leases
         self._owner = os.getpid()
-        self._busy = False
-        self._sigterm_pending = False
         self._previous: signal.Handlers | int | object | None = None
         self._handles_sigterm = flush_on_sigterm and threading.current_thread() is threading.main_thread()
         if self._handles_sigterm:
@@ -85,17 +91,13 @@ class Lifecycle:
         """True in a process forked from the one that made the optimizer: nothing here is the child's to end."""
         return os.getpid() != self._owner
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Put a SIGTERM off until the body is done."""
-        outermost, self._busy = not self._busy, True
-        try:
-            yield
-        finally:
-            if outermost:
-                self._busy = False
-                if self._sigterm_pending:
-                    self._end_by_sigterm()
+    def take_place(self, server: str, worker: str) -> None:
+        """End the optimizer of this process that is this worker at these servers: a cell was run again, say."""
+        earlier, _places[server, worker] = _places.get((server, worker)), self
+        optimizer = None if earlier is None or earlier.ended or earlier.in_child else earlier._optimizer()
+        if optimizer is not None:
+            log.warning("an earlier optimizer of this process is worker %s too; it leaves for the new one", worker)
+            optimizer.close()
 
     def release(self) -> None:
         """Let go of the signal, of atexit and of the embedded server."""
@@ -135,17 +137,9 @@ class Lifecycle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        self._sigterm_pending = True
         optimizer = self._optimizer()
-        if optimizer is not None:
+        if optimizer is not None and optimizer.joined and not self.ended:
             optimizer.hurry(GRACE_SECONDS)
-        if not self._busy:
-            self._end_by_sigterm()
-
-    def _end_by_sigterm(self) -> None:
-        self._sigterm_pending = False
-        optimizer = self._optimizer()
-        if optimizer is not None and not self.ended:
             try:
                 optimizer.hand_in()
                 log.warning("SIGTERM: worker %s has pushed what it held and leaves", optimizer.worker)

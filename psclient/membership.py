@@ -8,22 +8,25 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
 
 import grpc
 
-from psclient.connection import Patience, quietly
+from psclient.connection import Patience, pause, quietly
 from psclient.errors import (
     START_FIRST,
     STEP_AGAIN,
     ConfigurationError,
     RefusedError,
     ServerNotReadyError,
+    ServerUnreachableError,
     Transient,
     from_refusal,
     from_rpc_error,
 )
+from psclient.jobs import is_cancelled
 from psclient.leases import LeaseThread
 from psclient.model import NamedBuffers
 from psclient.replica import Replica
@@ -44,12 +47,14 @@ from pscore.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.names import shown
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
+from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 log = logging.getLogger("psclient")
 
 SLOWEST_BYTES_A_SECOND = 1e6
 """The slowest network that bulk transfers are given time for at the first attempt."""
 
+_LEAVING_SECONDS = 2.0
 _FIRST_DEADLINE_SECONDS = 5.0  # before the first contact: a wrong address should be said soon
 
 
@@ -202,15 +207,15 @@ class Membership:
         trained_elsewhere = any(answer.state == pb.JOIN_STATE_READY and answer.version for answer in answers)
         if first.state == pb.JOIN_STATE_UPLOAD and trained_elsewhere and not self._has_replica:
             # Fresh weights must not replace trained ones: wait for a worker that has a replica.
-            time.sleep(first.retry_seconds)
+            self._pause(first.retry_seconds)
             return False
         if first.state == pb.JOIN_STATE_UPLOAD:
             done = all(self._upload(shard, first.generation) for shard in reversed(self.shards))
             if not done:
-                time.sleep(first.retry_seconds)
+                self._pause(first.retry_seconds)
             return done
         if first.state != pb.JOIN_STATE_READY:
-            time.sleep(first.retry_seconds)
+            self._pause(first.retry_seconds)
             return False
         now = epoch(first.generation)
         for shard, answer in zip(self.shards, (first, *reversed(answers)), strict=True):
@@ -221,7 +226,7 @@ class Membership:
                 and epoch(shard.generation) == now
                 and self._upload(shard, sibling_generation(first.generation))
             ):
-                time.sleep(first.retry_seconds)
+                self._pause(first.retry_seconds)
                 return False
         return True
 
@@ -243,34 +248,45 @@ class Membership:
             index_codecs=self._wanted_codecs(),
             value_codecs=READABLE_VALUE_CODECS,
         )
-        alive_until: float | None = None
-        for attempt in self.patience(shard, seconds):
-            with attempt:
-                try:
-                    answer = shard.connection.stub.Join(request, timeout=attempt.timeout)
-                except grpc.RpcError as error:
-                    failure = from_rpc_error(error)
-                    if not isinstance(failure, Refusal):
-                        if self._is_misplaced(shard, failure):
-                            raise RefusedError(Refusal(Reason.SHARD_MISMATCH, str(failure))) from None
-                        raise failure from error
-                    if failure.reason is not Reason.WORKER_ALIVE:
-                        raise from_refusal(failure) from None
-                    # A restarted worker meets its predecessor's lease: wait for its end, but not for a renewal.
-                    now = time.monotonic()
-                    alive_until = alive_until or now + float(failure.metadata.get("lease_seconds", 0)) + 1.0
-                    if now > alive_until:
-                        raise from_refusal(failure) from None
-                    raise Transient(failure.detail, failure.retry_seconds or 0.5) from error
-                self._require_codecs(shard, answer)
-                shard.readable = frozenset(answer.index_codecs or PLAIN_INDEX_CODECS)
-                return answer
-        raise AssertionError("patience does not end by itself")
+        patience, alive_until = self.patience(shard, seconds), math.inf
+        while True:
+            answer: pb.JoinResponse | Refusal = shard.connection.ask(
+                patience,
+                lambda timeout: shard.connection.stub.Join.future(request, timeout=timeout),
+                lambda call: call.result(),
+                partial(self._meaning, shard),
+            )
+            if not isinstance(answer, Refusal):
+                break
+            # A restarted worker meets its predecessor's lease: wait for its end, but not for a renewal.
+            lease_seconds, now = float(answer.metadata.get("lease_seconds", 0)), time.monotonic()
+            if answer.reason is Reason.WORKER_ALIVE and math.isinf(alive_until):
+                alive_until = now + lease_seconds + 1.0
+                log.warning("%s; waiting up to %.0f s for the end of its lease", answer.detail, lease_seconds)
+            if answer.reason is not Reason.WORKER_ALIVE or now > min(alive_until, self._hurry_until):
+                raise from_refusal(answer) from None
+            self._pause(answer.retry_seconds or 0.5)
+        self._require_codecs(shard, answer)
+        shard.readable = frozenset(answer.index_codecs or PLAIN_INDEX_CODECS)
+        return answer
 
-    def _is_misplaced(self, shard: ShardClient, failure: Exception) -> bool:
-        """Tell whether a shard's address was given in the wrong place; later on, it has become another shard's."""
-        is_elsewhere = isinstance(failure, Transient) and failure.reason is Reason.SHARD_MISMATCH
-        return is_elsewhere and not self._joined and not shard.connection.is_located
+    def _meaning(self, shard: ShardClient, error: grpc.RpcError) -> Exception:
+        """Return what a failed Join means: at first an address in the wrong place, later a shard that has moved."""
+        failure = from_rpc_error(error)
+        misplaced = isinstance(failure, Transient) and failure.reason is Reason.SHARD_MISMATCH
+        if misplaced and not self._joined and not shard.connection.is_located:
+            return RefusedError(Refusal(Reason.SHARD_MISMATCH, str(failure)))
+        return failure
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before asking again.
+
+        Raises:
+            ServerUnreachableError: nobody waits any longer for what is asked.
+        """
+        pause(seconds)
+        if is_cancelled():
+            raise ServerUnreachableError(self.coordinator.address, 0.0, "joining was interrupted", STEP_AGAIN)
 
     def _require_codecs(self, shard: ShardClient, answer: pb.JoinResponse) -> None:
         for setting, codecs, readable in (
@@ -311,43 +327,36 @@ class Membership:
                 yield message
 
         nbytes = 4 * shard.span.length + len(buffers)
-        for attempt in self.patience(shard, extra_seconds=nbytes / SLOWEST_BYTES_A_SECOND):
-            with attempt:
-                try:
-                    response = shard.connection.stub.UploadModel(counted(), timeout=attempt.timeout)
-                except grpc.RpcError as error:
-                    failure = from_rpc_error(error)
-                    if not isinstance(failure, Refusal):
-                        raise failure from error
-                    if failure.reason in REJOIN_REASONS or failure.reason is Reason.ALREADY_UPLOADED:
-                        return False
-                    raise from_refusal(failure) from None
-                shard.adopt(generation, version=response.version)
-                shard.acknowledged_reply, shard.replica_is_image = 0, False
-                return True
-        raise AssertionError("patience does not end by itself")
-
-    def finish_run(self) -> None:
-        """Tell every shard that the run is over (idempotent)."""
-        for shard in self.shards:
-            quietly(
-                lambda shard=shard: shard.connection.stub.FinishRun(  # type: ignore[misc]
-                    pb.FinishRunRequest(run_id=self.identity.run_id), timeout=self.settings.deadline_seconds
-                ),
-            )
-        self.run_finished = True
+        connection = shard.connection
+        answer = connection.ask(
+            self.patience(shard, extra_seconds=nbytes / SLOWEST_BYTES_A_SECOND),
+            lambda seconds: connection.stub.UploadModel.future(counted(), timeout=seconds),
+            lambda call: call.result(),
+        )
+        if isinstance(answer, Refusal):
+            if answer.reason in REJOIN_REASONS or answer.reason is Reason.ALREADY_UPLOADED:
+                return False
+            raise from_refusal(answer) from None
+        shard.adopt(generation, version=answer.version)
+        shard.acknowledged_reply, shard.replica_is_image = 0, False
+        return True
 
     def leave(self) -> None:
         """End the lease everywhere; failures are of no consequence, the lease ends anyway."""
         self.leases.stop()
         if self._joined:
             if self.run_finished and len(self.shards) > 1:
-                self.finish_run()
-            for shard in self.shards:
-                quietly(
-                    lambda shard=shard: shard.connection.stub.Leave(  # type: ignore[misc]
-                        pb.LeaveRequest(identity=self.identity), timeout=2.0
-                    )
-                )
+                finish = pb.FinishRunRequest(run_id=self.identity.run_id)
+                self._tell_all(lambda stub: stub.FinishRun.future(finish, timeout=_LEAVING_SECONDS))
+            leave = pb.LeaveRequest(identity=self.identity)
+            self._tell_all(lambda stub: stub.Leave.future(leave, timeout=_LEAVING_SECONDS))
         # A thread that outlives the interpreter's end would free tensors when torch can no longer do so.
         self.leases.join()
+
+    def _tell_all(self, call: Callable[[ParameterServerServiceStub], "grpc._CallFuture[Any]"]) -> None:
+        """Make a call at all shards at once; one that does not answer costs the others nothing."""
+        calls: list[grpc._CallFuture[Any]] = []
+        for shard in self.shards:
+            quietly(lambda shard=shard: calls.append(call(shard.connection.stub)))  # type: ignore[misc]
+        for told in calls:
+            quietly(told.result)

@@ -6,20 +6,22 @@ answers.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NoReturn, SupportsIndex, TypeVar
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
-from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
+from psclient.errors import STEP_AGAIN, ConfigurationError, CopyRefusedError, ServerUnreachableError
 from psclient.gradients import gather
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import check_hyperparameters
+from psclient.jobs import JobThread
 from psclient.lifecycle import Lifecycle
+from psclient.local import start_alone
 from psclient.merging.lags import Lags
 from psclient.merging.plan import Plan
 from psclient.methods.base import Group, Sent, Sparse, State, Step
@@ -32,6 +34,11 @@ from psclient.state import PushMark, restore_memories, split, stale_residuals, t
 from psclient.stepper import GradientSource, Stepper
 
 log = logging.getLogger("psclient")
+
+Result = TypeVar("Result")
+
+_CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
+_LEAVING_SECONDS = 5.0  # for calls whose answers are of no consequence, and threads that end
 
 Density = float | Callable[[int], float]
 """Share of a tensor's entries that is sent: a number, or a function of the worker's step (from 1)."""
@@ -96,9 +103,30 @@ class ParameterServerOptimizer(Optimizer, ABC):
         lags = density if isinstance(density, Lags) else None
         if lags is not None:
             lags.check(overlap=overlap, select_over=resolved.select_over)
-        session = open_session(
-            type(self), self.agreed_settings(), self._model, self._groups, self.state, resolved, lags
-        )
+        # No call of gRPC is made in the program's thread: a signal's exception inside one leaves its locks taken.
+        self._thread = JobThread("psclient-step")
+        own_server = start_alone() if resolved.server == client_settings.LOCAL else None
+        server_name = resolved.server if own_server is None else own_server.server
+        try:
+            agreed = self.agreed_settings()
+            session = self._thread.call(
+                partial(
+                    open_session,
+                    type(self),
+                    agreed,
+                    self._model,
+                    self._groups,
+                    self.state,
+                    server_name,
+                    resolved,
+                    lags,
+                ),
+                lambda: None,
+            )
+        except BaseException:
+            if own_server is not None:
+                own_server.stop()
+            raise
         self._server, self._planner = session.server, session.planner
         self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
         self._compressor = session.compressor
@@ -114,15 +142,17 @@ class ParameterServerOptimizer(Optimizer, ABC):
         )
         self._lifecycle = Lifecycle(
             self,
-            session.own_server,
+            own_server,
             self._membership.leases,
             self._stepper.abandon,
             flush_on_sigterm=resolved.flush_on_sigterm,
         )
+        counter = SampleCounter(model) if model is not None else None
         try:
-            self._membership.join()
+            self._lifecycle.take_place(self._server, self.worker)
+            self._run(self._membership.join)
             self._joined = True
-            self._stepper.start(SampleCounter(model) if model is not None else None, overlap=overlap)
+            self._run(lambda: self._stepper.start(counter, overlap=overlap))
         except BaseException:
             self.close()
             raise
@@ -157,6 +187,15 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
         """Return a factor for all gradients of this step; 1 unless the method clips."""
         return 1.0
+
+    def _flush(self) -> None:
+        self._stepper.flush()
+
+    def _hand_in(self) -> None:
+        self._flush()
+
+    def _pull(self) -> None:
+        self._stepper.pull()
 
     # What a training loop uses
 
@@ -201,6 +240,11 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return self._membership.identity.worker_id
 
     @property
+    def joined(self) -> bool:
+        """Whether this worker has a place in its run yet."""
+        return self._joined
+
+    @property
     def run_id(self) -> str:
         """The run's id."""
         return self._membership.identity.run_id
@@ -233,8 +277,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._working():
-            self._stepper.step(samples, self.gradient_scale)
+        self._run(lambda: self._stepper.step(samples, self.gradient_scale))
         return loss
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -245,33 +288,31 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         return self._stepper.accumulating()
 
-    @torch.no_grad()
     def flush(self) -> None:
         """Push everything that this worker still holds, at density 1; :meth:`pull` brings it back into the parameters.
 
         Raises:
             ServerUnreachableError: no server within the patience.
         """
-        with self._working():
-            self._stepper.flush()
+        self._run(self._flush)
 
     def hand_in(self) -> None:
-        """Push what a worker should leave behind when it goes, or waits for others: here everything that it holds.
+        """Push what a worker should leave behind when it goes, or waits for others: :meth:`flush`, or local steps.
 
         Raises:
             ServerUnreachableError: no server within the patience.
         """
-        self.flush()
+        self._run(self._hand_in)
 
-    @torch.no_grad()
     def pull(self) -> None:
         """Bring the parameters up to the server's without pushing, before an evaluation, say.
 
+        Local steps since the last push stay, on top of them.
+
         Raises:
             ServerUnreachableError: no server within the patience.
         """
-        with self._working():
-            self._stepper.pull()
+        self._run(self._pull)
 
     def hurry(self, seconds: float) -> None:
         """Wait no longer than this for a server from now on."""
@@ -284,9 +325,14 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         if self._lifecycle.ended or self._lifecycle.in_child:
             return
+        self._membership.hurry(_CLOSING_SECONDS)
+        leaving = self._thread.submit(torch.no_grad()(self._stepper.leave))  # goes on where the wait is interrupted
         self._lifecycle.ended = True
         try:
-            self._stepper.leave()
+            leaving.result(_CLOSING_SECONDS + _LEAVING_SECONDS)
+            self._thread.close(_LEAVING_SECONDS)
+        except TimeoutError:
+            log.warning("worker %s could not leave in time; its lease ends by itself", self.worker)
         finally:
             self._lifecycle.release()
 
@@ -329,7 +375,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         With overlap, between ``backward()`` and ``step()``: a batch is skipped. What had been handed over by then stays
         in the residuals.
         """
-        self._stepper.forget()
+        if self._stepper.begun and not self._lifecycle.in_child:
+            self._call(self._stepper.forget)
         super().zero_grad(set_to_none)
 
     # State
@@ -340,14 +387,16 @@ class ParameterServerOptimizer(Optimizer, ABC):
         A push that is still in doubt is part of the residuals returned: if it turns out to have been applied, they are
         recognised as out of date when they are loaded.
         """
-        with torch.no_grad(), self._lifecycle.busy():
-            try:
-                self._stepper.drain()
-            except ServerUnreachableError as error:
-                log.warning("saving the state with a push in doubt: %s", error)
-            state = taken_back(self.state, self._exchange, super().state_dict)
-            state["psclient"] = PushMark.now(self._membership, self._exchange).plain()
-            return state
+        return self._call(self._state_dict)
+
+    def _state_dict(self) -> dict[str, Any]:
+        try:
+            self._stepper.drain()
+        except ServerUnreachableError as error:
+            log.warning("saving the state with a push in doubt: %s", error)
+        state = taken_back(self.state, self._exchange, super().state_dict)
+        state["psclient"] = PushMark.now(self._membership, self._exchange).plain()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take residuals and hyper-parameters over.
@@ -356,8 +405,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         were sent since; they are dropped, with a warning.
         """
         mark, plain = split(state_dict, self.defaults)
-        with torch.no_grad(), self._lifecycle.busy():
-            self._stepper.rest()  # a push that is applied later would count beside what is loaded
+        self._call(self._stepper.rest)  # a push that is applied later would count beside what is loaded
         super().load_state_dict(plain)
         self._groups.assign(self.param_groups)
         self._compressor.memories = self.state  # torch has put a new dict in the place of the old one
@@ -385,12 +433,33 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     # Inner parts
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Refuse where there is nothing to work with; else run the body, and put a SIGTERM off until it is done."""
+    def _run(self, work: Callable[[], Result]) -> Result:
+        """Run work of the training loop in the optimizer's own thread, and wait for it."""
         self._require_open()
-        with self._lifecycle.busy():
-            yield
+        return self._call(work, self._membership.seconds_left)
+
+    def _call(self, work: Callable[[], Result], seconds: float | None = None) -> Result:
+        """Run work in the optimizer's own thread, on this thread's CUDA stream, and wait for it.
+
+        A signal's exception ends the wait and not the work: calls to servers are cut short, and the rest goes on to a
+        point from which the next call can continue.
+
+        Raises:
+            ServerUnreachableError: it has not ended within ``seconds``.
+        """
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+        def body() -> Result:
+            with torch.no_grad(), torch.cuda.stream(stream):
+                return work()
+
+        if self._lifecycle.ended:  # nothing is called any more, and the thread has ended
+            return body()
+        try:
+            return self._thread.call(body, self._cluster.cut, seconds)
+        except TimeoutError:
+            address = self._membership.coordinator.address
+            raise ServerUnreachableError(address, seconds or 0.0, "the time for it is over", STEP_AGAIN) from None
 
     def _require_open(self) -> None:
         if self._lifecycle.in_child:

@@ -11,11 +11,12 @@ end of a step a second thread waits for the acknowledgement and fetches the repl
     exchange   … reply t−1                     │ settle t, reply t ─────────────────────────▶ applied
 """
 
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,11 +26,12 @@ from torch.utils.hooks import RemovableHandle
 from psclient.errors import ConfigurationError, ServerUnreachableError
 from psclient.exchange import Exchange, Replies
 from psclient.gradients import Gradients
-from psclient.jobs import JobThread
+from psclient.jobs import Job, JobThread, is_cancelled
 from psclient.merging.moments import GradientMoments
 from psclient.report import StepReport
 
 _CLOSING_SECONDS = 10.0
+_POLL_SECONDS = 0.05
 
 
 class Overlap:
@@ -58,7 +60,7 @@ class Overlap:
         self._compressing, self._exchanging = JobThread("psclient-compress"), JobThread("psclient-exchange")
         self._paused = False
         self._report: StepReport | None = None
-        self._round: Future[Replies] | None = None
+        self._round: Job[Replies] | None = None
         self._unsettled: ServerUnreachableError | None = None
         self._settled = threading.Event()
         self._settled.set()
@@ -67,6 +69,7 @@ class Overlap:
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._moments = GradientMoments(device if len(devices) == 1 else None)
         self._handles: dict[int, RemovableHandle] = {}
+        self._committed: Job[StepReport | None] | None = None
         self._reset()
         self._count_members()
 
@@ -96,6 +99,7 @@ class Overlap:
             NonFiniteGradientError: the push is broken off; groups before it have kept their gradients as residual.
             ConfigurationError: a gradient was changed after it had been handed over; likewise.
             SparsepsError: the push before this one is in doubt still.
+            TimeoutError: nobody waits any longer; called again, this goes on.
         """
         if any(gradient._version != version for gradient, version in self._versions):
             self.forget()
@@ -106,8 +110,10 @@ class Overlap:
         for number in range(len(self._exchange.groups)):
             if number not in self._jobs:
                 self._hand_over(number)
-        committed = self._compressing.submit(self._commit)
-        jobs: list[Future[Any]] = [*self._jobs.values(), committed]
+        committed = self._committed = self._committed or self._compressing.submit(self._commit)
+        jobs: list[Job[Any]] = [*self._jobs.values(), committed]
+        for job in jobs:
+            _await(job)
         errors = [error for job in jobs if (error := job.exception()) is not None]
         moments = self._moments.take()
         self._reset()
@@ -139,11 +145,11 @@ class Overlap:
 
         Raises:
             SparsepsError: what settling or fetching has met.
-            TimeoutError: it has not come within ``seconds``.
+            TimeoutError: it has not come within ``seconds``, or nobody waits any longer: it is still awaited.
         """
         if self._round is None:
             return None
-        self._round.exception(seconds)  # an interrupted wait leaves it awaited
+        _await(self._round, seconds)
         awaited, self._round, self._unsettled = self._round, None, None
         return awaited.result()
 
@@ -193,7 +199,8 @@ class Overlap:
             self._hand_over(number)
 
     def _reset(self) -> None:
-        self._jobs: dict[int, Future[bool]] = {}
+        self._jobs: dict[int, Job[bool]] = {}
+        self._committed = None
         self._seen: set[int] = set()
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._moments.take()
@@ -247,7 +254,7 @@ class Overlap:
             self._exchange.abandon()
 
     def _failed(self) -> bool:
-        return any(job.done() and job.exception() is not None for job in list(self._jobs.values()))
+        return any(job.finished and job.exception() is not None for job in list(self._jobs.values()))
 
     def _opened(self) -> StepReport:
         """Return the report of the push that is open, and open one if there is none.
@@ -264,6 +271,18 @@ class Overlap:
                 raise error
             self._report = self._begin()
         return self._report
+
+
+def _await(job: Job[Any], seconds: float | None = None) -> None:
+    """Wait for a job's end.
+
+    Raises:
+        TimeoutError: it has not come within ``seconds``, or nobody waits for the calling job any longer.
+    """
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    while not job.wait(min(_POLL_SECONDS, end - time.monotonic())) or is_cancelled():
+        if is_cancelled() or time.monotonic() >= end:
+            raise TimeoutError
 
 
 def _hook(overlap: Overlap, position: int) -> Callable[[torch.Tensor], None]:

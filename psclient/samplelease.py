@@ -3,10 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import grpc
-
 from psclient.cluster import Cluster
-from psclient.errors import LeaseLostError, ServerFaultError, from_refusal, from_rpc_error
+from psclient.errors import LeaseLostError, ServerFaultError, from_refusal
 from psclient.progress import Piece
 from psclient.shard import REJOIN_REASONS
 from pscore.messages import share_to_messages
@@ -106,16 +104,11 @@ class SampleLease:
             samples=samples,
             held=share_to_messages(held),
         )
-        for attempt in self._membership.patience(coordinator):
-            with attempt:
-                try:
-                    return coordinator.connection.stub.LeaseSamples(request, timeout=attempt.timeout)
-                except grpc.RpcError as error:
-                    failure = from_rpc_error(error)
-                    if isinstance(failure, Refusal):
-                        return failure
-                    raise failure from error
-        raise AssertionError("patience does not end by itself")
+        return coordinator.connection.ask(
+            self._membership.patience(coordinator),
+            lambda seconds: coordinator.connection.stub.LeaseSamples.future(request, timeout=seconds),
+            lambda call: call.result(),
+        )
 
     def _pieces(self, messages: Iterable[pb.SampleRange]) -> list[Piece]:
         pieces = [Piece(each.epoch, each.start, each.start + each.count) for each in messages]

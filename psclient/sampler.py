@@ -203,9 +203,9 @@ class ElasticSampler(Sampler[int]):
 
     def _ask(self, goal: int | None, samples: int | None = None) -> Granted:
         """Lease more, and forget what is no longer this worker's."""
-        self._optimizer._require_open()
         held = joined(self._progress.held(self._lease.dataset), share_of(self._undrawn))
-        granted = self._lease.ask(goal, self._lease_samples if samples is None else samples, held)
+        wanted = self._lease_samples if samples is None else samples
+        granted = self._optimizer._run(lambda: self._lease.ask(goal, wanted, held))
         kept = [
             Piece(piece.epoch, start, end)
             for piece in self._undrawn

@@ -12,7 +12,7 @@ from psclient.directory import connect
 from psclient.errors import ConfigurationError
 from psclient.exchange import Exchange
 from psclient.groups import ParamGroups
-from psclient.local import LocalServer, start_alone
+from psclient.local import LocalServer
 from psclient.membership import Membership
 from psclient.merging.lags import Lags
 from psclient.merging.planner import Planner
@@ -41,7 +41,6 @@ class Session:
         exchange: its pushes and pulls.
         planner: which tensors go together.
         server: how the servers were named.
-        own_server: an embedded server that was started for it.
     """
 
     membership: Membership
@@ -50,7 +49,6 @@ class Session:
     exchange: Exchange
     planner: Planner
     server: str
-    own_server: LocalServer | None
 
 
 def open_session(
@@ -59,10 +57,11 @@ def open_session(
     model: TrainedModel,
     groups: ParamGroups,
     memories: MutableMapping[torch.Tensor, State],
+    server: str,
     settings: ClientSettings,
     lags: Lags | None = None,
 ) -> Session:
-    """Put the parts together; starts the embedded server where the settings ask for one.
+    """Put the parts together.
 
     Args:
         method: the training method.
@@ -70,11 +69,12 @@ def open_session(
         model: what is trained.
         groups: with which hyper-parameters.
         memories: each parameter's.
+        server: how the servers are named.
         settings: everything about the connection.
         lags: gives each layer a density of its own, where asked for.
 
     Raises:
-        ConfigurationError: a server address is not one, tracing cannot begin, or this worker should not train alone.
+        ConfigurationError: a server address is not one, or tracing cannot begin.
         ServerUnreachableError: behind one name for all shards, some were not found.
     """
     worker = client_settings.worker_name(settings)
@@ -83,8 +83,6 @@ def open_session(
             tracing.start("psclient", worker)
         except TracingError as error:
             raise ConfigurationError(str(error)) from error
-    own_server = start_alone() if settings.server == client_settings.LOCAL else None
-    server = (own_server or settings).server
     connections = connect(server, settings.security, settings.connect_seconds)
     shards = [ShardClient(connection, index, settings) for index, connection in enumerate(connections)]
     replica = Replica(model.layout, model.parameters)
@@ -101,7 +99,7 @@ def open_session(
     )
     compressor = Compressor(method, model, memories, groups.of, choice, planner.density_of)
     exchange = Exchange(cluster, Pusher(model.layout, cluster, planner.groups), compressor, planner)
-    return Session(membership, cluster, compressor, exchange, planner, server, own_server)
+    return Session(membership, cluster, compressor, exchange, planner, server)
 
 
 def server_string(server: Server | None) -> str | None:

@@ -9,11 +9,12 @@ import queue
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import grpc
 
 from psclient.connection import Connection, Patience
-from psclient.errors import ServerFaultError, Transient, from_rpc_error
+from psclient.errors import ServerFaultError, Transient
 from psclient.link import LinkSpeed
 from psclient.merging.trace import PushTiming
 from psclient.settings import AUTO, ClientSettings
@@ -24,6 +25,8 @@ from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from pscore.tracing import NO_SPAN, TraceSpan
 from pscore.v1 import parameter_server_pb2 as pb
+
+PushCall: TypeAlias = "grpc._CallFuture[pb.PushSparseResponse]"
 
 REJOIN_REASONS = frozenset(
     {
@@ -100,7 +103,7 @@ class ShardClient:
         self.uplink, self.downlink = LinkSpeed(), LinkSpeed()
         self.timing = PushTiming.of(0)
         self._live: queue.SimpleQueue[pb.PushSparseRequest | None] | None = None
-        self._call: grpc._CallFuture[pb.PushSparseResponse] | None = None
+        self._call: PushCall | None = None
 
     @property
     def address(self) -> str:
@@ -211,32 +214,29 @@ class ShardClient:
         part = self.in_doubt
         if part is None:
             return None
-        for attempt in patience:
-            with attempt:
-                try:
-                    call, self._call = self._call, None
-                    response: pb.PushSparseResponse
-                    if call is not None:
-                        response = call.result()
-                        if not response.repeated_push:
-                            part.timing.arrived = _seconds(response)
-                    else:
-                        response = self.connection.stub.PushSparse(
-                            iter(part.messages), timeout=attempt.timeout, metadata=part.trace.headers
-                        )
-                except grpc.RpcError as error:
-                    failure = from_rpc_error(error)
-                    if isinstance(failure, Refusal):
-                        if failure.reason is not Reason.LEASE_EXPIRED:  # else it is repeated, after joining
-                            part.trace.end(failure.reason.name)
-                        return failure
-                    raise failure from error
-                self._measure(part, response)
-                self.in_doubt = None
-                part.trace.note(version=response.version, staleness=response.staleness)
-                part.trace.end()
-                return response
-        raise AssertionError("patience does not end by itself")
+
+        def start(seconds: float) -> PushCall:
+            call, self._call = self._call, None  # the one that began with the push, and then one for each attempt
+            if call is not None:
+                return call
+            stub = self.connection.stub
+            return stub.PushSparse.future(iter(part.messages), timeout=seconds, metadata=part.trace.headers)
+
+        streamed = self._call
+        answer: tuple[bool, pb.PushSparseResponse] | Refusal
+        answer = self.connection.ask(patience, start, lambda call: (call is streamed, call.result()))
+        if isinstance(answer, Refusal):
+            if answer.reason is not Reason.LEASE_EXPIRED:  # else it is repeated, after joining
+                part.trace.end(answer.reason.name)
+            return answer
+        at_first, response = answer
+        if at_first and not response.repeated_push:
+            part.timing.arrived = _seconds(response)
+        self._measure(part, response)
+        self.in_doubt = None
+        part.trace.note(version=response.version, staleness=response.staleness)
+        part.trace.end()
+        return response
 
     def _measure(self, part: PushPart, response: pb.PushSparseResponse) -> None:
         """Learn the speed of the way up: a group cannot have taken longer than since the group before it was whole."""
@@ -271,22 +271,14 @@ class ShardClient:
             link_bytes_per_second=self.downlink.bytes_per_second or 0.0,
         )
         with tracing.span("pull", shard=self.index) as trace:
-            return self._pull(request, patience, trace)
-
-    def _pull(self, request: pb.PullDiffRequest, patience: Patience, trace: TraceSpan) -> PulledReply | Refusal:
-        for attempt in patience:
-            with attempt:
-                try:
-                    return self._read_reply(request, attempt.timeout, trace)
-                except grpc.RpcError as error:
-                    failure = from_rpc_error(error)
-                    if isinstance(failure, Refusal):
-                        trace.end(failure.reason.name)
-                        return failure
-                    raise failure from error
-                except Refusal as damage:  # raised by our own decoder
-                    raise ServerFaultError(f"{self.address} sent a damaged reply: {damage.detail}") from damage
-        raise AssertionError("patience does not end by itself")
+            answer = self.connection.ask(
+                patience,
+                lambda seconds: self.connection.stub.PullDiff(request, timeout=seconds, metadata=trace.headers),
+                lambda responses: self._read_reply(request, responses),
+            )
+            if isinstance(answer, Refusal):
+                trace.end(answer.reason.name)
+            return answer
 
     def applied(self, reply: PulledReply) -> None:
         """Note that a reply has been written into the replica."""
@@ -294,10 +286,7 @@ class ShardClient:
         self.acknowledged_reply = reply.header.reply_number
         self.replica_is_image = reply.header.image
 
-    def _read_reply(self, request: pb.PullDiffRequest, timeout_seconds: float, trace: TraceSpan) -> PulledReply:
-        responses: Iterator[pb.PullDiffResponse] = self.connection.stub.PullDiff(
-            request, timeout=timeout_seconds, metadata=trace.headers
-        )
+    def _read_reply(self, request: pb.PullDiffRequest, responses: Iterator[pb.PullDiffResponse]) -> PulledReply:
         reader = frames.ChunkReader(self.span)
         header: pb.PullHeader | None = None
         received, decode_seconds, began = 0, 0.0, math.inf

@@ -182,8 +182,7 @@ class Stepper:
             self._overlap.forget()
 
     def leave(self) -> None:
-        """Bring to an end what has begun, as far as that can be done soon, and leave the run."""
-        self._membership.hurry(_CLOSING_SECONDS)
+        """Bring to an end what has begun, as far as that can be done in the time left, and leave the run."""
         try:
             quietly(self.drain)
             if self._samples is not None:

@@ -131,8 +131,7 @@ class Outer(ParameterServerOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._working():  # all of it: a SIGTERM amid it would flush a part of what has been done
-            self._step()
+        self._run(self._step)
         return loss
 
     def _step(self) -> None:
@@ -151,31 +150,27 @@ class Outer(ParameterServerOptimizer):
             self._push()
             self._interrupted.clear()
 
-    @torch.no_grad()
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Push what the local steps have done so far and everything that this worker still holds, at density 1."""
-        with self._working():
-            if self._deltas:
-                self._push()
-            samples = self._trained_samples if self._local_steps else 0
-            if self._local_steps:
-                self._hold(self._ahead())
-            self._stepper.flush(samples)
-            self._trained_samples = 0
+        if self._deltas:
+            self._push()
+        samples = self._trained_samples if self._local_steps else 0
+        if self._local_steps:
+            self._hold(self._ahead())
+        self._stepper.flush(samples)
+        self._trained_samples = 0
 
-    @torch.no_grad()
-    def hand_in(self) -> None:
+    def _hand_in(self) -> None:
         """Push what the local steps have done so far, as the end of a period does, and take the answer over.
 
         The error stays here. It may hold the same way several times over, since each period begins without what was
         not sent: all of it at once can lead beyond where any worker has been.
         """
-        with self._working():
-            if self._deltas:
-                self._push()
-            if self._local_steps:
-                self._deltas.update(self._ahead())
-                self._push()
+        if self._deltas:
+            self._push()
+        if self._local_steps:
+            self._deltas.update(self._ahead())
+            self._push()
 
     def _hold(self, ahead: dict[int, torch.Tensor]) -> None:
         """Undo the local steps, and put them into the residuals."""
@@ -191,22 +186,20 @@ class Outer(ParameterServerOptimizer):
             residual = memory(self.state[parameter], "residual", parameter)
             residual.add_(self._deltas.pop(position).reshape(-1))
 
-    @torch.no_grad()
-    def pull(self) -> None:
+    def _pull(self) -> None:
         """Bring the parameters up to the server's; the local steps since the last push stay, on top of them."""
-        with self._working():
-            if self._deltas:
-                self._push()
-            ahead, steps = self._ahead(), self._local_steps
-            self._go_back()
-            try:
-                super().pull()
-            finally:  # also where it failed: what has come of it by then is the server's, and no step of this worker
-                self._begin_here()
-                self._local_steps = steps
-                for position, delta in ahead.items():
-                    parameter = self._model.parameters[position]
-                    parameter.sub_(delta.to(parameter.dtype))
+        if self._deltas:
+            self._push()
+        ahead, steps = self._ahead(), self._local_steps
+        self._go_back()
+        try:
+            super()._pull()
+        finally:  # also where it failed: what has come of it by then is the server's, and no step of this worker
+            self._begin_here()
+            self._local_steps = steps
+            for position, delta in ahead.items():
+                parameter = self._model.parameters[position]
+                parameter.sub_(delta.to(parameter.dtype))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outer state as any method's, and the inner optimizer's under ``inner``.

@@ -1,0 +1,29 @@
+"""Interrupts at random moments of joins, steps, pulls and closes: none hangs, and nothing counts twice."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import psclient
+from psclient.local import LocalServer
+from pscore.v1 import parameter_server_pb2 as pb
+from psservice.operate import call
+
+INTERRUPTS = 250
+
+
+@pytest.mark.parametrize("overlap", ["plain", "overlap"])
+def test_a_worker_goes_on_after_each_of_many_interrupts(overlap):
+    with LocalServer(down_mode="exact", lease_seconds=60) as server:
+        program = [sys.executable, "-m", "tests.system.interrupted", server.server, str(INTERRUPTS), "7", overlap]
+        worker = subprocess.run(program, capture_output=True, text=True, timeout=400)
+        assert worker.returncode == 0, worker.stderr
+        counts = json.loads(worker.stdout.splitlines()[-1])
+        status = call(server.addresses[0], "GetStatus", pb.GetStatusRequest(), 10.0)
+        weight = psclient.download(server.server)["weight"]
+    moved = round(-weight[0, 0].item())
+    assert counts["ended"] <= moved <= counts["begun"], "each batch moves the model by one, once"
+    if overlap == "plain":  # with overlap a batch that is skipped after its backward pass goes with the next push
+        assert moved == status.version
