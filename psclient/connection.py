@@ -189,11 +189,13 @@ class Patience:
         hint: str = STEP_AGAIN,
         limit: Callable[[], float] = lambda: math.inf,
         look_again: Callable[[], None] = lambda: None,
+        handshake_seconds: float = 4.0,
     ) -> None:
         """Begin now.
 
         ``hint`` says what to do at the end, which ``limit`` (monotonic seconds) may bring forward; ``look_again`` is
-        called before another attempt where the server may be at another address by then.
+        called before another attempt where the server may be at another address by then. ``handshake_seconds`` is
+        the patience with somebody who listens there and speaks otherwise.
         """
         self.address = address
         self.timeout = deadline_seconds
@@ -205,6 +207,7 @@ class Patience:
         self._hint = hint
         self._limit = limit
         self._look_again = look_again
+        self._handshake_seconds = handshake_seconds
 
     def __iter__(self) -> "Patience":
         """Iterate over attempts."""
@@ -229,13 +232,15 @@ class Patience:
             return False
         elapsed = time.monotonic() - self._started
         delay = error.retry_seconds or self._delay * _jitter.uniform(0.5, 1.5)
-        if elapsed + delay >= self._seconds or time.monotonic() + delay >= self._end():
+        patience_seconds = min(self._seconds, self._handshake_seconds) if error.advice else self._seconds
+        if elapsed + delay >= patience_seconds or time.monotonic() + delay >= self._end():
             raise out_of_patience(self.address, elapsed, error, self._hint) from None
         long_wait = error.retry_seconds is None or error.reason is Reason.NOT_DURABLE
         if long_wait and error.reason not in self._warned_of:
             self._warned_of.add(error.reason)  # silence, and then a server that refuses, are two pieces of news
             what = "does not answer" if error.reason is None else "does not serve now"
-            log.warning("%s %s (%s); trying for %.0f s more", self.address, what, error, self._seconds - elapsed)
+            why = f"{error.advice}: {error}" if error.advice else error
+            log.warning("%s %s (%s); trying for %.0f s more", self.address, what, why, patience_seconds - elapsed)
         pause(delay)
         if error.lost:
             self._look_again()

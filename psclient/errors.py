@@ -6,7 +6,7 @@ Each message says what happened and what to do next. All derive from :class:`Spa
 import grpc
 
 from pscore import errordetails
-from pscore.channels import explain
+from pscore.channels import advice
 from pscore.names import escaped
 from pscore.reasons import Reason, Refusal
 
@@ -76,6 +76,16 @@ class ServerUnreachableError(SparsepsError):
             f"{address} did not answer for {seconds:.0f} s ({why}); check that `psservice serve` runs there and that "
             f"the address can be reached. {hint}"
         )
+        self.address = address
+        self.seconds = seconds
+
+
+class HandshakeError(ServerUnreachableError):
+    """A server, or something else, listens at an address, and the two cannot speak: TLS, certificates, another port."""
+
+    def __init__(self, address: str, seconds: float, why: str, advice: str) -> None:
+        """Say what to change, and what was heard."""
+        SparsepsError.__init__(self, f"{address} cannot be spoken to: {advice}. Tried for {seconds:.0f} s ({why})")
         self.address = address
         self.seconds = seconds
 
@@ -239,16 +249,23 @@ class Transient(Exception):  # noqa: N818 - never leaves the library: it is answ
     """A call failed in a way that trying again may mend."""
 
     def __init__(
-        self, why: str, retry_seconds: float | None = None, reason: Reason | None = None, *, lost: bool = False
+        self,
+        why: str,
+        retry_seconds: float | None = None,
+        reason: Reason | None = None,
+        *,
+        lost: bool = False,
+        advice: str = "",
     ) -> None:
         """Carry what was heard, when the server wants to be asked again, and its reason where it has given one.
 
-        ``lost``: the server may be at another address now.
+        ``lost``: the server may be at another address now. ``advice``: what to change, where the two cannot speak.
         """
         super().__init__(why)
         self.retry_seconds = retry_seconds
         self.reason = reason
         self.lost = lost
+        self.advice = advice
 
 
 def from_rpc_error(error: grpc.RpcError) -> Exception:
@@ -270,7 +287,7 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
     if reason is not None:
         return Refusal(reason, detail, retry_seconds=retry_seconds, **found.metadata)
     if code in _TRANSIENT:
-        return Transient(f"{code.name}: {explain(detail)}", lost=code in _LOST)
+        return Transient(f"{code.name}: {detail}", lost=code in _LOST, advice=advice(detail))
     if code is grpc.StatusCode.UNIMPLEMENTED:
         detail += "; is this the port for workers (--listen), or that of the health check?"
     return ServerFaultError(f"the server answered {code.name}: {detail}")
@@ -278,6 +295,8 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
 
 def out_of_patience(address: str, seconds: float, last: Transient, hint: str) -> ServerUnreachableError:
     """Return the error of an undertaking whose last attempt, after ``seconds`` in all, has failed like this."""
+    if last.advice:
+        return HandshakeError(address, seconds, str(last), last.advice)
     held_back = last.reason in (Reason.TOO_FAR_AHEAD, Reason.ROUND_OPEN)
     kind = HeldBackError if held_back else ServerUnreachableError
     return kind(address, seconds, str(last), hint)

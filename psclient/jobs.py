@@ -105,6 +105,12 @@ def is_cancelled() -> bool:
     return job is not None and job.is_cancelled
 
 
+class _UnderWay:
+    """What a thread does now; apart from the thread's owner, whom it must not keep alive."""
+
+    job: Job[Any] | None = None
+
+
 class JobThread:
     """Runs jobs one after another, beside the thread that submits them.
 
@@ -114,7 +120,8 @@ class JobThread:
     def __init__(self, name: str) -> None:
         """Start the thread."""
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
+        self._under_way = _UnderWay()
+        self._thread = threading.Thread(target=_run, args=(self._jobs, self._under_way), name=name, daemon=True)
         self._thread.start()
         # Who drops this without closing it leaves no thread behind; at exit it must still work, so not then.
         weakref.finalize(self, self._jobs.put, None).atexit = False
@@ -128,8 +135,9 @@ class JobThread:
     def call(self, work: Callable[[], Result], cut: Callable[[], object], seconds: float | None = None) -> Result:
         """Run a job after those before it and wait for it; in the thread itself, run it at once.
 
-        Where the waiting ends early, by a signal's exception or after ``seconds``, the job is cancelled, ``cut`` has
-        its calls ended, and the wait goes on until the job has come to a rest, but for two seconds at most.
+        Where the waiting ends early, by a signal's exception or after ``seconds``, the job is cancelled, and the one
+        before it that it may still wait for; ``cut`` has their calls ended, and the wait goes on until the job has come
+        to a rest, but for two seconds at most.
 
         Raises:
             TimeoutError: it has not ended within ``seconds``.
@@ -144,10 +152,17 @@ class JobThread:
         except BaseException:
             job.cancelled = True
             self._jobs.put(job)  # it may not have been; none is run twice
+            self.cancel()
             cut()
             job.wait(INTERRUPTED_SECONDS)
             raise
         return job.result()
+
+    def cancel(self) -> None:
+        """Cancel the job that is under way, if one is."""
+        job = self._under_way.job
+        if job is not None:
+            job.cancelled = True
 
     def close(self, seconds: float) -> None:
         """Stop after what has been submitted, waiting for it no longer than this."""
@@ -155,7 +170,9 @@ class JobThread:
         self._thread.join(seconds)
 
 
-def _run(jobs: "queue.SimpleQueue[Job[Any] | None]") -> None:
+def _run(jobs: "queue.SimpleQueue[Job[Any] | None]", under_way: _UnderWay) -> None:
     while (job := jobs.get()) is not None:
+        under_way.job = job
         job.run()
+        under_way.job = None
         del job  # or the thread keeps what it refers to until the next one

@@ -154,6 +154,7 @@ class Membership:
             STEP_AGAIN if self._joined else START_FIRST,
             limit=lambda: self._hurry_until,
             look_again=shard.connection.look_again,
+            **({"handshake_seconds": math.inf} if self._joined else {}),  # then a server is being set up anew
         )
 
     def join(self) -> None:

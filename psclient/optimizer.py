@@ -326,6 +326,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         if self._lifecycle.ended or self._lifecycle.in_child:
             return
         self._membership.hurry(_CLOSING_SECONDS)
+        self._thread.cancel()  # only what nobody waits for can be under way: the last call was interrupted
+        self._cluster.cut()
         leaving = self._thread.submit(torch.no_grad()(self._stepper.leave))  # goes on where the wait is interrupted
         self._lifecycle.ended = True
         try:

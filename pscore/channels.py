@@ -54,30 +54,42 @@ class Security:
         return token
 
 
-_HANDSHAKE_ADVICE = (
+_ADVICE = (
     (
         "Hostname Verification Check failed",
         "its certificate is made out to another name; use that, or name it (PSCLIENT_TLS_SERVER_NAME)",
     ),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate does not descend from the CA that was named (PSCLIENT_TLS_CA)"),
-    ("WRONG_VERSION_NUMBER", "it does not speak TLS: name no CA (PSCLIENT_TLS_CA)"),
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS: name no CA (PSCLIENT_TLS_CA), or this is another port"),
     (
         "Socket closed",
         "if it speaks TLS, name its CA (PSCLIENT_TLS_CA); if it asks for certificates, yours too (PSCLIENT_TLS_CERT, "
         "PSCLIENT_TLS_KEY)",
     ),
+    (
+        "Failed parsing HTTP/2",
+        "it does not speak gRPC: is this the port for workers (--listen), or that of the metrics?",
+    ),
 )
 
 
+def advice(detail: str) -> str:
+    """Return what to change where gRPC's words show that two sides cannot understand each other; else nothing.
+
+    Someone listens there and trying again will not help, unless one of the two is started anew.
+    """
+    if "failed to connect" not in detail:
+        return ""
+    return next((advice for text, advice in _ADVICE if text in detail), "")
+
+
 def explain(detail: str) -> str:
-    """Return what gRPC says of a failed call, and what to change where its text shows that two sides' TLS differs.
+    """Return what gRPC says of a failed call, and what to change where that can be told.
 
     The other side's words are escaped, since a terminal or a log will show them.
     """
     detail = escaped(detail)
-    if "failed to connect" not in detail:
-        return detail
-    return next((f"{detail}; {advice}" for text, advice in _HANDSHAKE_ADVICE if text in detail), detail)
+    return "; ".join(filter(None, (detail, advice(detail))))
 
 
 def is_loopback(host: str) -> bool:
