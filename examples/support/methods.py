@@ -35,6 +35,12 @@ class Clock(Protocol):
     def step(self) -> None:
         """Move the learning rate on."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it stands."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there."""
+
 
 @dataclass(frozen=True)
 class Length:
@@ -178,6 +184,13 @@ class _Still:
     """The clock of a method whose schedule is on the server."""
 
     def step(self) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing."""
 
 
