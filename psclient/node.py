@@ -94,6 +94,7 @@ class NodeOptimizer(Optimizer):
 
         def join(_: int) -> None:
             self._leader = self._node.leader = method(self.param_groups, model=module, settings=resolved, **options)
+            self._leader.gradients_are_its_own = True  # the node's, which pushes them once
 
         try:
             self._node.call(Call.JOIN, int.from_bytes(self._model.layout.fingerprint[:6]), join)

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
 from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
-from psclient.gradients import gather
+from psclient.gradients import gather, refuse_averaged
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import check_hyperparameters
 from psclient.lifecycle import Lifecycle
@@ -55,6 +55,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
         rounds: train synchronously; the default is to apply each push as it comes.
         settings: everything else about the connection.
 
+    Attributes:
+        gradients_are_its_own: whether it is known that the gradients are this worker's, and not the mean of several
+            processes that push each: since the first step, or because :class:`~psclient.NodeOptimizer` says so.
+
     Raises:
         SparsepsError: the server cannot be reached, trains another model, or in another way.
     """
@@ -88,10 +92,12 @@ class ParameterServerOptimizer(Optimizer, ABC):
             raise ConfigurationError(f"rounds must be psclient.Rounds(...), not {rounds!r}")
         self._joined = False
         self._rounds = rounds
+        self.gradients_are_its_own = False
         defaults["density"] = density(1) if callable(density) else density
         super().__init__(params, defaults)
         resolved = client_settings.resolve(settings, server_string(server), worker)
         self._model = describe(model, [p for group in self.param_groups for p in group["params"]])
+        refuse_averaged(self._model.parameters, () if model is None else model.modules())
         self._groups = ParamGroups(self.param_groups)
         lags = density if isinstance(density, Lags) else None
         if lags is not None:
@@ -227,6 +233,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             RunFinishedError: the run was over before this step.
         """
         self._require_open()
+        self._require_own_gradients()
         if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
             raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
         loss = None
@@ -391,6 +398,12 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._require_open()
         with self._lifecycle.busy():
             yield
+
+    def _require_own_gradients(self) -> None:
+        """Refuse averaged gradients at the first step: a script may wrap its model when the optimizer is there."""
+        if not self.gradients_are_its_own:
+            refuse_averaged(self._model.parameters)
+            self.gradients_are_its_own = True
 
     def _require_open(self) -> None:
         if self._lifecycle.in_child:

@@ -127,6 +127,7 @@ class Outer(ParameterServerOptimizer):
         if samples is not None:
             raise ConfigurationError("Outer counts samples at the forward of model=; leave samples out")
         self._require_open()
+        self._require_own_gradients()
         loss = None
         if closure is not None:
             with torch.enable_grad():

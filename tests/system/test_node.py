@@ -107,6 +107,21 @@ def test_two_nodes_share_one_server(tmp_path):
     assert [(rank["version"], rank["live"], rank["samples"]) for rank in found] == [(8, 2, 1024)] * 4
 
 
+def test_gradients_that_ddp_has_averaged_are_refused_without_a_node(tmp_path):
+    """Each rank would push the same mean. Who wraps nothing, or in a group of one, is a worker by itself."""
+    with LocalServer() as a, LocalServer() as b, LocalServer() as c, LocalServer() as d:
+        ranks = launch("averages_without_a_node", 2, tmp_path, a.server, b.server, c.server, d.server)
+        assert [status(server).version for server in (a, b, c, d)] == [0, 0, 0, 4]
+    for found in ranks:
+        for name in ("no DDP", "DDP alone"):
+            assert found.pop(name)["error"][0] == "NoneType"
+        for name, outcome in found.items():
+            kind, message, _ = outcome["error"]
+            assert kind == "ConfigurationError", name
+            assert "NodeOptimizer" in message
+            assert "docs/nodes.md" in message
+
+
 SURVIVORS = {
     "follower_dies": 0,
     "follower_stands_still": 0,
