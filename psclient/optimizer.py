@@ -93,6 +93,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._joined = False
         self._rounds = rounds
         self.gradients_are_its_own = False
+        self._loss: Any = None
         defaults["density"] = density(1) if callable(density) else density
         super().__init__(params, defaults)
         resolved = client_settings.resolve(settings, server_string(server), worker)
@@ -197,6 +198,14 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return self._membership.live_workers
 
     @property
+    def unfinished(self) -> bool:
+        """True where the last step has pushed its gradients and met an error before its end.
+
+        The next :meth:`step` completes it, unless the gradients are others by then, or there are none.
+        """
+        return self._stepper.unfinished
+
+    @property
     def local_steps(self) -> int:
         """Steps that have changed this machine's parameters and are not pushed yet; 0 but with local steps."""
         return 0
@@ -221,7 +230,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """Push this step's update and bring the parameters up to the server's.
 
         Args:
-            closure: recomputes the loss, as for any torch optimizer.
+            closure: recomputes the loss, as for any torch optimizer. Where the last step is :attr:`unfinished`, it is
+                not called: that step is completed, and what the closure returned then is returned.
             samples: how many samples the gradients come from; counted at ``model``'s forward if not given.
 
         Returns:
@@ -236,12 +246,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._require_own_gradients()
         if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
             raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        self._compute(closure)
         with self._working():
             self._stepper.step(samples, self.gradient_scale)
+        loss, self._loss = self._loss, None
         return loss
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -398,6 +406,12 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._require_open()
         with self._lifecycle.busy():
             yield
+
+    def _compute(self, closure: Callable[[], Any] | None) -> None:
+        """Run a closure, unless the gradients that it has left have been pushed by a step that is completed first."""
+        if closure is not None and not self.unfinished:
+            with torch.enable_grad():
+                self._loss = closure()
 
     def _require_own_gradients(self) -> None:
         """Refuse averaged gradients at the first step: a script may wrap its model when the optimizer is there."""

@@ -104,6 +104,11 @@ class Outer(ParameterServerOptimizer):
         return self._deltas.among
 
     @property
+    def unfinished(self) -> bool:
+        """True where the push of a period has met an error, and its last local step is done."""
+        return self._interrupted.holds(self._gradients())
+
+    @property
     def local_steps(self) -> int:
         """Steps of the inner optimizer since the last push."""
         return self._local_steps
@@ -113,7 +118,7 @@ class Outer(ParameterServerOptimizer):
         """Take a local step, and every ``period`` of them push and take the server's answer over.
 
         Args:
-            closure: recomputes the loss, as for any torch optimizer.
+            closure: recomputes the loss; see :meth:`ParameterServerOptimizer.step`.
             samples: not to be given: samples are counted at ``model``'s forward.
 
         Returns:
@@ -128,16 +133,17 @@ class Outer(ParameterServerOptimizer):
             raise ConfigurationError("Outer counts samples at the forward of model=; leave samples out")
         self._require_open()
         self._require_own_gradients()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        self._compute(closure)
         with self._working():  # all of it: a SIGTERM amid it would flush a part of what has been done
             self._step()
+        loss, self._loss = self._loss, None
         return loss
 
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        return gather(self._model, self._groups, range(len(self._model.parameters)))
+
     def _step(self) -> None:
-        gradients = gather(self._model, self._groups, range(len(self._model.parameters)))
+        gradients = self._gradients()
         if self._deltas:  # the last push was not brought to its end
             self._push()
         if self._interrupted.holds(gradients):
@@ -277,6 +283,8 @@ class Outer(ParameterServerOptimizer):
         except SparsepsError as error:
             if not isinstance(error, ServerUnreachableError):
                 self._deltas.clear()
+            if isinstance(error, NonFiniteGradientError):  # the local steps are undone
+                self._interrupted.clear()
             raise
         self._deltas.clear()
         self._begin_here()

@@ -142,12 +142,19 @@ def outlasts_a_standstill(rank: int, server: str, server_pid: str) -> Any:
         if rank == 0:
             os.kill(int(server_pid), signal.SIGSTOP)
         x, y = half(rank)
-        found["error"] = described(caught(lambda: train_step(ddp, optimizer, x, y)))
+        calls: list[int] = []
+
+        def closure() -> str:
+            calls.append(len(calls))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(x), y).backward()
+            return f"loss {calls[-1]}"
+
+        found["error"] = described(caught(lambda: optimizer.step(closure)))
         if rank == 0:
             os.kill(int(server_pid), signal.SIGCONT)
         dist.barrier()
-        optimizer.step()  # the same gradients, which are pushed once
-        train_step(ddp, optimizer, x, y)
+        found["losses"] = [optimizer.step(closure), optimizer.step(closure)]  # the first has been pushed
         found |= {"version": optimizer.version, "samples": optimizer.totals.samples, "parameters": parameters(ddp)}
     return found
 

@@ -90,6 +90,7 @@ def test_a_node_goes_on_after_its_server_was_silent(tmp_path):
         leader, follower = launch("outlasts_a_standstill", 2, tmp_path, server.server, pid)
         assert leader["error"] == follower["error"]
         assert leader["error"][0] == "ServerUnreachableError"
+        assert leader["losses"] == follower["losses"] == ["loss 0", "loss 1"]
         assert leader["error"][2]["address"] == server.addresses[0]
         assert (leader["version"], leader["samples"]) == (follower["version"], follower["samples"]) == (3, 3 * 256)
         assert status(server).samples == 3 * 256
