@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from psclient.errors import NonFiniteGradientError
-from psclient.methods.base import Group, Method, Sent, Sparse, State, Step
+from psclient.methods.base import Group, Method, Sent, Sparse, State, Step, Whole, give_back
 from psclient.model import TrainedModel
 from pscore.kernels import device_selection
 from pscore.kernels.base import Taken
@@ -56,9 +56,7 @@ class Choice:
     on_device: Callable[[torch.device], DeviceSelection | None] = device_selection
 
 
-def compress(
-    steps: Sequence[tuple[Sparse | torch.Tensor, State]], density: float, choice: Choice, tally: Tally
-) -> list[Sent]:
+def compress(steps: Sequence[tuple[Sparse | Whole, State]], density: float, choice: Choice, tally: Tally) -> list[Sent]:
     """Accumulate and select for tensors of one group, which share a density and a device.
 
     Args:
@@ -73,8 +71,8 @@ def compress(
     sent: dict[int, Sent] = {}
     sparse: dict[int, Sparse] = {}
     for number, (said, _) in enumerate(steps):
-        if isinstance(said, torch.Tensor):
-            sent[number] = Sent(None, said)
+        if isinstance(said, Whole):
+            sent[number] = Sent(None, said.values)
         elif said.memory.numel() < choice.dense_below:
             sent[number] = _finish(said, take_all(_source(said)))
         else:
@@ -170,6 +168,7 @@ class Compressor:
         self._group_of = group_of
         self._choice = choice
         self._density_of = density_of
+        self._shares: dict[int, float] = {}  # of what each tensor has sent last; at most one push is under way
 
     def compress(
         self, positions: Iterable[int], gradients: Mapping[int, torch.Tensor], clip: float, tally: Tally
@@ -190,7 +189,7 @@ class Compressor:
                 given back, without the entries concerned.
         """
         alike: dict[tuple[float, torch.device], list[int]] = {}
-        said: dict[int, tuple[Sparse | torch.Tensor, State]] = {}
+        said: dict[int, tuple[Sparse | Whole, State]] = {}
         for position in positions:
             parameter = self._model.parameters[position]
             group = self._group_of(parameter)
@@ -199,7 +198,9 @@ class Compressor:
             decayed = parameter.detach().reshape(-1) if group.get("weight_decay") else None
             step = Step(gradients[position].detach().reshape(-1), decayed, clip)
             state = self.memories[parameter]
-            said[position] = (self._method.accumulate(state, group, step), state)
+            accumulated = self._method.accumulate(state, group, step)
+            said[position] = (accumulated, state)
+            self._shares[position] = accumulated.share
             own = self._density_of(position)
             density = group["density"] if own is None else own
             alike.setdefault((density, parameter.device), []).append(position)
@@ -216,8 +217,6 @@ class Compressor:
         name = ""
         for position, entry in sent.items():
             parameter = self._model.parameters[position]
-            group = self._group_of(parameter)
-            assert group is not None
             good = entry.values.isfinite()
             if not bool(good.all()):
                 name = self._model.layout.parameters[position].name
@@ -226,7 +225,7 @@ class Compressor:
                         memory.nan_to_num_(0.0, 0.0, 0.0)
             offsets = torch.arange(entry.values.numel()) if entry.offsets is None else entry.offsets
             returned = Sent(offsets[good.to(offsets.device)], entry.values[good])
-            self._method.give_back(self.memories[parameter], group, returned, parameter)
+            give_back(self.memories[parameter], self._shares[position], returned, parameter)
         return name
 
     def empty(self, positions: Iterable[int]) -> list[tuple[int, Sent]]:
@@ -235,11 +234,11 @@ class Compressor:
         for position in positions:
             parameter = self._model.parameters[position]
             group = self._group_of(parameter)
-            if group is None or not self.memories.get(parameter):
+            if group is None or "residual" not in self.memories.get(parameter, ()):
                 continue
             said = self._method.held(self.memories[parameter], group)
-            if said is not None:
-                sent.append((position, empty(said)))
+            self._shares[position] = said.share
+            sent.append((position, empty(said)))
         return sent
 
     def give_back(self, segments: Iterable[Segment]) -> None:
@@ -250,10 +249,8 @@ class Compressor:
                 if piece is None:
                     continue
                 parameter = self._model.parameters[position]
-                group = self._group_of(parameter)
-                assert group is not None, "what came back was sent, so it is trained"
                 returned = _within(piece, self._model.layout.span(position))
-                self._method.give_back(self.memories[parameter], group, returned, parameter)
+                give_back(self.memories[parameter], self._shares[position], returned, parameter)
 
 
 def _within(piece: Segment, span: Span) -> Sent:

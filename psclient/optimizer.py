@@ -22,7 +22,7 @@ from psclient.hyperparameters import check_hyperparameters
 from psclient.lifecycle import Lifecycle
 from psclient.merging.lags import Lags
 from psclient.merging.plan import Plan
-from psclient.methods.base import Group, Sent, Sparse, State, Step
+from psclient.methods.base import Group, Sparse, State, Step, Whole
 from psclient.model import SampleCounter, TrainedModel, describe
 from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
@@ -138,18 +138,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     @staticmethod
     @abstractmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """See :class:`psclient.methods.base.Method`."""
 
     @staticmethod
-    @abstractmethod
-    def held(state: State, group: Group) -> Sparse | None:
+    def held(state: State, group: Group) -> Sparse:
         """See :class:`psclient.methods.base.Method`."""
-
-    @staticmethod
-    @abstractmethod
-    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
-        """See :class:`psclient.methods.base.Method`."""
+        return Sparse(state["residual"])
 
     def agreed_settings(self) -> dict[str, str]:
         """Return the settings in which all workers of a run must agree."""

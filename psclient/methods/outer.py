@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError, SparsepsError
 from psclient.gradients import Interrupted, finite, gather
 from psclient.groups import ParamGroups
-from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
+from psclient.methods.base import Group, Sparse, State, Step, Whole, memory
 from psclient.model import TrainedModel
 from psclient.optimizer import Density, ParameterServerOptimizer
 from psclient.stepper import GradientSource
@@ -236,7 +236,7 @@ class Outer(ParameterServerOptimizer):
             raise ConfigurationError("the server's step has the tensors that the inner optimizer had at the beginning")
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``e = β·e + Δ``; at ρ = 1 all of it is sent."""
         if group["density"] < 1:
             e = memory(state, "residual", step.gradient)
@@ -244,17 +244,7 @@ class Outer(ParameterServerOptimizer):
                 e.mul_(group["decay"])
             return Sparse(e, Feed(step.gradient, step.clip))
         d = step.gradient.float()
-        return state.pop("residual").mul_(group["decay"]).add_(d) if "residual" in state else d.clone()
-
-    @staticmethod
-    def held(state: State, group: Group) -> Sparse | None:
-        """Return the error."""
-        return Sparse(state["residual"]) if "residual" in state else None
-
-    @staticmethod
-    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
-        """``e += s``."""
-        add(memory(state, "residual", like), returned)
+        return Whole(state.pop("residual").mul_(group["decay"]).add_(d) if "residual" in state else d.clone())
 
     # Inner parts
 
