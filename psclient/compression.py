@@ -74,7 +74,7 @@ def compress(steps: Sequence[tuple[Sparse | Whole, State]], density: float, choi
         if isinstance(said, Whole):
             sent[number] = Sent(None, said.values)
         elif said.memory.numel() < choice.dense_below:
-            sent[number] = _finish(said, take_all(_source(said)))
+            sent[number] = _finish(said._replace(masked=None), take_all(_source(said)))
         else:
             sparse[number] = said
     device = choice.on_device(next(iter(sparse.values())).memory.device) if sparse else None

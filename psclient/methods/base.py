@@ -38,7 +38,7 @@ class Sparse(NamedTuple):
         added: what this step adds to it; ``None`` for nothing.
         keep: what remains in the memory of an entry that is sent, as a factor.
         unit: what is sent is ``unit·memory``.
-        masked: set to zero where an entry is sent; ``None`` for nothing.
+        masked: set to zero where an entry is selected, not where a tensor is sent whole; ``None`` for nothing.
     """
 
     memory: torch.Tensor

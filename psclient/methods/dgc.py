@@ -23,7 +23,8 @@ class DGC(ParameterServerOptimizer):
         send s = Q(lr·p) of p = top ρ of |r|
         r[sent] = 0;  u[sent] = 0                    # factor masking (equation 8)
 
-    What does not arrive, a refused push or a quantisation error, comes back as ``r += s/lr`` with the ``lr`` of its push.
+    Tensors below ``dense_below`` elements are sent whole and keep their momentum, as in the reference implementation.
+    What does not arrive, a refused push or a quantisation error, comes back as ``r += s/lr``.
 
     For the paper's warm-up pass ``density=psclient.schedules.dgc_warmup(steps_per_epoch)``.
 
@@ -73,7 +74,7 @@ class DGC(ParameterServerOptimizer):
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse:
-        """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is sent."""
+        """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is selected."""
         u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
         wd, m = group["weight_decay"], group["momentum"]
         added = Feed(step.gradient, step.clip, step.parameters, wd, momentum=u, factor=m)
