@@ -23,13 +23,13 @@ def constant(density: float) -> DensitySchedule:
 
 
 def dgc_warmup(steps_per_epoch: int, final: float = 0.001) -> DensitySchedule:
-    """DGC's exponential warm-up: 25 %, 6.25 %, 1.5625 %, 0.4 % for an epoch each, then ``final``."""
+    """DGC's exponential warm-up: 25 %, 6.25 %, 1.5625 %, 0.4 % for an epoch each, then ``final``; never below it."""
     if steps_per_epoch < 1:
         raise ValueError(f"steps_per_epoch must be at least 1, not {steps_per_epoch}")
 
     def density(step: int) -> float:
         epoch = (step - 1) // steps_per_epoch
-        return DGC_WARMUP[epoch] if epoch < len(DGC_WARMUP) else final
+        return max(DGC_WARMUP[epoch], final) if epoch < len(DGC_WARMUP) else final
 
     return density
 

@@ -118,3 +118,21 @@ def test_a_worker_that_is_resumed_goes_on_at_the_rate_of_the_run(tmp_path, name,
     with psclient.LocalServer() as server:
         parts = run(server.server, tmp_path / "parts", False, (0,)) + run(server.server, tmp_path / "parts", True, (1,))
     assert parts == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--no-density-warmup",)])
+def test_the_warm_up_of_density_can_be_switched_off(tmp_path, arguments):
+    options, model = parse("--method", "dgc", "--density", "0.02", *arguments), make_model()
+    with psclient.LocalServer() as server:
+        optimizer, clock = methods.make_optimizer(options, model, place(server.server, tmp_path), LENGTH)
+        epoch(model, optimizer, clock, DataLoader(TensorDataset(*make_data(count=16)), 16))
+        assert optimizer.param_groups[0]["density"] == (0.02 if arguments else 0.25)
+        optimizer.close()
+
+
+def test_the_warm_up_of_the_rate_can_be_switched_off():
+    length = methods.Length.of(parse("--warmup-epochs", "0"), 8)
+    for kind in ("cosine", "step"):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.05)
+        methods.build(length.schedule(kind, 1), optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.05

@@ -27,6 +27,13 @@ def test_the_warm_up_ends_where_it_is_told():
     assert dgc_warmup(2, final=0.02)(9) == 0.02
 
 
+@pytest.mark.parametrize("final", [0.001, 0.01, 0.05, 0.5, 1.0])
+def test_the_warm_up_comes_down_to_its_end_and_never_below(final):
+    found = [dgc_warmup(1, final)(step) for step in range(1, 8)]
+    assert found == sorted(found, reverse=True)
+    assert min(found) == found[-1] == final
+
+
 @pytest.mark.parametrize("steps", [0, -1])
 def test_an_epoch_has_steps(steps):
     with pytest.raises(ValueError, match="steps_per_epoch"):
