@@ -108,7 +108,7 @@ def _on_device(
     """Launch every selection before the first is waited for; the entries arrive on the host."""
     pending = {
         number: device.take(
-            said.memory, said.added, entries_for(said.memory.numel(), density), said.keep, states[number]
+            said.memory, said.added, entries_for(said.memory.numel(), density), said.keep, states[number], said.masked
         )
         for number, said in sparse.items()
     }
