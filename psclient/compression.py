@@ -171,14 +171,14 @@ class Compressor:
         self._shares: dict[int, float] = {}  # of what each tensor has sent last; at most one push is under way
 
     def compress(
-        self, positions: Iterable[int], gradients: Mapping[int, torch.Tensor], clip: float, tally: Tally
+        self, positions: Iterable[int], gradients: Mapping[int, torch.Tensor], scale: float, tally: Tally
     ) -> list[tuple[int, Sent]]:
         """Compress the tensors at these positions of the layout that have a gradient.
 
         Args:
             positions: ascending.
             gradients: finite, by position.
-            clip: what every gradient is multiplied by.
+            scale: what every gradient is multiplied by.
             tally: counts what was selected.
 
         Returns:
@@ -196,7 +196,8 @@ class Compressor:
             if position not in gradients or group is None:
                 continue
             decayed = parameter.detach().reshape(-1) if group.get("weight_decay") else None
-            step = Step(gradients[position].detach().reshape(-1), decayed, clip)
+            gradient = gradients[position].detach().reshape(-1)
+            step = Step(gradient if scale == 1 else gradient.float() * scale, decayed)
             state = self.memories[parameter]
             accumulated = self._method.accumulate(state, group, step)
             said[position] = (accumulated, state)

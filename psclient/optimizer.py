@@ -157,7 +157,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return partial(gather, model, groups)
 
     def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
-        """Return a factor for all gradients of this step; 1 unless the method clips."""
+        """Return a factor for all gradients of this step; 1 unless the method clips.
+
+        With ``overlap=True`` nobody asks: the first gradients are sent before the last are known.
+        """
         return 1.0
 
     # What a training loop uses

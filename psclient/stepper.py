@@ -224,11 +224,11 @@ class Stepper:
             return
         gradients = finite(self._model, found)
         self._settle_doubt()
-        clip = scale(list(gradients.values()), self._membership.live_workers)
+        factor = scale(list(gradients.values()), self._membership.live_workers)
         report = self.report = self._begin(samples)
         self._interrupted.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
         try:
-            self._push(report, lambda number: self._exchange.send_gradients(report, number, gradients, clip))
+            self._push(report, lambda number: self._exchange.send_gradients(report, number, gradients, factor))
         except NonFiniteGradientError:
             self._interrupted.clear()
             raise

@@ -20,14 +20,12 @@ class Step(NamedTuple):
     """What a backward pass leaves for one tensor.
 
     Attributes:
-        gradient: ``g``, ``[n]``, in the parameter's dtype; not to be changed.
+        gradient: ``g``, ``[n]``, in the parameter's dtype, or in fp32 where it was scaled; not to be changed.
         parameters: ``θ``, ``[n]``; not to be changed; ``None`` where there is no weight decay.
-        clip: what the whole gradient is multiplied by.
     """
 
     gradient: torch.Tensor
     parameters: torch.Tensor | None
-    clip: float = 1.0
 
 
 class Sparse(NamedTuple):

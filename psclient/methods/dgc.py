@@ -77,7 +77,7 @@ class DGC(ParameterServerOptimizer):
         """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is selected."""
         u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
         wd, m = group["weight_decay"], group["momentum"]
-        added = Feed(step.gradient, step.clip, step.parameters, wd, momentum=u, factor=m)
+        added = Feed(step.gradient, 1.0, step.parameters, wd, momentum=u, factor=m)
         return Sparse(r, added, unit=group["lr"], masked=u)
 
     @staticmethod

@@ -242,7 +242,7 @@ class Outer(ParameterServerOptimizer):
             e = memory(state, "residual", step.gradient)
             if group["decay"] != 1:
                 e.mul_(group["decay"])
-            return Sparse(e, Feed(step.gradient, step.clip))
+            return Sparse(e, Feed(step.gradient, 1.0))
         d = step.gradient.float()
         return Whole(state.pop("residual").mul_(group["decay"]).add_(d) if "residual" in state else d.clone())
 

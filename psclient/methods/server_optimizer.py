@@ -97,7 +97,7 @@ class ServerOptimizer(ParameterServerOptimizer):
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``r += g``; at ρ = 1 all of ``r`` is sent."""
         if group["density"] < 1:
-            return Sparse(memory(state, "residual", step.gradient), Feed(step.gradient, step.clip))
+            return Sparse(memory(state, "residual", step.gradient), Feed(step.gradient, 1.0))
         g = step.gradient.float()
         return Whole(state.pop("residual").add_(g) if "residual" in state else g.clone())
 

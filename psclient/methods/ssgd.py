@@ -55,9 +55,7 @@ class SSGD(ParameterServerOptimizer):
         wd, m = group["weight_decay"], group["momentum"]
         if group["density"] < 1:
             u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
-            return Sparse(
-                r, Feed(step.gradient, step.clip, step.parameters, wd, momentum=u, factor=m), unit=group["lr"]
-            )
+            return Sparse(r, Feed(step.gradient, 1.0, step.parameters, wd, momentum=u, factor=m), unit=group["lr"])
         u = step.gradient.float()
         if step.parameters is not None:
             u = u.add(step.parameters.float(), alpha=wd)
