@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from psclient.errors import NonFiniteGradientError
+from psclient.errors import UpdateOverflowError
 from psclient.methods.base import Group, Method, Sent, Sparse, State, Step, Whole, give_back
 from psclient.model import TrainedModel
 from pscore.kernels import device_selection
@@ -185,7 +185,7 @@ class Compressor:
             (position, what is sent), ascending.
 
         Raises:
-            NonFiniteGradientError: gradient times learning rate has left the range of fp32; what had been selected is
+            UpdateOverflowError: gradient times learning rate has left the range of fp32; what had been selected is
                 given back, without the entries concerned.
         """
         alike: dict[tuple[float, torch.device], list[int]] = {}
@@ -210,22 +210,25 @@ class Compressor:
             found = compress([said[position] for position in members], density, self._choice, tally)
             sent.update(zip(members, found, strict=True))
         if not all(bool(entry.values.isfinite().all()) for entry in sent.values()):
-            raise NonFiniteGradientError(self._without_overflow(sent))
+            raise UpdateOverflowError(self._without_overflow(sent))
         return sorted(sent.items())
 
     def _without_overflow(self, sent: Mapping[int, Sent]) -> str:
-        """Give the finite entries back and clear the others; return the name of a tensor that has some."""
+        """Give the finite entries back and clear the others in all memories; return the name of a tensor of theirs."""
         name = ""
         for position, entry in sent.items():
             parameter = self._model.parameters[position]
             good = entry.values.isfinite()
+            offsets = torch.arange(len(good), device=good.device) if entry.offsets is None else entry.offsets
             if not bool(good.all()):
                 name = self._model.layout.parameters[position].name
-                for memory in self.memories[parameter].values():
-                    if isinstance(memory, torch.Tensor) and memory.numel() == parameter.numel():
-                        memory.nan_to_num_(0.0, 0.0, 0.0)
-            offsets = torch.arange(entry.values.numel()) if entry.offsets is None else entry.offsets
-            returned = Sent(offsets[good.to(offsets.device)], entry.values[good])
+                state = self.memories[parameter]
+                for key, memory in list(state.items()):
+                    if isinstance(memory, torch.Tensor) and memory.dim():
+                        memory.nan_to_num_(0.0, 0.0, 0.0)[offsets[~good].to(memory.device)] = 0
+                    else:  # a threshold, which may be infinite too: selection begins anew
+                        del state[key]
+            returned = Sent(offsets[good], entry.values[good])
             give_back(self.memories[parameter], self._shares[position], returned, parameter)
         return name
 

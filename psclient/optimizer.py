@@ -236,7 +236,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
             What the closure returned.
 
         Raises:
-            NonFiniteGradientError: nothing was changed or sent.
+            NonFiniteGradientError: nothing was sent, and without overlap nothing was changed.
+            UpdateOverflowError: nothing was sent; what the step has added, where it is finite, stays in the residuals.
             ServerUnreachableError: no server within the patience; call again to go on, nothing is lost.
             RunFinishedError: the run was over before this step.
         """
