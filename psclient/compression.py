@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from psclient.errors import NonFiniteGradientError
-from psclient.methods.base import Group, Method, Sent, Sparse, State, Step
+from psclient.errors import UpdateOverflowError
+from psclient.methods.base import Group, Method, Sent, Sparse, State, Step, Whole, give_back
 from psclient.model import TrainedModel
 from pscore.kernels import device_selection
 from pscore.kernels.base import Taken
@@ -56,9 +56,7 @@ class Choice:
     on_device: Callable[[torch.device], DeviceSelection | None] = device_selection
 
 
-def compress(
-    steps: Sequence[tuple[Sparse | torch.Tensor, State]], density: float, choice: Choice, tally: Tally
-) -> list[Sent]:
+def compress(steps: Sequence[tuple[Sparse | Whole, State]], density: float, choice: Choice, tally: Tally) -> list[Sent]:
     """Accumulate and select for tensors of one group, which share a density and a device.
 
     Args:
@@ -73,10 +71,10 @@ def compress(
     sent: dict[int, Sent] = {}
     sparse: dict[int, Sparse] = {}
     for number, (said, _) in enumerate(steps):
-        if isinstance(said, torch.Tensor):
-            sent[number] = Sent(None, said)
+        if isinstance(said, Whole):
+            sent[number] = Sent(None, said.values)
         elif said.memory.numel() < choice.dense_below:
-            sent[number] = _finish(said, take_all(_source(said)))
+            sent[number] = _finish(said._replace(masked=None), take_all(_source(said)))
         else:
             sparse[number] = said
     device = choice.on_device(next(iter(sparse.values())).memory.device) if sparse else None
@@ -110,7 +108,7 @@ def _on_device(
     """Launch every selection before the first is waited for; the entries arrive on the host."""
     pending = {
         number: device.take(
-            said.memory, said.added, entries_for(said.memory.numel(), density), said.keep, states[number]
+            said.memory, said.added, entries_for(said.memory.numel(), density), said.keep, states[number], said.masked
         )
         for number, said in sparse.items()
     }
@@ -170,36 +168,40 @@ class Compressor:
         self._group_of = group_of
         self._choice = choice
         self._density_of = density_of
+        self._shares: dict[int, float] = {}  # of what each tensor has sent last; at most one push is under way
 
     def compress(
-        self, positions: Iterable[int], gradients: Mapping[int, torch.Tensor], clip: float, tally: Tally
+        self, positions: Iterable[int], gradients: Mapping[int, torch.Tensor], scale: float, tally: Tally
     ) -> list[tuple[int, Sent]]:
         """Compress the tensors at these positions of the layout that have a gradient.
 
         Args:
             positions: ascending.
             gradients: finite, by position.
-            clip: what every gradient is multiplied by.
+            scale: what every gradient is multiplied by.
             tally: counts what was selected.
 
         Returns:
             (position, what is sent), ascending.
 
         Raises:
-            NonFiniteGradientError: gradient times learning rate has left the range of fp32; what had been selected is
+            UpdateOverflowError: gradient times learning rate has left the range of fp32; what had been selected is
                 given back, without the entries concerned.
         """
         alike: dict[tuple[float, torch.device], list[int]] = {}
-        said: dict[int, tuple[Sparse | torch.Tensor, State]] = {}
+        said: dict[int, tuple[Sparse | Whole, State]] = {}
         for position in positions:
             parameter = self._model.parameters[position]
             group = self._group_of(parameter)
             if position not in gradients or group is None:
                 continue
             decayed = parameter.detach().reshape(-1) if group.get("weight_decay") else None
-            step = Step(gradients[position].detach().reshape(-1), decayed, clip)
+            gradient = gradients[position].detach().reshape(-1)
+            step = Step(gradient if scale == 1 else gradient.float() * scale, decayed)
             state = self.memories[parameter]
-            said[position] = (self._method.accumulate(state, group, step), state)
+            accumulated = self._method.accumulate(state, group, step)
+            said[position] = (accumulated, state)
+            self._shares[position] = accumulated.share
             own = self._density_of(position)
             density = group["density"] if own is None else own
             alike.setdefault((density, parameter.device), []).append(position)
@@ -208,25 +210,26 @@ class Compressor:
             found = compress([said[position] for position in members], density, self._choice, tally)
             sent.update(zip(members, found, strict=True))
         if not all(bool(entry.values.isfinite().all()) for entry in sent.values()):
-            raise NonFiniteGradientError(self._without_overflow(sent))
+            raise UpdateOverflowError(self._without_overflow(sent))
         return sorted(sent.items())
 
     def _without_overflow(self, sent: Mapping[int, Sent]) -> str:
-        """Give the finite entries back and clear the others; return the name of a tensor that has some."""
+        """Give the finite entries back and clear the others in all memories; return the name of a tensor of theirs."""
         name = ""
         for position, entry in sent.items():
             parameter = self._model.parameters[position]
-            group = self._group_of(parameter)
-            assert group is not None
             good = entry.values.isfinite()
+            offsets = torch.arange(len(good), device=good.device) if entry.offsets is None else entry.offsets
             if not bool(good.all()):
                 name = self._model.layout.parameters[position].name
-                for memory in self.memories[parameter].values():
-                    if isinstance(memory, torch.Tensor) and memory.numel() == parameter.numel():
-                        memory.nan_to_num_(0.0, 0.0, 0.0)
-            offsets = torch.arange(entry.values.numel()) if entry.offsets is None else entry.offsets
-            returned = Sent(offsets[good.to(offsets.device)], entry.values[good])
-            self._method.give_back(self.memories[parameter], group, returned, parameter)
+                state = self.memories[parameter]
+                for key, memory in list(state.items()):
+                    if isinstance(memory, torch.Tensor) and memory.dim():
+                        memory.nan_to_num_(0.0, 0.0, 0.0)[offsets[~good].to(memory.device)] = 0
+                    else:  # a threshold, which may be infinite too: selection begins anew
+                        del state[key]
+            returned = Sent(offsets[good], entry.values[good])
+            give_back(self.memories[parameter], self._shares[position], returned, parameter)
         return name
 
     def empty(self, positions: Iterable[int]) -> list[tuple[int, Sent]]:
@@ -235,11 +238,11 @@ class Compressor:
         for position in positions:
             parameter = self._model.parameters[position]
             group = self._group_of(parameter)
-            if group is None or not self.memories.get(parameter):
+            if group is None or "residual" not in self.memories.get(parameter, ()):
                 continue
             said = self._method.held(self.memories[parameter], group)
-            if said is not None:
-                sent.append((position, empty(said)))
+            self._shares[position] = said.share
+            sent.append((position, empty(said)))
         return sent
 
     def give_back(self, segments: Iterable[Segment]) -> None:
@@ -250,10 +253,8 @@ class Compressor:
                 if piece is None:
                     continue
                 parameter = self._model.parameters[position]
-                group = self._group_of(parameter)
-                assert group is not None, "what came back was sent, so it is trained"
                 returned = _within(piece, self._model.layout.span(position))
-                self._method.give_back(self.memories[parameter], group, returned, parameter)
+                give_back(self.memories[parameter], self._shares[position], returned, parameter)
 
 
 def _within(piece: Segment, span: Span) -> Sent:

@@ -196,7 +196,10 @@ class UpdateTooLargeError(RefusedError):
 
 
 class NonFiniteGradientError(SparsepsError):
-    """A gradient is infinite or not a number; nothing was changed or sent.
+    """A gradient is infinite or not a number; nothing was sent.
+
+    Nothing was changed either, but with ``overlap=True``: gradients that backward had handed over before stay in the
+    residuals, and go with the next push.
 
     Attributes:
         parameter: its name.
@@ -207,6 +210,24 @@ class NonFiniteGradientError(SparsepsError):
         super().__init__(
             f"the gradient of {parameter!r} is not finite; nothing was sent. Lower the learning rate, clip the "
             "gradient, or scale the loss with torch.amp.GradScaler"
+        )
+        self.parameter = parameter
+
+
+class UpdateOverflowError(NonFiniteGradientError):
+    """The gradients are finite, and a residual has left the range of fp32 with them; nothing was sent.
+
+    The entries concerned are cleared in residual and momentum. What else the step has added stays in the residuals, so
+    go on with the next batch: calling ``step()`` again with the same gradients would add them twice.
+    """
+
+    def __init__(self, parameter: str) -> None:
+        """Name the parameter."""
+        SparsepsError.__init__(
+            self,
+            f"the update of {parameter!r} has left the range of fp32; nothing was sent. Entries that are not finite "
+            "were cleared, and what else this step has added stays in the residuals. Lower the learning rate or clip "
+            "the gradient, and go on with the next batch",
         )
         self.parameter = parameter
 

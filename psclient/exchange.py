@@ -87,14 +87,14 @@ class Exchange:
         self._trace.ready = moments
 
     def send_gradients(
-        self, report: StepReport, number: int, gradients: Mapping[int, torch.Tensor], clip: float
+        self, report: StepReport, number: int, gradients: Mapping[int, torch.Tensor], scale: float
     ) -> None:
-        """Accumulate the gradients of a group (finite, by position), select, and send what was selected."""
+        """Accumulate the gradients of a group (finite, by position) times ``scale``, select, and send the selected."""
         tally = Tally()
         self.begin_group(number)
         with self._opened_trace.active():
             with report.timed("select"):
-                sent = self._compressor.compress(self.groups[number], gradients, clip, tally)
+                sent = self._compressor.compress(self.groups[number], gradients, scale, tally)
             report.wanted_entries += tally.wanted
             report.selected_entries += tally.selected
             self._compressor.give_back(self._pusher.send(report, number, sent))

@@ -1,10 +1,13 @@
-"""Collecting gradients, and refusing them all where one is not finite, before anything has changed."""
+"""Collecting gradients, and refusing them where one is not finite, or where other workers push the same."""
 
+import gc
 from collections.abc import Container, Iterable, Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from psclient.errors import NonFiniteGradientError
+from psclient.errors import ConfigurationError, NonFiniteGradientError
 from psclient.model import TrainedModel
 
 Gradients = Mapping[int, torch.Tensor]
@@ -44,6 +47,37 @@ def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]
             if not bool(gradient.isfinite().all()):
                 raise NonFiniteGradientError(model.layout.parameters[position].name)
     return dense
+
+
+def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | None = None) -> None:
+    """Make sure that no ``DistributedDataParallel`` averages the gradients of these parameters over several processes.
+
+    Args:
+        parameters: which.
+        among: where to look for one. By default all live objects are looked through, which takes a moment: such a
+            module leaves no mark on its parameters.
+
+    Raises:
+        ConfigurationError: one does.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    from torch.nn.parallel import DistributedDataParallel
+
+    ours = {id(parameter) for parameter in parameters}
+    if among is None:
+        gc.collect()  # a module that nobody has any more averages nothing
+        among = gc.get_objects()
+    for module in among:
+        if not issubclass(type(module), DistributedDataParallel):  # some objects answer isinstance() with an error
+            continue
+        ranks = dist.get_world_size(module.process_group)
+        if ranks > 1 and any(id(parameter) in ours for parameter in module.parameters()):
+            raise ConfigurationError(
+                f"DistributedDataParallel averages these gradients over {ranks} processes, and each of them would push "
+                f"the average: the model would move {ranks} times as far. Make one worker of these processes with "
+                "psclient.NodeOptimizer (docs/nodes.md), or leave DistributedDataParallel out: then each is a worker"
+            )
 
 
 class Interrupted:

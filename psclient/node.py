@@ -20,6 +20,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
 from psclient.errors import ConfigurationError, CopyRefusedError
+from psclient.gradients import Interrupted, gather
+from psclient.groups import ParamGroups
 from psclient.hyperparameters import check_hyperparameters
 from psclient.model import SampleCounter, describe
 from psclient.nodecalls import Call, NodeCalls
@@ -86,6 +88,8 @@ class NodeOptimizer(Optimizer):
         for listed in self.param_groups:
             listed.pop("param_names", None)  # torch takes names with the parameters only
         self._model = describe(module, [p for listed in self.param_groups for p in listed["params"]])
+        self._interrupted = Interrupted()  # on every process, as each has to know whether to call a closure
+        self._loss: Any = None
         self._uncounted = 0
         self._closed = False
         patience = max(resolved.connect_seconds, resolved.patience_seconds)
@@ -94,6 +98,7 @@ class NodeOptimizer(Optimizer):
 
         def join(_: int) -> None:
             self._leader = self._node.leader = method(self.param_groups, model=module, settings=resolved, **options)
+            self._leader.gradients_are_its_own = True  # the node's, which pushes them once
 
         try:
             self._node.call(Call.JOIN, int.from_bytes(self._model.layout.fingerprint[:6]), join)
@@ -155,7 +160,7 @@ class NodeOptimizer(Optimizer):
         """Push the node's update and bring the parameters of all its processes up to the server's.
 
         Args:
-            closure: recomputes the loss, as for any torch optimizer.
+            closure: recomputes the loss; see :meth:`ParameterServerOptimizer.step`.
             samples: how many samples this process has contributed; counted at ``model``'s forward if not given.
 
         Returns:
@@ -167,10 +172,9 @@ class NodeOptimizer(Optimizer):
         """
         if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
             raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
-        loss = None
-        if closure is not None:
+        if closure is not None and not self._interrupted.holds(self._gradients()):
             with torch.enable_grad():
-                loss = closure()
+                self._loss = closure()
         if samples is None:
             samples = self._uncounted = self._uncounted + (self._samples.take() if self._samples is not None else 1)
         before = self.totals.samples
@@ -179,8 +183,12 @@ class NodeOptimizer(Optimizer):
         except BaseException:
             if self.totals.samples != before:  # else they were not pushed, and count with the next step
                 self._uncounted = 0
+            if self._node.status.unfinished:
+                self._interrupted.note(self._gradients())
             raise
+        self._interrupted.clear()
         self._uncounted = 0
+        loss, self._loss = self._loss, None
         return loss
 
     @torch.no_grad()
@@ -259,6 +267,9 @@ class NodeOptimizer(Optimizer):
         raise CopyRefusedError(type(self).__name__)
 
     # Inner parts
+
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        return gather(self._model, ParamGroups(self.param_groups), range(len(self._model.parameters)))
 
     def _together(self, call: Call, value: int, work: Callable[[ParameterServerOptimizer, int], None]) -> None:
         if self._closed:

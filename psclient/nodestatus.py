@@ -45,7 +45,8 @@ class NodeStatus:
     """What every process of a node knows.
 
     Attributes:
-        version, finished, live_workers, worker, run_id, server, report, totals: those of the leader's optimizer.
+        version, finished, unfinished, live_workers, worker, run_id, server, report, totals: those of the leader's
+            optimizer.
         defaults: its hyper-parameters.
         changed: which tensors it has changed: bit ``i`` stands for tensor ``i``.
         error: what it met; ``None`` where all went well.
@@ -53,6 +54,7 @@ class NodeStatus:
 
     version: int = 0
     finished: bool = False
+    unfinished: bool = False
     live_workers: int = 0
     worker: str = ""
     run_id: str = ""
@@ -69,6 +71,7 @@ class NodeStatus:
         return cls(
             optimizer.version,
             optimizer.finished,
+            optimizer.unfinished,
             optimizer.live_workers,
             optimizer.worker,
             optimizer.run_id,

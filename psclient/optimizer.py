@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
 from psclient.errors import STEP_AGAIN, ConfigurationError, CopyRefusedError, ServerUnreachableError
-from psclient.gradients import gather
+from psclient.gradients import gather, refuse_averaged
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import check_hyperparameters
 from psclient.jobs import JobThread
@@ -24,7 +24,7 @@ from psclient.lifecycle import Lifecycle
 from psclient.local import start_alone
 from psclient.merging.lags import Lags
 from psclient.merging.plan import Plan
-from psclient.methods.base import Group, Sent, Sparse, State, Step
+from psclient.methods.base import Group, Sparse, State, Step, Whole
 from psclient.model import SampleCounter, TrainedModel, describe
 from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
@@ -62,6 +62,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
         rounds: train synchronously; the default is to apply each push as it comes.
         settings: everything else about the connection.
 
+    Attributes:
+        gradients_are_its_own: whether it is known that the gradients are this worker's, and not the mean of several
+            processes that push each: since the first step, or because :class:`~psclient.NodeOptimizer` says so.
+
     Raises:
         SparsepsError: the server cannot be reached, trains another model, or in another way.
     """
@@ -95,10 +99,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
             raise ConfigurationError(f"rounds must be psclient.Rounds(...), not {rounds!r}")
         self._joined = False
         self._rounds = rounds
+        self.gradients_are_its_own = False
+        self._loss: Any = None
         defaults["density"] = density(1) if callable(density) else density
         super().__init__(params, defaults)
         resolved = client_settings.resolve(settings, server_string(server), worker)
         self._model = describe(model, [p for group in self.param_groups for p in group["params"]])
+        refuse_averaged(self._model.parameters, () if model is None else model.modules())
         self._groups = ParamGroups(self.param_groups)
         lags = density if isinstance(density, Lags) else None
         if lags is not None:
@@ -161,18 +168,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     @staticmethod
     @abstractmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """See :class:`psclient.methods.base.Method`."""
 
     @staticmethod
-    @abstractmethod
-    def held(state: State, group: Group) -> Sparse | None:
+    def held(state: State, group: Group) -> Sparse:
         """See :class:`psclient.methods.base.Method`."""
-
-    @staticmethod
-    @abstractmethod
-    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
-        """See :class:`psclient.methods.base.Method`."""
+        return Sparse(state["residual"])
 
     def agreed_settings(self) -> dict[str, str]:
         """Return the settings in which all workers of a run must agree."""
@@ -185,7 +187,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return partial(gather, model, groups)
 
     def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
-        """Return a factor for all gradients of this step; 1 unless the method clips."""
+        """Return a factor for all gradients of this step; 1 unless the method clips.
+
+        With ``overlap=True`` nobody asks: the first gradients are sent before the last are known.
+        """
         return 1.0
 
     def _flush(self) -> None:
@@ -230,6 +235,14 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return self._membership.live_workers
 
     @property
+    def unfinished(self) -> bool:
+        """True where the last step has pushed its gradients and met an error before its end.
+
+        The next :meth:`step` completes it, unless the gradients are others by then, or there are none.
+        """
+        return self._stepper.unfinished
+
+    @property
     def local_steps(self) -> int:
         """Steps that have changed this machine's parameters and are not pushed yet; 0 but with local steps."""
         return 0
@@ -259,25 +272,26 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """Push this step's update and bring the parameters up to the server's.
 
         Args:
-            closure: recomputes the loss, as for any torch optimizer.
+            closure: recomputes the loss, as for any torch optimizer. Where the last step is :attr:`unfinished`, it is
+                not called: that step is completed, and what the closure returned then is returned.
             samples: how many samples the gradients come from; counted at ``model``'s forward if not given.
 
         Returns:
             What the closure returned.
 
         Raises:
-            NonFiniteGradientError: nothing was changed or sent.
+            NonFiniteGradientError: nothing was sent, and without overlap nothing was changed.
+            UpdateOverflowError: nothing was sent; what the step has added, where it is finite, stays in the residuals.
             ServerUnreachableError: no server within the patience; call again to go on, nothing is lost.
             RunFinishedError: the run was over before this step.
         """
         self._require_open()
+        self._require_own_gradients()
         if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
             raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        self._compute(closure)
         self._run(lambda: self._stepper.step(samples, self.gradient_scale))
+        loss, self._loss = self._loss, None
         return loss
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -462,6 +476,18 @@ class ParameterServerOptimizer(Optimizer, ABC):
         except TimeoutError:
             address = self._membership.coordinator.address
             raise ServerUnreachableError(address, seconds or 0.0, "the time for it is over", STEP_AGAIN) from None
+
+    def _compute(self, closure: Callable[[], Any] | None) -> None:
+        """Run a closure, unless the gradients that it has left have been pushed by a step that is completed first."""
+        if closure is not None and not self.unfinished:
+            with torch.enable_grad():
+                self._loss = closure()
+
+    def _require_own_gradients(self) -> None:
+        """Refuse averaged gradients at the first step: a script may wrap its model when the optimizer is there."""
+        if not self.gradients_are_its_own:
+            refuse_averaged(self._model.parameters)
+            self.gradients_are_its_own = True
 
     def _require_open(self) -> None:
         if self._lifecycle.in_child:

@@ -23,13 +23,13 @@ def constant(density: float) -> DensitySchedule:
 
 
 def dgc_warmup(steps_per_epoch: int, final: float = 0.001) -> DensitySchedule:
-    """DGC's exponential warm-up: 25 %, 6.25 %, 1.5625 %, 0.4 % for an epoch each, then ``final``."""
+    """DGC's exponential warm-up: 25 %, 6.25 %, 1.5625 %, 0.4 % for an epoch each, then ``final``; never below it."""
     if steps_per_epoch < 1:
         raise ValueError(f"steps_per_epoch must be at least 1, not {steps_per_epoch}")
 
     def density(step: int) -> float:
         epoch = (step - 1) // steps_per_epoch
-        return DGC_WARMUP[epoch] if epoch < len(DGC_WARMUP) else final
+        return max(DGC_WARMUP[epoch], final) if epoch < len(DGC_WARMUP) else final
 
     return density
 
@@ -48,8 +48,11 @@ class VersionClock:
 
         clock = psclient.VersionClock(scheduler, optimizer, versions_per_step=steps_per_epoch * workers)
 
+    A worker that saves its optimizer's state saves the clock's too. The optimizer's state has the rate as it was
+    lowered by then, and a clock that begins anew would lower it again.
+
     Args:
-        scheduler: any scheduler with ``step()``.
+        scheduler: any scheduler of ``torch.optim.lr_scheduler``.
         optimizer: the optimizer whose version is followed.
         versions_per_step: versions that make one step of the scheduler.
     """
@@ -69,3 +72,14 @@ class VersionClock:
         while self.steps < self.optimizer.version // self.versions_per_step:
             self.scheduler.step()
             self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state, its rates included, and how often the clock has stepped it."""
+        return {"scheduler": self.scheduler.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a clock was saved; before or after the optimizer's own state is loaded."""
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+        self.steps = state_dict["steps"]
+        for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate  # a scheduler that is made after the optimizer's state was loaded has changed it

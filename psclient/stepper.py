@@ -83,6 +83,11 @@ class Stepper:
         return self._overlap is not None and self._overlap.begun
 
     @property
+    def unfinished(self) -> bool:
+        """True where the gradients that are there have been pushed, by a step that has not come to its end."""
+        return not self.begun and self._interrupted.holds(self._gather(range(len(self._model.parameters))))
+
+    @property
     def samples_waiting(self) -> int:
         """Samples that have passed through the model, and whose step is still to come."""
         return 0 if self._samples is None else self._samples.waiting
@@ -218,11 +223,11 @@ class Stepper:
             return
         gradients = finite(self._model, found)
         self._settle_doubt()
-        clip = scale(list(gradients.values()), self._membership.live_workers)
+        factor = scale(list(gradients.values()), self._membership.live_workers)
         report = self.report = self._begin(samples)
         self._interrupted.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
         try:
-            self._push(report, lambda number: self._exchange.send_gradients(report, number, gradients, clip))
+            self._push(report, lambda number: self._exchange.send_gradients(report, number, gradients, factor))
         except NonFiniteGradientError:
             self._interrupted.clear()
             raise

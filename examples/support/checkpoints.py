@@ -17,10 +17,10 @@ _WHAT_DAMAGE_RAISES = (
 
 
 def save(place: Place, optimizer: torch.optim.Optimizer, clock: Clock, model: nn.Module, epoch: int) -> None:
-    """Write residuals, momenta and the epoch that comes next; at home, without a server, model and schedule too."""
-    state: dict[str, Any] = {"optimizer": optimizer.state_dict(), "epoch": epoch}
+    """Write residuals, momenta, schedule and the epoch that comes next; at home, without a server, the model too."""
+    state: dict[str, Any] = {"optimizer": optimizer.state_dict(), "clock": clock.state_dict(), "epoch": epoch}
     if not hasattr(optimizer, "server"):
-        state |= {"model": model.state_dict(), "clock": clock.state_dict()}  # type: ignore[attr-defined]
+        state["model"] = model.state_dict()
     path = _path(place)
     temporary = path.with_suffix(".partial")
     torch.save(state, temporary)
@@ -39,9 +39,9 @@ def load(place: Place, optimizer: torch.optim.Optimizer, clock: Clock, model: nn
     try:
         state = torch.load(path, weights_only=True, map_location=place.device)
         optimizer.load_state_dict(state["optimizer"])
+        clock.load_state_dict(state["clock"])
         if not hasattr(optimizer, "server"):
             model.load_state_dict(state["model"])
-            clock.load_state_dict(state["clock"])  # type: ignore[attr-defined]
         epoch: int = state["epoch"]
     except _WHAT_DAMAGE_RAISES as error:
         raise ValueError(

@@ -35,6 +35,12 @@ class Clock(Protocol):
     def step(self) -> None:
         """Move the learning rate on."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it stands."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there."""
+
 
 @dataclass(frozen=True)
 class Length:
@@ -85,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser, lr: float, batch_size: int, e
     group.add_argument("--momentum", type=float, metavar="X", help="default: by method")
     group.add_argument("--weight-decay", type=float, default=5e-4, metavar="X", help="default: %(default)s")
     group.add_argument("--density", type=float, metavar="X", help="share of the entries that is pushed")
+    group.add_argument("--no-density-warmup", action="store_true", help="dgc pushes --density from the first step on")
     group.add_argument("--server-optimizer", default="SGD", metavar="NAME", help="of torch.optim (default: SGD)")
     group.add_argument("--period", type=at_least(1), default=50, metavar="N", help="local steps of outer (default: 50)")
     group.add_argument(
@@ -142,16 +149,14 @@ def make_optimizer(
         rounds = psclient.Rounds(start_workers=place.workers)
         synchronous = psclient.SSGD(parameters, **rates, density=density, rounds=rounds, **joined)
         return synchronous, psclient.VersionClock(schedule(synchronous, place.workers), synchronous)
+    warmed_up = psclient.schedules.dgc_warmup(max(1, length.steps_per_epoch // place.workers), density)
     made: dict[str, Callable[[], ParameterServerOptimizer]] = {
         "dgs": lambda: psclient.DGS(parameters, **rates, density=density, **streamed),
         "gradient-dropping": lambda: psclient.GradientDropping(
             parameters, lr=options.lr, weight_decay=options.weight_decay, density=density, **streamed
         ),
         "dgc": lambda: psclient.DGC(
-            parameters,
-            **rates,
-            density=psclient.schedules.dgc_warmup(max(1, length.steps_per_epoch // place.workers), density),
-            **streamed,
+            parameters, **rates, density=density if options.no_density_warmup else warmed_up, **streamed
         ),
         "asgd": lambda: psclient.ASGD(parameters, **rates, **streamed),
         "wagma": lambda: psclient.WAGMA(parameters, **rates, density=density, **joined),
@@ -178,6 +183,13 @@ class _Still:
     """The clock of a method whose schedule is on the server."""
 
     def step(self) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing."""
 
 

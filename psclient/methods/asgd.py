@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
+from psclient.methods.base import Group, State, Step, Whole, memory
 from psclient.optimizer import ParameterServerOptimizer
 
 
@@ -36,24 +36,14 @@ class ASGD(ParameterServerOptimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, 1.0, **connection)
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> torch.Tensor:
-        """``d = lr·u``, and what is carried."""
+    def accumulate(state: State, group: Group, step: Step) -> Whole:
+        """``d = lr·u``, and what is carried, in the residual."""
         u = step.gradient.float()
         if step.parameters is not None:
             u = u.add(step.parameters.float(), alpha=group["weight_decay"])
         if group["momentum"]:
             u = memory(state, "momentum", u).mul_(group["momentum"]).add_(u)
         d: torch.Tensor = group["lr"] * u
-        if "carry" in state:
-            d.add_(state.pop("carry"))
-        return d
-
-    @staticmethod
-    def held(state: State, group: Group) -> Sparse | None:
-        """Return what is carried."""
-        return Sparse(state["carry"]) if "carry" in state else None
-
-    @staticmethod
-    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
-        """Carry it to the next push."""
-        add(memory(state, "carry", like), returned)
+        if "residual" in state:
+            d.add_(state.pop("residual"))
+        return Whole(d)

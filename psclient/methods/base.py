@@ -1,4 +1,4 @@
-"""What a training method is: what a gradient adds to a memory, and what happens to what is sent or comes back.
+"""What a training method is: what a gradient adds to a memory, and what is sent of it.
 
 A method works on one tensor at a time, flattened, and knows neither selection nor RPC. ``state`` is the optimizer's own
 ``state[parameter]``, so whatever a method keeps there is part of ``state_dict()``.
@@ -20,14 +20,12 @@ class Step(NamedTuple):
     """What a backward pass leaves for one tensor.
 
     Attributes:
-        gradient: ``g``, ``[n]``, in the parameter's dtype; not to be changed.
+        gradient: ``g``, ``[n]``, in the parameter's dtype, or in fp32 where it was scaled; not to be changed.
         parameters: ``θ``, ``[n]``; not to be changed; ``None`` where there is no weight decay.
-        clip: what the whole gradient is multiplied by.
     """
 
     gradient: torch.Tensor
     parameters: torch.Tensor | None
-    clip: float = 1.0
 
 
 class Sparse(NamedTuple):
@@ -38,7 +36,7 @@ class Sparse(NamedTuple):
         added: what this step adds to it; ``None`` for nothing.
         keep: what remains in the memory of an entry that is sent, as a factor.
         unit: what is sent is ``unit·memory``.
-        masked: set to zero where an entry is sent; ``None`` for nothing.
+        masked: set to zero where an entry is selected, not where a tensor is sent whole; ``None`` for nothing.
     """
 
     memory: torch.Tensor
@@ -46,6 +44,28 @@ class Sparse(NamedTuple):
     keep: float = 0.0
     unit: float = 1.0
     masked: torch.Tensor | None = None
+
+    @property
+    def share(self) -> float:
+        """What enters the memory again of what was sent and did not arrive, as a factor; 0 where nothing was sent."""
+        return (1 - self.keep) / self.unit if self.unit else 0.0
+
+
+class Whole(NamedTuple):
+    """What a tensor sends whole.
+
+    Attributes:
+        values: fp32 ``[n]``, which the server subtracts; nothing else may refer to them.
+        unit: what is sent is ``unit`` times what was gathered.
+    """
+
+    values: torch.Tensor
+    unit: float = 1.0
+
+    @property
+    def share(self) -> float:
+        """See :attr:`Sparse.share`."""
+        return 1 / self.unit if self.unit else 0.0
 
 
 class Sent(NamedTuple):
@@ -61,19 +81,12 @@ class Method(Protocol):
     name: ClassVar[str]
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
-        """Say what the step adds to which memory; or, for a dense method, return what is sent whole (fp32 ``[n]``)."""
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
+        """Say what the step adds to the residual; or, for a dense method, what is sent whole, the residual included."""
 
     @staticmethod
-    def held(state: State, group: Group) -> Sparse | None:
-        """Say which memory a flush empties; ``None`` where there is none yet."""
-
-    @staticmethod
-    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
-        """Take back what did not arrive, refused by a server or lost to quantisation, so that nothing is lost.
-
-        ``like`` is the parameter: a state that has no memory yet is given one of its size on its device.
-        """
+    def held(state: State, group: Group) -> Sparse:
+        """Say how a flush empties ``state["residual"]``, which is there."""
 
 
 def memory(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -84,10 +97,18 @@ def memory(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def add(tensor: torch.Tensor, returned: Sent, factor: float = 1.0) -> None:
-    """``tensor += factor·returned``."""
-    values = returned.values.to(tensor.device)
+def give_back(state: State, share: float, returned: Sent, like: torch.Tensor) -> None:
+    """Add to the residual what was sent and did not arrive, refused by a server or lost to quantisation.
+
+    Args:
+        state: that of the parameter ``like``.
+        share: as :attr:`Sparse.share` or :attr:`Whole.share` of what was sent.
+        returned: what did not arrive.
+        like: gives a residual that is not there yet its size and its device.
+    """
+    residual = memory(state, "residual", like)
+    values = returned.values.to(residual.device)
     if returned.offsets is None:
-        tensor.add_(values, alpha=factor)
+        residual.add_(values, alpha=share)
     else:
-        tensor.index_add_(0, returned.offsets.to(tensor.device), values, alpha=factor)
+        residual.index_add_(0, returned.offsets.to(residual.device), values, alpha=share)

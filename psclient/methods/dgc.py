@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from psclient.errors import ConfigurationError
-from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
+from psclient.methods.base import Group, Sparse, State, Step, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
 from pscore.kernels.base import Feed
 
@@ -23,6 +23,7 @@ class DGC(ParameterServerOptimizer):
         send s = Q(lr·p) of p = top ρ of |r|
         r[sent] = 0;  u[sent] = 0                    # factor masking (equation 8)
 
+    Tensors below ``dense_below`` elements are sent whole and keep their momentum, as in the reference implementation.
     What does not arrive, a refused push or a quantisation error, comes back as ``r += s/lr``.
 
     For the paper's warm-up pass ``density=psclient.schedules.dgc_warmup(steps_per_epoch)``.
@@ -73,23 +74,13 @@ class DGC(ParameterServerOptimizer):
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse:
-        """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is sent."""
+        """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is selected."""
         u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
-        state["sent_lr"] = group["lr"]
         wd, m = group["weight_decay"], group["momentum"]
-        added = Feed(step.gradient, step.clip, step.parameters, wd, momentum=u, factor=m)
+        added = Feed(step.gradient, 1.0, step.parameters, wd, momentum=u, factor=m)
         return Sparse(r, added, unit=group["lr"], masked=u)
 
     @staticmethod
-    def held(state: State, group: Group) -> Sparse | None:
+    def held(state: State, group: Group) -> Sparse:
         """Return the residual; the momentum that is left would be new movement and stays unsent."""
-        if "residual" not in state:
-            return None
-        state["sent_lr"] = group["lr"]
         return Sparse(state["residual"], unit=group["lr"])
-
-    @staticmethod
-    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
-        """``r += s/lr``, with the rate at which it was sent; where that was zero, so was what was sent."""
-        if lr := state.get("sent_lr", group["lr"]):
-            add(memory(state, "residual", like), returned, 1 / lr)

@@ -2,10 +2,9 @@
 
 from typing import Any, ClassVar
 
-import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
+from psclient.methods.base import Group, Sparse, State, Step, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
 from pscore.kernels.base import Feed
 
@@ -19,8 +18,8 @@ class DGS(ParameterServerOptimizer):
         send s = Q(p) of p = top ρ of |r|
         r[sent] = m·p
 
-    What does not arrive, a refused push ``p`` or a quantisation error ``p − s``, comes back as ``r += (1 − m)·p``, so
-    that at every moment ``Σ lr·g = (1 − m)·Σ applied + r``.
+    What does not arrive, a refused push ``p`` or a quantisation error ``p − s``, comes back as ``r += (1 − m)·p`` with
+    the ``m`` of that push, so that at every moment ``Σ lr·g = Σ (1 − m)·applied + r``.
 
     Args:
         params: parameters or param groups, as for any ``torch.optim`` optimizer.
@@ -56,11 +55,6 @@ class DGS(ParameterServerOptimizer):
         return Sparse(r, Feed(step.gradient, lr, step.parameters, lr * wd), keep=m)
 
     @staticmethod
-    def held(state: State, group: Group) -> Sparse | None:
+    def held(state: State, group: Group) -> Sparse:
         """Return the residual: a flush is one step with no gradient and ρ = 1."""
-        return Sparse(state["residual"], keep=group["momentum"]) if "residual" in state else None
-
-    @staticmethod
-    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
-        """``r += (1 − m)·p``."""
-        add(memory(state, "residual", like), returned, 1 - group["momentum"])
+        return Sparse(state["residual"], keep=group["momentum"])

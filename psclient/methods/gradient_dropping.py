@@ -2,10 +2,9 @@
 
 from typing import Any, ClassVar
 
-import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
+from psclient.methods.base import Group, Sparse, State, Step, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
 from pscore.kernels.base import Feed
 
@@ -42,13 +41,3 @@ class GradientDropping(ParameterServerOptimizer):
         """``r += lr·(g + wd·θ)``."""
         lr, wd = group["lr"], group["weight_decay"]
         return Sparse(memory(state, "residual", step.gradient), Feed(step.gradient, lr, step.parameters, lr * wd))
-
-    @staticmethod
-    def held(state: State, group: Group) -> Sparse | None:
-        """Return the residual."""
-        return Sparse(state["residual"]) if "residual" in state else None
-
-    @staticmethod
-    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
-        """``r += p``."""
-        add(memory(state, "residual", like), returned)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError, SparsepsError
 from psclient.gradients import Interrupted, finite, gather
 from psclient.groups import ParamGroups
-from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
+from psclient.methods.base import Group, Sparse, State, Step, Whole, memory
 from psclient.model import TrainedModel
 from psclient.optimizer import Density, ParameterServerOptimizer
 from psclient.stepper import GradientSource
@@ -104,6 +104,11 @@ class Outer(ParameterServerOptimizer):
         return self._deltas.among
 
     @property
+    def unfinished(self) -> bool:
+        """True where the push of a period has met an error, and its last local step is done."""
+        return self._interrupted.holds(self._gradients())
+
+    @property
     def local_steps(self) -> int:
         """Steps of the inner optimizer since the last push."""
         return self._local_steps
@@ -113,7 +118,7 @@ class Outer(ParameterServerOptimizer):
         """Take a local step, and every ``period`` of them push and take the server's answer over.
 
         Args:
-            closure: recomputes the loss, as for any torch optimizer.
+            closure: recomputes the loss; see :meth:`ParameterServerOptimizer.step`.
             samples: not to be given: samples are counted at ``model``'s forward.
 
         Returns:
@@ -127,15 +132,17 @@ class Outer(ParameterServerOptimizer):
         if samples is not None:
             raise ConfigurationError("Outer counts samples at the forward of model=; leave samples out")
         self._require_open()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        self._require_own_gradients()
+        self._compute(closure)
         self._run(self._step)
+        loss, self._loss = self._loss, None
         return loss
 
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        return gather(self._model, self._groups, range(len(self._model.parameters)))
+
     def _step(self) -> None:
-        gradients = gather(self._model, self._groups, range(len(self._model.parameters)))
+        gradients = self._gradients()
         if self._deltas:  # the last push was not brought to its end
             self._push()
         if self._interrupted.holds(gradients):
@@ -222,25 +229,15 @@ class Outer(ParameterServerOptimizer):
             raise ConfigurationError("the server's step has the tensors that the inner optimizer had at the beginning")
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``e = β·e + Δ``; at ρ = 1 all of it is sent."""
         if group["density"] < 1:
             e = memory(state, "residual", step.gradient)
             if group["decay"] != 1:
                 e.mul_(group["decay"])
-            return Sparse(e, Feed(step.gradient, step.clip))
+            return Sparse(e, Feed(step.gradient, 1.0))
         d = step.gradient.float()
-        return state.pop("residual").mul_(group["decay"]).add_(d) if "residual" in state else d.clone()
-
-    @staticmethod
-    def held(state: State, group: Group) -> Sparse | None:
-        """Return the error."""
-        return Sparse(state["residual"]) if "residual" in state else None
-
-    @staticmethod
-    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
-        """``e += s``."""
-        add(memory(state, "residual", like), returned)
+        return Whole(state.pop("residual").mul_(group["decay"]).add_(d) if "residual" in state else d.clone())
 
     # Inner parts
 
@@ -269,6 +266,8 @@ class Outer(ParameterServerOptimizer):
         except SparsepsError as error:
             if not isinstance(error, ServerUnreachableError):
                 self._deltas.clear()
+            if isinstance(error, NonFiniteGradientError):  # the local steps are undone
+                self._interrupted.clear()
             raise
         self._deltas.clear()
         self._begin_here()

@@ -4,11 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch.optim.optimizer import ParamsT
 
 from psclient.errors import ConfigurationError
-from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
+from psclient.methods.base import Group, Sparse, State, Step, Whole, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
 from pscore.kernels.base import Feed
 
@@ -95,22 +94,12 @@ class ServerOptimizer(ParameterServerOptimizer):
             )
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``r += g``; at ρ = 1 all of ``r`` is sent."""
         if group["density"] < 1:
-            return Sparse(memory(state, "residual", step.gradient), Feed(step.gradient, step.clip))
+            return Sparse(memory(state, "residual", step.gradient), Feed(step.gradient, 1.0))
         g = step.gradient.float()
-        return state.pop("residual").add_(g) if "residual" in state else g.clone()
-
-    @staticmethod
-    def held(state: State, group: Group) -> Sparse | None:
-        """Return the residual; the server takes a step with it."""
-        return Sparse(state["residual"]) if "residual" in state else None
-
-    @staticmethod
-    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
-        """``r += s``."""
-        add(memory(state, "residual", like), returned)
+        return Whole(state.pop("residual").add_(g) if "residual" in state else g.clone())
 
 
 def _scheduler(said: tuple[Any, ...] | str) -> dict[str, Any]:

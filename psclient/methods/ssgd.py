@@ -2,10 +2,9 @@
 
 from typing import Any, ClassVar
 
-import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
+from psclient.methods.base import Group, Sparse, State, Step, Whole, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
 from psclient.rounds import Rounds
 from pscore.kernels.base import Feed
@@ -51,15 +50,12 @@ class SSGD(ParameterServerOptimizer):
         super().__init__(params, defaults, density, rounds=rounds or Rounds(), **connection)
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``u = m·u + (g + wd·θ);  r += u``; at ρ = 1 all of ``lr·r`` is sent."""
-        state["sent_lr"] = group["lr"]
         wd, m = group["weight_decay"], group["momentum"]
         if group["density"] < 1:
             u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
-            return Sparse(
-                r, Feed(step.gradient, step.clip, step.parameters, wd, momentum=u, factor=m), unit=group["lr"]
-            )
+            return Sparse(r, Feed(step.gradient, 1.0, step.parameters, wd, momentum=u, factor=m), unit=group["lr"])
         u = step.gradient.float()
         if step.parameters is not None:
             u = u.add(step.parameters.float(), alpha=wd)
@@ -67,19 +63,9 @@ class SSGD(ParameterServerOptimizer):
             u = memory(state, "momentum", u).mul_(m).add_(u)
         if "residual" in state:
             u = state.pop("residual").add_(u)
-        d: torch.Tensor = group["lr"] * u
-        return d
+        return Whole(group["lr"] * u, unit=group["lr"])
 
     @staticmethod
-    def held(state: State, group: Group) -> Sparse | None:
-        """Return the residual."""
-        if "residual" not in state:
-            return None
-        state["sent_lr"] = group["lr"]
+    def held(state: State, group: Group) -> Sparse:
+        """Return the residual, at the rate of now."""
         return Sparse(state["residual"], unit=group["lr"])
-
-    @staticmethod
-    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
-        """``r += s/lr``, with the rate at which it was sent; where that was zero, so was what was sent."""
-        if lr := state.get("sent_lr", group["lr"]):
-            add(memory(state, "residual", like), returned, 1 / lr)

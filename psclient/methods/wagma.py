@@ -6,7 +6,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from psclient.errors import ConfigurationError
-from psclient.methods.base import Group, Sent, Sparse, State, Step, add, memory
+from psclient.methods.base import Group, Sparse, State, Step, Whole, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
 from pscore.kernels.base import Feed
 
@@ -82,7 +82,7 @@ class WAGMA(ParameterServerOptimizer):
         return {**super().agreed_settings(), **self._averaging}
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | torch.Tensor:
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``lr·u``, whole or into the residual."""
         g = step.gradient.float()
         if step.parameters is not None:
@@ -95,14 +95,4 @@ class WAGMA(ParameterServerOptimizer):
             return Sparse(memory(state, "residual", g), Feed(change, 1.0))
         if "residual" in state:
             change.add_(state.pop("residual"))
-        return change
-
-    @staticmethod
-    def held(state: State, group: Group) -> Sparse | None:
-        """Return the residual."""
-        return Sparse(state["residual"]) if "residual" in state else None
-
-    @staticmethod
-    def give_back(state: State, group: Group, returned: Sent, like: torch.Tensor) -> None:
-        """``r += p``."""
-        add(memory(state, "residual", like), returned)
+        return Whole(change)

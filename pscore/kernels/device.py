@@ -101,6 +101,7 @@ class _Job(NamedTuple):
         feed: what is added to ``a`` first, if anything.
         rewritten: where ``keep·value`` is left; ``None``: nowhere.
         keep: what is left of an entry.
+        masked: set to zero where an entry is taken, if anything.
     """
 
     a: torch.Tensor
@@ -108,12 +109,13 @@ class _Job(NamedTuple):
     feed: Feed | None = None
     rewritten: torch.Tensor | None = None
     keep: float = 0.0
+    masked: torch.Tensor | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
         """Everything that is read or written."""
         fed = [] if self.feed is None else [self.feed.gradient, self.feed.parameters, self.feed.momentum]
-        return [self.a, self.b, *fed]
+        return [self.a, self.b, self.masked, *fed]
 
 
 class _Start(NamedTuple):
@@ -168,18 +170,25 @@ class DeviceSelection:
         self._block = block
 
     def take(
-        self, memory: torch.Tensor, feed: Feed | None, k: int, keep: float, state: MutableMapping[str, Any]
+        self,
+        memory: torch.Tensor,
+        feed: Feed | None,
+        k: int,
+        keep: float,
+        state: MutableMapping[str, Any],
+        masked: torch.Tensor | None = None,
     ) -> PendingTaken:
         """Accumulate ``feed``, take about the ``k`` largest entries, and leave ``keep·value`` where one was taken.
 
         Args:
             memory: fp32 ``[n]``, contiguous.
-            feed: what is added first; ``None``: nothing. Its momentum becomes 0 where an entry is taken.
+            feed: what is added first; ``None``: nothing.
             k: entries wanted, at least 1. With ``k ≥ n`` every non-zero goes; otherwise at most ``⌈1.25·k⌉``.
             keep: what is left of an entry that was taken.
             state: what is remembered of this memory.
+            masked: fp32 ``[n]``, becomes 0 where an entry is taken.
         """
-        return self._select(_Job(memory, None, feed, memory, keep), k, state)
+        return self._select(_Job(memory, None, feed, memory, keep, masked), k, state)
 
     def take_difference(
         self, a: torch.Tensor, b: torch.Tensor, k: int, state: MutableMapping[str, Any]
@@ -248,7 +257,7 @@ class DeviceSelection:
             settle(opening=False, remaining=remaining)
         kernels.emit[(blocks,)](
             job.a, job.b, whole, real, counts, places, slot_offsets, slot_values, offsets, values,
-            job.rewritten, None if feed is None else feed.momentum, float(job.keep), n, **shape,
+            job.rewritten, job.masked, float(job.keep), n, **shape,
         )  # fmt: skip
 
 

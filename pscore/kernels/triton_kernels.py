@@ -195,7 +195,7 @@ def settle(
 
 
 @triton.jit
-def _emit_hits(x, index, rank, hit, whole, offsets, values, rewritten, momentum, keep):
+def _emit_hits(x, index, rank, hit, whole, offsets, values, rewritten, masked, keep):
     """Write the hits whose rank lies in the window of those that fit, which may go round the end; see ``settle``."""
     first, emitted = tl.load(whole + FIRST), tl.load(whole + EMITTED)
     wrapped = tl.maximum(first + emitted - tl.load(whole + HITS), 0)
@@ -206,18 +206,18 @@ def _emit_hits(x, index, rank, hit, whole, offsets, values, rewritten, momentum,
     tl.store(values + place, x, mask=chosen)
     if rewritten is not None:
         tl.store(rewritten + index, x * keep, mask=chosen)
-    if momentum is not None:
-        tl.store(momentum + index, tl.zeros_like(x), mask=chosen)
+    if masked is not None:
+        tl.store(masked + index, tl.zeros_like(x), mask=chosen)
 
 
 @triton.jit
 def emit(
-    a, b, whole, real, counts, places, slot_offsets, slot_values, offsets, values, rewritten, momentum, keep, n,
+    a, b, whole, real, counts, places, slot_offsets, slot_values, offsets, values, rewritten, masked, keep, n,
     BLOCK: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
     """Move the hits to the output, sorted, as many as fit.
 
-    Where one is moved, ``rewritten`` becomes ``keep·value`` and ``momentum`` 0; both may be None.
+    Where one is moved, ``rewritten`` becomes ``keep·value`` and ``masked`` 0; both may be None.
     """
     block = tl.program_id(0)
     count = tl.load(counts + block)
@@ -227,10 +227,10 @@ def emit(
         x = _load(a, b, index, index < n)
         hit = tl.abs(x) > tl.load(real + THRESHOLD)
         rank = place + tl.cumsum(hit.to(tl.int32), 0) - 1
-        _emit_hits(x, index, rank, hit, whole, offsets, values, rewritten, momentum, keep)
+        _emit_hits(x, index, rank, hit, whole, offsets, values, rewritten, masked, keep)
     else:
         nth = tl.arange(0, SLOT)
         filled = nth < count
         value = tl.load(slot_values + block * SLOT + nth, mask=filled, other=0.0)
         offset = tl.load(slot_offsets + block * SLOT + nth, mask=filled, other=0)
-        _emit_hits(value, offset, place + nth, filled, whole, offsets, values, rewritten, momentum, keep)
+        _emit_hits(value, offset, place + nth, filled, whole, offsets, values, rewritten, masked, keep)

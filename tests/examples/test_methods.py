@@ -1,6 +1,7 @@
 """Every method by its name on the command line, against a real server."""
 
 import argparse
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,3 +90,49 @@ def test_a_run_at_home_goes_on_where_it_was(tmp_path, schedule):
     parts = run(tmp_path / "parts", 2, True)
     for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("dgs", "cosine"), ("dgs", "step"), ("outer", "cosine"), ("ssgd", "step")]
+)
+def test_a_worker_that_is_resumed_goes_on_at_the_rate_of_the_run(tmp_path, name, schedule):
+    """Its saved state has the rate as it was lowered by then, which is not lowered again."""
+    options = parse("--method", name, "--period", "1", "--density", "0.5", "--schedule", schedule)
+    length = replace(LENGTH, warmup_epochs=0.0, drops=(0.5, 1.5))
+    data = TensorDataset(*make_data(count=128))
+
+    def run(server, out, resume, stops):
+        model = make_model()
+        here = place(server, out, resume)
+        optimizer, clock = methods.make_optimizer(options, model, here, length)
+        checkpoints.load(here, optimizer, clock, model)
+        rates = []
+        for number in stops:
+            rates += epoch(model, optimizer, clock, DataLoader(data, 16))
+            checkpoints.save(here, optimizer, clock, model, number + 1)
+        optimizer.close()
+        return rates
+
+    with psclient.LocalServer() as server:
+        whole = run(server.server, tmp_path / "whole", False, (0, 1))
+    with psclient.LocalServer() as server:
+        parts = run(server.server, tmp_path / "parts", False, (0,)) + run(server.server, tmp_path / "parts", True, (1,))
+    assert parts == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--no-density-warmup",)])
+def test_the_warm_up_of_density_can_be_switched_off(tmp_path, arguments):
+    options, model = parse("--method", "dgc", "--density", "0.02", *arguments), make_model()
+    with psclient.LocalServer() as server:
+        optimizer, clock = methods.make_optimizer(options, model, place(server.server, tmp_path), LENGTH)
+        epoch(model, optimizer, clock, DataLoader(TensorDataset(*make_data(count=16)), 16))
+        assert optimizer.param_groups[0]["density"] == (0.02 if arguments else 0.25)
+        optimizer.close()
+
+
+def test_the_warm_up_of_the_rate_can_be_switched_off():
+    length = methods.Length.of(parse("--warmup-epochs", "0"), 8)
+    for kind in ("cosine", "step"):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.05)
+        methods.build(length.schedule(kind, 1), optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.05

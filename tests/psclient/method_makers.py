@@ -6,7 +6,7 @@ import torch
 
 from psclient.compression import Choice, Tally, compress, empty
 from psclient.methods.asgd import ASGD
-from psclient.methods.base import Sent, Step
+from psclient.methods.base import Sent, Step, give_back
 from psclient.methods.dgc import DGC
 from psclient.methods.dgs import DGS
 from psclient.methods.gradient_dropping import GradientDropping
@@ -29,10 +29,15 @@ def push(name, state, gradient, group, density=1.0, value="fp32", selector=SELEC
 
 def flush(name, state, group):
     """Send everything that a state holds; values travel in fp32 then."""
-    said = METHODS[name].held(state, group)
-    if said is None:
+    if "residual" not in state:
         return Sent(torch.empty(0, dtype=torch.int64), torch.empty(0))
-    return empty(said)
+    return empty(METHODS[name].held(state, group))
+
+
+def come_back(name, state, group, sent, like):
+    """Give back what was sent with these hyper-parameters."""
+    share = METHODS[name].held({"residual": torch.empty(0)}, group).share
+    give_back(state, share, sent, like)
 
 
 def travelled(name, state, group, sent, value, like):
@@ -40,7 +45,7 @@ def travelled(name, state, group, sent, value, like):
     if not sent.values.numel():
         return sent
     arrived = torch.from_numpy(VALUE_FORMATS[VALUE_CODECS[value]].encode(sent.values.numpy())[1].copy())
-    METHODS[name].give_back(state, group, Sent(sent.offsets, sent.values - arrived), like)
+    come_back(name, state, group, Sent(sent.offsets, sent.values - arrived), like)
     return Sent(sent.offsets, arrived)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from method_makers import EPS, METHODS, dense, flush, group, push
+from method_makers import EPS, METHODS, come_back, dense, flush, group, push
 
 from psclient.methods.base import Sent
 from pscore.codecs.names import VALUE_CODECS
@@ -31,7 +31,7 @@ class Ledger:
         self.steps = 0
 
     def held(self):
-        memory = self.state.get("carry" if self.name == "asgd" else "residual")
+        memory = self.state.get("residual")
         return torch.zeros(SIZE).double() if memory is None else memory.double()
 
     def random(self):
@@ -53,7 +53,7 @@ class Ledger:
         payload = dense(sent, SIZE)
         back = torch.where(torch.rand(SIZE, generator=self.generator) < refused, payload, 0)
         if back.any():
-            METHODS[self.name].give_back(self.state, group(lr, self.m), Sent(None, back.clone()), back)
+            come_back(self.name, self.state, group(lr, self.m), Sent(None, back.clone()), back)
         arrived = (payload - back).double()
         self.applied += arrived / lr if self.name == "dgc" else arrived
         self.magnitude += payload.double().abs() / (lr if self.name == "dgc" else 1)
@@ -105,7 +105,7 @@ def test_flushing_nothing_sends_nothing(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_refusal_before_any_step_is_kept_too(name):
     state, payload = {}, torch.arange(5.0)
-    METHODS[name].give_back(state, group(lr=0.5), Sent(None, payload.clone()), payload)
+    come_back(name, state, group(lr=0.5), Sent(None, payload.clone()), payload)
     torch.testing.assert_close(dense(flush(name, state, group(lr=0.5)), 5), payload)
 
 
@@ -121,7 +121,7 @@ def test_a_push_refused_whole_leaves_the_residual_as_if_it_had_not_been_sent(nam
     for seed in range(10):
         g = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
         sent = push(name, sending, g, group(0.25), 0.2)
-        METHODS[name].give_back(sending, group(0.25), sent, g)
+        come_back(name, sending, group(0.25), sent, g)
         push(name, waiting, g, group(0.25), selector=choose_nothing)
     torch.testing.assert_close(sending["residual"], waiting["residual"], rtol=1e-5, atol=1e-6)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from method_makers import EPS, METHODS, REFERENCES, SIZES, SPARSE, dense, gradients, group, push, rates
+from method_makers import EPS, METHODS, REFERENCES, SIZES, SPARSE, come_back, dense, gradients, group, push, rates
 from torch import nn
 
 from psclient.methods.base import Sent
@@ -48,7 +48,7 @@ def test_what_is_sent_does_not_change_afterwards(name):
     first = push(name, state, torch.ones(50), group(momentum=0.5), 0.5)
     kept = first.values.clone()
     push(name, state, torch.ones(50), group(momentum=0.5), 0.5)
-    METHODS[name].give_back(state, group(momentum=0.5), Sent(None, torch.ones(50)), torch.ones(50))
+    come_back(name, state, group(momentum=0.5), Sent(None, torch.ones(50)), torch.ones(50))
     assert torch.equal(first.values, kept)
 
 
@@ -117,7 +117,7 @@ def test_a_zero_learning_rate_moves_nothing(name):
         sent = push(name, state, g, group(0.0, 0.9), 0.1)
         assert not dense(sent, 100).any()
         assert bool(sent.values.isfinite().all())
-    METHODS[name].give_back(state, group(0.0, 0.9), Sent(None, torch.zeros(100)), torch.zeros(100))
+    come_back(name, state, group(0.0, 0.9), Sent(None, torch.zeros(100)), torch.zeros(100))
     memories = [memory for memory in state.values() if isinstance(memory, torch.Tensor)]
     assert all(bool(memory.isfinite().all()) for memory in memories)
 

@@ -69,7 +69,17 @@ def test_a_status_arrives_whole():
     report = StepReport(7, version=9, reply_mode="topk", changed_density=0.25)
     report.seconds["wait"] = 1.5
     status = NodeStatus(
-        9, True, 3, "node", "run", "host:1", report, Totals(samples=5), {"lr": 0.1, "nesterov": False}, 1 << 5000 | 5
+        9,
+        True,
+        True,
+        3,
+        "node",
+        "run",
+        "host:1",
+        report,
+        Totals(samples=5),
+        {"lr": 0.1, "nesterov": False},
+        1 << 5000 | 5,
     )
     assert through(status) == status
 

@@ -10,7 +10,7 @@ from torch import nn
 import psclient
 from psclient.compression import Choice, Tally, compress, empty
 from psclient.errors import ConfigurationError
-from psclient.methods.base import Sent, Step
+from psclient.methods.base import Sent, Step, give_back
 from psclient.methods.wagma import WAGMA
 from pscore.selectors import SELECTORS
 
@@ -64,7 +64,7 @@ def test_what_was_accumulated_is_applied_or_still_held(history, nesterov, seed):
         u = 0.9 * u + g.double()
         accumulated += 0.1 * (g + 0.9 * u if nesterov else u)
         back = torch.where(torch.rand(SIZE, generator=generator) < refused, payload, 0)
-        WAGMA.give_back(state, hyper, Sent(None, back), g)
+        give_back(state, 1.0, Sent(None, back), g)
         applied += (payload - back).double()
         size += payload.abs() + u.abs()
     held = WAGMA.held(state, group())

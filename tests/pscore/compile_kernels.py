@@ -48,7 +48,7 @@ def main(capability):
     ]
     moved = [
         machine_code(kernels.emit, capability, **absent, **shape)
-        for absent in ({"b": None}, {"b": None, "momentum": None}, {"rewritten": None, "momentum": None})
+        for absent in ({"b": None}, {"b": None, "masked": None}, {"rewritten": None, "masked": None})
     ]
     for opening, remaining in ((True, 0), (True, 3), (False, 1), (False, 0)):
         machine_code(kernels.settle, capability, warps=4, OPENING=opening, REMAINING=remaining, TILE=2048)

@@ -53,7 +53,7 @@ def check_against_reference(select, memory, feed, twin_momentum, k, keep, state)
     n = memory.numel()
     twin = memory.clone()
     twin_feed = feed and Feed(feed.gradient, feed.scale, feed.parameters, feed.decay, twin_momentum, feed.factor)
-    pending = select.take(memory, feed, k, keep, state)
+    pending = select.take(memory, feed, k, keep, state, feed and feed.momentum)
     taken = pending.collect()
     found = reference.take(twin, twin_feed, pending.threshold, keep, capacity_of(n, k), turn_of(state))
     expected, hits = found.taken, found.above

@@ -142,12 +142,19 @@ def outlasts_a_standstill(rank: int, server: str, server_pid: str) -> Any:
         if rank == 0:
             os.kill(int(server_pid), signal.SIGSTOP)
         x, y = half(rank)
-        found["error"] = described(caught(lambda: train_step(ddp, optimizer, x, y)))
+        calls: list[int] = []
+
+        def closure() -> str:
+            calls.append(len(calls))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(x), y).backward()
+            return f"loss {calls[-1]}"
+
+        found["error"] = described(caught(lambda: optimizer.step(closure)))
         if rank == 0:
             os.kill(int(server_pid), signal.SIGCONT)
         dist.barrier()
-        optimizer.step()  # the same gradients, which are pushed once
-        train_step(ddp, optimizer, x, y)
+        found["losses"] = [optimizer.step(closure), optimizer.step(closure)]  # the first has been pushed
         found |= {"version": optimizer.version, "samples": optimizer.totals.samples, "parameters": parameters(ddp)}
     return found
 
@@ -168,6 +175,51 @@ def two_nodes(rank: int, server: str) -> Any:
     dist.barrier()
     optimizer.close()
     return found
+
+
+def _first_step(make: Callable[[nn.Module], torch.optim.Optimizer], rank: int, wrap: str, **ddp: Any) -> Any:
+    """Make an optimizer over a model that DDP wraps before, after or never; return what its first step has met."""
+    model = make_model(0, batch_norm=False)
+    trained: nn.Module = DistributedDataParallel(model, **ddp) if wrap == "before" else model
+    optimizer = make(model)
+    if wrap == "after":
+        trained = DistributedDataParallel(model, **ddp)
+    error = caught(lambda: train_step(trained, optimizer, *half(rank)))
+    optimizer.close()
+    return {"error": described(error)}
+
+
+def averages_without_a_node(rank: int, named: str, outer: str, bare: str, legitimate: str) -> Any:
+    """Scripts that use DDP and forget NodeOptimizer, and others that only look like it; servers by what they train."""
+    name: dict[str, Any] = {"worker": f"w{rank}", "settings": QUICK}
+    alone = next(group for member in range(2) if (group := dist.new_group([member])) and member == rank)
+    wrapped = DistributedDataParallel(make_model(0, batch_norm=False))
+
+    def constructed(model: nn.Module) -> Any:
+        options = {"lr": 0.1, "model": model, "server": named}
+        return {"error": described(caught(lambda: psclient.DGS(wrapped.parameters(), **options, **name)))}
+
+    def sparse(server: str, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+        return lambda model: psclient.DGS(model.parameters(), 0.1, model=model, server=server, **options, **name)
+
+    def local(model: nn.Module) -> psclient.Outer:
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        return psclient.Outer(inner, 1, model=model, server=outer, **name)
+
+    def without_model(model: nn.Module) -> psclient.DGS:
+        return psclient.DGS(model.parameters(), 0.1, server=bare, **name)
+
+    return {
+        "model is the DDP": constructed(wrapped),
+        "compiled DDP": constructed(torch.compile(wrapped)),
+        "wrapped before": _first_step(sparse(named), rank, "before"),
+        "wrapped after": _first_step(sparse(named), rank, "after"),
+        "overlap": _first_step(sparse(named, overlap=True), rank, "after"),
+        "local steps": _first_step(local, rank, "after"),
+        "bare parameters": _first_step(without_model, rank, "before"),
+        "no DDP": _first_step(sparse(legitimate), rank, "never"),
+        "DDP alone": _first_step(sparse(legitimate), rank, "before", process_group=alone),
+    }
 
 
 def _is_left(rank: int, server: str, victim: int, number: signal.Signals, *, amid: bool = False) -> Any:

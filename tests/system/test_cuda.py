@@ -113,7 +113,7 @@ def test_device_selection_has_the_bits_of_the_reference(dtype, momentum, no_wait
     for step in range(10):
         gradient = torch.randn(n, device=cuda).to(dtype)
         with no_waiting():
-            pending = select.take(memory, Feed(gradient, 0.1, parameters, 1e-4, u, 0.9), k, 0.5, state)
+            pending = select.take(memory, Feed(gradient, 0.1, parameters, 1e-4, u, 0.9), k, 0.5, state, u)
         taken = pending.collect()
         turn = state["turn"] * (5**0.5 - 1) / 2 % 1.0
         feed = Feed(gradient, 0.1, parameters, 1e-4, twin_u, 0.9)

@@ -90,6 +90,7 @@ def test_a_node_goes_on_after_its_server_was_silent(tmp_path):
         leader, follower = launch("outlasts_a_standstill", 2, tmp_path, server.server, pid)
         assert leader["error"] == follower["error"]
         assert leader["error"][0] == "ServerUnreachableError"
+        assert leader["losses"] == follower["losses"] == ["loss 0", "loss 1"]
         assert leader["error"][2]["address"] == server.addresses[0]
         assert (leader["version"], leader["samples"]) == (follower["version"], follower["samples"]) == (3, 3 * 256)
         assert status(server).samples == 3 * 256
@@ -105,6 +106,21 @@ def test_two_nodes_share_one_server(tmp_path):
         assert_equal(*(rank["parameters"] for rank in found), of_server(server, make_model(batch_norm=False)))
     assert [rank["worker"] for rank in found] == ["rank-0", "rank-0", "rank-2", "rank-2"]
     assert [(rank["version"], rank["live"], rank["samples"]) for rank in found] == [(8, 2, 1024)] * 4
+
+
+def test_gradients_that_ddp_has_averaged_are_refused_without_a_node(tmp_path):
+    """Each rank would push the same mean. Who wraps nothing, or in a group of one, is a worker by itself."""
+    with LocalServer() as a, LocalServer() as b, LocalServer() as c, LocalServer() as d:
+        ranks = launch("averages_without_a_node", 2, tmp_path, a.server, b.server, c.server, d.server)
+        assert [status(server).version for server in (a, b, c, d)] == [0, 0, 0, 4]
+    for found in ranks:
+        for name in ("no DDP", "DDP alone"):
+            assert found.pop(name)["error"][0] == "NoneType"
+        for name, outcome in found.items():
+            kind, message, _ = outcome["error"]
+            assert kind == "ConfigurationError", name
+            assert "NodeOptimizer" in message
+            assert "docs/nodes.md" in message
 
 
 SURVIVORS = {

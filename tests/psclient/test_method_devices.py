@@ -1,0 +1,50 @@
+"""Methods on the device path, by Triton's interpreter where there is no GPU, do what they do on the host."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from psclient.compression import Choice, Tally, compress
+from psclient.methods.base import Step
+from psclient.methods.dgc import DGC
+from psclient.methods.dgs import DGS
+from psclient.methods.gradient_dropping import GradientDropping
+from psclient.methods.ssgd import SSGD
+from pscore.kernels.device import DeviceSelection
+from pscore.selectors import SELECTORS
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZE, LR, MOMENTUM, DENSITY = 2000, 0.5, 0.9, 0.05
+GROUP = {"lr": LR, "momentum": MOMENTUM, "weight_decay": 0.0, "density": DENSITY}
+CHOICES = {
+    "host": Choice(SELECTORS["warm"], "tensor", 0, on_device=lambda _: None),
+    "device": Choice(SELECTORS["warm"], "tensor", 0, on_device=lambda _: DeviceSelection(DEVICE, block=256)),
+}
+
+
+@pytest.mark.parametrize("path", CHOICES)
+@pytest.mark.parametrize("method", [SSGD, DGC, DGS, GradientDropping], ids=lambda method: method.name)
+def test_residual_and_momentum_follow_the_recurrence(method, path):
+    """What is selected depends on the path; what becomes of it does not."""
+    state = {}
+    u, r = torch.zeros(SIZE), torch.zeros(SIZE)
+    for seed in range(6):
+        g = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+        said = method.accumulate(state, GROUP, Step(g.to(DEVICE), None))
+        [sent] = compress([(said, state)], DENSITY, CHOICES[path], Tally())
+        offsets, values = sent.offsets.cpu(), sent.values.cpu()
+        assert abs(offsets.numel() - SIZE * DENSITY) <= 0.3 * SIZE * DENSITY
+        if method in (SSGD, DGC):
+            u = MOMENTUM * u + g
+            r = r + u
+            torch.testing.assert_close(values, LR * r[offsets])
+            r[offsets] = 0
+            if method is DGC:
+                u[offsets] = 0  # factor masking, which SSGD has none of
+            torch.testing.assert_close(state["momentum"].cpu(), u)
+        else:
+            r = r + LR * g
+            torch.testing.assert_close(values, r[offsets])
+            r[offsets] = MOMENTUM * r[offsets] if method is DGS else 0.0
+        torch.testing.assert_close(state["residual"].cpu(), r)
