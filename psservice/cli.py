@@ -217,10 +217,18 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
     from pscore.addresses import AddressError  # late: the parser answers --help without loading gRPC
     from pscore.channels import ChannelError, Security
     from pscore.discovery import DiscoveryError, find
+    from pscore.variables import unknown_variables
     from psservice.operate import commands, drain, shown
     from psservice.operate.calls import Lines, OperateError
     from psservice.operate.top import top
 
+    mistyped = [
+        *unknown_variables("PSCLIENT_TLS_", ("ca", "cert", "key", "server_name")),
+        *unknown_variables("PSCLIENT_TOKEN", ("", "_file")),
+    ]
+    if mistyped:
+        shown.say("\n".join(mistyped), failed=True)
+        return EXIT_USAGE
     security = Security(
         options.tls_ca,
         options.tls_cert,
