@@ -76,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         "--interval-seconds", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks (default 2)"
     )
     health = commands.add_parser("health", help="ask a server's health port; exit status 0 if it serves, 1 if not")
-    health.add_argument("address", nargs="?", metavar="ADDRESS", help="its --health-listen (default 127.0.0.1:50052)")
+    health.add_argument(
+        "address", metavar="ADDRESS", help="HOST:PORT: its --health-listen, or its --listen without TLS"
+    )
     health.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
     target = restore.add_mutually_exclusive_group(required=True)
     target.add_argument("--version", type=_version, metavar="V", help="version of each shard to go back to")
@@ -274,13 +276,12 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
 def _health(options: argparse.Namespace) -> int:
     from psservice import healthcheck
 
-    address = options.address or healthcheck.DEFAULT_ADDRESS
     try:
-        healthcheck.check(address, options.timeout)
+        healthcheck.check(options.address, options.timeout)
     except healthcheck.UnhealthyError as error:
         print(f"psservice health: {escaped(str(error))}", file=sys.stderr)
         return EXIT_UNABLE
-    print(f"{address}: serving")
+    print(f"{options.address}: serving")
     return EXIT_DONE
 
 

@@ -27,7 +27,7 @@ _KINDS = {"str": "NAME", "int": "N", "float": "NUMBER", "Path": "FILE"}
 """What any other flag takes, by the type of its setting."""
 
 
-class SettingsError(Exception):
+class SettingsError(ValueError):
     """A setting is unknown or out of range; the message names it."""
 
 
@@ -40,12 +40,17 @@ class ServerSettings(LayeredSettings):
         env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
     )
 
-    listen: str = Field("127.0.0.1:50051", description="HOST:PORT for workers; port 0 picks a free one")
+    listen: str = Field(
+        "127.0.0.1:50051", description="HOST:PORT for workers; port 0 picks a free one from 20000 to 29999"
+    )
     health_listen: str = Field(
-        "127.0.0.1:50052", description="HOST:PORT of the plaintext gRPC health service; empty for none"
+        "127.0.0.1:0",
+        description="HOST:PORT of the plaintext gRPC health service; port 0 likewise, and the log says which; empty for "
+        "none",
     )
     metrics_listen: str = Field(
-        "127.0.0.1:9464", description="HOST:PORT of the Prometheus metrics and the status page; empty for none"
+        "127.0.0.1:0",
+        description="HOST:PORT of the Prometheus metrics and the status page; port 0 likewise; empty for none",
     )
     tls_cert: Path | None = Field(None, description="the server's certificate chain (PEM); turns on TLS for workers")
     tls_key: Path | None = Field(None, description="its key (PEM)")
