@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from google.protobuf.message import Message
+
 from pscore.reasons import Reason
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate import shown
@@ -12,7 +14,7 @@ from psservice.operate.fleet import Look, disagreement, look
 
 
 class MixedShardsError(Exception):
-    """The addresses are not those of different shards of one run; nothing was done."""
+    """The addresses are not those of all shards of one run, each once; nothing was done."""
 
 
 def status(lines: Lines, *, as_json: bool) -> int:
@@ -41,17 +43,18 @@ def workers(lines: Lines, *, as_json: bool) -> int:
 
 def finish(lines: Lines, *, as_json: bool) -> int:
     """End the run at each shard that answers; print the last version and where the final model is."""
+    every = ",".join(lines.addresses)
 
     def words(answer: pb.FinishRunResponse) -> str:
-        model = answer.final_model or "not written (start the server with --final-model)"
+        model = answer.final_model or f"not written without --final-model; `psclient save {every} --out FILE` does it"
         return f"finished at version {answer.version}; final model: {model}"
 
-    return report(lines.all("FinishRun", pb.FinishRunRequest()), words, as_json=as_json)
+    return report(ask_all(lines, one_run(lines), "FinishRun", pb.FinishRunRequest()), words, as_json=as_json)
 
 
 def snapshot(lines: Lines, *, as_json: bool) -> int:
     """Take one checkpoint over all shards; where one does not answer, none is taken."""
-    found = one_run(lines, whole=True)
+    found = one_run(lines)
     if found.errors:
         return _nothing_done(found, "no snapshot was taken", as_json=as_json)
 
@@ -63,7 +66,7 @@ def snapshot(lines: Lines, *, as_json: bool) -> int:
 
 def restore(lines: Lines, *, as_json: bool, version: int | None, checkpoint: str) -> int:
     """Take every shard back to a version or a checkpoint; where one does not answer, none is."""
-    found = one_run(lines, whole=True)
+    found = one_run(lines)
     if found.errors:
         return _nothing_done(found, "no shard was taken back", as_json=as_json)
     request = pb.RestoreModelRequest(checkpoint=checkpoint)
@@ -78,7 +81,8 @@ def restore(lines: Lines, *, as_json: bool, version: int | None, checkpoint: str
 
 def evict(lines: Lines, *, as_json: bool, worker_id: str, ban_seconds: float) -> int:
     """End a worker's lease at every shard; shards that know nothing of it are no failure if another one does."""
-    outcomes = lines.all("EvictWorker", pb.EvictWorkerRequest(worker_id=worker_id, ban_seconds=ban_seconds))
+    request = pb.EvictWorkerRequest(worker_id=worker_id, ban_seconds=ban_seconds)
+    outcomes = ask_all(lines, one_run(lines), "EvictWorker", request)
     strangers = [each for each in outcomes if each.error is not None and each.error.reason is Reason.NO_SUCH_WORKER]
     ban = f", kept out for {ban_seconds:g} s" if ban_seconds else ""
 
@@ -114,25 +118,27 @@ def take_snapshots(lines: Lines, addresses: Sequence[str]) -> list[Outcome]:
     return outcomes
 
 
-def one_run(lines: Lines, *, whole: bool = False) -> Look:
-    """Look at all shards.
-
-    Args:
-        lines: to the shards.
-        whole: whether no shard of the run may be left out.
+def one_run(lines: Lines) -> Look:
+    """Look at all shards before anything is done to one.
 
     Raises:
-        MixedShardsError: those that answer do not belong together, or are not all.
+        MixedShardsError: those that answer do not belong together, or are not all that the run has.
     """
     found = look(lines)
     if wrong := disagreement(found.reached):
         raise MixedShardsError(f"{wrong}; nothing was done. Give the addresses of one run's shards, each once")
     total = max((status.num_shards for status in found.reached.values()), default=0)
-    if whole and len(lines.addresses) < total:
+    if len(lines.addresses) < total:
         raise MixedShardsError(
             f"{len(lines.addresses)} of the run's {total} shards were named; nothing was done. Give all addresses"
         )
     return found
+
+
+def ask_all(lines: Lines, found: Look, rpc: str, request: Message) -> list[Outcome]:
+    """Ask every shard that has answered a look; what the others said to that is their outcome."""
+    asked = {each.address: each for each in lines.all(rpc, request, [*found.reached])}
+    return [asked.get(shard.address, Outcome(shard.address, error=shard.error)) for shard in found.shards]
 
 
 def _nothing_done(found: Look, what: str, *, as_json: bool) -> int:
