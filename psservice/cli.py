@@ -43,6 +43,7 @@ _COMMANDS = {
     "workers": ("show the workers of all shards in one table", 10.0),
     "finish": ("end the run: pushes are refused, the final model is written", 10.0),
     "snapshot": ("take a checkpoint over all shards now", 300.0),
+    "checkpoints": ("list the checkpoints that the shards keep, or delete one that has a name", 30.0),
     "restore": ("take the shards back to a version or a checkpoint; workers follow", 300.0),
     "drain": ("close the shards to what is new, finish what is under way, take a last checkpoint", 300.0),
     "evict": ("end a worker's lease, and perhaps keep it out for a time", 10.0),
@@ -71,6 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="run a server (see psservice serve --help)")
     made = {name: _operating(commands, name, what, seconds) for name, (what, seconds) in _COMMANDS.items()}
     top, restore, drain, evict = made["top"], made["restore"], made["drain"], made["evict"]
+    made["snapshot"].add_argument(
+        "--name", type=_checkpoint_name, default="", metavar="NAME", help="keep it under this name until it is deleted"
+    )
+    made["checkpoints"].add_argument("--delete", type=_name, default="", metavar="NAME", help="delete this one")
     top.add_argument("--once", action="store_true", help="show one frame; the same where stdout is no terminal")
     top.add_argument(
         "--interval-seconds", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks (default 2)"
@@ -165,6 +170,15 @@ def _name(text: str) -> str:
     return text
 
 
+def _checkpoint_name(text: str) -> str:
+    """Read a name for a checkpoint, which must not look like an id that a server draws."""
+    from psservice.checkpoints import place_of
+
+    if place_of(text) is not None:
+        raise argparse.ArgumentTypeError(f"{text!r} looks like an id that a server draws")
+    return _name(text)
+
+
 def _add_security(command: argparse.ArgumentParser) -> None:
     """Add how a server is reached that asks for TLS or a token; the environment is that of the workers."""
     for name, what, metavar in (
@@ -220,7 +234,7 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
     from pscore.channels import ChannelError, Security
     from pscore.discovery import DiscoveryError, find
     from pscore.variables import unknown_variables
-    from psservice.operate import commands, drain, shown
+    from psservice.operate import checkpoints, commands, drain, shown
     from psservice.operate.calls import Lines, OperateError
     from psservice.operate.top import top
 
@@ -246,7 +260,12 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
         ),
         "workers": lambda lines: commands.workers(lines, as_json=options.json),
         "finish": lambda lines: commands.finish(lines, as_json=options.json),
-        "snapshot": lambda lines: commands.snapshot(lines, as_json=options.json),
+        "snapshot": lambda lines: commands.snapshot(lines, as_json=options.json, name=options.name),
+        "checkpoints": lambda lines: (
+            checkpoints.delete(lines, as_json=options.json, checkpoint=options.delete)
+            if options.delete
+            else checkpoints.show(lines, as_json=options.json)
+        ),
         "restore": lambda lines: commands.restore(
             lines, as_json=options.json, version=options.version, checkpoint=options.checkpoint
         ),

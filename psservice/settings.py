@@ -45,7 +45,7 @@ class ServerSettings(LayeredSettings):
     )
     health_listen: str = Field(
         "127.0.0.1:0",
-        description="HOST:PORT of the plaintext gRPC health service; port 0 likewise, the log says which; empty for none",
+        description="HOST:PORT of the plaintext gRPC health service; port 0 likewise, as logged; empty for none",
     )
     metrics_listen: str = Field(
         "127.0.0.1:0",

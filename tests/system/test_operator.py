@@ -15,6 +15,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import psclient
+from psclient.cli import main as psclient_main
 from psclient.errors import EvictedError
 from psclient.local import LocalServer
 from pscore.frames import Checksum, WireForm, encode
@@ -441,6 +442,18 @@ def test_a_name_without_a_lease_is_kept_out_before_it_comes(two_shards, worker, 
     code, printed = run(capsys, "evict", "intruder", two_shards.server)
     assert (code, "is kept out no longer" in printed.out) == (0, True)
     assert run(capsys, "evict", "intruder", two_shards.server)[0] == 3, "neither here nor kept out"
+
+
+def test_the_end_of_a_run_without_a_final_model_names_what_writes_it(tmp_path, capsys):
+    with LocalServer(shards=2) as server:
+        model = make_model(batch_norm=False)
+        optimizer = psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server.server, settings=QUICK)
+        train_step(model, optimizer, *make_data())
+        code, printed = run(capsys, "finish", *reversed(server.addresses))
+        assert code == 0
+        (command, *_) = re.findall(r"`psclient (save [^`]*) --out FILE`", printed.out)
+        assert psclient_main([*command.split(), "--out", str(tmp_path / "model.safetensors")]) == 0
+        optimizer.close()
 
 
 def test_drain_and_stop_ends_the_process_and_the_run_goes_on_from_its_disk(tmp_path, capsys):
