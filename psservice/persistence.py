@@ -123,6 +123,14 @@ class Persistence:
             if time.monotonic() - said > _PROGRESS_SECONDS:
                 said = time.monotonic()
                 log.info("replaying the journal", extra={"version": version, "records": history.replayed})
+        if past.lost:
+            log.error(
+                "went back to the last good version",
+                extra={
+                    "version": history.model.version,
+                    "versions_dropped": f"at least {history.versions_dropped()}",
+                },
+            )
         resettled = history.settle()
         history.remember_supports()
         if self._settings.fsync != "never":  # the next segment's promise is for what is served from now on, old or new
