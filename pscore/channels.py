@@ -123,8 +123,8 @@ def open_channel(address: str, security: Security, options: OptionPairs = (), he
         host = address.removeprefix("dns:///").rpartition(":")[0].strip("[]")
         if token and not is_loopback(host):
             raise ChannelError(
-                f"the token would travel to {address} in plaintext; name the server's CA (--tls-ca, PSCLIENT_TLS_CA), or "
-                "use no token"
+                f"the token would travel to {address} in plaintext; name the server's CA (--tls-ca, PSCLIENT_TLS_CA), "
+                "or use no token"
             )
         if token:  # gRPC would go through the proxy of the environment, to loopback too, and the token with it
             options = [*options, ("grpc.enable_http_proxy", 0)]
