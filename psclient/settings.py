@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from psclient.errors import ConfigurationError
@@ -22,7 +22,13 @@ AUTO = "auto"
 
 
 class ClientSettings(LayeredSettings):
-    """How a worker finds its server, how long it waits, and how it cuts and writes a push."""
+    """How a worker finds its server, how long it waits, and how it cuts and writes a push.
+
+    Raises:
+        ConfigurationError: a setting is unknown or out of range, or the YAML file cannot be read.
+    """
+
+    failure = ConfigurationError
 
     model_config = SettingsConfigDict(env_prefix="PSCLIENT_", frozen=True, extra="forbid")
 
@@ -103,19 +109,9 @@ def load(**overrides: object) -> ClientSettings:
     """Read the settings; ``overrides`` that are not ``None`` win over everything.
 
     Raises:
-        ConfigurationError: a value is out of range or of the wrong kind.
+        ConfigurationError: see :class:`ClientSettings`.
     """
-    try:
-        settings = ClientSettings(**{name: value for name, value in overrides.items() if value is not None})  # type: ignore[arg-type]
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = "_".join(str(part) for part in problem["loc"])
-        raise ConfigurationError(
-            f"setting {name} (PSCLIENT_{name.upper()}): {problem['msg'].removeprefix('Value error, ')}"
-        ) from error
-    except OSError as error:
-        raise ConfigurationError(f"PSCLIENT_CONFIG: {error}") from error
-    return settings
+    return ClientSettings(**{name: value for name, value in overrides.items() if value is not None})  # type: ignore[arg-type]
 
 
 def resolve(settings: ClientSettings | None, server: str | None, worker: str | None) -> ClientSettings:

@@ -1,15 +1,21 @@
 """Channels to a server: plaintext or TLS, with or without a bearer token; the same for workers and operators."""
 
 import ipaddress
+import logging
 import ssl
+import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 
 from pscore.names import escaped
+
+log = logging.getLogger(__name__)
 
 OptionPairs = Sequence[tuple[str, Any]]
 Headers = Sequence[tuple[str, str]]
@@ -48,10 +54,19 @@ class Security:
             if not self.token.isascii() or not self.token.isprintable():
                 raise ChannelError("the token holds characters that no header can; is PSCLIENT_TOKEN one line?")
             return self.token
+        warn_of_readers(self.token_file)
         token = _read(self.token_file, "token").decode("utf-8", "replace").strip()
         if not token or not token.isascii() or not token.isprintable():
             raise ChannelError(f"{self.token_file} does not hold one line with a token")
         return token
+
+
+@cache
+def warn_of_readers(path: Path) -> None:
+    """Warn, once in a process, of a secret that everybody on this machine can read; a file that is missing is none."""
+    with suppress(OSError):
+        if path.stat().st_mode & stat.S_IROTH:
+            log.warning("every user of this machine can read %s: chmod o-r %s", path, path)
 
 
 _ADVICE = (
@@ -116,18 +131,24 @@ def open_channel(address: str, security: Security, options: OptionPairs = (), he
     token = security.read_token()
     if security.ca is None:
         if security.cert or security.key:
-            raise ChannelError("a client certificate needs TLS: name the server's CA too (tls_ca)")
+            raise ChannelError("a client certificate needs TLS: name the server's CA too (--tls-ca, PSCLIENT_TLS_CA)")
         host = address.removeprefix("dns:///").rpartition(":")[0].strip("[]")
         if token and not is_loopback(host):
             raise ChannelError(
-                f"the token would travel to {address} in plaintext; name the server's CA (tls_ca), or use no token"
+                f"the token would travel to {address} in plaintext; name the server's CA (--tls-ca, PSCLIENT_TLS_CA), "
+                "or use no token"
             )
         if token:  # gRPC would go through the proxy of the environment, to loopback too, and the token with it
             options = [*options, ("grpc.enable_http_proxy", 0)]
         channel = grpc.insecure_channel(address, options=options)
     else:
         if (security.cert is None) != (security.key is None):
-            raise ChannelError("a client certificate and its key are given together (tls_cert, tls_key)")
+            raise ChannelError(
+                "a client certificate and its key are given together (--tls-cert and --tls-key, PSCLIENT_TLS_CERT and "
+                "PSCLIENT_TLS_KEY)"
+            )
+        if security.key:
+            warn_of_readers(security.key)
         credentials = grpc.ssl_channel_credentials(
             _read(security.ca, "CA"),
             _read(security.key, "key") if security.key else None,
@@ -154,14 +175,16 @@ def _check_files(ca: Path, cert: Path | None, key: Path | None) -> None:
     try:
         context.load_verify_locations(ca)
     except ssl.SSLError as error:
-        raise ChannelError(f"{ca} holds no certificate of a CA in PEM form (tls_ca): {error.reason}") from error
+        raise ChannelError(
+            f"{ca} holds no certificate of a CA in PEM form (--tls-ca, PSCLIENT_TLS_CA): {error.reason}"
+        ) from error
     if cert is not None and key is not None:
         try:
             context.load_cert_chain(cert, key, password="")  # a key with a password is refused, and not asked for
         except ssl.SSLError as error:
             raise ChannelError(
-                f"{cert} and {key} are not a certificate and its key in PEM form without a password (tls_cert, tls_key)"
-                f": {error.reason or error}"
+                f"{cert} and {key} are not a certificate and its key in PEM form without a password: "
+                f"{error.reason or error}"
             ) from error
 
 

@@ -1,19 +1,79 @@
 """Settings from several sources: explicit values, then the environment, then a YAML file, then defaults.
 
-Server and worker read their settings by the same rule; this is the rule.
+Server and worker read their settings by the same rule; this is the rule. A name that is no setting is refused in all of
+them, and a value that cannot be is named as it was given.
 """
 
+import os
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, YamlConfigSettingsSource
 from yaml import YAMLError
 
+from pscore.variables import unknown, unknown_variables
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
 
 class LayeredSettings(BaseSettings):
-    """Base of a program's settings; a subclass sets ``env_prefix`` and its fields."""
+    """Base of a program's settings; a subclass sets ``env_prefix``, :attr:`failure` and its fields.
+
+    Raises:
+        failure: a setting is unknown, its value cannot be, or the YAML file cannot be read.
+    """
+
+    failure: ClassVar[type[Exception]]
+    """What is raised."""
 
     config: Path | None = Field(None, description="YAML file with any of these settings")
+
+    def __init__(self, **given: Any) -> None:
+        """Read all sources; ``given`` wins."""
+        names = type(self).model_fields
+        if lines := unknown_variables(str(self.model_config["env_prefix"]), names):
+            raise self.failure("\n".join(lines))
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            lines = []
+            for problem in error.errors():
+                name, *inner = (str(part) for part in problem["loc"] or ("",))
+                form = self._form_of(name, given)
+                message = problem["msg"].removeprefix("Value error, ")
+                if problem["type"] == "extra_forbidden":
+                    lines.append(unknown(name, names, form))
+                else:
+                    lines.append(f"{'.'.join([form(name), *inner])}: {message}" if name else message)
+            raise self.failure("\n".join(lines)) from error
+
+    @staticmethod
+    def explicit(name: str) -> str:
+        """Write a setting's name as a caller gives it explicitly."""
+        return f"{name}="
+
+    @classmethod
+    def _form_of(cls, name: str, given: dict[str, Any]) -> Callable[[str], str]:
+        """Return how names are written in the source that a setting has come from."""
+        prefix = str(cls.model_config["env_prefix"])
+        variables = {variable.upper() for variable in os.environ}
+        if name in given:
+            return cls.explicit
+        if prefix + name.upper() in variables:
+            return lambda each: prefix + each.upper()
+        config = given.get("config") or os.environ.get(f"{prefix}CONFIG")
+        return lambda each: f"{each} in {config}" if each == name else each
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_urls(cls, value: Any, info: Any) -> Any:
+        annotation = cls.model_fields[info.field_name].annotation
+        if annotation in (Path, Path | None) and value is not None and _URL.match(str(value)):
+            raise ValueError(f"{str(value)!r} is a URL; name a path on this machine (a remote disk may be mounted)")
+        return value
 
     @classmethod
     def settings_customise_sources(
@@ -24,17 +84,13 @@ class LayeredSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Order the sources; explicit values or the environment name the YAML file.
-
-        Raises:
-            OSError: there is no such file, or it is not a mapping.
-        """
+        """Order the sources; explicit values or the environment name the YAML file."""
         config = init_settings().get("config") or env_settings().get("config")
         if not config:
             return init_settings, env_settings
         if not Path(config).is_file():
-            raise FileNotFoundError(f"no such file: {config}")
+            raise cls.failure(f"config: no such file: {config}")
         try:
             return init_settings, env_settings, YamlConfigSettingsSource(settings_cls, yaml_file=config)
-        except (YAMLError, TypeError, ValueError) as error:
-            raise OSError(f"{config} is not a YAML mapping of settings: {error}") from error
+        except (OSError, YAMLError, TypeError, ValueError) as error:
+            raise cls.failure(f"{config} is not a YAML mapping of settings: {error}") from error

@@ -16,7 +16,7 @@ class Reason(Enum):
     BAD_CHUNK = ("INVALID_ARGUMENT", "the sender's encoder is broken; nothing was applied")
     BAD_COMMIT = ("INVALID_ARGUMENT", "the stream was cut, or its sender counts wrongly; nothing was applied")
     NON_FINITE = ("INVALID_ARGUMENT", "look for a diverging loss; nothing was applied")
-    BAD_REQUEST = ("INVALID_ARGUMENT", "mend what the message names; a client of your own: check it against the proto")
+    BAD_REQUEST = ("INVALID_ARGUMENT", "mend what the message names")
     UNKNOWN_CODEC = ("UNIMPLEMENTED", "choose a codec that this server knows, or upgrade it")
     UNKNOWN_PROTOCOL = ("UNIMPLEMENTED", "use client and server versions that are at most one release apart")
     FINGERPRINT_MISMATCH = ("FAILED_PRECONDITION", "build the same model on every worker")
@@ -42,6 +42,7 @@ class Reason(Enum):
     DRAINING = ("UNAVAILABLE", "wait until the server is back, or until `psservice drain --undo`")
     EVICTED = ("PERMISSION_DENIED", "come back after the delay; what is in doubt stays in doubt")
     NO_SUCH_WORKER = ("NOT_FOUND", "look at `psservice workers` for the names")
+    NO_SUCH_CHECKPOINT = ("NOT_FOUND", "look at `psservice checkpoints` for those there are")
 
     def __init__(self, status_name: str, advice: str) -> None:
         """Name the members' two parts."""

@@ -43,6 +43,7 @@ _COMMANDS = {
     "workers": ("show the workers of all shards in one table", 10.0),
     "finish": ("end the run: pushes are refused, the final model is written", 10.0),
     "snapshot": ("take a checkpoint over all shards now", 300.0),
+    "checkpoints": ("list the checkpoints that the shards keep, or delete one that has a name", 30.0),
     "restore": ("take the shards back to a version or a checkpoint; workers follow", 300.0),
     "drain": ("close the shards to what is new, finish what is under way, take a last checkpoint", 300.0),
     "evict": ("end a worker's lease, and perhaps keep it out for a time", 10.0),
@@ -71,12 +72,18 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="run a server (see psservice serve --help)")
     made = {name: _operating(commands, name, what, seconds) for name, (what, seconds) in _COMMANDS.items()}
     top, restore, drain, evict = made["top"], made["restore"], made["drain"], made["evict"]
+    made["snapshot"].add_argument(
+        "--name", type=_checkpoint_name, default="", metavar="NAME", help="keep it under this name until it is deleted"
+    )
+    made["checkpoints"].add_argument("--delete", type=_name, default="", metavar="NAME", help="delete this one")
     top.add_argument("--once", action="store_true", help="show one frame; the same where stdout is no terminal")
     top.add_argument(
         "--interval-seconds", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks (default 2)"
     )
     health = commands.add_parser("health", help="ask a server's health port; exit status 0 if it serves, 1 if not")
-    health.add_argument("address", nargs="?", metavar="ADDRESS", help="its --health-listen (default 127.0.0.1:50052)")
+    health.add_argument(
+        "address", metavar="ADDRESS", help="HOST:PORT: its --health-listen, or its --listen without TLS"
+    )
     health.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
     target = restore.add_mutually_exclusive_group(required=True)
     target.add_argument("--version", type=_version, metavar="V", help="version of each shard to go back to")
@@ -163,6 +170,15 @@ def _name(text: str) -> str:
     return text
 
 
+def _checkpoint_name(text: str) -> str:
+    """Read a name for a checkpoint, which must not look like an id that a server draws."""
+    from psservice.checkpoints import place_of
+
+    if place_of(text) is not None:
+        raise argparse.ArgumentTypeError(f"{text!r} looks like an id that a server draws")
+    return _name(text)
+
+
 def _add_security(command: argparse.ArgumentParser) -> None:
     """Add how a server is reached that asks for TLS or a token; the environment is that of the workers."""
     for name, what, metavar in (
@@ -217,10 +233,18 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
     from pscore.addresses import AddressError  # late: the parser answers --help without loading gRPC
     from pscore.channels import ChannelError, Security
     from pscore.discovery import DiscoveryError, find
-    from psservice.operate import commands, drain, shown
+    from pscore.variables import unknown_variables
+    from psservice.operate import checkpoints, commands, drain, shown
     from psservice.operate.calls import Lines, OperateError
     from psservice.operate.top import top
 
+    mistyped = [
+        *unknown_variables("PSCLIENT_TLS_", ("ca", "cert", "key", "server_name")),
+        *unknown_variables("PSCLIENT_TOKEN", ("", "_file")),
+    ]
+    if mistyped:
+        shown.say("\n".join(mistyped), failed=True)
+        return EXIT_USAGE
     security = Security(
         options.tls_ca,
         options.tls_cert,
@@ -236,7 +260,12 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
         ),
         "workers": lambda lines: commands.workers(lines, as_json=options.json),
         "finish": lambda lines: commands.finish(lines, as_json=options.json),
-        "snapshot": lambda lines: commands.snapshot(lines, as_json=options.json),
+        "snapshot": lambda lines: commands.snapshot(lines, as_json=options.json, name=options.name),
+        "checkpoints": lambda lines: (
+            checkpoints.delete(lines, as_json=options.json, checkpoint=options.delete)
+            if options.delete
+            else checkpoints.show(lines, as_json=options.json)
+        ),
         "restore": lambda lines: commands.restore(
             lines, as_json=options.json, version=options.version, checkpoint=options.checkpoint
         ),
@@ -266,13 +295,12 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
 def _health(options: argparse.Namespace) -> int:
     from psservice import healthcheck
 
-    address = options.address or healthcheck.DEFAULT_ADDRESS
     try:
-        healthcheck.check(address, options.timeout)
+        healthcheck.check(options.address, options.timeout)
     except healthcheck.UnhealthyError as error:
         print(f"psservice health: {escaped(str(error))}", file=sys.stderr)
         return EXIT_UNABLE
-    print(f"{address}: serving")
+    print(f"{options.address}: serving")
     return EXIT_DONE
 
 

@@ -3,9 +3,6 @@
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-DEFAULT_ADDRESS = "127.0.0.1:50052"
-"""Where a server answers whose ``health_listen`` is as it comes, or is that port of all addresses."""
-
 
 class UnhealthyError(Exception):
     """The server does not serve, or cannot be asked; the message has its address and why."""

@@ -217,6 +217,11 @@ class History:
                 f"version {to_version} is not covered: there are {self.manifest.version} to {self.model.version}"
             )
 
+    def versions_dropped(self) -> int:
+        """Return how many versions are given up behind damage, as far as their records can be read."""
+        made_by = PUSHED if self.model.round is None else ROUND
+        return sum(record.kind == made_by for record in self._past.dropped())
+
     def settle(self) -> bool:
         """Keep from now on what the settings say; return whether the records were made with something else.
 

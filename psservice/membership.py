@@ -179,12 +179,12 @@ class Membership:
             ban_seconds: how long it is kept out; 0 for not at all, and for no longer.
 
         Raises:
-            Refusal: ``NO_SUCH_WORKER`` where nobody of this name holds a lease or is kept out.
+            Refusal: ``NO_SUCH_WORKER`` where nobody of this name holds a lease or is kept out, and nobody is to be.
         """
         with self._lock:
             self._drop_ended()
             member = self._members.get(worker_id)
-            if member is None and worker_id not in self._bans.remaining():
+            if member is None and not ban_seconds and worker_id not in self._bans.remaining():
                 raise Refusal(Reason.NO_SUCH_WORKER, f"no live worker is called {worker_id!r} here", worker=worker_id)
             self._bans.put(worker_id, ban_seconds)
             return self._members.pop(worker_id, None)

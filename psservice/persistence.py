@@ -123,6 +123,14 @@ class Persistence:
             if time.monotonic() - said > _PROGRESS_SECONDS:
                 said = time.monotonic()
                 log.info("replaying the journal", extra={"version": version, "records": history.replayed})
+        if past.lost:
+            log.error(
+                "went back to the last good version",
+                extra={
+                    "version": history.model.version,
+                    "versions_dropped": f"at least {history.versions_dropped()}",
+                },
+            )
         resettled = history.settle()
         history.remember_supports()
         if self._settings.fsync != "never":  # the next segment's promise is for what is served from now on, old or new
@@ -156,7 +164,7 @@ class Persistence:
         """Bring back what the shard was at a version, or in a checkpoint, beside the running one.
 
         Raises:
-            Refusal: ``BAD_REQUEST``, where it is not kept.
+            Refusal: ``NO_SUCH_CHECKPOINT``, where it is not kept.
         """
         directory = self._require_store().directory
         with self._taking:  # nothing is removed meanwhile
@@ -165,7 +173,7 @@ class Persistence:
                     return at_version(directory, version, engine.device, self._settings.shard)
                 return at_checkpoint(directory, checkpoint, engine.device, self._settings.shard)
             except StorageError as error:
-                raise Refusal(Reason.BAD_REQUEST, str(error)) from error
+                raise Refusal(Reason.NO_SUCH_CHECKPOINT, str(error)) from error
 
     def _require_store(self) -> Store:
         if self._store is None:
@@ -203,7 +211,13 @@ class Persistence:
 
     def take_asked(self, engine: Kept, checkpoint: str) -> Snapshot:
         """Take a snapshot that somebody asked for; raises :class:`Refusal` (``BAD_REQUEST``, ``NOT_DURABLE``)."""
-        self._require_store()
+        same = [each.manifest for each in self.snapshots() if checkpoint and each.manifest.checkpoint == checkpoint]
+        if same and same[0].is_named:
+            raise Refusal(
+                Reason.BAD_REQUEST,
+                f"checkpoint {checkpoint!r} is there already, of version {same[0].version}: choose another name, or "
+                f"delete that one with `psservice checkpoints --delete {checkpoint}`",
+            )
         engine.require_model(None)
         try:
             snapshot = self.take(engine, checkpoint or None)
@@ -211,6 +225,41 @@ class Persistence:
             raise not_durable(error) from error
         assert snapshot is not None
         return snapshot
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return what is kept, oldest first; raises :class:`Refusal` (``BAD_REQUEST``) where nothing is."""
+        return self._require_store().snapshots()
+
+    def delete(self, checkpoint: str) -> Snapshot:
+        """Remove a checkpoint that an operator has named, and return what it was.
+
+        Raises:
+            Refusal: ``NO_SUCH_CHECKPOINT``; ``BAD_REQUEST``, where it was not named or is what the server would recover
+                from; ``NOT_DURABLE``.
+        """
+        store = self._require_store()
+        with self._taking:
+            kept = store.snapshots()
+            if kept and kept[-1].manifest.checkpoint == checkpoint:
+                raise Refusal(
+                    Reason.BAD_REQUEST,
+                    f"checkpoint {checkpoint!r} is the newest snapshot, from which the server would recover; take "
+                    "another with `psservice snapshot` first",
+                )
+            found = [each for each in kept if each.manifest.checkpoint == checkpoint]
+            if not found:
+                raise Refusal(Reason.NO_SUCH_CHECKPOINT, f"no checkpoint {checkpoint!r} is kept here")
+            if not found[0].manifest.is_named:
+                raise Refusal(
+                    Reason.BAD_REQUEST,
+                    f"nobody has named checkpoint {checkpoint!r}: it goes by itself with newer ones (--keep-snapshots)",
+                )
+            try:
+                store.remove(found[0])
+            except StorageError as error:
+                raise not_durable(error) from error
+        log.info("checkpoint deleted", extra={"checkpoint": checkpoint, "path": str(found[0].path)})
+        return found[0]
 
     def follow(self, engine: Kept, told: str) -> None:
         """Take part in a checkpoint of shard 0's that a worker has told of, beside the call that told it."""
@@ -348,7 +397,16 @@ class Persistence:
         try:
             with self._taking:
                 if engine.model is not None:
-                    self._write(self._copy(engine, engine.content(), "", clean=True), engine.metrics)
+                    checkpoint = self._last_if_unchanged(engine.model.generation, engine.model.version)
+                    self._write(self._copy(engine, engine.content(), checkpoint, clean=True), engine.metrics)
         except (StorageError, Refusal) as error:
             log.error("no snapshot at the end; the journal has everything", extra={"error": str(error)})
         self._store.close()
+
+    def _last_if_unchanged(self, generation: int, version: int) -> str:
+        """Return the newest snapshot's checkpoint where nothing has changed since, so that the next takes its place."""
+        last = self.last_snapshot.manifest if self.last_snapshot else None
+        if last is None or (last.generation, last.version) != (generation, version):
+            return ""
+        unchanged = self._settings.durability == "journal" and self.journal_bytes == self._bytes_behind
+        return last.checkpoint if unchanged else ""

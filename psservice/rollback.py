@@ -17,7 +17,7 @@ def roll_back(state: ShardState, version: int | None, checkpoint: str) -> ModelS
     What is remembered of pushes stays, so that the repeat of one that was rolled back is not applied anew.
 
     Raises:
-        Refusal: ``BAD_REQUEST``, where it is not kept; ``NOT_DURABLE``.
+        Refusal: ``NO_SUCH_CHECKPOINT``, where it is not kept; ``NOT_DURABLE``.
     """
     state.require_model(None)
     history = state.persistence.look_back(state, version, checkpoint)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 
+from pscore.channels import warn_of_readers
 from pscore.reasons import Reason, Refusal
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class TokenFile:
         self._lock = threading.Lock()
         self._stamp = _stamp(path)
         self._looked = clock()
+        warn_of_readers(path)
         self._callers = read_tokens(path)
 
     def caller(self, token: str) -> Caller | None:
@@ -192,6 +194,7 @@ class CertificateFiles:
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         """Read the files."""
+        warn_of_readers(key)
         self._paths = tuple(path for path in (cert, key, client_ca) if path is not None)
         self._stamps = self._stamp_all()
         self._mutual = client_ca is not None

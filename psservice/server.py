@@ -26,7 +26,7 @@ from psservice.rpc.call import SERVICE
 from psservice.rpc.door import Door, Limits
 from psservice.rpc.health import LIVENESS, Health
 from psservice.rpc.operators import OperatorCalls, Process
-from psservice.rpc.ports import EventLoop, Port
+from psservice.rpc.ports import EventLoop, Port, bind_port
 from psservice.rpc.workers import WorkerCalls, require_place
 from psservice.security import CertificateFiles, Gate, SecurityError, TokenFile
 from psservice.settings import ServerSettings, shown, split_address
@@ -220,26 +220,27 @@ class Server:
     ) -> str:
         """Open a port; return its address with the number that it has got."""
 
-        async def begin() -> Port:
-            port = Port(address, handlers, credentials)
+        async def begin(host: str, number: int) -> Port:
+            port = Port(f"{host}:{number}", handlers, credentials)
             await port.start()
             return port
 
-        host, _ = split_address(address)
+        host, number = address.rpartition(":")[0], split_address(address)[1]
         try:
-            port = self._loop.run(begin())
+            port = bind_port(number, lambda each: self._loop.run(begin(host, each)))
         except RuntimeError as error:
             raise StartError(
                 f"cannot listen on {address} ({flag}): is another server running there? Choose another port, or 0 for "
                 "any" + ("; or do --tls-cert and --tls-key not belong together?" if credentials else "")
             ) from error
         self._ports.append(port)
-        return f"[{host}]:{port.number}" if ":" in host else f"{host}:{port.number}"
+        return f"{host}:{port.number}"
 
     def _start_web(self, operators: OperatorCalls) -> str:
         host, port = split_address(self.settings.metrics_listen)
         try:
-            self._web = WebServer(host, port, application(self._metrics.registry, operators.report.message))
+            pages = application(self._metrics.registry, operators.report.message)
+            self._web = bind_port(port, lambda each: WebServer(host, each, pages))
         except OSError as error:
             raise StartError(
                 f"cannot listen on {self.settings.metrics_listen} (--metrics-listen; empty turns it off): {error}"

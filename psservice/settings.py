@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from pydantic_settings import CliSettingsSource, SettingsConfigDict
 
 from pscore.channels import is_loopback
@@ -27,23 +27,29 @@ _KINDS = {"str": "NAME", "int": "N", "float": "NUMBER", "Path": "FILE"}
 """What any other flag takes, by the type of its setting."""
 
 
-class SettingsError(Exception):
+class SettingsError(ValueError):
     """A setting is unknown or out of range; the message names it."""
 
 
 class ServerSettings(LayeredSettings):
     """Run a server. Each setting is also PSSERVICE_NAME in the environment and a key of the YAML file."""
 
+    failure = SettingsError
+
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
     )
 
-    listen: str = Field("127.0.0.1:50051", description="HOST:PORT for workers; port 0 picks a free one")
+    listen: str = Field(
+        "127.0.0.1:50051", description="HOST:PORT for workers; port 0 picks a free one from 20000 to 29999"
+    )
     health_listen: str = Field(
-        "127.0.0.1:50052", description="HOST:PORT of the plaintext gRPC health service; empty for none"
+        "127.0.0.1:0",
+        description="HOST:PORT of the plaintext gRPC health service; port 0 likewise, as logged; empty for none",
     )
     metrics_listen: str = Field(
-        "127.0.0.1:9464", description="HOST:PORT of the Prometheus metrics and the status page; empty for none"
+        "127.0.0.1:0",
+        description="HOST:PORT of the Prometheus metrics and the status page; port 0 likewise; empty for none",
     )
     tls_cert: Path | None = Field(None, description="the server's certificate chain (PEM); turns on TLS for workers")
     tls_key: Path | None = Field(None, description="its key (PEM)")
@@ -190,6 +196,11 @@ class ServerSettings(LayeredSettings):
     )
     parent_pid: int | None = Field(None, ge=1, description="stop when this process is no longer the parent")
 
+    @staticmethod
+    def explicit(name: str) -> str:
+        """Write a setting's name as a flag."""
+        return f"--{name.replace('_', '-')}"
+
     @property
     def shard(self) -> ShardSettings:
         """What a shard keeps beside its parameters."""
@@ -204,13 +215,13 @@ class ServerSettings(LayeredSettings):
     def _check_together(self) -> "ServerSettings":
         for name, known in (("down_selector", SELECTORS), ("down_value_type", VALUE_CODECS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r}: use one of {', '.join(known)}")
+                raise ValueError(f"{self.explicit(name)} {getattr(self, name)!r}: use one of {', '.join(known)}")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key are given together")
+            raise ValueError("--tls-cert and --tls-key are given together")
         if self.tls_client_ca and not self.tls_cert:
-            raise ValueError("tls_client_ca needs TLS: give tls_cert and tls_key")
+            raise ValueError("--tls-client-ca needs TLS: give --tls-cert and --tls-key")
         if self.shard_index >= self.num_shards:
-            raise ValueError(f"shard_index {self.shard_index} needs num_shards above it, not {self.num_shards}")
+            raise ValueError(f"--shard-index {self.shard_index} needs --num-shards above it, not {self.num_shards}")
         for name in ("listen", "health_listen", "metrics_listen"):
             address = getattr(self, name)
             if not address and name != "listen":
@@ -219,23 +230,23 @@ class ServerSettings(LayeredSettings):
             if name == "listen" and not is_loopback(host):
                 self._check_open_address(address)
             if not 0 <= port < 65536:
-                raise ValueError(f"{name} {address}: no such port")
+                raise ValueError(f"{self.explicit(name)} {address}: no such port")
         if self.device not in ("auto", "cpu", "cuda") and not (
             self.device.startswith("cuda:") and self.device[5:].isdigit()
         ):
-            raise ValueError(f"device {self.device!r}: use auto, cpu, cuda or cuda:N")
+            raise ValueError(f"--device {self.device!r}: use auto, cpu, cuda or cuda:N")
         return self
 
     def _check_open_address(self, address: str) -> None:
         """Check that an address beyond loopback is guarded."""
         if self.tokens and not self.tls_cert:
             raise ValueError(
-                f"tokens would travel to {address} in plaintext; give --tls-cert and --tls-key, or bind 127.0.0.1"
+                f"--tokens would travel to {address} in plaintext; give --tls-cert and --tls-key, or bind 127.0.0.1"
             )
         if not self.insecure and not self.tokens and not self.tls_client_ca:
             raise ValueError(
-                f"listen {address} would let anybody in from beyond this machine; ask for tokens (--tokens, with TLS) "
-                "or certificates (--tls-client-ca), bind 127.0.0.1, or pass --insecure on a network that you trust"
+                f"--listen {address} would let anybody in from beyond this machine; ask for tokens (--tokens, with "
+                "TLS) or certificates (--tls-client-ca), bind 127.0.0.1, or pass --insecure on a network that you trust"
             )
 
 
@@ -251,27 +262,17 @@ def load(arguments: Sequence[str]) -> ServerSettings:
     """Read the settings from command-line flags and everything below them.
 
     Raises:
-        SettingsError: a value is unknown or out of range, or the YAML file cannot be read.
+        SettingsError: a setting is unknown or out of range, or the YAML file cannot be read.
         SystemExit: ``--help``, or a flag that does not exist.
     """
-    try:
-        flags = CliSettingsSource[Any](
-            ServerSettings,
-            cli_prog_name="psservice serve",
-            cli_parse_args=list(arguments),
-            cli_hide_none_type=True,
-            add_argument_method=_add_argument,
-        )()
-        return ServerSettings(**flags)
-    except ValidationError as error:
-        lines = [
-            f"{'.'.join(str(part) for part in problem['loc']) or 'settings'}: "
-            + problem["msg"].removeprefix("Value error, ")
-            for problem in error.errors()
-        ]
-        raise SettingsError("\n".join(lines)) from error
-    except OSError as error:
-        raise SettingsError(f"config: {error}") from error
+    flags = CliSettingsSource[Any](
+        ServerSettings,
+        cli_prog_name="psservice serve",
+        cli_parse_args=list(arguments),
+        cli_hide_none_type=True,
+        add_argument_method=_add_argument,
+    )()
+    return ServerSettings(**flags)
 
 
 def _add_argument(parser: argparse.ArgumentParser, *flags: str, **options: Any) -> argparse.Action:

@@ -18,7 +18,7 @@ HEAD = """# Metrics
 
 Generated from `psservice/metrics.py` by `tools/generate_metrics_reference.py`.
 
-Each shard serves these at `http://HOST:9464/metrics` (`--metrics-listen`), in the text format of Prometheus. Times of
+Each shard serves these at `/metrics` of its `--metrics-listen`, in the text format of Prometheus. Times of
 day are Unix seconds, and counters begin at 0 with the process. A histogram `NAME` is exposed as `NAME_bucket`,
 `NAME_sum` and `NAME_count`. Which run and shard a line is of is said once, by `psservice_shard_info`; join it by
 instance:

@@ -366,6 +366,8 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """An operator keeps the worker out; RetryInfo says for how long. Says nothing about an earlier attempt of the same call."""
     REFUSAL_REASON_NO_SUCH_WORKER: _RefusalReason.ValueType  # 29
     """No live worker has this name."""
+    REFUSAL_REASON_NO_SUCH_CHECKPOINT: _RefusalReason.ValueType  # 30
+    """No checkpoint of that name, or none that covers that version, is kept."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a call was refused; its full name travels as the reason of google.rpc.ErrorInfo."""
@@ -430,6 +432,8 @@ REFUSAL_REASON_EVICTED: RefusalReason.ValueType  # 28
 """An operator keeps the worker out; RetryInfo says for how long. Says nothing about an earlier attempt of the same call."""
 REFUSAL_REASON_NO_SUCH_WORKER: RefusalReason.ValueType  # 29
 """No live worker has this name."""
+REFUSAL_REASON_NO_SUCH_CHECKPOINT: RefusalReason.ValueType  # 30
+"""No checkpoint of that name, or none that covers that version, is kept."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 class _DrainAction:
@@ -2132,7 +2136,9 @@ class TakeSnapshotRequest(_message.Message):
 
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
-    """Id of the checkpoint that it belongs to; empty to have one made (shard 0)."""
+    """Id of the checkpoint that it belongs to; empty to have one made (shard 0). One that is named by an operator, not
+    drawn by a shard 0, is kept until it is deleted, and taken once.
+    """
     def __init__(
         self,
         *,
@@ -2175,6 +2181,129 @@ class TakeSnapshotResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TakeSnapshotResponse: _TypeAlias = TakeSnapshotResponse  # noqa: Y015
+
+@_typing.final
+class ListCheckpointsRequest(_message.Message):
+    """Asks for the checkpoints."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCheckpointsRequest: _TypeAlias = ListCheckpointsRequest  # noqa: Y015
+
+@_typing.final
+class CheckpointStatus(_message.Message):
+    """One snapshot of the shard."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CREATED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    NAMED_FIELD_NUMBER: _builtins.int
+    checkpoint: _builtins.str
+    """Id of the checkpoint, drawn or named; empty where it was taken for this shard alone."""
+    version: _builtins.int
+    """Version of the shard in it."""
+    created_unix_seconds: _builtins.float
+    """When it was taken, Unix seconds."""
+    bytes: _builtins.int
+    """Bytes of its tensors."""
+    named: _builtins.bool
+    """Whether an operator has named it: it is kept until it is deleted."""
+    def __init__(
+        self,
+        *,
+        checkpoint: _builtins.str = ...,
+        version: _builtins.int = ...,
+        created_unix_seconds: _builtins.float = ...,
+        bytes: _builtins.int = ...,
+        named: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "checkpoint", b"checkpoint", "created_unix_seconds", b"created_unix_seconds", "named", b"named", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointStatus: _TypeAlias = CheckpointStatus  # noqa: Y015
+
+@_typing.final
+class ListCheckpointsResponse(_message.Message):
+    """The snapshots, oldest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckpointStatus]:
+        """One each."""
+
+    def __init__(
+        self,
+        *,
+        checkpoints: _abc.Iterable[Global___CheckpointStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCheckpointsResponse: _TypeAlias = ListCheckpointsResponse  # noqa: Y015
+
+@_typing.final
+class DeleteCheckpointRequest(_message.Message):
+    """Asks for the end of a checkpoint that an operator has named."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    checkpoint: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        checkpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCheckpointRequest: _TypeAlias = DeleteCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class DeleteCheckpointResponse(_message.Message):
+    """The checkpoint is deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Version of the shard in it."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCheckpointResponse: _TypeAlias = DeleteCheckpointResponse  # noqa: Y015
 
 @_typing.final
 class RestoreModelRequest(_message.Message):

@@ -95,6 +95,16 @@ class ParameterServerServiceStub(object):
                 request_serializer=pscore_dot_v1_dot_parameter__server__pb2.TakeSnapshotRequest.SerializeToString,
                 response_deserializer=pscore_dot_v1_dot_parameter__server__pb2.TakeSnapshotResponse.FromString,
                 _registered_method=True)
+        self.ListCheckpoints = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/ListCheckpoints',
+                request_serializer=pscore_dot_v1_dot_parameter__server__pb2.ListCheckpointsRequest.SerializeToString,
+                response_deserializer=pscore_dot_v1_dot_parameter__server__pb2.ListCheckpointsResponse.FromString,
+                _registered_method=True)
+        self.DeleteCheckpoint = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/DeleteCheckpoint',
+                request_serializer=pscore_dot_v1_dot_parameter__server__pb2.DeleteCheckpointRequest.SerializeToString,
+                response_deserializer=pscore_dot_v1_dot_parameter__server__pb2.DeleteCheckpointResponse.FromString,
+                _registered_method=True)
         self.RestoreModel = channel.unary_unary(
                 '/sparseps.v1.ParameterServerService/RestoreModel',
                 request_serializer=pscore_dot_v1_dot_parameter__server__pb2.RestoreModelRequest.SerializeToString,
@@ -200,6 +210,20 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListCheckpoints(self, request, context):
+        """Reports the checkpoints that the data directory holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteCheckpoint(self, request, context):
+        """Deletes a checkpoint that an operator has named.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RestoreModel(self, request, context):
         """Goes back to a version that the data directory still covers, as a new generation that workers pull by themselves.
         """
@@ -283,6 +307,16 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.TakeSnapshot,
                     request_deserializer=pscore_dot_v1_dot_parameter__server__pb2.TakeSnapshotRequest.FromString,
                     response_serializer=pscore_dot_v1_dot_parameter__server__pb2.TakeSnapshotResponse.SerializeToString,
+            ),
+            'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCheckpoints,
+                    request_deserializer=pscore_dot_v1_dot_parameter__server__pb2.ListCheckpointsRequest.FromString,
+                    response_serializer=pscore_dot_v1_dot_parameter__server__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'DeleteCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCheckpoint,
+                    request_deserializer=pscore_dot_v1_dot_parameter__server__pb2.DeleteCheckpointRequest.FromString,
+                    response_serializer=pscore_dot_v1_dot_parameter__server__pb2.DeleteCheckpointResponse.SerializeToString,
             ),
             'RestoreModel': grpc.unary_unary_rpc_method_handler(
                     servicer.RestoreModel,
@@ -625,6 +659,60 @@ class ParameterServerService(object):
             '/sparseps.v1.ParameterServerService/TakeSnapshot',
             pscore_dot_v1_dot_parameter__server__pb2.TakeSnapshotRequest.SerializeToString,
             pscore_dot_v1_dot_parameter__server__pb2.TakeSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCheckpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/ListCheckpoints',
+            pscore_dot_v1_dot_parameter__server__pb2.ListCheckpointsRequest.SerializeToString,
+            pscore_dot_v1_dot_parameter__server__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/DeleteCheckpoint',
+            pscore_dot_v1_dot_parameter__server__pb2.DeleteCheckpointRequest.SerializeToString,
+            pscore_dot_v1_dot_parameter__server__pb2.DeleteCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,6 +64,10 @@ class ParameterServerServiceStub:
     """Ends the run: pushes are refused from then on, the final model is written. Idempotent."""
     TakeSnapshot: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.TakeSnapshotRequest, _parameter_server_pb2.TakeSnapshotResponse]
     """Takes a snapshot now. Needs a data directory."""
+    ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.ListCheckpointsRequest, _parameter_server_pb2.ListCheckpointsResponse]
+    """Reports the checkpoints that the data directory holds."""
+    DeleteCheckpoint: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.DeleteCheckpointRequest, _parameter_server_pb2.DeleteCheckpointResponse]
+    """Deletes a checkpoint that an operator has named."""
     RestoreModel: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.RestoreModelRequest, _parameter_server_pb2.RestoreModelResponse]
     """Goes back to a version that the data directory still covers, as a new generation that workers pull by themselves."""
     Drain: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.DrainRequest, _parameter_server_pb2.DrainResponse]
@@ -100,6 +104,10 @@ class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
     """Ends the run: pushes are refused from then on, the final model is written. Idempotent."""
     TakeSnapshot: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.TakeSnapshotRequest, _parameter_server_pb2.TakeSnapshotResponse]  # type: ignore[assignment]
     """Takes a snapshot now. Needs a data directory."""
+    ListCheckpoints: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.ListCheckpointsRequest, _parameter_server_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
+    """Reports the checkpoints that the data directory holds."""
+    DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.DeleteCheckpointRequest, _parameter_server_pb2.DeleteCheckpointResponse]  # type: ignore[assignment]
+    """Deletes a checkpoint that an operator has named."""
     RestoreModel: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.RestoreModelRequest, _parameter_server_pb2.RestoreModelResponse]  # type: ignore[assignment]
     """Goes back to a version that the data directory still covers, as a new generation that workers pull by themselves."""
     Drain: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.DrainRequest, _parameter_server_pb2.DrainResponse]  # type: ignore[assignment]
@@ -205,6 +213,22 @@ class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_parameter_server_pb2.TakeSnapshotResponse, _abc.Awaitable[_parameter_server_pb2.TakeSnapshotResponse]]:
         """Takes a snapshot now. Needs a data directory."""
+
+    @_abc_1.abstractmethod
+    def ListCheckpoints(
+        self,
+        request: _parameter_server_pb2.ListCheckpointsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.ListCheckpointsResponse, _abc.Awaitable[_parameter_server_pb2.ListCheckpointsResponse]]:
+        """Reports the checkpoints that the data directory holds."""
+
+    @_abc_1.abstractmethod
+    def DeleteCheckpoint(
+        self,
+        request: _parameter_server_pb2.DeleteCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.DeleteCheckpointResponse, _abc.Awaitable[_parameter_server_pb2.DeleteCheckpointResponse]]:
+        """Deletes a checkpoint that an operator has named."""
 
     @_abc_1.abstractmethod
     def RestoreModel(

@@ -55,6 +55,7 @@ class Past:
         self.tensors: dict[str, torch.Tensor] = {}
         self.lost = False
         self._until: int | None = None  # the segment where another generation begins
+        self._damaged: Segment | None = None
         # Before the files: while a server runs, they only ever hold more than it says.
         watermark = read_watermark(directory)
         self._watermark = watermark or Watermark()
@@ -83,12 +84,14 @@ class Past:
                 "empty --data-dir"
             )
         if self.snapshot is not None and watermark is None:
+            what = f"{directory / LOCK_NAME} is missing or damaged"
             self._forgive(
+                what,
                 StorageError(
-                    f"{directory / LOCK_NAME} is missing or damaged, so it is not known whether another server has the "
-                    "directory, and whether all that it acknowledged is there. Make sure that no server uses it, and "
-                    "restore the file from a copy, or start with --recover last-good to begin a new history"
-                )
+                    f"{what}, so it is not known whether another server has the directory, and whether all that it "
+                    "acknowledged is there. Make sure that no server uses it, and restore the file from a copy, or "
+                    "start with --recover last-good to begin a new history"
+                ),
             )
         newest = max(
             [(self._watermark.snapshot, self._watermark.generation)]
@@ -96,11 +99,13 @@ class Past:
         )
         if self.snapshot is not None and newest[1] != self.snapshot.manifest.generation:
             self._until = newest[0]
+            what = f"snapshot {newest[0]:012d} in {self._snapshots} is missing or damaged"
             self._forgive(
+                what,
                 StorageError(
-                    f"snapshot {newest[0]:012d} in {self._snapshots} is missing or damaged, and the model began anew "
-                    "with it. Restore it from a copy, or start with --recover last-good to go back to the one before"
-                )
+                    f"{what}, and the model began anew with it. Restore it from a copy, or start with --recover "
+                    "last-good to go back to the one before"
+                ),
             )
 
     def sync(self) -> None:
@@ -169,7 +174,8 @@ class Past:
                 if segment.torn is not None and number != last:
                     raise DamagedError(segment.path, segment.good, f"{segment.torn}, and another segment follows")
             except DamagedError as error:
-                self._forgive(error)
+                self._forgive(error.what, error)
+                self._damaged = segment
                 return
             if segment.torn is not None:
                 self._drop_tail(segment)
@@ -213,10 +219,19 @@ class Past:
         if self._mend:
             _cut(segment)
 
-    def _forgive(self, error: StorageError) -> None:
+    def dropped(self) -> Iterator[Record]:
+        """Yield the records that are given up in the mode ``last-good``, as far as they can be read."""
+        if self._damaged is not None:
+            yield from self._damaged.behind()
+        for number in segment_numbers(self._journal):
+            path = segment_path(self._journal, number)
+            if (self._damaged is not None and path > self._damaged.path) or (self._until or number + 1) <= number:
+                yield from Segment(path).behind()
+
+    def _forgive(self, what: str, error: StorageError) -> None:
         if self._mode == "strict":
             raise error
-        log.error("going back to the last good version", extra={"error": str(error)})
+        log.error("what is behind the damage is given up, as asked for", extra={"damage": what})
         self.lost = True
 
 

@@ -19,6 +19,7 @@ import secrets
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -40,15 +41,17 @@ class DamagedError(StorageError):
     Attributes:
         path: the file.
         offset: where the record begins that does not check.
+        what: the damage, without what can be done.
     """
 
     def __init__(self, path: Path, offset: int, why: str) -> None:
         """Say where, and what can be done."""
-        super().__init__(
-            f"{path} is damaged at byte {offset}: {why}; records behind it cannot be trusted. Restore the file from a "
-            "copy, or start with --recover last-good to go back to the version before it"
-        )
         self.path, self.offset = path, offset
+        self.what = f"{path} is damaged at byte {offset}: {why}; records behind it cannot be trusted"
+        super().__init__(
+            f"{self.what}. Restore the file from a copy, or start with --recover last-good to go back to the version "
+            "before it"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,17 @@ class Segment:
                     return
                 yield record
                 self.good = record.end
+
+    def behind(self) -> Iterator[Record]:
+        """Yield the records behind the end of what was read that check all the same; none where there is no file."""
+        with suppress(OSError), self.path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            mark = mark_in(file.read(HEAD_BYTES))
+            while mark is not None and (at := self._next_record(file, mark, size)) is not None:
+                record = self._read(file, mark, size, at)
+                assert isinstance(record, Record)
+                yield record
+                self.good = record.end - 1
 
     def _read(self, file: BinaryIO, mark: bytes, size: int, at: int | None = None) -> Record | str:
         """Return the record at a position, or what is wrong with it."""

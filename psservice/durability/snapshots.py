@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from pscore.modelfile import save
+from psservice.checkpoints import place_of
 from psservice.durability.files import StorageError, publish, remove_directory
 from psservice.durability.keptdata import KeptDataset
 
@@ -124,6 +125,11 @@ class Manifest(_Strict):
     tensors: FileSeal | None = None
     crc32: int = 0
 
+    @property
+    def is_named(self) -> bool:
+        """Whether an operator has named the checkpoint: it is kept until it is deleted."""
+        return bool(self.checkpoint) and place_of(self.checkpoint) is None
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -193,12 +199,20 @@ def last_number(directory: Path) -> int:
 
 
 def prune(directory: Path, keep: int) -> list[Snapshot]:
-    """Remove all but the newest ``keep`` snapshots, and unfinished ones; return those that stay."""
+    """Remove what need not stay, and unfinished ones; return those that are kept for their journal.
+
+    Of several snapshots of one checkpoint the newest stays. All that have a name stay, and the newest ``keep`` others,
+    behind which the journal is kept.
+    """
     snapshots = found(directory)
-    for snapshot in snapshots[:-keep]:
-        remove_directory(snapshot.path)
+    newest = {each.manifest.checkpoint: each for each in snapshots}
+    current = [each for each in snapshots if not each.manifest.checkpoint or newest[each.manifest.checkpoint] is each]
+    rotated = [each for each in current if not each.manifest.is_named]
+    gone = {each.path for each in snapshots} - {each.path for each in current} | {each.path for each in rotated[:-keep]}
+    for path in sorted(gone):
+        remove_directory(path)
     remove_unfinished(directory)
-    return snapshots[-keep:]
+    return rotated[-keep:]
 
 
 def remove_unfinished(directory: Path) -> None:

@@ -191,6 +191,17 @@ class Store:
             self._remove_old(directory)
         return snapshot
 
+    def snapshots(self) -> list[Snapshot]:
+        """Return the snapshots that can be read, oldest first."""
+        return snapshots.found(self.directory / "snapshots")
+
+    def remove(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot; raises :class:`StorageError`."""
+        try:
+            remove_directory(snapshot.path)
+        except OSError as error:
+            raise StorageError(f"cannot remove {snapshot.path}: {error.strerror or error}") from error
+
     def close(self) -> None:
         """Close the journal and let the directory go."""
         if self._journal is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate import shown
 from psservice.operate.calls import EXIT_PARTIAL, Lines, OperateError, Outcome, exit_status
-from psservice.operate.commands import one_run, report, take_snapshots
+from psservice.operate.commands import ask_all, one_run, report, take_snapshots
 from psservice.operate.fleet import look
 
 _POLL_SECONDS = 0.2
@@ -17,7 +17,7 @@ _POLL_SECONDS = 0.2
 def undrain(lines: Lines, *, as_json: bool) -> int:
     """Open the shards again."""
     return report(
-        lines.all("Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN)),
+        ask_all(lines, one_run(lines), "Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN)),
         lambda answer: f"open again at version {answer.version}",
         as_json=as_json,
     )

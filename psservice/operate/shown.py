@@ -180,7 +180,9 @@ def kept(answer: pb.GetStatusResponse) -> str:
     """Return what a shard has on its disk."""
     if answer.durability in ("", "none"):
         return "nothing (no --data-dir)"
-    journal = f", {human_bytes(answer.journal_bytes)} in the journal" if answer.durability == "journal" else ""
+    journal = (
+        f", {human_bytes(answer.journal_bytes)} of journal since the start" if answer.durability == "journal" else ""
+    )
     name = f", checkpoint {answer.snapshot_checkpoint}" if answer.snapshot_checkpoint else ""
     if not answer.snapshot_age_seconds:
         return f"no snapshot yet{journal}"

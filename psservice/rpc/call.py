@@ -60,6 +60,8 @@ RULES: dict[str, Rule] = {
     "GetStatus": Rule(Role.READER, Lane.OPERATOR),
     "FinishRun": Rule(Role.WORKER, Lane.OPERATOR),  # workers tell the other shards of the end
     "TakeSnapshot": Rule(Role.ADMIN, Lane.OPERATOR),
+    "ListCheckpoints": Rule(Role.READER, Lane.OPERATOR),
+    "DeleteCheckpoint": Rule(Role.ADMIN, Lane.OPERATOR),
     "RestoreModel": Rule(Role.ADMIN, Lane.OPERATOR),
     "Drain": Rule(Role.ADMIN, Lane.OPERATOR),
     "EvictWorker": Rule(Role.ADMIN, Lane.OPERATOR),

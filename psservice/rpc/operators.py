@@ -51,6 +51,8 @@ class OperatorCalls:
             "GetStatus": self.get_status,
             "FinishRun": self.finish_run,
             "TakeSnapshot": self.take_snapshot,
+            "ListCheckpoints": self.list_checkpoints,
+            "DeleteCheckpoint": self.delete_checkpoint,
             "RestoreModel": self.restore_model,
             "Drain": self.drain,
             "EvictWorker": self.evict_worker,
@@ -76,6 +78,27 @@ class OperatorCalls:
         return pb.TakeSnapshotResponse(
             checkpoint=manifest.checkpoint, version=manifest.version, path=str(snapshot.path)
         )
+
+    def list_checkpoints(self, call: Call, request: pb.ListCheckpointsRequest) -> pb.ListCheckpointsResponse:
+        """Report the snapshots."""
+        manifests = [each.manifest for each in self._engine.persistence.snapshots()]
+        return pb.ListCheckpointsResponse(
+            checkpoints=[
+                pb.CheckpointStatus(
+                    checkpoint=each.checkpoint,
+                    version=each.version,
+                    created_unix_seconds=each.created_unix_seconds,
+                    bytes=each.tensors.bytes if each.tensors else 0,
+                    named=each.is_named,
+                )
+                for each in manifests
+            ]
+        )
+
+    def delete_checkpoint(self, call: Call, request: pb.DeleteCheckpointRequest) -> pb.DeleteCheckpointResponse:
+        """Delete a checkpoint that an operator has named."""
+        require_name("checkpoint", request.checkpoint)
+        return pb.DeleteCheckpointResponse(version=self._engine.persistence.delete(request.checkpoint).manifest.version)
 
     def restore_model(self, call: Call, request: pb.RestoreModelRequest) -> pb.RestoreModelResponse:
         """Go back."""

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import random
 import resource
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -51,6 +53,26 @@ _OPTIONS = (
 )
 
 
+_UNNAMED_PORTS = range(20_000, 30_000)
+_TRIES = 100
+
+
+def bind_port(port: int, bind: Callable[[int], Result]) -> Result:
+    """Bind a port, or for 0 any free one of 20000 to 29999, and return what ``bind`` does.
+
+    Those are below what Linux gives to a caller that asks for any port, which has 50051, the port of a server that is
+    only just being started again, among it.
+
+    Raises:
+        OSError, RuntimeError: what ``bind`` raises of the last port that was tried.
+    """
+    *numbers, last = [port] if port else random.SystemRandom().sample(_UNNAMED_PORTS, _TRIES)
+    for number in numbers:
+        with suppress(OSError, RuntimeError):
+            return bind(number)
+    return bind(last)
+
+
 class EventLoop:
     """An event loop that runs until it is closed. Its thread begins at once."""
 
@@ -75,7 +97,7 @@ class Port:
     """One listening address.
 
     Args:
-        address: ``HOST:PORT``; port 0 picks a free one.
+        address: ``HOST:PORT``.
         handlers: what is served there.
         credentials: of TLS; ``None`` for plaintext.
 

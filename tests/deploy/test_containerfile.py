@@ -12,7 +12,6 @@ from dockerfile_parse import DockerfileParser
 
 from pscore.version import __version__
 from psservice import settings
-from psservice.healthcheck import DEFAULT_ADDRESS
 from psservice.settings import ServerSettings, split_address
 
 ROOT = Path(__file__).parents[2]
@@ -65,9 +64,10 @@ def test_the_server_is_what_runs_and_sigterm_what_ends_it():
 
 def test_the_health_check_is_a_program_that_asks_the_health_port():
     (value,) = values("server", "HEALTHCHECK")
-    assert json.loads(value.partition("CMD ")[2]) == ["psservice", "health"]
+    *command, asked = json.loads(value.partition("CMD ")[2])
+    assert command == ["psservice", "health"]
     told = yaml.safe_load(CONFIGURATION.read_text())["health_listen"]
-    assert split_address(DEFAULT_ADDRESS)[1] == split_address(told)[1]
+    assert split_address(asked) == ("127.0.0.1", split_address(told)[1])
 
 
 def test_compose_asks_for_health_as_the_image_does():
@@ -90,7 +90,7 @@ def test_the_exposed_ports_are_those_of_the_settings():
     told = yaml.safe_load(CONFIGURATION.read_text())
     ports = [split_address(told[name])[1] for name in PORTS]
     assert [int(port) for port in values("server", "EXPOSE")[0].split()] == ports
-    assert ports == [split_address(ServerSettings.model_fields[name].default)[1] for name in PORTS]
+    assert ports[0] == split_address(ServerSettings.model_fields["listen"].default)[1]
 
 
 def test_the_settings_of_the_image_are_valid_and_let_nobody_in_unasked(monkeypatch):

@@ -107,7 +107,16 @@ def test_jobs_inside_other_kinds_are_valid_jobs(overlay):
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_everything_is_in_one_namespace(overlay):
     for each in build(overlay):
-        assert each["metadata"].get("namespace", each["metadata"]["name"]) == "sparseps", each["metadata"]
+        assert each["metadata"].get("namespace") == "sparseps", each["metadata"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_deleting_an_overlay_deletes_no_model(overlay):
+    """A namespace takes everything in it along, and with a claim goes its volume."""
+    kinds = {each["kind"] for each in build(overlay)}
+    assert not kinds & {"Namespace", "PersistentVolumeClaim", "PersistentVolume", "StorageClass"}
+    retention = one(overlay, "StatefulSet", "psservice")["spec"]["persistentVolumeClaimRetentionPolicy"]
+    assert retention == {"whenDeleted": "Retain", "whenScaled": "Retain"}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -247,8 +256,12 @@ def test_pods_are_restricted(overlay):
         assert not any(spec.get(name) for name in ("hostNetwork", "hostPID", "hostIPC"))
         assert not any("hostPath" in volume for volume in spec["volumes"])
     assert one(overlay, "ServiceAccount", "sparseps")["automountServiceAccountToken"] is False
-    enforced = one(overlay, "Namespace", "sparseps")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
-    assert enforced == "restricted"
+
+
+def test_the_namespace_enforces_the_restricted_standard():
+    namespace = yaml.safe_load((KUBERNETES / "namespace.yaml").read_text())
+    assert (namespace["kind"], namespace["metadata"]["name"]) == ("Namespace", "sparseps")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

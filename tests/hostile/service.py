@@ -176,6 +176,8 @@ class Service:
             "GetStatus": lambda: [pb.GetStatusRequest()],
             "FinishRun": lambda: [pb.FinishRunRequest(run_id="another")],
             "TakeSnapshot": lambda: [pb.TakeSnapshotRequest(checkpoint="c")],
+            "ListCheckpoints": lambda: [pb.ListCheckpointsRequest()],
+            "DeleteCheckpoint": lambda: [pb.DeleteCheckpointRequest(checkpoint="c")],
             "RestoreModel": lambda: [pb.RestoreModelRequest(version=1 << 60)],
             "Drain": lambda: [pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN)],
             "EvictWorker": lambda: [pb.EvictWorkerRequest(worker_id="bert", ban_seconds=1.0)],

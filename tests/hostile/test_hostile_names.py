@@ -113,6 +113,7 @@ def test_what_cannot_be_shown_is_refused_wherever_a_name_stands(server, text):
             (stub.FinishRun, pb.FinishRunRequest(run_id=text)),
             (stub.TakeSnapshot, pb.TakeSnapshotRequest(checkpoint=text)),
             (stub.RestoreModel, pb.RestoreModelRequest(checkpoint=text)),
+            (stub.DeleteCheckpoint, pb.DeleteCheckpointRequest(checkpoint=text)),
             (stub.EvictWorker, pb.EvictWorkerRequest(worker_id=text)),
         ):
             reason, words = refusal(call, request, timeout=TIMEOUT)

@@ -41,14 +41,12 @@ def test_by_default_the_server_is_local():
 )
 def test_a_bad_value_is_named_with_its_variable(monkeypatch, name, value):
     monkeypatch.setenv(f"PSCLIENT_{name.upper()}", value)
-    with pytest.raises(ConfigurationError, match=f"setting {name} \\(PSCLIENT_{name.upper()}\\)"):
+    with pytest.raises(ConfigurationError, match=f"PSCLIENT_{name.upper()}: "):
         load()
 
 
 def test_an_unknown_selector_is_named_with_the_known_ones():
-    with pytest.raises(
-        ConfigurationError, match="selector \\(PSCLIENT_SELECTOR\\): 'fancy' is not known; use one of exact"
-    ):
+    with pytest.raises(ConfigurationError, match="selector=: 'fancy' is not known; use one of exact"):
         load(selector="fancy")
 
 

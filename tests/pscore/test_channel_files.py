@@ -7,8 +7,9 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 
-from pscore.channels import ChannelError, Security, open_channel
+from pscore.channels import ChannelError, Security, open_channel, warn_of_readers
 from psservice.cli import main
+from psservice.security import CertificateFiles, TokenFile
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,33 @@ def files(tmp_path_factory) -> Path:
     return directory
 
 
+def test_a_secret_that_everybody_can_read_is_warned_of_once(files, tmp_path, caplog):
+    token, tokens = tmp_path / "token", tmp_path / "tokens"
+    token.write_text("a-token")
+    tokens.write_text("admin a-token")
+    key = tmp_path / "key"
+    key.write_bytes((files / "worker.key").read_bytes())
+    secured = Security(ca=files / "ca.pem", cert=files / "worker.pem", key=key)
+
+    def use_all():
+        for security in (Security(token_file=token), secured):
+            open_channel("localhost:1", security).close()
+        TokenFile(tokens)
+        CertificateFiles(files / "worker.pem", key, None)
+
+    for path in (token, tokens, key):
+        path.chmod(0o640)
+    use_all()
+    assert caplog.text == ""
+    warn_of_readers.cache_clear()
+    for path in (token, tokens, key):
+        path.chmod(0o644)
+    use_all()
+    use_all()
+    assert [each.getMessage().count("every user of this machine") for each in caplog.records] == [1, 1, 1]
+    assert all(str(path) in caplog.text for path in (token, tokens, key))
+
+
 def test_files_that_belong_together_open_a_channel(files):
     security = Security(ca=files / "ca.pem", cert=files / "worker.pem", key=files / "worker.key")
     with open_channel("localhost:1", security) as channel:
@@ -40,7 +68,7 @@ def test_files_that_belong_together_open_a_channel(files):
 
 @pytest.mark.parametrize("name", ["empty.pem", "text.pem", "binary.pem", "worker.key"])
 def test_a_ca_that_is_none_is_named(files, name):
-    with pytest.raises(ChannelError, match=rf"{name} holds no certificate of a CA in PEM form \(tls_ca\)"):
+    with pytest.raises(ChannelError, match=rf"{name} holds no certificate of a CA in PEM form \(--tls-ca"):
         open_channel("localhost:1", Security(ca=files / name))
 
 

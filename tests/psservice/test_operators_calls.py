@@ -168,7 +168,7 @@ def test_samples_of_an_evicted_worker_are_handed_to_others(engine):
 
 
 def test_nobody_of_that_name_is_told(engine):
-    assert reason_of(engine.evict, "nobody", 60.0) is Reason.NO_SUCH_WORKER
+    assert reason_of(engine.evict, "nobody", 0.0) is Reason.NO_SUCH_WORKER
     assert engine.membership.evicted() == {}
 
 

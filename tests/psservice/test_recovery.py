@@ -304,7 +304,7 @@ def test_with_fsync_always_a_power_cut_keeps_the_history(directory, monkeypatch)
         assert (present(again), bits(theta(again))) == (generation, before)
 
 
-def test_damage_is_refused_with_file_and_offset_unless_told_to_go_back(directory):
+def test_damage_is_refused_with_file_and_offset_unless_told_to_go_back(directory, caplog):
     with Shard(directory) as engine:
         begin(engine)
         kept = {}
@@ -320,8 +320,14 @@ def test_damage_is_refused_with_file_and_offset_unless_told_to_go_back(directory
     with pytest.raises(DamagedError, match="last-good") as raised:
         Shard(copy)
     assert raised.value.path == path
+    caplog.clear()
     with Shard(copy, recover="last-good") as again:
         assert 0 < again.model.version < 5
+        (told,) = [each for each in caplog.records if each.getMessage() == "went back to the last good version"]
+        assert told.version == again.model.version
+        # The push that is damaged is none that could be read.
+        assert told.versions_dropped == f"at least {5 - again.model.version - 1}"
+        assert not [each for each in caplog.records if "--recover" in str(each.__dict__)], "that was done already"
         assert bits(theta(again)) == kept[again.model.version]
         assert present(again) != generation
         version = again.model.version

@@ -15,6 +15,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import psclient
+from psclient.cli import main as psclient_main
 from psclient.errors import EvictedError
 from psclient.local import LocalServer
 from pscore.frames import Checksum, WireForm, encode
@@ -68,11 +69,20 @@ def run_json(capsys, *words):
     return code, json.loads(printed.out)
 
 
+def metric(metrics_address, line):
+    text = urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=30).read().decode()
+    found = re.search(rf"{re.escape(line)} (\S+)", text)
+    return float(found[1]) if found else 0.0
+
+
 def refused(metrics_address, reason):
     """How many calls a shard has refused for a reason."""
-    text = urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=30).read().decode()
-    found = re.search(rf'psservice_refusals_total{{reason="{reason}"}} (\S+)', text)
-    return float(found[1]) if found else 0.0
+    return metric(metrics_address, f'psservice_refusals_total{{reason="{reason}"}}')
+
+
+def looks(metrics_address):
+    """How many times a shard has told its status."""
+    return metric(metrics_address, 'psservice_call_seconds_count{rpc="GetStatus"}')
 
 
 def health(address):
@@ -154,13 +164,29 @@ def test_exit_statuses_tell_unreachable_wrong_refused_and_partial(two_shards, wo
         assert ended.value.code == 2, wrong
 
 
-def test_a_checkpoint_and_going_back_take_all_shards_of_the_run(two_shards, worker, capsys):
-    before = [(status(a).generation, status(a).snapshot_checkpoint) for a in two_shards.addresses]
-    for command in (["snapshot"], ["restore", "--version", "1"]):
-        code, printed = run(capsys, *command, two_shards.addresses[1])
-        assert code == 2, command
-        assert "1 of the run's 2 shards were named; nothing was done" in printed.err
-    assert [(status(a).generation, status(a).snapshot_checkpoint) for a in two_shards.addresses] == before
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["snapshot"],
+        ["restore", "--version", "1"],
+        ["drain"],
+        ["drain", "--stop"],
+        ["drain", "--undo"],
+        ["evict", "w"],
+        ["finish"],
+    ],
+    ids=" ".join,
+)
+def test_what_changes_a_run_takes_all_its_shards(words, two_shards, worker, capsys):
+    def seen():
+        found = [status(address) for address in two_shards.addresses]
+        return [(s.generation, s.snapshot_checkpoint, s.run_state, s.draining, len(s.workers)) for s in found]
+
+    before = seen()
+    code, printed = run(capsys, *words, two_shards.addresses[1])
+    assert code == 2
+    assert "1 of the run's 2 shards were named; nothing was done" in printed.err
+    assert seen() == before
 
 
 def test_a_shard_that_goes_back_alone_holds_no_worker_up(tmp_path, capsys):
@@ -245,13 +271,13 @@ def test_names_that_are_no_utf_8_are_wrong_usage(two_shards, capsys):
 
 def test_ctrl_c_ends_a_command_that_waits(two_shards):
     pid = two_shards.processes[1].pid
+    before = looks(two_shards.metrics_addresses[0])
     os.kill(pid, signal.SIGSTOP)
     try:
-        call(two_shards.addresses[0], "Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_CLOSE), 30.0)
         process = subprocess.Popen(
             [sys.executable, "-m", "psservice", "drain", "--undo", two_shards.server], stderr=subprocess.PIPE, text=True
         )
-        wait_until(lambda: not status(two_shards.addresses[0]).draining)  # so the other is asked too
+        wait_until(lambda: looks(two_shards.metrics_addresses[0]) > before)  # so the other is asked too
         process.send_signal(signal.SIGINT)
         _, printed = process.communicate(timeout=60)
     finally:
@@ -328,15 +354,15 @@ def test_drain_waits_for_a_push_that_is_under_way(two_shards, worker, capsys):
     )
     pushing.start()
     wait_until(lambda: status(address).calls_inside == 1)
-    code, late = run_json(capsys, "drain", address, "--timeout", "1")
+    code, (_, late) = run_json(capsys, "drain", two_shards.server, "--timeout", "1")
     assert code == 4
-    assert (late[0]["drained"], late[0]["calls_inside"], late[0]["snapshot"]) == (False, 1, None)
+    assert (late["drained"], late["calls_inside"], late["snapshot"]) == (False, 1, None)
     commit.set()
-    code, drained = run_json(capsys, "drain", address)
-    assert (code, drained[0]["drained"]) == (0, True)
+    code, (_, drained) = run_json(capsys, "drain", two_shards.server)
+    assert (code, drained["drained"]) == (0, True)
     pushing.join(60)
-    assert answers[0].version == drained[0]["version"] == drained[0]["snapshot"]["version"] == shard.version + 1
-    assert run(capsys, "drain", "--undo", address)[0] == 0
+    assert answers[0].version == drained["version"] == drained["snapshot"]["version"] == shard.version + 1
+    assert run(capsys, "drain", "--undo", two_shards.server)[0] == 0
 
 
 def test_a_model_whose_upload_a_drain_has_waited_for_is_in_its_checkpoint(tmp_path, capsys):
@@ -405,6 +431,29 @@ def test_a_worker_that_is_kept_out_is_told_so_and_goes_on_afterwards(two_shards,
     assert versions(two_shards) == [version + 2 for version in before], "what was in doubt, and the new step, once each"
     assert_same_parameters(model, two_shards.server)
     assert run(capsys, "evict", "w", two_shards.server, "--ban-seconds", "1e9")[0] == 3
+
+
+def test_a_name_without_a_lease_is_kept_out_before_it_comes(two_shards, worker, capsys):
+    code, told = run_json(capsys, "evict", "intruder", two_shards.server, "--ban-seconds", "600")
+    assert (code, [each["had_lease"] for each in told]) == (0, [False, False])
+    model = make_model(batch_norm=False)
+    with pytest.raises(EvictedError, match="'intruder'"):
+        psclient.DGS(model.parameters(), lr=0.1, model=model, server=two_shards.server, worker="intruder")
+    code, printed = run(capsys, "evict", "intruder", two_shards.server)
+    assert (code, "is kept out no longer" in printed.out) == (0, True)
+    assert run(capsys, "evict", "intruder", two_shards.server)[0] == 3, "neither here nor kept out"
+
+
+def test_the_end_of_a_run_without_a_final_model_names_what_writes_it(tmp_path, capsys):
+    with LocalServer(shards=2) as server:
+        model = make_model(batch_norm=False)
+        optimizer = psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server.server, settings=QUICK)
+        train_step(model, optimizer, *make_data())
+        code, printed = run(capsys, "finish", *reversed(server.addresses))
+        assert code == 0
+        (command, *_) = re.findall(r"`psclient (save [^`]*) --out FILE`", printed.out)
+        assert psclient_main([*command.split(), "--out", str(tmp_path / "model.safetensors")]) == 0
+        optimizer.close()
 
 
 def test_drain_and_stop_ends_the_process_and_the_run_goes_on_from_its_disk(tmp_path, capsys):

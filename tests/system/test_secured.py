@@ -164,7 +164,7 @@ def test_every_call_is_refused_without_a_token(tokens):
         ({"listen": "0.0.0.0:0", "tokens": "T"}, "in plaintext"),
         ({"listen": "0.0.0.0:0", "tokens": "T", "insecure": True}, "in plaintext"),
         ({"listen": "0.0.0.0:0", "tls_cert": "C", "tls_key": "K"}, "--insecure"),
-        ({"tls_cert": "C"}, "tls_key"),
+        ({"tls_cert": "C"}, "--tls-key"),
         ({"tls_client_ca": "C"}, "needs TLS"),
         ({"tls_cert": "missing", "tls_key": "missing"}, "cannot read"),
         ({"tokens": "missing"}, "cannot read"),

@@ -47,6 +47,9 @@ class Liar(ParameterServerServiceServicer):
     def TakeSnapshot(self, request, context):  # noqa: N802
         return pb.TakeSnapshotResponse(checkpoint=EVIL, path=EVIL)
 
+    def ListCheckpoints(self, request, context):  # noqa: N802
+        return pb.ListCheckpointsResponse(checkpoints=[pb.CheckpointStatus(checkpoint=EVIL, named=True)])
+
     def RestoreModel(self, request, context):  # noqa: N802
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, EVIL)
 
@@ -78,6 +81,7 @@ COMMANDS = [
     ["psservice", "top", "ADDRESS", "--once", "--interval", "0.1"],
     ["psservice", "finish", "ADDRESS"],
     ["psservice", "snapshot", "ADDRESS"],
+    ["psservice", "checkpoints", "ADDRESS"],
     ["psservice", "restore", "ADDRESS", "--version", "1"],
     ["psservice", "evict", "somebody", "ADDRESS"],
     ["psservice", "drain", "ADDRESS"],
