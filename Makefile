@@ -9,6 +9,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=$${MK
 	OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} PYTHONUNBUFFERED=1
 
 STAMP := $(VENV)/.sparseps-installed
+QUICKSTART_STAMP := $(VENV)/.quickstart-installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 SOURCES := pscore psservice psclient tests examples benchmarks chaos compare tools
 
@@ -21,20 +22,25 @@ help: ## Show this list
 
 venv: $(STAMP) ## Set up .venv with the tested versions of everything
 
-$(STAMP): pyproject.toml constraints.txt tools/generate_stubs.py
+$(QUICKSTART_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 		|| { echo '$(PYTHON) is missing or older than Python 3.11; choose another: make PYTHON=python3.12' >&2; exit 1; }
-	@echo '[1/4] creating $(VENV)'
+	@echo '[1/3] creating $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
-	@echo '[2/4] installing PyTorch (the largest part: minutes on a slow line)'
-	@$(PIP) install --quiet -c constraints.txt torch
-	@echo '[3/4] installing sparseps and its tools'
-	@$(PIP) install --quiet -c constraints.txt -e '.[dev]'
-	@echo '[4/4] fetching the generator of the gRPC stubs'
+	@echo '[2/3] installing PyTorch (the largest part: minutes on a slow line)'
+	@$(PIP) install -c constraints.txt torch
+	@echo '[3/3] installing sparseps and what the quickstart needs'
+	@$(PIP) install -c constraints.txt -e '.[quickstart]'
+	@touch $@
+
+$(STAMP): $(QUICKSTART_STAMP) tools/generate_stubs.py
+	@echo '[1/2] installing what tests and all examples need (gigabytes: DALI and torchvision are the largest)'
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@echo '[2/2] fetching the generator of the gRPC stubs'
 	@$(VENV)/bin/python tools/generate_stubs.py --prepare
 	@touch $@
 
-quickstart: venv ## Train a small model with a server and workers on this machine
+quickstart: $(QUICKSTART_STAMP) ## Train a small model with a server and workers on this machine
 	@$(VENV)/bin/python examples/quickstart.py $(ARGS)
 
 examples: venv ## Run every example on small data, kill and resume the long ones; QUICK=1 takes under five minutes

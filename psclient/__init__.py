@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from psclient.methods.wagma import WAGMA
     from psclient.node import NodeOptimizer
     from psclient.nodegroup import node_group
+    from psclient.report import StepReport, Totals
     from psclient.rounds import Rounds
     from psclient.sampler import ElasticSampler
     from psclient.schedules import VersionClock
@@ -40,6 +41,8 @@ _HOMES = {
     "Rounds": "psclient.rounds",
     "SSGD": "psclient.methods.ssgd",
     "ServerOptimizer": "psclient.methods.server_optimizer",
+    "StepReport": "psclient.report",
+    "Totals": "psclient.report",
     "WAGMA": "psclient.methods.wagma",
     "ClientSettings": "psclient.settings",
     "ElasticSampler": "psclient.sampler",
@@ -67,6 +70,8 @@ __all__ = [
     "Outer",
     "Rounds",
     "ServerOptimizer",
+    "StepReport",
+    "Totals",
     "VersionClock",
     "__version__",
     "download",

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from pscore import tracing
+from pscore.units import human_bytes
 
 PHASES = ("select", "encode", "send", "wait", "apply", "buffers")
 
@@ -55,9 +56,25 @@ class StepReport:
     round_trip_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
+    def __str__(self) -> str:
+        """Return the step on one line."""
+        phases = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in self.seconds.items() if seconds)
+        return (
+            f"step {self.step}, version {self.version}, staleness {self.staleness}: "
+            f"pushed {human_bytes(self.push_bytes)}, pulled {human_bytes(self.pull_bytes)} ({self.reply_mode or '–'}), "
+            f"{f'{self.refused} refused, ' if self.refused else ''}"
+            f"{1000 * sum(self.seconds.values()):.1f} ms{f' ({phases})' if phases else ''}"
+        )
+
+    def as_dict(self) -> dict[str, int | float | str]:
+        """Return all fields as plain values, for a logger; ``seconds`` as ``select_seconds`` and so on."""
+        plain = asdict(self)
+        phases = plain.pop("seconds")
+        return plain | {f"{name}_seconds": seconds for name, seconds in phases.items()}
+
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time of the body to a phase."""
+        """See :mod:`psclient.exchange`: add the time of the body to a phase."""
         started = time.perf_counter()
         try:
             with tracing.span(phase):
@@ -66,7 +83,7 @@ class StepReport:
             self.seconds[phase] += time.perf_counter() - started
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Attribute some of one phase's time to another."""
+        """See :mod:`psclient.stepper`: attribute some of one phase's time to another."""
         moved = min(seconds, self.seconds[source])
         self.seconds[source] -= moved
         self.seconds[target] += moved
@@ -77,6 +94,12 @@ class Totals:
     """Sums over all steps of an optimizer, the first download included.
 
     Attributes:
+        push_bytes: message bytes sent in pushes.
+        pull_bytes: message bytes received in pulls.
+        buffer_bytes: message bytes of exchanges of buffers, both ways.
+        push_entries: entries sent.
+        pull_entries: entries received.
+        samples: that the pushed gradients came from.
         upload_bytes: message bytes of whole models that this worker has uploaded; not part of ``push_bytes``.
         refused: parts of pushes that went back into the residual.
     """
@@ -90,8 +113,20 @@ class Totals:
     upload_bytes: int = 0
     refused: int = 0
 
+    def __str__(self) -> str:
+        """Return the sums on one line."""
+        return (
+            f"{self.samples:,} samples: pushed {human_bytes(self.push_bytes)}, pulled {human_bytes(self.pull_bytes)}, "
+            f"buffers {human_bytes(self.buffer_bytes)}, uploaded {human_bytes(self.upload_bytes)}, "
+            f"{self.refused:,} refused"
+        )
+
+    def as_dict(self) -> dict[str, int]:
+        """Return all fields, for a logger."""
+        return asdict(self)
+
     def add(self, report: StepReport) -> None:
-        """Add one step."""
+        """See :mod:`psclient.stepper`: add one step."""
         self.push_bytes += report.push_bytes
         self.pull_bytes += report.pull_bytes
         self.buffer_bytes += report.buffer_bytes

@@ -1,5 +1,6 @@
 """What an optimizer is connected with: built here, before the first contact, which is :meth:`Membership.join`."""
 
+import logging
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
@@ -23,11 +24,14 @@ from psclient.replica import Replica
 from psclient.settings import ClientSettings
 from psclient.shard import ShardClient
 from pscore import tracing
+from pscore.kernels import compiled
 from pscore.selectors import SELECTORS
 from pscore.tracing import TracingError
 
 Server = str | Sequence[str] | LocalServer
 """What names the servers: addresses in one string or in several, or servers of one's own."""
+
+log = logging.getLogger("psclient")
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def open_session(
         ConfigurationError: a server address is not one, or tracing cannot begin.
         ServerUnreachableError: behind one name for all shards, some were not found.
     """
+    compiled.announce = log.warning
     worker = client_settings.worker_name(settings)
     if settings.tracing:
         try:

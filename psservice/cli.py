@@ -322,6 +322,9 @@ def _serve(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_DONE))
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
 
+    if sys.stderr and sys.stderr.isatty():
+        print("psservice: loading PyTorch", file=sys.stderr)  # seconds, in which nothing else can be said
+
     from psservice import logs, settings  # late: see above
 
     try:

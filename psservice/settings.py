@@ -286,5 +286,5 @@ def _add_argument(parser: argparse.ArgumentParser, *flags: str, **options: Any) 
 
 
 def shown(settings: ServerSettings) -> dict[str, Any]:
-    """Return the settings as plain values, as they are printed at start."""
-    return settings.model_dump(mode="json")
+    """Return the settings that are not at their defaults as plain values, as they are printed at start."""
+    return settings.model_dump(mode="json", exclude_defaults=True)

@@ -27,6 +27,7 @@ import torch
 import psclient
 
 STOP_SECONDS = 30.0
+ANSWER_SECONDS = 30.0
 POLL_SECONDS = 0.5
 INDEX_VARIABLES = ("RANK", "JOB_COMPLETION_INDEX", "SLURM_PROCID")
 """Where torchrun, Kubernetes and Slurm tell a process its number."""
@@ -186,7 +187,7 @@ def _launch(train: Train, options: argparse.Namespace, server: str | None) -> in
 def _has_model(server: str) -> bool:
     """Tell whether a worker has brought the server its model; one that does not answer may well have one."""
     try:
-        psclient.download(server, patience_seconds=1.0)
+        psclient.download(server, patience_seconds=ANSWER_SECONDS)
     except psclient.errors.ServerNotReadyError:
         return False
     except psclient.errors.SparsepsError:
@@ -228,16 +229,15 @@ def _await(processes: Sequence[BaseProcess], server: psclient.LocalServer | None
 @contextmanager
 def _stopped_in_the_end(processes: Sequence[BaseProcess]) -> Iterator[None]:
     """Start the workers; SIGTERM to this process is as Ctrl-C, and none of them outlives the block."""
-    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for this process to handle
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for this process to handle
     terminated = signal.signal(signal.SIGTERM, _interrupt)
     try:
         for process in processes:
             process.start()
-        signal.signal(signal.SIGINT, ignored)
+        signal.signal(signal.SIGINT, _interrupt)
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _ignore_signals()
         deadline = time.monotonic() + STOP_SECONDS
         started = [process for process in processes if process.pid is not None]
         for process in started:
@@ -246,12 +246,18 @@ def _stopped_in_the_end(processes: Sequence[BaseProcess]) -> Iterator[None]:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
-        signal.signal(signal.SIGINT, ignored)
-        signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGINT, before)  # not after an interruption: what follows is the end
+    signal.signal(signal.SIGTERM, terminated)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    _ignore_signals()  # a second one would break off the stopping
     raise KeyboardInterrupt
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _work(train: Train, options: argparse.Namespace, place: Place) -> None:

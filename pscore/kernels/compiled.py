@@ -10,8 +10,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
+
+announce: Callable[..., None] = _log.info
+"""How a process says, once, that it compiles; a worker is louder (:mod:`psclient.session`): its steps wait for that."""
+
 _lock = threading.Lock()
 _compiled: dict[Callable[..., Any], Callable[..., Any] | None] = {}
+_said: set[str] = set()
 
 
 def compile_once(function: Callable[P, R], **options: bool) -> Callable[P, R] | None:
@@ -50,16 +55,30 @@ def _compile(function: Callable[..., Any], options: dict[str, bool]) -> Callable
         return None
     try:
         loop = numba.njit(nogil=True, cache=True, **options)(function)
-    except RuntimeError:  # no directory for the cache can be written
+    except RuntimeError as error:  # no directory for the cache can be written
+        _once(announce, _COMPILING)
+        _once(_log.warning, _NOT_KEPT, "any directory", error)
         return cast("Callable[..., Any]", numba.njit(nogil=True, **options)(function))
     loop._cache = _ForgivingCache(loop._cache)
     return cast("Callable[..., Any]", loop)
 
 
+_COMPILING = "compiling loops for this machine's processor: that takes some seconds, and is kept for the next start"
+_NOT_KEPT = (
+    "compiled loops cannot be cached in %s (%s): they are used, and compiled again by the next process; make room "
+    "there, empty it, or name another directory in NUMBA_CACHE_DIR"
+)
+
+
+def _once(say: Callable[..., None], words: str, *arguments: object) -> None:
+    """Say something the first time."""
+    if words not in _said:
+        _said.add(words)
+        say(words, *arguments)
+
+
 class _ForgivingCache:
     """A function's cache on disk, whose failures stay here: numba lets them pass through the call that compiles."""
-
-    _told = False
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -68,25 +87,17 @@ class _ForgivingCache:
         return getattr(self._cache, name)
 
     def load_overload(self, signature: Any, context: Any) -> Any:
+        found = None
         try:
-            return self._cache.load_overload(signature, context)
+            found = self._cache.load_overload(signature, context)
         except Exception as error:  # half a file may raise anything
-            self._tell(error)
-            return None
+            _once(_log.warning, _NOT_KEPT, self._cache.cache_path, error)
+        if found is None:
+            _once(announce, _COMPILING)
+        return found
 
     def save_overload(self, signature: Any, result: Any) -> None:
         try:
             self._cache.save_overload(signature, result)
         except Exception as error:  # it reads the index first: see above
-            self._tell(error)
-
-    def _tell(self, error: Exception) -> None:
-        if _ForgivingCache._told:
-            return
-        _ForgivingCache._told = True
-        _log.warning(
-            "compiled loops cannot be cached in %s (%s): they are used, and compiled again by the next process; make "
-            "room there, empty it, or name another directory in NUMBA_CACHE_DIR",
-            self._cache.cache_path,
-            error,
-        )
+            _once(_log.warning, _NOT_KEPT, self._cache.cache_path, error)

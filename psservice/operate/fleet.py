@@ -134,8 +134,9 @@ def saved_bytes(status: pb.GetStatusResponse) -> int:
 
 def saved_share(status: pb.GetStatusResponse) -> float | None:
     """Return the share of the dense bytes that was saved; ``None`` before the first push."""
-    dense = status.dense_push_bytes + status.dense_pull_bytes
-    return saved_bytes(status) / dense if dense else None
+    if not status.dense_push_bytes:
+        return None
+    return saved_bytes(status) / (status.dense_push_bytes + status.dense_pull_bytes)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

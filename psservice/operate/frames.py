@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pscore.names import escaped
+from pscore.units import human_bytes
 from psservice.operate.fleet import Look, Rates, saved_bytes, saved_share
-from psservice.operate.shown import cell, error_plain, evicted, human_bytes, state_of, worker_plain, worker_table
+from psservice.operate.shown import cell, error_plain, evicted, state_of, worker_plain, worker_table
 from psservice.plain import plain
 
 WIDE_COLUMNS = 110

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pscore.names import escaped
+from pscore.units import human_bytes
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate.calls import OperateError, Outcome
 from psservice.operate.fleet import Look, Worker, saved_bytes, saved_share
@@ -207,14 +208,3 @@ def _shard_workers(answer: pb.GetStatusResponse) -> Table:
             f"{worker.lease_remaining_seconds:.0f} s",
         )
     return table
-
-
-def human_bytes(count: float) -> str:
-    """Write a number of bytes with a decimal unit."""
-    if count < 0:
-        return f"−{human_bytes(-count)}"
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

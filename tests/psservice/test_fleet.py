@@ -66,6 +66,7 @@ def test_rates_are_between_two_looks_and_not_over_a_restart():
 
 def test_what_is_saved_is_a_share_of_what_dense_would_have_been():
     assert saved_share(status(0)) is None
+    assert saved_share(status(0, dense_pull_bytes=8, pull_bytes=4)) is None  # workers have joined, and pushed nothing
     assert saved_share(status(0, push_bytes=1, pull_bytes=1, dense_push_bytes=4, dense_pull_bytes=4)) == 0.75
 
 

@@ -121,10 +121,9 @@ def test_an_address_is_host_and_port(address):
         split_address(address)
 
 
-def test_what_is_shown_are_plain_values(yaml):
-    config = yaml("run_id: r\n")
-    plain = shown(load(["--config", str(config)]))
-    assert (plain["run_id"], plain["config"], plain["down_mode"]) == ("r", str(config), "auto")
+def test_what_is_shown_are_plain_values_where_they_are_not_the_defaults(yaml):
+    config = yaml("run_id: r\ndown_mode: auto\n")
+    assert shown(load(["--config", str(config)])) == {"run_id": "r", "config": str(config)}
 
 
 def test_help_says_what_is_expected_in_the_users_words(capsys):

@@ -1,0 +1,24 @@
+"""What ``make`` would do, as it says itself with ``--dry-run``."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def planned(target, venv):
+    command = ["make", "--dry-run", target, f"VENV={venv}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_the_quickstart_installs_what_it_needs_and_not_the_tools_of_developers(tmp_path):
+    plan = planned("quickstart", tmp_path / "venv")
+    assert "'.[quickstart]'" in plan
+    assert "[dev]" not in plan
+    assert "[dev]" in planned("test", tmp_path / "venv")
+
+
+def test_installing_shows_what_it_does(tmp_path):
+    installs = [line for line in planned("test", tmp_path / "venv").splitlines() if " install " in line]
+    assert len(installs) == 3
+    assert not [line for line in installs if "--quiet" in line]
