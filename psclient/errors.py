@@ -34,7 +34,7 @@ class SparsepsError(Exception):
     """Base of all errors of this library."""
 
 
-class ConfigurationError(SparsepsError):
+class ConfigurationError(SparsepsError, ValueError):
     """The optimizer was given something that cannot work; the message says what."""
 
 
@@ -62,7 +62,7 @@ class ModelChangedError(SparsepsError):
         self.tensor = tensor
 
 
-class ServerUnreachableError(SparsepsError):
+class ServerUnreachableError(SparsepsError, ConnectionError):
     """A server did not answer within the patience. The optimizer stays usable: the next ``step()`` goes on.
 
     Attributes:

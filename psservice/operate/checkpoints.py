@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 
 from pscore.reasons import Reason
+from pscore.units import human_bytes
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.operate import shown
 from psservice.operate.calls import Lines, Outcome, exit_status
@@ -84,7 +85,7 @@ def _table(rows: list[dict[int, pb.CheckpointStatus]], indices: set[int]) -> Tab
             shown.cell(one.checkpoint or "(of one shard alone)"),
             str(versions[0]) if len(versions) == 1 else f"{versions[0]}–{versions[-1]}",
             f"{seconds:,.0f} s ago",
-            shown.human_bytes(sum(each.bytes for each in row.values())),
+            human_bytes(sum(each.bytes for each in row.values())),
             "until deleted" if one.named else "until newer ones come",
             shown.cell(f"not at shard {missing}" if missing and one.checkpoint else "", "yellow"),
         )
