@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from psclient.connection import Patience
-from psclient.errors import from_rpc_error
+from psclient.errors import Transient, from_rpc_error
 from psclient.replica import Replica
 from psclient.shard import ShardClient
 from psclient.stall import Outgoing, Watch
@@ -41,6 +41,7 @@ class ModelUpload:
         """Send nothing yet."""
         self._shard, self._header, self._replica, self._moved = shard, header, replica, moved
         self._buffers, self._chunk_bytes = buffers, min(chunk_bytes, _CHUNK_BYTES)
+        self._is_sent = False
 
     def send(self, patience: Patience) -> pb.UploadModelResponse | Refusal:
         """Send all that has not come yet; return the server's answer.
@@ -55,18 +56,26 @@ class ModelUpload:
             stream = Outgoing(self._messages(watch, seconds, patience), watch)
             return watch.follow(shard.connection.stub.UploadModel.future(stream))
 
-        return shard.connection.ask(patience, start, lambda call: shard.outgoing.result(call))
+        def read(call: "grpc._CallFuture[pb.UploadModelResponse]") -> pb.UploadModelResponse:
+            answer = shard.outgoing.result(call)
+            if not self._is_sent:
+                raise Transient("an upload was refused, and then was not")
+            return answer
+
+        return shard.connection.ask(patience, start, read)
 
     def _messages(self, watch: Watch, seconds: float, patience: Patience) -> Iterator[pb.UploadModelRequest]:
         """Yield what is still to be sent; everything, where what has come is not the beginning of this model."""
         header = pb.UploadModelRequest(header=self._header)
+        self._is_sent = False
         try:
             received = self._shard.connection.stub.UploadModel(iter((header,)), timeout=seconds)
         except grpc.RpcError as error:
-            if not isinstance(from_rpc_error(error), Refusal):
+            if isinstance(from_rpc_error(error), Refusal):
+                yield header  # so that the call itself is refused too
+            else:
                 watch.cancel()
-                return
-            received = pb.UploadModelResponse()  # the call itself will be refused, too
+            return
         yield header
         checksum, chunks = self._behind(received.received)
         has_bytes = received.received_buffer_bytes if checksum.entries else 0
@@ -79,6 +88,7 @@ class ModelUpload:
         for piece in frames.encode_bytes(self._buffers, self._chunk_bytes):
             if piece.offset >= has_bytes:
                 yield pb.UploadModelRequest(buffers=piece)
+        self._is_sent = True
         yield pb.UploadModelRequest(commit=checksum.commit())
 
     def _behind(self, received: pb.Commit) -> tuple[frames.Checksum, Iterator[pb.Chunk]]:
