@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import psclient
+from psclient.errors import ServerUnreachableError
 from psclient.local import LocalServer
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
@@ -167,3 +168,41 @@ def test_a_late_joiners_download_that_is_cut_goes_on_where_it_was():
             assert line.down < 1.4 * nbytes
             assert_same_parameters(wide, server.server)
             assert_same_parameters(late, server.server)
+
+
+def test_a_push_takes_as_long_as_its_bytes_move():
+    """And is not cut at its deadline, to be sent again."""
+    model = big_model()
+    limits = QUICK.model_copy(update={"deadline_seconds": 3.0})
+    with (
+        LocalServer(chunk_bytes=64 << 10, lease_seconds=LEASE) as server,
+        Line(server.server) as line,
+        psclient.ASGD(model.parameters(), lr=0.1, model=model, server=line.address, settings=limits) as optimizer,
+    ):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        line.rate, before = RATE, line.up
+        optimizer.step()  # eight seconds up, eight down
+        assert optimizer.version == 1
+        assert line.up - before < 1.1 * MODEL_BYTES
+        assert line.down < 1.1 * MODEL_BYTES
+        line.rate = 0.0
+
+
+def test_a_push_on_a_dead_line_is_given_up():
+    model = big_model()
+    limits = QUICK.model_copy(update={"deadline_seconds": 0.5, "patience_seconds": 1.0})
+    with (
+        LocalServer() as server,
+        Line(server.server) as line,
+        psclient.ASGD(model.parameters(), lr=0.1, model=model, server=line.address, settings=limits) as optimizer,
+    ):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        line.stop_at("up", line.up + MODEL_BYTES // 2)
+        with pytest.raises(ServerUnreachableError, match="nothing has moved"):
+            optimizer.step()
+        line.reset()
+        line.go_on()
+        optimizer.step()
+        assert optimizer.version in (1, 2)  # what was given up is in the next one where it did not arrive
