@@ -51,8 +51,14 @@ class InProcessShard:
         )
         self.generation = joined.generation
         self.span = Span(0, layout.size)
+        upload, checksum = self.engine.open_upload(self.identity, self.generation, 0), frames.Checksum()
+        call = upload.go_on()
         zeros = Segment(self.span, None, torch.zeros(layout.size))
-        self.engine.finish_upload(self.identity, self.generation, 0, [zeros], b"")
+        for chunk, _ in frames.encode(zeros, chunk_bytes=self.settings.chunk_bytes):
+            checksum.add(chunk)
+            upload.read(call, chunk)
+        upload.verify(call, checksum.commit())
+        self.engine.finish_upload(upload, 0)
         self._groups = groups(layout, GROUP_ELEMENTS)
         self._step = 0
         self._acknowledged = 0

@@ -10,10 +10,9 @@ from functools import partial
 from typing import TypeVar
 
 from psclient.buffers import BufferExchange
-from psclient.connection import Patience
 from psclient.errors import LeaseLostError, ServerFaultError, from_refusal
 from psclient.jobs import JobThread
-from psclient.membership import SLOWEST_BYTES_A_SECOND, Membership
+from psclient.membership import Membership
 from psclient.merging.trace import PushTiming
 from psclient.model import NamedBuffers
 from psclient.progress import Progress
@@ -232,7 +231,7 @@ class Cluster:
             if not waiting:
                 return done
             answers = self._each(
-                waiting, lambda shard: shard.pull(self.membership.identity, self._pull_patience(shard))
+                waiting, lambda shard: shard.pull(self.membership.identity, self.membership.patience(shard))
             )
             rejoin = False
             for shard, answer in zip(waiting, answers, strict=True):
@@ -300,15 +299,11 @@ class Cluster:
         """Leave the run and close the channels."""
         self.membership.leave()
         for shard in self.shards:
-            shard.connection.close()
+            shard.close()
         for thread in (*self._threads, self._cutting):
             thread.close(_CLOSING_SECONDS)
 
     # Inner parts
-
-    def _pull_patience(self, shard: ShardClient) -> Patience:
-        everything = 0.0 if shard.has_base else 4 * shard.span.length / SLOWEST_BYTES_A_SECOND
-        return self.membership.patience(shard, extra_seconds=everything)
 
     def _each(self, shards: Sequence[ShardClient], call: Callable[[ShardClient], Result]) -> list[Result]:
         """Call for every shard in parallel and return the results in order; the first error is raised after all."""

@@ -73,6 +73,10 @@ class Connection:
         self._channel = self._open()
         self.stub = ParameterServerServiceStub(self._channel)
 
+    def twin(self) -> "Connection":
+        """Return another connection to the same shard."""
+        return Connection(self.address, self._security, self._headers, self._locate)
+
     @property
     def is_located(self) -> bool:
         """Whether its address is looked for, and not given."""
@@ -205,7 +209,7 @@ class Patience:
         self._delay = _FIRST_DELAY_SECONDS
         self._warned_of: set[Reason | None] = set()
         self._hint = hint
-        self._limit = limit
+        self.limit = limit
         self._look_again = look_again
         self._handshake_seconds = handshake_seconds
 
@@ -219,6 +223,11 @@ class Patience:
         remaining = max(self._first_deadline_seconds, self._seconds - (now - self._started))
         self.timeout = max(0.1, min(self._deadline_seconds, remaining, self._end() - now))
         return self
+
+    def progressed(self) -> None:
+        """Begin the time anew: something has moved."""
+        self._started = time.monotonic()
+        self._delay = _FIRST_DELAY_SECONDS
 
     def __enter__(self) -> "Patience":
         """Enter an attempt."""
@@ -251,7 +260,7 @@ class Patience:
 
     def _end(self) -> float:
         """Return when all patience ends (monotonic seconds)."""
-        return 0.0 if jobs.is_cancelled() else self._limit()
+        return 0.0 if jobs.is_cancelled() else self.limit()
 
 
 def pause(seconds: float) -> None:

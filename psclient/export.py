@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import grpc
 import torch
 
 from psclient import settings as client_settings
@@ -12,8 +13,8 @@ from psclient.connection import Connection, Patience
 from psclient.directory import connect
 from psclient.errors import ConfigurationError, Transient, from_refusal
 from psclient.jobs import JobThread
-from psclient.membership import SLOWEST_BYTES_A_SECOND
 from psclient.settings import ClientSettings
+from psclient.stall import Watch
 from pscore import frames, modelfile
 from pscore.buffers import packed_bytes, unpack
 from pscore.generation import epoch
@@ -23,7 +24,6 @@ from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 
 _WAIT_LONGER = "Raise --timeout (patience_seconds) to wait longer"
-_MODEL_ALLOWANCE_SECONDS = 4 * 25e6 / SLOWEST_BYTES_A_SECOND  # the size is not known before the first answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def download(
         server: the address of each shard, as for an optimizer.
         settings: how the connection is secured; the default comes from the environment.
         patience_seconds: how long to try.
-        deadline_seconds: how long one call may take, besides an allowance for the bytes.
+        deadline_seconds: how long nothing may come.
 
     Returns:
         Every parameter in its own dtype, under all its names, and the buffers if the run has them.
@@ -110,13 +110,15 @@ def save(
 def _fetch(connection: Connection, patience_seconds: float, deadline_seconds: float) -> _Part:
     address = connection.address
     try:
-        part = connection.ask(
-            Patience(address, patience_seconds, deadline_seconds, _WAIT_LONGER, look_again=connection.look_again),
-            lambda seconds: connection.stub.DownloadModel(
-                pb.DownloadModelRequest(), timeout=seconds + _MODEL_ALLOWANCE_SECONDS
-            ),
-            _read,
-        )
+        patience = Patience(address, patience_seconds, deadline_seconds, _WAIT_LONGER, look_again=connection.look_again)
+        watch = Watch(deadline_seconds)
+
+        def start(seconds: float) -> "grpc._CallIterator[pb.DownloadModelResponse]":
+            nonlocal watch
+            watch = Watch(seconds)
+            return watch.follow(connection.stub.DownloadModel(pb.DownloadModelRequest()))
+
+        part = connection.ask(patience, start, lambda responses: _read(watch.messages(responses)))
         if isinstance(part, Refusal):
             raise from_refusal(part) from None
         return part

@@ -23,6 +23,8 @@ _ending: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 class LeaseThread:
     """Renews the leases at all shards, and tells them of shard 0's checkpoints.
 
+    Renewals have connections of their own: they are a few bytes, and never wait behind a model.
+
     It refers to neither the optimizer nor the model, so that it does not keep alive what nobody else wants any more.
 
     Args:
@@ -31,11 +33,15 @@ class LeaseThread:
 
     Attributes:
         renewal_seconds: time between two renewals.
+        uploaded: share of the model that this worker has sent, while it uploads; told with each renewal.
+        is_started: whether it has begun.
     """
 
     def __init__(self, shards: Sequence[ShardClient], identity: pb.WorkerIdentity) -> None:
-        """Prepare; :meth:`start` follows the joining."""
+        """Prepare; :meth:`start` follows the first join."""
         self.renewal_seconds = 5.0
+        self.uploaded: float | None = None
+        self.is_started = False
         self._shards, self._identity = tuple(shards), identity
         self._checkpoint = ""  # the newest that shard 0 has told of, for the other shards
         self._last_job: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -43,7 +49,10 @@ class LeaseThread:
         self._thread = threading.Thread(target=self._run, name="psclient-lease", daemon=True)
 
     def start(self) -> None:
-        """Begin to renew."""
+        """Begin to renew; harmless twice."""
+        if self.is_started:
+            return
+        self.is_started = True
         _await_at_exit()
         self._thread.start()
 
@@ -70,7 +79,8 @@ class LeaseThread:
     def _run(self) -> None:
         while True:
             try:
-                job = self._last_job.get(timeout=self.renewal_seconds)
+                every = self.renewal_seconds if self.uploaded is None else min(1.0, self.renewal_seconds)
+                job = self._last_job.get(timeout=every)
                 break
             except queue.Empty:
                 self._renew()
@@ -85,12 +95,14 @@ class LeaseThread:
 
     def _renew_at(self, shards: Sequence[ShardClient]) -> None:
         """Renew at all of these at once: one that does not answer must not cost the leases at the others."""
-        request = pb.RenewLeaseRequest(identity=self._identity, checkpoint=self._checkpoint)
+        request = pb.RenewLeaseRequest(
+            identity=self._identity, checkpoint=self._checkpoint, uploaded=self.uploaded or 0.0
+        )
         seconds = max(0.5, self.renewal_seconds)
         calls = self._calls = []
 
         def send(shard: ShardClient) -> None:
-            calls.append((shard, shard.connection.stub.RenewLease.future(request, timeout=seconds)))
+            calls.append((shard, shard.lease_connection.stub.RenewLease.future(request, timeout=seconds)))
 
         for shard in shards:
             quietly(partial(send, shard))
@@ -99,11 +111,13 @@ class LeaseThread:
 
     def _hear(self, shard: ShardClient, call: "grpc._CallFuture[pb.RenewLeaseResponse]") -> None:
         try:
-            self._checkpoint = call.result().checkpoint or self._checkpoint
+            answer = call.result()
+            self._checkpoint = answer.checkpoint or self._checkpoint
+            shard.heard(answer.received_bytes)
         except grpc.RpcError as error:
             failure = from_rpc_error(error)
             if isinstance(failure, Transient) and failure.lost:
-                shard.connection.look_again()
+                shard.lease_connection.look_again()
             raise
 
 

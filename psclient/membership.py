@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -32,7 +32,8 @@ from psclient.model import NamedBuffers
 from psclient.replica import Replica
 from psclient.settings import ClientSettings
 from psclient.shard import REJOIN_REASONS, ShardClient
-from pscore import frames
+from psclient.upload import ModelUpload
+from psclient.waitline import WaitLine
 from pscore.buffers import pack
 from pscore.codecs.names import (
     INDEX_CODECS,
@@ -51,11 +52,9 @@ from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 log = logging.getLogger("psclient")
 
-SLOWEST_BYTES_A_SECOND = 1e6
-"""The slowest network that bulk transfers are given time for at the first attempt."""
-
 _LEAVING_SECONDS = 2.0
 _FIRST_DEADLINE_SECONDS = 5.0  # before the first contact: a wrong address should be said soon
+_LONGEST_PAUSE_SECONDS = 2.0  # between two looks at another worker's upload
 
 
 class Membership:
@@ -107,6 +106,7 @@ class Membership:
         self._method = method
         self._method_settings = dict(method_settings)
         self._joined = False
+        self._moved = 0.0  # when a model was last seen to get on, while joining
         self.joins = 0
         self._joining = threading.Lock()
         self.leases = LeaseThread(self.shards, self.identity)
@@ -138,19 +138,14 @@ class Membership:
         """How much longer a server may be waited for; ``None`` without :meth:`hurry`."""
         return None if math.isinf(self._hurry_until) else max(0.0, self._hurry_until - time.monotonic())
 
-    def patience(self, shard: ShardClient, seconds: float | None = None, extra_seconds: float = 0.0) -> Patience:
-        """Return the patience for an undertaking at one shard; ``extra_seconds`` for what is large."""
-        if seconds is None:
-            seconds = self.settings.patience_seconds
-        deadline = (
-            self.settings.deadline_seconds
-            if self._joined
-            else min(_FIRST_DEADLINE_SECONDS, self.settings.deadline_seconds)
-        )
+    def patience(self, shard: ShardClient, seconds: float | None = None) -> Patience:
+        """Return the patience for an undertaking at one shard."""
         return Patience(
             shard.address,
-            seconds + extra_seconds,
-            deadline + extra_seconds,
+            self.settings.patience_seconds if seconds is None else seconds,
+            self.settings.deadline_seconds
+            if self.leases.is_started
+            else min(_FIRST_DEADLINE_SECONDS, self.settings.deadline_seconds),
             STEP_AGAIN if self._joined else START_FIRST,
             limit=lambda: self._hurry_until,
             look_again=shard.connection.look_again,
@@ -169,19 +164,18 @@ class Membership:
 
     def _join(self) -> None:
         seconds = self.settings.patience_seconds if self._joined else self.settings.connect_seconds
-        started = time.monotonic()
+        self._moved = time.monotonic()
         if self._joined:
             for shard in self.shards:
                 shard.connection.renew()
-        while not self._try_join(seconds):
-            if time.monotonic() > min(started + seconds, self._hurry_until):
-                raise ServerNotReadyError(
-                    f"{self.coordinator.address} has no model after {seconds:.0f} s, and a worker that should upload "
-                    "one has not done so; check whether that worker lives, or restart all shards together"
-                )
-        if not self._joined:
-            self._joined = True
-            self.leases.start()
+        with WaitLine() as line:
+            while not self._try_join(seconds, line):
+                if time.monotonic() > min(self._moved + seconds, self._hurry_until):
+                    raise ServerNotReadyError(
+                        f"{self.coordinator.address} has had no model for {seconds:.0f} s, and no worker that uploads "
+                        "one has got any further; check whether one lives, or restart all shards together"
+                    )
+        self._joined = True
 
     def _wanted_codecs(self) -> list["pb.IndexCodec.ValueType"]:
         """Return the index codecs for replies: what can be read, or the one that the settings name."""
@@ -190,7 +184,7 @@ class Membership:
             return [*READABLE_INDEX_CODECS]
         return [pb.INDEX_CODEC_DENSE, cast("pb.IndexCodec.ValueType", chosen)]
 
-    def _try_join(self, seconds: float) -> bool:
+    def _try_join(self, seconds: float, line: WaitLine) -> bool:
         answers = [self._join_shard(shard, seconds) for shard in reversed(self.shards[1:])]
         known = [shard.generation for shard in self.shards]
         seen = max(*known, *(answer.generation for answer in answers), 0)
@@ -200,6 +194,7 @@ class Membership:
         self.identity.run_id = first.run_id
         self.run_settings = first.settings
         self.leases.renewal_seconds = max(0.1, first.settings.lease_seconds / 3)
+        self.leases.start()
         self.live_workers = first.live_workers
         self.run_finished = first.run_state == pb.RUN_STATE_FINISHED
         self.first_step = first.first_step
@@ -211,12 +206,12 @@ class Membership:
             self._pause(first.retry_seconds)
             return False
         if first.state == pb.JOIN_STATE_UPLOAD:
-            done = all(self._upload(shard, first.generation) for shard in reversed(self.shards))
+            done = all(self._upload(shard, first.generation, line) for shard in reversed(self.shards))
             if not done:
                 self._pause(first.retry_seconds)
             return done
         if first.state != pb.JOIN_STATE_READY:
-            self._pause(first.retry_seconds)
+            self._await_upload(first, line)
             return False
         now = epoch(first.generation)
         for shard, answer in zip(self.shards, (first, *reversed(answers)), strict=True):
@@ -225,7 +220,7 @@ class Membership:
             elif not (
                 shard.has_base
                 and epoch(shard.generation) == now
-                and self._upload(shard, sibling_generation(first.generation))
+                and self._upload(shard, sibling_generation(first.generation), line)
             ):
                 self._pause(first.retry_seconds)
                 return False
@@ -301,39 +296,48 @@ class Membership:
                     f"{shard.address} does not read {setting} {name!r}; use one of {known}, or upgrade the server"
                 )
 
-    def _upload(self, shard: ShardClient, generation: int) -> bool:
+    def _await_upload(self, first: pb.JoinResponse, line: WaitLine) -> None:
+        """Wait until there is reason to join again: the model is there, or nobody uploads one."""
+        answer: pb.JoinResponse | pb.RenewLeaseResponse = first
+        seconds = first.retry_seconds
+        self._pause(seconds)
+        while answer.HasField("upload") and time.monotonic() < self._hurry_until:
+            line.show(
+                f"{shown(answer.upload.worker_id)} uploads the model", answer.upload.share, answer.upload.seconds_left
+            )
+            self._pause(seconds)
+            seconds = min(_LONGEST_PAUSE_SECONDS, 1.5 * seconds)
+            try:
+                answer = self.coordinator.lease_connection.stub.RenewLease(
+                    pb.RenewLeaseRequest(identity=self.identity), timeout=self.settings.deadline_seconds
+                )
+            except grpc.RpcError:
+                return  # joining again shows what it is
+            self._moved = time.monotonic()
+
+    def _upload(self, shard: ShardClient, generation: int, line: WaitLine) -> bool:
         """Send a shard its range; False if another worker was faster, so that the join must be tried again."""
-        version = shard.version if shard.has_base else 0
         with_buffers = shard.index == 0 and self.run_settings.buffer_policy != pb.BUFFER_POLICY_NONE
         buffers = pack(self._buffers.now()) if with_buffers else b""
-
-        def messages() -> Iterator[pb.UploadModelRequest]:
-            yield pb.UploadModelRequest(
-                header=pb.UploadHeader(
-                    identity=self.identity, generation=generation, version=version, buffer_bytes=len(buffers)
-                )
-            )
-            checksum = frames.Checksum()
-            for segment in self._replica.read(shard.span):
-                for chunk, _ in frames.encode(segment, chunk_bytes=self.run_settings.chunk_bytes):
-                    checksum.add(chunk)
-                    yield pb.UploadModelRequest(chunk=chunk)
-            for piece in frames.encode_bytes(buffers, self.run_settings.chunk_bytes):
-                yield pb.UploadModelRequest(buffers=piece)
-            yield pb.UploadModelRequest(commit=checksum.commit())
-
-        def counted() -> Iterator[pb.UploadModelRequest]:
-            for message in messages():
-                self.upload_bytes += frames.wire_bytes(message)
-                yield message
-
-        nbytes = 4 * shard.span.length + len(buffers)
-        connection = shard.connection
-        answer = connection.ask(
-            self.patience(shard, extra_seconds=nbytes / SLOWEST_BYTES_A_SECOND),
-            lambda seconds: connection.stub.UploadModel.future(counted(), timeout=seconds),
-            lambda call: call.result(),
+        header = pb.UploadHeader(
+            identity=self.identity,
+            generation=generation,
+            version=shard.version if shard.has_base else 0,
+            buffer_bytes=len(buffers),
         )
+        behind = sum(other.span.length for other in self.shards[shard.index + 1 :])  # which are sent before
+
+        def moved(elements: int, nbytes: int) -> None:
+            self._moved = time.monotonic()
+            self.upload_bytes += nbytes
+            self.leases.uploaded = (behind + elements) / self._replica.layout.size
+            line.show("uploading the model", self.leases.uploaded)
+
+        upload = ModelUpload(shard, header, self._replica, buffers, self.run_settings.chunk_bytes, moved)
+        try:
+            answer = upload.send(self.patience(shard))
+        finally:
+            self.leases.uploaded = None
         if isinstance(answer, Refusal):
             if answer.reason in REJOIN_REASONS or answer.reason is Reason.ALREADY_UPLOADED:
                 return False
@@ -345,7 +349,7 @@ class Membership:
     def leave(self) -> None:
         """End the lease everywhere; failures are of no consequence, the lease ends anyway."""
         self.leases.stop()
-        if self._joined:
+        if self.leases.is_started:
             if self.run_finished and len(self.shards) > 1:
                 finish = pb.FinishRunRequest(run_id=self.identity.run_id)
                 self._tell_all(lambda stub: stub.FinishRun.future(finish, timeout=_LEAVING_SECONDS))

@@ -9,7 +9,7 @@ import queue
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import grpc
 
@@ -18,6 +18,8 @@ from psclient.errors import ServerFaultError, Transient
 from psclient.link import LinkSpeed
 from psclient.merging.trace import PushTiming
 from psclient.settings import AUTO, ClientSettings
+from psclient.stall import Outgoing, Watch
+from psclient.waitline import WaitLine
 from pscore import frames, tracing
 from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.layout import Span
@@ -27,6 +29,7 @@ from pscore.tracing import NO_SPAN, TraceSpan
 from pscore.v1 import parameter_server_pb2 as pb
 
 PushCall: TypeAlias = "grpc._CallFuture[pb.PushSparseResponse]"
+PullCall: TypeAlias = "grpc._CallIterator[pb.PullDiffResponse]"
 
 REJOIN_REASONS = frozenset(
     {
@@ -84,12 +87,31 @@ class PulledReply:
     arrived: float
 
 
+class _Begun(NamedTuple):
+    """What has come, whole and checked, of a reply of everything that was cut.
+
+    Attributes:
+        generation: of the model.
+        version: that the elements before ``end`` have.
+        end: index behind them.
+        segments: their values; where two have the same element, the later one holds.
+        bytes: message bytes received.
+    """
+
+    generation: int
+    version: int
+    end: int
+    segments: list[Segment]
+    bytes: int
+
+
 class ShardClient:
     """The calls to one shard, and the state of the replica with respect to it."""
 
     def __init__(self, connection: Connection, index: int, settings: ClientSettings) -> None:
         """Prepare; nothing is dialled yet."""
         self.connection = connection
+        self.lease_connection = connection.twin()
         self.index = index
         self.settings = settings
         self.span = Span(0, 0)
@@ -104,11 +126,25 @@ class ShardClient:
         self.timing = PushTiming.of(0)
         self._live: queue.SimpleQueue[pb.PushSparseRequest | None] | None = None
         self._call: PushCall | None = None
+        self.outgoing = Watch(settings.deadline_seconds)  # of the push, or the upload, that is under way
+        self._received_bytes = 0  # of these, as the server has said last
+        self._begun: _Begun | None = None
 
     @property
     def address(self) -> str:
         """``HOST:PORT``, or another name of it."""
         return self.connection.address
+
+    def close(self) -> None:
+        """Close both channels."""
+        self.connection.close()
+        self.lease_connection.close()
+
+    def heard(self, received_bytes: int) -> None:
+        """Note how much the server says that it has got of this worker's streams."""
+        if received_bytes != self._received_bytes:
+            self._received_bytes = received_bytes
+            self.outgoing.heard()
 
     def adopt(self, generation: int, *, version: int | None = None) -> None:
         """Note the shard's generation; with ``version``, that the replica is the model at that version there."""
@@ -153,10 +189,8 @@ class ShardClient:
         trace = tracing.begin("push", shard=self.index)
         self.in_doubt = PushPart(step, generation, self.timing, trace=trace)
         self._live = queue.SimpleQueue()
-        stream = iter(self._live.get, None)
-        self._call = self.connection.stub.PushSparse.future(
-            stream, timeout=self.settings.deadline_seconds, metadata=trace.headers
-        )
+        self.outgoing = Watch(self.settings.deadline_seconds)
+        self._call = self._push(iter(self._live.get, None), self.outgoing, trace)
         header = pb.PushHeader(
             identity=identity,
             step=step,
@@ -169,6 +203,12 @@ class ShardClient:
         )
         self.timing.opened = time.perf_counter()
         self._send(pb.PushSparseRequest(header=header))
+
+    def _push(
+        self, messages: Iterator[pb.PushSparseRequest], watch: Watch, trace: TraceSpan
+    ) -> "grpc._CallFuture[pb.PushSparseResponse]":
+        """Begin a call that lasts as long as its messages move."""
+        return watch.follow(self.connection.stub.PushSparse.future(Outgoing(messages, watch), metadata=trace.headers))
 
     def send_chunk(self, chunk: pb.Chunk) -> None:
         """Hand one chunk to the stream."""
@@ -198,8 +238,7 @@ class ShardClient:
         part, self.in_doubt = self.in_doubt, None
         if part is not None:
             part.trace.end("abandoned")
-        if self._call is not None:
-            self._call.cancel()
+        self.outgoing.end()
         if self._live is not None:
             self._live.put(None)
         self._live, self._call = None, None
@@ -217,14 +256,15 @@ class ShardClient:
 
         def start(seconds: float) -> PushCall:
             call, self._call = self._call, None  # the one that began with the push, and then one for each attempt
-            if call is not None:
-                return call
-            stub = self.connection.stub
-            return stub.PushSparse.future(iter(part.messages), timeout=seconds, metadata=part.trace.headers)
+            if call is None:
+                self.outgoing = Watch(seconds)
+                call = self._push(iter(part.messages), self.outgoing, part.trace)
+            self.outgoing.limit = patience.limit
+            return call
 
         streamed = self._call
         answer: tuple[bool, pb.PushSparseResponse] | Refusal
-        answer = self.connection.ask(patience, start, lambda call: (call is streamed, call.result()))
+        answer = self.connection.ask(patience, start, lambda call: (call is streamed, self.outgoing.result(call)))
         if isinstance(answer, Refusal):
             if answer.reason is not Reason.LEASE_EXPIRED:  # else it is repeated, after joining
                 part.trace.end(answer.reason.name)
@@ -261,6 +301,23 @@ class ShardClient:
             ServerUnreachableError: no whole reply within the patience.
             ServerFaultError: the reply breaks the protocol.
         """
+        request, watch = pb.PullDiffRequest(), Watch(patience.timeout)
+
+        def start(seconds: float) -> PullCall:
+            nonlocal request, watch
+            request, watch = self._pull_request(identity), Watch(seconds, patience.limit)
+            return watch.follow(self.connection.stub.PullDiff(request, metadata=trace.headers))
+
+        with tracing.span("pull", shard=self.index) as trace, WaitLine() as line:
+            answer = self.connection.ask(
+                patience, start, lambda call: self._read_reply(request, watch.messages(call), patience, line)
+            )
+            self._begun = None
+            if isinstance(answer, Refusal):
+                trace.end(answer.reason.name)
+            return answer
+
+    def _pull_request(self, identity: pb.WorkerIdentity) -> pb.PullDiffRequest:
         request = pb.PullDiffRequest(
             identity=identity,
             generation=self.generation,
@@ -270,15 +327,11 @@ class ShardClient:
             image=self.replica_is_image,
             link_bytes_per_second=self.downlink.bytes_per_second or 0.0,
         )
-        with tracing.span("pull", shard=self.index) as trace:
-            answer = self.connection.ask(
-                patience,
-                lambda seconds: self.connection.stub.PullDiff(request, timeout=seconds, metadata=trace.headers),
-                lambda responses: self._read_reply(request, responses),
-            )
-            if isinstance(answer, Refusal):
-                trace.end(answer.reason.name)
-            return answer
+        if self._begun is not None and (self.has_base or self._begun.generation != self.generation):
+            self._begun = None
+        if self._begun is not None:
+            request.has_base, request.base_version, request.base_end = True, self._begun.version, self._begun.end
+        return request
 
     def applied(self, reply: PulledReply) -> None:
         """Note that a reply has been written into the replica."""
@@ -286,7 +339,11 @@ class ShardClient:
         self.acknowledged_reply = reply.header.reply_number
         self.replica_is_image = reply.header.image
 
-    def _read_reply(self, request: pb.PullDiffRequest, responses: Iterator[pb.PullDiffResponse]) -> PulledReply:
+    def _read_reply(
+        self, request: pb.PullDiffRequest, responses: Iterator[pb.PullDiffResponse], patience: Patience, line: WaitLine
+    ) -> PulledReply:
+        begun, is_whole = self._begun, not request.has_base or request.base_end
+        before = begun.segments if begun is not None else []
         reader = frames.ChunkReader(self.span)
         header: pb.PullHeader | None = None
         received, decode_seconds, began = 0, 0.0, math.inf
@@ -302,11 +359,21 @@ class ShardClient:
                 started = time.perf_counter()
                 reader.read(response.chunk)
                 decode_seconds += time.perf_counter() - started
+            elif kind == "so_far" and header is not None:
+                reader.checksum.verify(response.so_far)
+                patience.progressed()
+                if is_whole and reader.position > request.base_end:
+                    self._begun = _Begun(
+                        request.generation, header.version, reader.position, [*before, *reader.segments], received
+                    )
+                    line.show("fetching the model", (reader.position - self.span.start) / self.span.length)
             elif kind == "commit" and header is not None:
                 reader.checksum.verify(response.commit)
                 arrived = time.perf_counter()
                 self.downlink.saw(received, arrived - began - decode_seconds)
-                return PulledReply(header, reader.segments, request.generation, received, decode_seconds, arrived)
+                received += begun.bytes if begun is not None else 0
+                segments = [*before, *reader.segments]
+                return PulledReply(header, segments, request.generation, received, decode_seconds, arrived)
             else:
                 raise ServerFaultError(f"{self.address} sent {kind} out of order in a reply")
         raise Transient("the reply ended without a commit")

@@ -198,6 +198,11 @@ class ChunkReader:
         self.segments: list[Segment] = []
         self._next_start = within.start
 
+    @property
+    def position(self) -> int:
+        """Index behind everything that has come."""
+        return self._next_start
+
     def read(self, chunk: pb.Chunk) -> Segment:
         """Take the next chunk; raises :class:`Refusal` as :func:`decode` does, and where it goes backwards."""
         if chunk.start < self._next_start:
@@ -239,6 +244,11 @@ class BytesReader:
                 Reason.BAD_CHUNK, f"{len(piece.data)} bytes at {piece.offset}, expected the rest from {len(self._data)}"
             )
         self._data += piece.data
+
+    @property
+    def received(self) -> int:
+        """Bytes that have come."""
+        return len(self._data)
 
     @property
     def complete(self) -> bool:

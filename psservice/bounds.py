@@ -38,6 +38,7 @@ _FASTEST_LINK = 1e15  # bytes a second
 Number = int | float
 
 BOUNDS: Mapping[str, Mapping[str, tuple[Number, Number]]] = {
+    "RenewLeaseRequest": {"uploaded": (0.0, 1.0)},
     "JoinRequest": {"generation_seen": (0, _MOST_GENERATION)},
     "UploadHeader": {"generation": (0, _MOST_GENERATION), "version": (0, _MOST_VERSION)},
     "PushHeader": {

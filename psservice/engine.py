@@ -17,8 +17,9 @@ from pscore.frames import WireForm
 from pscore.layout import ModelLayout
 from pscore.messages import first_difference, layout_to_message
 from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment, merge
+from pscore.segment import merge
 from pscore.selectors import SELECTORS
+from pscore.v1 import parameter_server_pb2 as pb
 from psservice import beside, rollback
 from psservice.buffers import BufferAverage
 from psservice.calls import JoinOutcome, Push
@@ -39,6 +40,7 @@ from psservice.shard.difference import DownSettings
 from psservice.shard.model import Correction, ModelShard
 from psservice.shard.replies import Reply, Reserve, TopKSettings, answer
 from psservice.shardstate import ShardState
+from psservice.upload import Upload
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +140,8 @@ class Engine(ShardState):
             member.index_codecs = index_codecs
             self.metrics.joins.inc(not known)
             self.metrics.live_workers.set(len(self.membership))
-            log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
+            if not known:
+                log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
             if fitted is None:
                 return self._outcome(identity, generation_seen, has_replica)
             self._entry.claim_start(fitted)
@@ -156,12 +159,21 @@ class Engine(ShardState):
         generation = self._entry.turn.ask(identity, generation_seen, has_replica) if self.is_coordinator else None
         return JoinOutcome("wait" if generation is None else "upload", generation or 0, 0, last_push)
 
+    def upload_progress(self) -> pb.ModelProgress | None:
+        """Return how far the model has come that a worker uploads; ``None`` where nobody is at it."""
+        return None if self.model is not None else self._entry.turn.progress()
+
+    def note_uploaded(self, identity: Identity, share: float) -> None:
+        """Note how much of the whole model a worker has sent, 0 to 1."""
+        self._entry.turn.note(identity, share)
+
     def leave(self, identity: Identity) -> None:
         """End a lease; unknown ones are ignored, so that leaving twice is harmless."""
         with self.join_lock:
             left = self.membership.leave(identity)
             if left:
                 self.persistence.events.left(identity)
+        self._entry.forget_upload(identity)
         if left:
             with suppress(Refusal):
                 self._rounds.look(lambda: self.model, self.regime.rounds)
@@ -190,27 +202,19 @@ class Engine(ShardState):
 
     # The model's way in
 
-    def check_upload(self, identity: Identity, generation: int) -> None:
-        """Refuse an upload that would not be taken, before its bytes are received."""
+    def open_upload(self, identity: Identity, generation: int, buffer_bytes: int) -> Upload:
+        """Return the upload that a call goes on with; refuse one that would not be taken, before it is received."""
         self.doorway.require_open()
-        self._entry.check_upload(identity, generation)
+        return self._entry.open_upload(identity, generation, buffer_bytes)
 
-    def upload_buffer_bytes(self) -> int:
-        """Bytes of buffers that an upload to this shard carries."""
-        return self._entry.upload_buffer_bytes()
+    @property
+    def upload_bytes(self) -> int:
+        """What an unfinished upload occupies."""
+        return self._entry.upload_bytes
 
-    def finish_upload(
-        self,
-        identity: Identity,
-        generation: int,
-        version: int,
-        segments: list[Segment],
-        buffers: bytes,
-        *,
-        run_id: str = "",
-    ) -> int:
-        """Install an uploaded model (dense segments that cover the shard's span) and return its version."""
-        return self._entry.finish_upload(identity, generation, version, segments, buffers, run_id=run_id)
+    def finish_upload(self, upload: Upload, version: int, *, run_id: str = "") -> int:
+        """Install an uploaded model that is whole, and return its version."""
+        return self._entry.finish_upload(upload, version, run_id=run_id)
 
     # Training
 
@@ -296,11 +300,14 @@ class Engine(ShardState):
         base_version: int | None,
         acknowledged: int,
         replica_is_image: bool,
+        base_end: int = 0,
         link_bytes_per_second: float = 0.0,
         reserve: Reserve = lambda nbytes: None,
     ) -> Reply:
         """Answer a pull, exactly or top-k; ``reserve`` charges what the answer occupies, before it is made."""
         member = self.membership.require(identity)
+        if base_end and not self.span.start < base_end <= self.span.end:
+            raise Refusal(Reason.BAD_REQUEST, f"base_end is {base_end}; it must be an index that the shard owns")
         self._await_round(identity)
         form = WireForm(allowed=member.index_codecs, link_bytes_per_second=link_bytes_per_second)
         model, base_version = self._groups.seen_by(self.require_model(generation), member, base_version, acknowledged)
@@ -312,6 +319,7 @@ class Engine(ShardState):
             base_version=base_version,
             acknowledged=acknowledged,
             replica_is_image=replica_is_image,
+            base_end=base_end,
             form=form,
             reserve=reserve,
         )
@@ -384,6 +392,7 @@ class Engine(ShardState):
         while not self._stop.wait(min(1.0, self.settings.lease_seconds / 8)):
             with self.join_lock:
                 self.membership.expire()
+            self._entry.forget_upload()
             self.metrics.live_workers.set(len(self.membership))
             with suppress(Refusal):  # busy, or not durable: the next look finds it due still
                 self._rounds.look(lambda: self.model, self.regime.rounds)

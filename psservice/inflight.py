@@ -85,14 +85,19 @@ class Charge:
     ) -> None:
         """Give everything back."""
         ledger = self._ledger
+        self.clear()
         with ledger.lock:
             del ledger.calls[self]
-            ledger.bytes -= self.bytes
             if self._worker is not None:
                 mine = ledger.by_worker[self._worker]
                 del mine[self]
                 if not mine:
                     del ledger.by_worker[self._worker]
+
+    def clear(self) -> None:
+        """Give back what was charged so far."""
+        with self._ledger.lock:
+            self._ledger.bytes -= self.bytes
             self.bytes = 0
 
     def belongs_to(self, worker_id: str) -> None:
@@ -128,8 +133,14 @@ class Charge:
             ledger.bytes += nbytes
 
 
-def charged(reading: Generator[None, Any, Result], charge: Charge) -> Generator[None, Any, Result]:
-    """Charge what each message of a stream is decoded to, before its reader has it; raises as :meth:`Charge.add`."""
+def charged(
+    reading: Generator[None, Any, Result], charge: Charge, *, is_kept: bool = True
+) -> Generator[None, Any, Result]:
+    """Charge what each message of a stream is decoded to, before its reader has it; raises as :meth:`Charge.add`.
+
+    ``is_kept``: whether messages occupy what they are charged until the stream's end, and not only until the reader has
+    written them elsewhere. (A batch that has come behind them is not counted then.)
+    """
     next(reading)
     while True:
         request = yield
@@ -137,6 +148,8 @@ def charged(reading: Generator[None, Any, Result], charge: Charge) -> Generator[
             charge.add(decoded_bytes(request))
         try:
             reading.send(request)
+            if not is_kept:
+                charge.clear()
         except StopIteration as end:
             result: Result = end.value
             return result

@@ -74,6 +74,8 @@ class Member:
     pushes: int = 0
     push_bytes: int = 0
     pull_bytes: int = 0
+    received_bytes: int = 0
+    """Of streams, also of those that were cut."""
     samples: int = 0
     reply_mode: ReplyMode | None = None
     reply_density: float = 0.0
@@ -161,6 +163,14 @@ class Membership:
                     worker=identity.worker_id,
                 )
             return self._renewed(member)
+
+    def received(self, identity: Identity, nbytes: int) -> None:
+        """Note that bytes of a stream have come, which renew a lease if there is one still."""
+        with self._lock:
+            self._drop_ended()
+            member = self._members.get(identity.worker_id)
+            if member is not None and member.identity == identity:
+                self._renewed(member).received_bytes += nbytes
 
     def leave(self, identity: Identity) -> bool:
         """End a lease at once; tell whether there was one."""

@@ -1,6 +1,7 @@
 """The model's way into a shard: a worker's upload, or a file or directory that the server was started with."""
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,6 @@ from pscore.buffers import packed_bytes, unpack
 from pscore.generation import epoch, next_generation
 from pscore.layout import ModelLayout
 from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
 from psservice import modelstart
 from psservice.bounds import MOST_FIRST_VERSION
 from psservice.buffers import BufferAverage
@@ -20,6 +20,7 @@ from psservice.moment import Content
 from psservice.shard.grouped import make_shard
 from psservice.shard.model import ModelShard
 from psservice.shardstate import ShardState
+from psservice.upload import Upload
 from psservice.uploadturn import UploadTurn
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,11 @@ class ModelEntry:
     def __init__(self, state: ShardState) -> None:
         """Begin with nothing; :meth:`read_start` comes when the shard has recovered what it has."""
         self._state = state
-        self.turn = UploadTurn(state.membership.is_live)
+        self._idle_seconds = state.settings.stream_idle_seconds
+        self.turn = UploadTurn(state.membership.is_live, lambda: state.membership.clock(), self._idle_seconds)
         self.start: modelstart.Start | None = None
+        self._upload: Upload | None = None
+        self._lock = threading.Lock()  # of the upload's place
 
     def read_start(self) -> None:
         """Read what the server was started with; a shard with a past of its own goes on from there instead.
@@ -62,7 +66,46 @@ class ModelEntry:
         if settings.init and self._state.model is None:
             self.start = modelstart.read(settings.init, settings.init_checkpoint)
 
-    def check_upload(self, identity: Identity, generation: int) -> None:
+    @property
+    def upload_bytes(self) -> int:
+        """What an unfinished upload occupies."""
+        upload = self._upload
+        return 0 if upload is None else upload.nbytes
+
+    def open_upload(self, identity: Identity, generation: int, buffer_bytes: int) -> Upload:
+        """Return the upload that a call goes on with: the one that has begun, or a new one in its place.
+
+        Raises:
+            Refusal: it would not be taken; ``BAD_REQUEST``, where the buffers are not as large as the model's.
+        """
+        state = self._state
+        with self._lock:
+            self._check_upload(identity, generation)
+            if buffer_bytes != (expected := self._upload_buffer_bytes()):
+                raise Refusal(Reason.BAD_REQUEST, f"{buffer_bytes} bytes of buffers declared, the model has {expected}")
+            upload, span = self._upload, state.span
+            if upload is not None and (upload.identity, upload.generation, upload.span) == (identity, generation, span):
+                return upload
+            if upload is not None and epoch(generation) <= epoch(upload.generation) and self._moves(upload):
+                raise Refusal(Reason.STALE_GENERATION, "another worker uploads the model now")
+            self._upload = Upload(identity, generation, span, buffer_bytes, lambda: state.membership.clock())
+            return self._upload
+
+    def _moves(self, upload: Upload) -> bool:
+        membership = self._state.membership
+        return membership.is_live(upload.identity) and membership.clock() - upload.moved < self._idle_seconds
+
+    def forget_upload(self, identity: Identity | None = None) -> None:
+        """Free the unfinished upload of a worker that has left, or one that nobody waits for: the shard has a model."""
+        with self._lock:
+            upload = self._upload
+            if upload is None:
+                return
+            has_left = upload.identity == identity
+            if has_left or (self._state.model is not None and not self._state.membership.is_live(upload.identity)):
+                self._upload = None
+
+    def _check_upload(self, identity: Identity, generation: int) -> None:
         """Refuse an upload that would not be taken; called before its bytes are received, and again at the end."""
         state = self._state
         state.membership.require(identity)
@@ -73,42 +116,42 @@ class ModelEntry:
         if epoch(generation) <= (0 if state.model is None else epoch(state.model.generation)):
             raise Refusal(Reason.STALE_GENERATION, f"generation {generation} is older than what is here")
 
-    def upload_buffer_bytes(self) -> int:
+    def _upload_buffer_bytes(self) -> int:
         """Bytes of buffers that an upload to this shard carries."""
         state = self._state
         if not state.is_coordinator or state.settings.buffers == "none" or state.layout is None:
             return 0
         return packed_bytes(state.layout.buffers)
 
-    def finish_upload(
-        self,
-        identity: Identity,
-        generation: int,
-        version: int,
-        segments: list[Segment],
-        buffers: bytes,
-        *,
-        run_id: str,
-    ) -> int:
-        """Install an uploaded model (dense segments that cover the shard's span) and return its version.
+    def finish_upload(self, upload: Upload, version: int, *, run_id: str) -> int:
+        """Install an uploaded model that is whole, and return its version.
 
         That is the one which the worker names, or less where counting on from there would come to an end.
         """
-        version = min(version, MOST_FIRST_VERSION)
-        flat = torch.cat([segment.values for segment in segments]) if segments else torch.empty(0)
+        try:
+            version = self._finish_upload(upload, min(version, MOST_FIRST_VERSION), run_id=run_id)
+        except BaseException:
+            upload.reopen()
+            raise
+        with self._lock:
+            if self._upload is upload:
+                self._upload = None
+        return version
+
+    def _finish_upload(self, upload: Upload, version: int, *, run_id: str) -> int:
         state = self._state
         with state.join_lock:
-            self.check_upload(identity, generation)
+            self._check_upload(upload.identity, upload.generation)
             state.run.require_upload(run_id or state.run.run_id)
             layout = state.layout
             assert layout is not None  # check_upload has found a member, who brought one
             claim(state)
-        specs = layout.buffers if self.upload_buffer_bytes() else ()
+        specs = layout.buffers if self._upload_buffer_bytes() else ()
 
         def make() -> Content:
-            held = unpack(buffers, specs)
+            held = unpack(upload.buffers(), specs)
             average = BufferAverage(layout.buffers, held) if held else None
-            model = self._model(layout, flat, generation, version)
+            model = self._model(layout, upload.values, upload.generation, version)
             run = state.run
             return Content(model, average, state.datasets, run.following(run_id), run.state_with_model, run.samples)
 
@@ -142,7 +185,8 @@ class ModelEntry:
         def make() -> Content:
             span = state.span
             average = BufferAverage(layout.buffers, fitted.buffers) if fitted.buffers and state.is_coordinator else None
-            model = self._model(layout, fitted.flat[span.start : span.end], next_generation(0), start.version)
+            values = fitted.flat[span.start : span.end].clone()
+            model = self._model(layout, values, next_generation(0), start.version)
             # How far another run had come, whatever its number of shards was.
             samples, datasets = state.run.samples, state.datasets
             if state.is_coordinator:
@@ -176,7 +220,7 @@ class ModelEntry:
         return make_shard(
             layout,
             state.span,
-            values.to(state.device, torch.float32).clone(),
+            values.to(state.device),
             generation=generation,
             version=version,
             settings=state.settings.shard,

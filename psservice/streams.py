@@ -11,11 +11,12 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from pscore.frames import BytesReader, Checksum, ChunkReader
+from pscore.frames import Checksum, ChunkReader
 from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice.upload import Upload
 
 Request = TypeVar("Request", bound=Message)
 Result = TypeVar("Result")
@@ -116,32 +117,34 @@ def read_push(
 
 
 def read_upload(
-    open_upload: Callable[[pb.UploadHeader], tuple[Span, int]],
-) -> Reading[pb.UploadModelRequest, tuple[pb.UploadHeader, list[Segment], bytes]]:
-    """Read a whole upload; ``open_upload`` checks the header and returns the shard's span and its bytes of buffers.
+    open_upload: Callable[[pb.UploadHeader], Upload],
+) -> Reading[pb.UploadModelRequest, tuple[pb.UploadHeader, Upload, bool]]:
+    """Read one call of an upload; tell whether that was its last one, with a commit that agrees.
+
+    Args:
+        open_upload: checks the header and returns the upload that the call goes on with.
 
     Raises:
-        Refusal: the stream breaks the form, is cut, or does not cover the span.
+        Refusal: the stream breaks the form, or the commit does not agree.
     """
     first = yield
     if first is None or first.WhichOneof("message") != "header":
         raise Refusal(Reason.BAD_REQUEST, "an upload begins with its header")
-    span, buffer_bytes = open_upload(first.header)
-    chunks, buffers = ChunkReader(span), BytesReader(first.header.buffer_bytes, buffer_bytes)
+    upload = open_upload(first.header)
+    call = upload.go_on()
     while (request := (yield)) is not None:
         kind = request.WhichOneof("message")
         if kind == "chunk":
-            chunks.read(request.chunk)
+            upload.read(call, request.chunk)
         elif kind == "buffers":
-            buffers.read(request.buffers)
+            upload.read_buffers(call, request.buffers)
         elif kind == "commit":
-            chunks.checksum.verify(request.commit)
-            chunks.require_complete()
             require_end((yield))
-            return first.header, chunks.segments, buffers.finish()
+            upload.verify(call, request.commit)
+            return first.header, upload, True
         else:
             raise Refusal(Reason.BAD_REQUEST, f"unexpected {kind or 'empty message'} inside an upload")
-    raise Refusal(Reason.BAD_COMMIT, "the stream ended without a commit")
+    return first.header, upload, False
 
 
 def require_end(request: Message | None) -> None:

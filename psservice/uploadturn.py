@@ -6,29 +6,37 @@ from dataclasses import dataclass
 
 from pscore.generation import epoch, next_generation
 from pscore.reasons import Reason, Refusal
+from pscore.v1 import parameter_server_pb2 as pb
 from psservice.bounds import MOST_EPOCH_SEEN
 from psservice.membership import Identity
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Hold:
     identity: Identity
     generation: int
     from_replica: bool
+    began: float
+    moved: float
+    share: float = 0.0
 
 
 class UploadTurn:
-    """The coordinator's memory of who is to upload; not thread-safe.
+    """The coordinator's memory of who is to upload, and how far that has come.
+
+    Not thread-safe but for :meth:`note` and :meth:`progress`.
 
     Args:
         is_live: whether a worker holds a lease.
+        clock: monotonic seconds.
+        idle_seconds: without progress, after which another worker has its turn.
     """
 
-    def __init__(self, is_live: Callable[[Identity], bool]) -> None:
+    def __init__(self, is_live: Callable[[Identity], bool], clock: Callable[[], float], idle_seconds: float) -> None:
         """Nobody is."""
-        self._is_live = is_live
+        self._is_live, self._clock, self._idle_seconds = is_live, clock, idle_seconds
         self._hold: _Hold | None = None
 
     def ask(self, identity: Identity, generation_seen: int, has_replica: bool) -> int | None:
@@ -37,8 +45,8 @@ class UploadTurn:
         Raises:
             Refusal: ``BAD_REQUEST``, where the worker tells of an epoch that nobody has come to.
         """
-        hold = self._hold
-        if hold is not None and self._is_live(hold.identity) and hold.identity != identity:
+        hold, now = self._hold, self._clock()
+        if hold is not None and hold.identity != identity and self._is_at_it(hold):
             replica_beats_fresh = has_replica and not hold.from_replica
             if not replica_beats_fresh:
                 return None
@@ -51,8 +59,9 @@ class UploadTurn:
             )
         if hold is None or hold.identity != identity or epoch(generation_seen) >= epoch(previous):
             generation = next_generation(max(previous, generation_seen))
-            self._hold = hold = _Hold(identity, generation, has_replica)
+            self._hold = hold = _Hold(identity, generation, has_replica, now, now)
             log.info("upload granted", extra={"worker": identity.worker_id, "generation": hold.generation})
+        hold.moved = now
         return hold.generation
 
     def require(self, identity: Identity, generation: int) -> None:
@@ -61,6 +70,23 @@ class UploadTurn:
         if hold is None or (hold.identity, hold.generation) != (identity, generation):
             raise Refusal(Reason.STALE_GENERATION, "another worker holds the upload now")
 
+    def note(self, identity: Identity, share: float) -> None:
+        """Note how much of the whole model, 0 to 1, a worker has sent to all shards."""
+        hold = self._hold
+        if hold is not None and hold.identity == identity and share != hold.share:
+            hold.share, hold.moved = share, self._clock()
+
+    def progress(self) -> pb.ModelProgress | None:
+        """Return how far the upload has come; ``None`` where nobody is at it."""
+        hold = self._hold
+        if hold is None or not self._is_at_it(hold):
+            return None
+        left = (self._clock() - hold.began) * (1 - hold.share) / hold.share if hold.share else 0.0
+        return pb.ModelProgress(worker_id=hold.identity.worker_id, share=hold.share, seconds_left=left)
+
     def end(self) -> None:
         """Note that the model is there."""
         self._hold = None
+
+    def _is_at_it(self, hold: _Hold) -> bool:
+        return self._is_live(hold.identity) and self._clock() - hold.moved < self._idle_seconds

@@ -738,6 +738,7 @@ class JoinResponse(_message.Message):
     INDEX_CODECS_FIELD_NUMBER: _builtins.int
     VALUE_CODECS_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
+    UPLOAD_FIELD_NUMBER: _builtins.int
     state: Global___JoinState.ValueType
     """What to do next."""
     run_id: _builtins.str
@@ -774,6 +775,10 @@ class JoinResponse(_message.Message):
     def value_codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___ValueCodec.ValueType]:
         """Value codecs that the server can read."""
 
+    @_builtins.property
+    def upload(self) -> Global___ModelProgress:
+        """With WAIT, from shard 0: the model that is waited for, if its upload is under way."""
+
     def __init__(
         self,
         *,
@@ -791,10 +796,11 @@ class JoinResponse(_message.Message):
         index_codecs: _abc.Iterable[Global___IndexCodec.ValueType] | None = ...,
         value_codecs: _abc.Iterable[Global___ValueCodec.ValueType] | None = ...,
         first_step: _builtins.int = ...,
+        upload: Global___ModelProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "server_version", b"server_version", "settings", b"settings", "state", b"state", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "server_version", b"server_version", "settings", b"settings", "state", b"state", "upload", b"upload", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -808,8 +814,11 @@ class RenewLeaseRequest(_message.Message):
 
     IDENTITY_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    UPLOADED_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
     """What shard 0 has told last, as it came; other shards take part in that checkpoint, if it is newer than their last."""
+    uploaded: _builtins.float
+    """Where this worker uploads the model: which share of the whole model it has sent, 0 to 1."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who renews."""
@@ -819,10 +828,11 @@ class RenewLeaseRequest(_message.Message):
         *,
         identity: Global___WorkerIdentity | None = ...,
         checkpoint: _builtins.str = ...,
+        uploaded: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "identity", b"identity"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "identity", b"identity", "uploaded", b"uploaded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -838,6 +848,8 @@ class RenewLeaseResponse(_message.Message):
     RUN_STATE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    UPLOAD_FIELD_NUMBER: _builtins.int
     live_workers: _builtins.int
     """Workers alive."""
     run_state: Global___RunState.ValueType
@@ -846,6 +858,14 @@ class RenewLeaseResponse(_message.Message):
     """Version of the shard."""
     checkpoint: _builtins.str
     """From shard 0: its newest checkpoint, to be carried to the other shards as it is; empty where there is none."""
+    received_bytes: _builtins.int
+    """Message bytes of this worker's streams that have come since it joined: what tells a slow line from a dead one."""
+    @_builtins.property
+    def upload(self) -> Global___ModelProgress:
+        """From shard 0: the model that a worker is uploading; not set where there is none on its way, so that a worker that
+        waits for it should join again.
+        """
+
     def __init__(
         self,
         *,
@@ -853,10 +873,12 @@ class RenewLeaseResponse(_message.Message):
         run_state: Global___RunState.ValueType = ...,
         version: _builtins.int = ...,
         checkpoint: _builtins.str = ...,
+        received_bytes: _builtins.int = ...,
+        upload: Global___ModelProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "live_workers", b"live_workers", "run_state", b"run_state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "live_workers", b"live_workers", "received_bytes", b"received_bytes", "run_state", b"run_state", "upload", b"upload", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1091,25 +1113,65 @@ Global___UploadModelRequest: _TypeAlias = UploadModelRequest  # noqa: Y015
 
 @_typing.final
 class UploadModelResponse(_message.Message):
-    """The shard has its model."""
+    """How far an upload has come."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    RECEIVED_BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Its version."""
+    """After the commit: the shard has its model, at this version."""
+    received_buffer_bytes: _builtins.int
+    """What has come of the buffers, bytes."""
+    @_builtins.property
+    def received(self) -> Global___Commit:
+        """What has come of the chunks, over all calls."""
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
+        received: Global___Commit | None = ...,
+        received_buffer_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["received", b"received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["received", b"received", "received_buffer_bytes", b"received_buffer_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UploadModelResponse: _TypeAlias = UploadModelResponse  # noqa: Y015
+
+@_typing.final
+class ModelProgress(_message.Message):
+    """A model on its way to the servers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    SECONDS_LEFT_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Who uploads it."""
+    share: _builtins.float
+    """Share of the whole model that has been sent, 0 to 1, as its worker says."""
+    seconds_left: _builtins.float
+    """Until all is sent, at the mean speed until now, seconds; 0 where that is not known."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        share: _builtins.float = ...,
+        seconds_left: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds_left", b"seconds_left", "share", b"share", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelProgress: _TypeAlias = ModelProgress  # noqa: Y015
 
 @_typing.final
 class DownloadModelRequest(_message.Message):
@@ -1471,6 +1533,7 @@ class PullDiffRequest(_message.Message):
     ACKNOWLEDGED_REPLY_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    BASE_END_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Generation of the replica."""
     has_base: _builtins.bool
@@ -1487,6 +1550,10 @@ class PullDiffRequest(_message.Message):
     """Speed of the way down as the worker has measured it, bytes a second; 0 where it has not. The server weighs the
     bytes of an index codec against its time with it.
     """
+    base_end: _builtins.int
+    """Where not 0: the worker has the model at base_version before this index only, and nothing behind it: a reply of
+    everything was cut there, and this one goes on. Above the shard's first index.
+    """
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who pulls."""
@@ -1501,10 +1568,11 @@ class PullDiffRequest(_message.Message):
         acknowledged_reply: _builtins.int = ...,
         image: _builtins.bool = ...,
         link_bytes_per_second: _builtins.float = ...,
+        base_end: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_reply", b"acknowledged_reply", "base_version", b"base_version", "generation", b"generation", "has_base", b"has_base", "identity", b"identity", "image", b"image", "link_bytes_per_second", b"link_bytes_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_reply", b"acknowledged_reply", "base_end", b"base_end", "base_version", b"base_version", "generation", b"generation", "has_base", b"has_base", "identity", b"identity", "image", b"image", "link_bytes_per_second", b"link_bytes_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1567,6 +1635,7 @@ class PullDiffResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
+    SO_FAR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___PullHeader:
         """First."""
@@ -1579,18 +1648,25 @@ class PullDiffResponse(_message.Message):
     def commit(self) -> Global___Commit:
         """Last."""
 
+    @_builtins.property
+    def so_far(self) -> Global___Commit:
+        """Between chunks of a long reply: what has come is as it was sent. If the reply is cut later, the next pull may go
+        on from here.
+        """
+
     def __init__(
         self,
         *,
         header: Global___PullHeader | None = ...,
         chunk: Global___Chunk | None = ...,
         commit: Global___Commit | None = ...,
+        so_far: Global___Commit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "message", b"message", "so_far", b"so_far"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "message", b"message", "so_far", b"so_far"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "chunk", "commit"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "chunk", "commit", "so_far"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -148,7 +148,8 @@ class ParameterServerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UploadModel(self, request_iterator, context):
-        """Sends the initial values of this shard's range (and, to shard 0, the buffers).
+        """Sends the initial values of this shard's range (and, to shard 0, the buffers), in one call or in several: the next
+        one goes on behind what has come.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,7 +47,9 @@ class ParameterServerServiceStub:
     Leave: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.LeaveRequest, _parameter_server_pb2.LeaveResponse]
     """Ends a lease at once and frees what the server keeps for the worker."""
     UploadModel: _grpc.StreamUnaryMultiCallable[_parameter_server_pb2.UploadModelRequest, _parameter_server_pb2.UploadModelResponse]
-    """Sends the initial values of this shard's range (and, to shard 0, the buffers)."""
+    """Sends the initial values of this shard's range (and, to shard 0, the buffers), in one call or in several: the next
+    one goes on behind what has come.
+    """
     DownloadModel: _grpc.UnaryStreamMultiCallable[_parameter_server_pb2.DownloadModelRequest, _parameter_server_pb2.DownloadModelResponse]
     """Returns layout, values and buffers. Needs no lease: evaluation and export use it."""
     PushSparse: _grpc.StreamUnaryMultiCallable[_parameter_server_pb2.PushSparseRequest, _parameter_server_pb2.PushSparseResponse]
@@ -87,7 +89,9 @@ class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
     Leave: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.LeaveRequest, _parameter_server_pb2.LeaveResponse]  # type: ignore[assignment]
     """Ends a lease at once and frees what the server keeps for the worker."""
     UploadModel: _aio.StreamUnaryMultiCallable[_parameter_server_pb2.UploadModelRequest, _parameter_server_pb2.UploadModelResponse]  # type: ignore[assignment]
-    """Sends the initial values of this shard's range (and, to shard 0, the buffers)."""
+    """Sends the initial values of this shard's range (and, to shard 0, the buffers), in one call or in several: the next
+    one goes on behind what has come.
+    """
     DownloadModel: _aio.UnaryStreamMultiCallable[_parameter_server_pb2.DownloadModelRequest, _parameter_server_pb2.DownloadModelResponse]  # type: ignore[assignment]
     """Returns layout, values and buffers. Needs no lease: evaluation and export use it."""
     PushSparse: _aio.StreamUnaryMultiCallable[_parameter_server_pb2.PushSparseRequest, _parameter_server_pb2.PushSparseResponse]  # type: ignore[assignment]
@@ -148,7 +152,9 @@ class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_parameter_server_pb2.UploadModelRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_parameter_server_pb2.UploadModelResponse, _abc.Awaitable[_parameter_server_pb2.UploadModelResponse]]:
-        """Sends the initial values of this shard's range (and, to shard 0, the buffers)."""
+        """Sends the initial values of this shard's range (and, to shard 0, the buffers), in one call or in several: the next
+        one goes on behind what has come.
+        """
 
     @_abc_1.abstractmethod
     def DownloadModel(

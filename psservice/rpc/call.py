@@ -81,6 +81,7 @@ class Call:
         raw: the messages of the stream as they came.
         received_bytes: of all messages so far, as gRPC frames them.
         arrived_nanoseconds: when the message in the handler's hands arrived (``perf_counter_ns``).
+        on_received: told of the bytes of messages of a stream before they are read; set by the handler.
         on_sent: told of the bytes of answers before they are sent; set by the handler.
     """
 
@@ -91,4 +92,5 @@ class Call:
     raw: list[bytes] = field(default_factory=list)
     received_bytes: int = 0
     arrived_nanoseconds: int = 0
+    on_received: Callable[[int], None] = lambda nbytes: None
     on_sent: Callable[[int], None] = lambda nbytes: None

@@ -432,5 +432,6 @@ def _parsed(request_type: type[Message], raw: bytes) -> Message:
 
 def _feed(call: Call, reading: StreamReader, request_type: type[Message], batch: list[tuple[bytes, int]]) -> None:
     """Send messages into a reader that goes on after each of them."""
+    call.on_received(sum(len(raw) for raw, _ in batch))
     for raw, call.arrived_nanoseconds in batch:
         reading.send(_parsed(request_type, raw))

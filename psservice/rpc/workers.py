@@ -6,6 +6,7 @@ before its first message runs on the event loop and must not wait.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pscore import frames, tracing
 from pscore.buffers import pack, packed_bytes
@@ -17,7 +18,7 @@ from pscore.codecs.names import (
     VALUE_CODECS,
 )
 from pscore.frames import WireForm
-from pscore.layout import ModelLayout, Span
+from pscore.layout import ModelLayout
 from pscore.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
@@ -39,8 +40,11 @@ from psservice.shard.replies import Reply
 from psservice.statusreport import REPLY_MODES, RUN_STATES, run_settings
 from psservice.streams import PushReader, Reading, read_push, read_upload, require_end
 from psservice.traffic import dense_bytes
+from psservice.upload import Upload
 
 WAIT_RETRY_SECONDS = 0.2
+
+_CHECKED_BYTES = 4 << 20  # of a reply after which its reader is told that they are whole
 
 _JOIN_STATES = {"ready": pb.JOIN_STATE_READY, "upload": pb.JOIN_STATE_UPLOAD, "wait": pb.JOIN_STATE_WAIT}
 
@@ -75,7 +79,9 @@ class WorkerCalls:
         self._inflight = InFlight(self._settings.inflight_bytes)
         self._downloads = InFlight(self._settings.inflight_bytes)
         self._sized = _Sized(None, largest_stream(None, 0), 0)
-        self._metrics.bytes_in_flight.set_function(lambda: self._inflight.bytes + self._downloads.bytes)
+        self._metrics.bytes_in_flight.set_function(
+            lambda: self._inflight.bytes + self._downloads.bytes + engine.upload_bytes
+        )
 
     def handlers(self) -> dict[str, Handler]:
         """Return the handlers by the method's name."""
@@ -135,12 +141,16 @@ class WorkerCalls:
             index_codecs=READABLE_INDEX_CODECS,
             value_codecs=READABLE_VALUE_CODECS,
             first_step=outcome.first_step,
+            upload=engine.upload_progress() if outcome.state == "wait" else None,
         )
 
     def renew_lease(self, call: Call, request: pb.RenewLeaseRequest) -> pb.RenewLeaseResponse:
         """Renew a lease."""
         engine = self._engine
-        engine.membership.require(self._identity(call, request.identity))
+        bounds.require(request)
+        identity = self._identity(call, request.identity)
+        member = engine.membership.require(identity)
+        engine.note_uploaded(identity, request.uploaded)
         require_name("checkpoint", request.checkpoint or "-")
         engine.persistence.follow(engine, request.checkpoint)
         return pb.RenewLeaseResponse(
@@ -148,6 +158,8 @@ class WorkerCalls:
             live_workers=len(engine.membership),
             run_state=RUN_STATES[engine.run.state],
             version=engine.model.version if engine.model else 0,
+            received_bytes=member.received_bytes,
+            upload=engine.upload_progress(),
         )
 
     def leave(self, call: Call, request: pb.LeaveRequest) -> pb.LeaveResponse:
@@ -156,28 +168,24 @@ class WorkerCalls:
         return pb.LeaveResponse()
 
     def upload_model(self, call: Call) -> Reading[pb.UploadModelRequest, pb.UploadModelResponse]:
-        """Take the model in."""
+        """Take the model in, or a part of it."""
         engine = self._engine
         with self._stream(call) as charge:
 
-            def open_upload(header: pb.UploadHeader) -> tuple[Span, int]:
+            def open_upload(header: pb.UploadHeader) -> Upload:
                 bounds.require(header)
                 identity = self._identity(call, header.identity, any_run=True)
                 charge.belongs_to(identity.worker_id)
-                engine.check_upload(identity, header.generation)
+                upload = engine.open_upload(identity, header.generation, header.buffer_bytes)
                 engine.run.require_upload(header.identity.run_id)
-                return engine.span, engine.upload_buffer_bytes()
+                call.on_received = partial(engine.membership.received, identity)
+                return upload
 
-            header, segments, buffers = yield from charged(read_upload(open_upload), charge)
-            version = engine.finish_upload(
-                self._identity(call, header.identity, any_run=True),
-                header.generation,
-                header.version,
-                segments,
-                buffers,
-                run_id=header.identity.run_id,
-            )
-            return pb.UploadModelResponse(version=version)
+            header, upload, is_whole = yield from charged(read_upload(open_upload), charge, is_kept=False)
+            answer = upload.received()
+            if is_whole:
+                answer.version = engine.finish_upload(upload, header.version, run_id=header.identity.run_id)
+            return answer
 
     def download_model(self, call: Call, request: pb.DownloadModelRequest) -> Iterator[pb.DownloadModelResponse]:
         """Send the model out. What readers of models hold is limited apart from what training needs."""
@@ -201,7 +209,7 @@ class WorkerCalls:
                 )
             )
             checksum = frames.Checksum()
-            for chunk in self._chunks(model.as_sent(None, copy.values), WireForm(), checksum):
+            for chunk in self._chunks(model.as_sent(Segment(model.span, None, copy.values)), WireForm(), checksum):
                 yield pb.DownloadModelResponse(chunk=chunk)
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)
@@ -217,6 +225,7 @@ class WorkerCalls:
                 bounds.require(header)
                 identity = self._identity(call, header.identity)
                 charge.belongs_to(identity.worker_id)
+                call.on_received = partial(engine.membership.received, identity)
                 engine.check_push(identity, header.step)
                 finished_of(header)  # refused here, before the rest of it is received
                 return PushReader.of(header, engine.span, lambda: call.arrived_nanoseconds)
@@ -267,6 +276,7 @@ class WorkerCalls:
                 identity,
                 request.generation,
                 base_version=request.base_version if request.has_base else None,
+                base_end=request.base_end,
                 acknowledged=request.acknowledged_reply,
                 replica_is_image=request.image,
                 link_bytes_per_second=request.link_bytes_per_second,
@@ -377,11 +387,15 @@ class WorkerCalls:
 
     @traced_stream("encode")
     def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse]:
-        checksum = frames.Checksum()
+        checksum, unchecked = frames.Checksum(), 0
         yield pb.PullDiffResponse(header=header)
         if reply.chunks is None:
             for chunk in self._chunks(reply.segments, reply.form, checksum):
                 yield pb.PullDiffResponse(chunk=chunk)
+                unchecked += len(chunk.values) + len(chunk.indices)
+                if unchecked >= _CHECKED_BYTES:
+                    unchecked = 0
+                    yield pb.PullDiffResponse(so_far=checksum.commit())
         else:
             for chunk in reply.chunks:
                 checksum.add(chunk)

@@ -293,15 +293,14 @@ class ModelShard:
                 view.copy_(view.to(dtype))
         return copy
 
-    def as_sent(self, support: Support, values: torch.Tensor) -> list[Segment]:
+    def as_sent(self, whole: Segment) -> list[Segment]:
         """Cut values within the shard at changes of dtype and cast each piece to its parameters' dtype.
 
         Raises:
             Refusal: ``NON_FINITE``, where a parameter has left the range of its dtype.
         """
-        if support is not None and not support.numel():
+        if not whole.entries:
             return []
-        whole = Segment(self.span, None if support is None else support.long(), values)
         pieces = []
         for dtype, run in self.layout.dtype_runs(self.span):
             piece = whole.clip(run)

@@ -11,6 +11,7 @@ import torch
 
 from pscore import frames
 from pscore.frames import WireForm
+from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment, entries
 from pscore.selectors import entries_for
@@ -183,6 +184,7 @@ def answer(
     acknowledged: int,
     replica_is_image: bool,
     form: WireForm,
+    base_end: int = 0,
     reserve: Reserve = lambda nbytes: None,
 ) -> Reply:
     """Answer one pull.
@@ -195,6 +197,7 @@ def answer(
         base_version: version of the replica; ``None`` if the worker has none.
         acknowledged: number of the last reply that the worker has applied.
         replica_is_image: what that reply's ``image`` said.
+        base_end: index from which on the worker has nothing; 0 where it has all of ``base_version``.
         form: which index codecs the worker reads, over which link.
         reserve: told what the answer occupies at most, before it is made.
 
@@ -213,7 +216,7 @@ def answer(
             )
         downlink.drop_image()
         base = None if replica_is_image else base_version
-        return _answer_exact(model, writer, downlink, topk, base, acknowledged, form, reserve)
+        return _answer_exact(model, writer, downlink, topk, base, base_end, acknowledged, form, reserve)
 
 
 def _answer_exact(
@@ -222,30 +225,39 @@ def _answer_exact(
     downlink: Downlink,
     topk: TopKSettings,
     base: int | None,
+    base_end: int,
     acknowledged: int,
     form: WireForm,
     reserve: Reserve,
 ) -> Reply:
     size = model.span.length
+    had = Span(model.span.start, base_end or model.span.end)
+    lacking = Span(had.end, model.span.end)
     early_version = model.version
     supports = None if base is None else model.ledger.since(base)
-    reserved = _exact_bytes(model, supports)
+    reserved = 8 * lacking.length + _exact_bytes(model, supports)
     reserve(reserved)
     early: Support = None if supports is None else union(supports, size)
-    changed = None if early is None else early.numel() / size
+    changed = None if early is None or lacking.length else early.numel() / size
     if early is None and base is not None and (model.spread or model.ledger.has_dropped(base)):
         changed = 1.0  # sparse pushes have changed everything: the way down need not be dense because of that
     wanted = downlink.rule.wants_topk(changed, in_topk=False)
     claim = topk.images.claim(_image_bytes(model, topk.down)) if wanted else None
     open_image = claim is not None
 
-    def read() -> tuple[Difference, torch.Tensor | None]:
+    def read() -> tuple[Difference, torch.Tensor, torch.Tensor | None]:
         late = model.ledger.since(early_version)
         reserve(max(0, _exact_bytes(model, None if early is None or late is None else [early, *late]) - reserved))
-        return model.difference(early_version, early), model.rounded() if open_image else None
+        difference = model.difference(early_version, early)
+        rest = model.theta[model.span.length - lacking.length :].clone()
+        return difference, rest, model.rounded() if open_image else None
 
-    difference, image = writer.run(read)
-    segments = model.as_sent(difference.support, difference.values)
+    difference, rest, image = writer.run(read)
+    support = None if difference.support is None else difference.support.long()
+    changes = Segment(model.span, support, difference.values).clip(had)
+    segments = [] if changes is None else model.as_sent(changes)
+    if lacking.length:
+        segments += model.as_sent(Segment(lacking, None, rest))
     density = entries(segments) / size
     reply = Reply(
         mode=ReplyMode.EXACT,
@@ -298,7 +310,7 @@ def _answer_image(
         differs = rounded.view(torch.int32) != image.view(torch.int32)  # bits, so that −0 is not taken for +0
         reserve(_SPARSE_ENTRY_BYTES * int(differs.sum()))
         offsets = differs.nonzero().view(-1)
-        segments = model.as_sent(offsets, rounded[offsets])
+        segments = model.as_sent(Segment(model.span, offsets, rounded[offsets]))
     reply = Reply(
         mode=ReplyMode.TOPK if stay else ReplyMode.EXACT,
         number=downlink.next_number(),

@@ -11,7 +11,9 @@ from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
+from psservice.membership import Identity
 from psservice.streams import PushReader, read_all, read_push, read_upload
+from psservice.upload import Upload
 
 SHARD = Span(10, 110)
 GROUPS = (Span(60, 110), Span(10, 60))
@@ -55,7 +57,17 @@ def upload_messages(buffers=b"statistics"):
 
 
 def take_upload(messages):
-    return read_all(read_upload(lambda header: (SHARD, 10)), messages)
+    """Read an upload that comes in one call; one that is cut is not taken."""
+    header, upload, is_whole = read_all(read_upload(new_upload), messages)
+    if not is_whole:
+        raise Refusal(Reason.BAD_COMMIT, "it is cut")
+    return header, [Segment(SHARD, None, upload.values)], upload.buffers()
+
+
+def new_upload(header):
+    if header.buffer_bytes != 10:
+        raise Refusal(Reason.BAD_REQUEST, "the engine refuses this")
+    return Upload(Identity("anna", "1"), header.generation, SHARD, header.buffer_bytes, lambda: 0.0)
 
 
 STREAMS = {"push": (push_messages, take_push), "upload": (upload_messages, take_upload)}
@@ -93,7 +105,8 @@ def test_a_stream_that_lacks_or_repeats_any_message_is_refused(make, take):
     messages = make()
     for i in range(len(messages)):
         assert reason_of(take, messages[:i] + messages[i + 1 :]) in Reason
-        assert reason_of(take, messages[: i + 1] + messages[i:]) in Reason
+        if take is not take_upload or i != 1:  # its first chunk begins an upload anew
+            assert reason_of(take, messages[: i + 1] + messages[i:]) in Reason
 
 
 @each_stream
@@ -118,10 +131,13 @@ def test_any_disorder_is_taken_whole_or_refused(make, take, data):
     messages = make()
     shuffled = data.draw(st.lists(st.sampled_from(range(len(messages))), max_size=2 * len(messages)))
     try:
-        take([messages[i] for i in shuffled])
+        taken = take([messages[i] for i in shuffled])
     except Refusal:
         return
-    assert sorted(shuffled) == list(range(len(messages))), "only every message once makes the whole"
+    if take is take_upload:
+        assert torch.equal(taken[1][0].values, torch.arange(100.0))
+    else:
+        assert sorted(shuffled) == list(range(len(messages))), "only every message once makes the whole"
 
 
 @each_stream
@@ -180,7 +196,13 @@ def test_an_upload_that_leaves_elements_out_is_refused():
         messages.append(UPLOAD(chunk=chunk))
     messages.append(UPLOAD(buffers=pb.BytesChunk(data=b"statistics")))
     messages.append(UPLOAD(commit=checksum.commit()))
-    with pytest.raises(Refusal, match="50 of 100 elements") as refused:
+    assert reason_of(take_upload, messages) is Reason.BAD_CHUNK
+    del messages[2:-2]  # the first chunk alone
+    messages[1] = next(m for m in upload_messages() if m.WhichOneof("message") == "chunk")
+    checksum = frames.Checksum()
+    checksum.add(messages[1].chunk)
+    messages[-1] = UPLOAD(commit=checksum.commit())
+    with pytest.raises(Refusal, match="of 100 elements") as refused:
         take_upload(messages)
     assert refused.value.reason is Reason.BAD_COMMIT
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from pscore import frames
 from pscore.buffers import pack
 from pscore.reasons import Refusal
 from pscore.segment import Segment
@@ -66,7 +67,16 @@ def join(engine, layout, who=ANNA, method="dgs", method_settings=None, *, seen=0
 def upload(engine, values, who, generation, *, version=0, buffers=()):
     """Send an engine its range of the whole model's values."""
     part = values[engine.span.start : engine.span.end].clone()
-    return engine.finish_upload(who, generation, version, [Segment(engine.span, None, part)], pack(buffers))
+    packed, checksum = pack(buffers), frames.Checksum()
+    brought = engine.open_upload(who, generation, len(packed))
+    call = brought.go_on()
+    for chunk, _ in frames.encode(Segment(engine.span, None, part), chunk_bytes=1 << 20):
+        checksum.add(chunk)
+        brought.read(call, chunk)
+    for piece in frames.encode_bytes(packed, 1 << 20):
+        brought.read_buffers(call, piece)
+    brought.verify(call, checksum.commit())
+    return engine.finish_upload(brought, version)
 
 
 def present(engine):

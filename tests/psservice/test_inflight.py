@@ -15,7 +15,9 @@ from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.inflight import InFlight, charged, decoded_bytes, largest_stream, received_bytes
+from psservice.membership import Identity
 from psservice.streams import PushReader, read_all, read_push, read_upload
+from psservice.upload import Upload
 
 MOST, WORKER, LARGEST = 100, 60, 50
 
@@ -210,7 +212,10 @@ def test_a_false_count_is_refused_for_what_it_is():
     header = pb.UploadHeader(generation=1)
     messages = [pb.UploadModelRequest(header=header), pb.UploadModelRequest(chunk=chunk)]
     with InFlight(1 << 30).open(1 << 20) as charge, pytest.raises(Refusal) as refused:
-        read_all(charged(read_upload(lambda header: (Span(0, 10), 0)), charge), messages)
+        read_all(
+            charged(read_upload(lambda header: Upload(Identity("anna", "1"), 1, Span(0, 10), 0, lambda: 0.0)), charge),
+            messages,
+        )
     assert refused.value.reason is Reason.BAD_CHUNK
 
 

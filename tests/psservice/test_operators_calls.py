@@ -82,7 +82,7 @@ def test_a_closed_shard_refuses_what_changes_it_and_answers_the_rest(engine):
         lambda: engine.check_push(ANNA, 2),
         lambda: join(engine, LAYOUT, BERT),
         lambda: engine.lease_samples(ANNA, wish),
-        lambda: engine.check_upload(ANNA, 1),
+        lambda: engine.open_upload(ANNA, 1, 0),
         lambda: engine.require_buffers(ANNA, 1),
     ):
         assert reason_of(refused) is Reason.DRAINING
