@@ -93,6 +93,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
             )
         if rounds is not None and not isinstance(rounds, Rounds):
             raise ConfigurationError(f"rounds must be psclient.Rounds(...), not {rounds!r}")
+        if not isinstance(overlap, bool):
+            raise ConfigurationError(f"overlap= must be True or False, not {overlap!r}")
+        if model is None:
+            log.warning(
+                "without model= tensors are called parameter_0, parameter_1 and so on, names that no model loads; "
+                "buffers stay local, and a step counts as one sample. Pass model=, on every worker"
+            )
         self._joined = False
         self._rounds = rounds
         defaults["density"] = density(1) if callable(density) else density
@@ -273,6 +280,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._require_open()
         if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
             raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
+        if closure is not None and not callable(closure):
+            raise ConfigurationError(f"step() takes a closure or nothing, not {closure!r}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
