@@ -112,7 +112,7 @@ def examples(data: Path, quick: bool) -> list[Example]:
             "language_model",
             ("language_model.py", *text, "--workers", "2", "--epochs", "1" if quick else "3", "--evaluate-every", "80"),
             "perplexity",
-            most=30.0 if quick else 8.0,
+            most=20.0 if quick else 8.0,
             evaluate=text,
         ),
         Example("before", ("existing_loop/before.py", *once, "--checkpoint", str(data / "before.pt"))),
