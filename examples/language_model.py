@@ -24,13 +24,19 @@ from torch.utils.data import DataLoader
 
 import psclient
 
+DENSITIES = {"outer": 1.0, "server": 0.1}
+"""Ten local steps are a tenth of the bytes already: of their sum a tenth would leave little of what was learned."""
+RATES = {"outer": 3e-3, "server": 1e-3}
+
 
 def make_optimizer(
     options: argparse.Namespace, model: nn.Module, place: launch.Place, length: methods.Length
 ) -> tuple[psclient.Outer | psclient.ServerOptimizer, methods.Clock]:
     """Return AdamW in one of its two places, and what moves the learning rate."""
-    joined = {"model": model, "server": place.server, "worker": place.worker, "density": options.density}
-    adamw = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": options.weight_decay}
+    density = DENSITIES[options.method] if options.density is None else options.density
+    joined = {"model": model, "server": place.server, "worker": place.worker, "density": density}
+    rate = RATES[options.method] if options.lr is None else options.lr
+    adamw = {"lr": rate, "betas": (0.9, 0.95), "weight_decay": options.weight_decay}
     if options.method == "server":  # every step pushes a gradient, and the server steps
         on_server = {"scheduler": length.schedule("cosine", 1)} | joined
         return psclient.ServerOptimizer(model.parameters(), "AdamW", adamw, **on_server), methods.STILL
@@ -123,8 +129,8 @@ def parse() -> argparse.Namespace:
     )
     add("--momentum", type=float, default=0.0, metavar="X", help="of outer's pushes (default: %(default)s)")
     add("--decay", type=float, default=0.5, metavar="X", help="of what outer has not sent (default: %(default)s)")
-    add("--density", type=float, default=0.1, metavar="X", help="share that is pushed (default: %(default)s)")
-    add("--lr", type=float, default=1e-3, metavar="X", help="default: %(default)s")
+    add("--density", type=float, metavar="X", help="share that is pushed (default: 1 of outer, 0.1 of server)")
+    add("--lr", type=float, metavar="X", help="default: 0.003 of outer, 0.001 of server")
     add("--weight-decay", type=float, default=0.01, metavar="X", help="default: %(default)s")
     add("--batch-size", type=launch.at_least(1), default=16, metavar="N", help="default: %(default)s")
     add("--epochs", type=launch.at_least(0), default=1, metavar="N", help="default: %(default)s")

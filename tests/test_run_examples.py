@@ -86,7 +86,7 @@ def test_a_training_that_lies_is_found_out(scripts, lie, words):
 def test_the_whole_fails_where_one_does_and_says_so(scripts, monkeypatch, capsys):
     both = [Example("good", ("plain.py", "0")), Example("bad", ("plain.py", "4"))]
     monkeypatch.setattr(run_examples, "examples", lambda data, quick: both)
-    monkeypatch.setattr(run_examples, "make_data", lambda out: None)
+    monkeypatch.setattr(run_examples, "make_data", lambda out, quick: None)
     assert run_examples.main(["--out", str(scripts)]) == 1
     assert "FAILED: ended with status 4" in capsys.readouterr().out
     found = json.loads((scripts / "summary.json").read_text())

@@ -20,11 +20,13 @@ def main() -> None:
     """Write all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    folder = parser.parse_args().folder
+    parser.add_argument("--imagenet-per-class", type=int, default=24, metavar="N", help="images (default: %(default)s)")
+    options = parser.parse_args()
+    folder = options.folder
     for name, path in (
         ("CIFAR-10", write_cifar10(folder / "cifar10")),
         ("CIFAR-100", write_cifar100(folder / "cifar100")),
-        ("ImageNet", write_imagenet(folder / "imagenet")),
+        ("ImageNet", write_imagenet(folder / "imagenet", options.imagenet_per_class)),
     ):
         print(f"{name}: {path}")
 

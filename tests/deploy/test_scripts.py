@@ -102,13 +102,26 @@ def test_nobody_gets_in_without_a_certificate_or_by_another_name(certificates, s
         answers(shard, Security(mine / "ca.crt", mine / "tls.crt", mine / "tls.key", "elsewhere"))
 
 
-def test_both_ways_to_certificates_give_the_same_names(certificates):
+def names_of_the_shards(folder):
     shown = subprocess.run(
-        ["openssl", "x509", "-in", certificates / "psservice" / "tls.crt", "-noout", "-ext", "subjectAltName"],
+        ["openssl", "x509", "-in", folder / "psservice" / "tls.crt", "-noout", "-ext", "subjectAltName"],
         capture_output=True, text=True, check=True, timeout=SECONDS,
     ).stdout  # fmt: skip
-    names = {part.strip().removeprefix("DNS:") for part in shown.splitlines()[1].split(",")}
-    assert names == set(one("mtls", "Certificate", "psservice")["spec"]["dnsNames"])
+    return {part.strip().removeprefix("DNS:") for part in shown.splitlines()[1].split(",")}
+
+
+def test_both_ways_to_certificates_give_the_same_names(certificates):
+    assert names_of_the_shards(certificates) == set(one("mtls", "Certificate", "psservice")["spec"]["dnsNames"])
+
+
+def test_certificates_may_have_further_names_and_addresses(certificates, tmp_path):
+    script = [KUBERNETES / "make-certificates", tmp_path]
+    hosts = ["--host", "ps.example.org", "--host", "10.0.0.5", "--host", "fd00::5"]
+    subprocess.run([*script, *hosts], check=True, timeout=SECONDS, capture_output=True)
+    added = names_of_the_shards(tmp_path) - names_of_the_shards(certificates)
+    assert added == {"ps.example.org", "IP Address:10.0.0.5", "IP Address:FD00:0:0:0:0:0:0:5"}
+    wrong = subprocess.run([*script, "--host"], timeout=SECONDS, capture_output=True, text=True)
+    assert (wrong.returncode, "usage" in wrong.stderr) == (2, True)
 
 
 # Re-sharding
