@@ -137,6 +137,7 @@ class ShardClient:
 
     def close(self) -> None:
         """Close both channels."""
+        self.outgoing.end()
         self.connection.close()
         self.lease_connection.close()
 
