@@ -3,6 +3,8 @@
 Each message says what happened and what to do next. All derive from :class:`SparsepsError`.
 """
 
+import re
+
 import grpc
 
 from pscore import errordetails
@@ -25,6 +27,8 @@ _TRANSIENT = frozenset(
 
 _LOST = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 """Nobody answers: the server may be somewhere else by now."""
+
+_UNNAMED = re.compile(r"parameter_\d+")
 
 _LATER = frozenset({Reason.BUSY, Reason.TOO_FAR_AHEAD, Reason.ROUND_OPEN, Reason.DRAINING, Reason.NOT_DURABLE})
 """Reasons for which the same call will do later."""
@@ -328,6 +332,8 @@ def from_refusal(refusal: Refusal) -> SparsepsError:
     text = f"{refusal.detail}; {refusal.reason.advice}"
     match refusal.reason:
         case Reason.FINGERPRINT_MISMATCH:
+            if _UNNAMED.search(refusal.detail):
+                text += "; a worker without model= has called its tensors by their position: pass model= on every one"
             return FingerprintMismatchError(text, refusal.metadata.get("tensor", ""))
         case Reason.SETTINGS_MISMATCH:
             return SettingsMismatchError(text)

@@ -13,12 +13,14 @@ from psclient.directory import connect
 from psclient.errors import ConfigurationError, Transient, from_refusal
 from psclient.jobs import JobThread
 from psclient.membership import SLOWEST_BYTES_A_SECOND
+from psclient.session import server_string
 from psclient.settings import ClientSettings
 from pscore import frames, modelfile
 from pscore.buffers import packed_bytes, unpack
 from pscore.generation import epoch
 from pscore.layout import ModelLayout, Span
 from pscore.messages import layout_from_message
+from pscore.names import is_url
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 
@@ -58,11 +60,11 @@ def download(
         ConfigurationError: the addresses are not those of all shards of one model.
         AccessError: the server asks for another token.
     """
-    server = server if isinstance(server, str) else ",".join(server)
-    security = (settings or client_settings.load()).security
+    resolved = client_settings.resolve(settings, server_string(server), None)
     threads = [JobThread("psclient-download")]
     connections = threads[0].call(
-        lambda: connect(server, security, patience_seconds, _WAIT_LONGER, announce=False), lambda: None
+        lambda: connect(resolved.server, resolved.security, patience_seconds, _WAIT_LONGER, announce=False),
+        lambda: None,
     )
     threads += [JobThread("psclient-download") for _ in connections[1:]]
     fetching = [
@@ -100,7 +102,12 @@ def save(
         path: where to write; replaced at once when the file is whole.
         settings: as for :func:`download`.
         **limits: as for :func:`download`.
+
+    Raises:
+        ConfigurationError: the path is a URL; or see :func:`download`.
     """
+    if is_url(path):
+        raise ConfigurationError(f"{str(path)!r} is a URL; name a file on this machine")
     state = download(server, settings, **limits)
     path = Path(path)
     modelfile.write(path, {name: tensor.clone() for name, tensor in state.items()}, {"format": "pt"})

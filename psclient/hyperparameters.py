@@ -1,6 +1,7 @@
 """Checking hyper-parameters, and saying what the published runs used."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,8 +22,8 @@ def check_hyperparameters(defaults: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"{name} must be a number, not {defaults[name]!r}") from None
     for name, low, high in (("lr", 0.0, None), ("momentum", 0.0, 1.0), ("weight_decay", 0.0, None)):
         value = float(defaults.get(name, 0.0))
-        if not value >= low or (high is not None and not value < high):
-            bound = f"at least {low:g}" + (f" and below {high:g}" if high is not None else "")
+        if not low <= value < (high or math.inf):
+            bound = f"at least {low:g} and " + (f"below {high:g}" if high else "finite")
             raise ConfigurationError(f"{name} must be {bound}, not {value}")
     if not 0 < float(defaults.get("density", 1.0)) <= 1:
         raise ConfigurationError(f"density must be above 0 and at most 1, not {defaults['density']}")

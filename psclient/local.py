@@ -39,6 +39,8 @@ class LocalServer:
 
     def __init__(self, shards: int = 1, log_to: IO[str] | None = None, **settings: object) -> None:
         """Start the processes and wait until each serves."""
+        if not isinstance(shards, int) or shards < 1:
+            raise ConfigurationError(f"shards must be a number of servers, at least 1, not {shards!r}")
         self._log_to = log_to
         self._owner = os.getpid()
         self._settings: dict[str, object] = {"log_format": "text", "log_level": "warning", "listen": "127.0.0.1:0"}
@@ -175,4 +177,10 @@ def start_alone() -> LocalServer:
             f"{variable} says that this is one of several workers, and no server address was given: each would "
             'train alone. Start `psservice serve` and pass server="HOST:PORT" or set PSCLIENT_SERVER'
         )
-    return LocalServer()
+    server = LocalServer()
+    log.warning(
+        "no server was named: one was started for this process alone at %s, and ends with it. Workers that train "
+        "together name one, with server= or PSCLIENT_SERVER",
+        server.server,
+    )
+    return server

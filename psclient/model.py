@@ -108,6 +108,8 @@ def describe(model: torch.nn.Module | None, trained: Sequence[torch.Tensor]) -> 
     places: dict[int, Place] = {}
     buffers: list[tuple[str, Place]] = []
     aliases: dict[str, tuple[str, ...]] = {}
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ConfigurationError(f"model= must be a torch.nn.Module, not {type(model).__name__}")
     if model is None:
         named = [(f"parameter_{i}", parameter) for i, parameter in enumerate(trained)]
     else:

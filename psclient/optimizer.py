@@ -97,6 +97,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
             )
         if rounds is not None and not isinstance(rounds, Rounds):
             raise ConfigurationError(f"rounds must be psclient.Rounds(...), not {rounds!r}")
+        if not isinstance(overlap, bool):
+            raise ConfigurationError(f"overlap= must be True or False, not {overlap!r}")
+        if model is None:
+            log.warning(
+                "without model= tensors are called parameter_0, parameter_1 and so on, names that no model loads; "
+                "buffers stay local, and a step counts as one sample. Pass model=, on every worker"
+            )
         self._joined = False
         self._rounds = rounds
         self.gradients_are_its_own = False
@@ -289,6 +296,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._require_own_gradients()
         if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
             raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
+        if closure is not None and not callable(closure):
+            raise ConfigurationError(f"step() takes a closure or nothing, not {closure!r}")
         self._compute(closure)
         self._run(lambda: self._stepper.step(samples, self.gradient_scale))
         loss, self._loss = self._loss, None

@@ -30,9 +30,11 @@ class Rounds:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.quorum < 0 or self.start_workers < 1 or not 0 <= self.seconds < float("inf"):
+        counts = isinstance(self.quorum, int) and isinstance(self.start_workers, int)
+        times = isinstance(self.seconds, int | float) and 0 <= self.seconds < float("inf")
+        if not (counts and times and self.quorum >= 0 and self.start_workers >= 1):
             raise ConfigurationError(
-                f"{self}: quorum and seconds must be at least 0, start_workers at least 1, and all finite"
+                f"{self}: quorum and seconds must be numbers of at least 0, start_workers of at least 1, and all finite"
             )
 
     def agreed(self) -> str:

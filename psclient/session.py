@@ -108,7 +108,15 @@ def open_session(
 
 
 def server_string(server: Server | None) -> str | None:
-    """Return the addresses separated by commas, as the settings have them; ``None`` leaves them to the settings."""
+    """Return the addresses separated by commas, as the settings have them; ``None`` leaves them to the settings.
+
+    Raises:
+        ConfigurationError: it is something else than addresses or a :class:`~psclient.LocalServer`.
+    """
     if isinstance(server, LocalServer):
         return server.server
-    return server if server is None or isinstance(server, str) else ",".join(server)
+    if server is None or isinstance(server, str):
+        return server
+    if not isinstance(server, Sequence) or not all(isinstance(each, str) for each in server):
+        raise ConfigurationError(f'server= must be "HOST:PORT", a list of these, or a LocalServer, not {server!r}')
+    return ",".join(server)

@@ -115,9 +115,17 @@ def load(**overrides: object) -> ClientSettings:
 
 
 def resolve(settings: ClientSettings | None, server: str | None, worker: str | None) -> ClientSettings:
-    """Return the settings that hold for an optimizer: those given, else loaded; ``server`` and ``worker`` win."""
+    """Return the settings that hold for an optimizer: those given, else loaded; ``server`` and ``worker`` win.
+
+    Raises:
+        ConfigurationError: one of them is of another kind, or see :func:`load`.
+    """
+    if worker is not None and not isinstance(worker, str):
+        raise ConfigurationError(f"worker= must be a name, not {worker!r}")
     if settings is None:
         return load(server=server, worker=worker)
+    if not isinstance(settings, ClientSettings):
+        raise ConfigurationError(f"settings= must be psclient.ClientSettings(...), not {settings!r}")
     given = {"server": server, "worker": worker}
     return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
 

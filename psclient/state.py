@@ -60,6 +60,8 @@ def split(state_dict: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[P
     Raises:
         ConfigurationError: another optimizer wrote it, or a hyper-parameter is out of its range.
     """
+    if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("param_groups"), list):
+        raise ConfigurationError("this is no state of an optimizer: load what optimizer.state_dict() has returned")
     plain = {name: value for name, value in state_dict.items() if name != "psclient"}
     for group in plain["param_groups"]:
         if lacking := sorted(defaults.keys() - group.keys() - _ADDED_BY_TORCH):

@@ -5,7 +5,6 @@ them, and a value that cannot be is named as it was given.
 """
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,9 +13,8 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, YamlConfigSettingsSource
 from yaml import YAMLError
 
+from pscore.names import is_url
 from pscore.variables import unknown, unknown_variables
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 class LayeredSettings(BaseSettings):
@@ -71,7 +69,7 @@ class LayeredSettings(BaseSettings):
     @classmethod
     def _refuse_urls(cls, value: Any, info: Any) -> Any:
         annotation = cls.model_fields[info.field_name].annotation
-        if annotation in (Path, Path | None) and value is not None and _URL.match(str(value)):
+        if annotation in (Path, Path | None) and value is not None and is_url(value):
             raise ValueError(f"{str(value)!r} is a URL; name a path on this machine (a remote disk may be mounted)")
         return value
 

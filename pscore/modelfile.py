@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from pscore.layout import ModelLayout, Span
+from pscore.names import is_url
 
 StateDict = dict[str, torch.Tensor]
 
@@ -67,8 +68,11 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
     """Write a safetensors file under a temporary name, then rename it, so that no reader sees half a file.
 
     Raises:
+        ModelFileError: the path is a URL.
         OSError: it cannot be written; what was there stays.
     """
+    if is_url(path):
+        raise ModelFileError(f"{path} is a URL; name a file on this machine")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

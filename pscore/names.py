@@ -1,5 +1,6 @@
 """Names that another side has chosen: what they may be, and how a terminal or a log shows them."""
 
+import os
 import re
 
 LONGEST_NAME = 256
@@ -12,6 +13,12 @@ RESERVED_TENSOR_NAME = "__metadata__"
 """What a safetensors file calls its own header entry: a tensor of that name could be written and never read."""
 
 _LONGEST_SHOWN = 200
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Tell whether what should be a file's path is a URL, also one that ``Path`` has taken a slash from."""
+    return _URL.match(str(path)) is not None
 
 
 def is_name(text: str, longest: int = LONGEST_NAME) -> bool:

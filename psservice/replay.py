@@ -66,6 +66,8 @@ def replay(data_dir: Path, out: Path, *, version: int | None, checkpoint: str) -
     metadata = {"run_id": brought[0].run_id, "version": str(versions[0]), "format": "pt"}
     try:
         modelfile.write(out, state_of(brought, exact=False), metadata)
+    except modelfile.ModelFileError as error:
+        raise StorageError(str(error)) from error
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
     replayed = sum(history.replayed for history in brought)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from torch.optim.optimizer import ParamsT
 
@@ -67,6 +67,12 @@ class ServerOptimizer(ParameterServerOptimizer):
         for what, named in (("optimizer", optimizer), ("scheduler", scheduler)):
             if isinstance(named, type):
                 raise ConfigurationError(f"the server's {what} is given by name, {named.__name__!r}, not as a class")
+        if not isinstance(optimizer, str):
+            raise ConfigurationError(f"the server's optimizer is given by name, as 'AdamW', not as {optimizer!r}")
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigurationError(f"options= must be the optimizer's options by name, not {options!r}")
+        if not isinstance(scheduler_every, int):
+            raise ConfigurationError(f"scheduler_every= must be a number of versions, not {scheduler_every!r}")
         self._agreed = {
             "update": "torch",
             "optimizer": _json({"name": optimizer, "options": dict(options or {})}, "options"),
@@ -85,6 +91,14 @@ class ServerOptimizer(ParameterServerOptimizer):
             groups.append({"tensors": sorted(positions[id(each)] for each in group["params"]), "options": own})
         return super().agreed_settings() | self._agreed | {"groups": _json(groups, "param groups")}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See the base; a group has no rate."""
+        super().add_param_group(_Group(param_group))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a loaded state over, as torch does."""
+        super().__setstate__({**state, "param_groups": [_Group(group) for group in state["param_groups"]]})
+
     def _check_added(self, group: Group) -> None:
         super()._check_added(group)
         if self._joined:
@@ -102,9 +116,25 @@ class ServerOptimizer(ParameterServerOptimizer):
         return Whole(state.pop("residual").add_(g) if "residual" in state else g.clone())
 
 
+class _Group(dict[str, Any]):
+    """A param group without a rate, which says so to a scheduler that looks for one."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        if name == "lr":
+            raise ConfigurationError(
+                "the learning rate is the server's, and a scheduler on the worker would drive nothing: name it to "
+                'ServerOptimizer, as scheduler=("StepLR", {"step_size": 100})'
+            )
+        raise KeyError(name)
+
+
 def _scheduler(said: tuple[Any, ...] | str) -> dict[str, Any]:
     words = (said,) if isinstance(said, str) else said
-    name, options, inner = (*words, {}, ())[:3] if words else ("", {}, ())
+    name, options, inner = (*words, {}, ())[:3] if isinstance(words, tuple | list) and words else ("", {}, ())
+    if not isinstance(name, str) or not name or not isinstance(options, Mapping):
+        raise ConfigurationError(
+            f'scheduler= must be a name, or a name with options, as ("StepLR", {{"step_size": 100}}), not {said!r}'
+        )
     found: dict[str, Any] = {"name": name, "options": dict(options)}
     return found | ({"schedulers": [_scheduler(each) for each in inner]} if inner else {})
 

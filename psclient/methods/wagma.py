@@ -65,11 +65,11 @@ class WAGMA(ParameterServerOptimizer):
         """Join the server; see the class."""
         if nesterov and not momentum:
             raise ConfigurationError("nesterov needs a momentum above 0")
-        if group_size < 0 or group_size == 1:
+        if not isinstance(group_size, int) or group_size < 0 or group_size == 1:
             raise ConfigurationError(f"group_size must be 0 (chosen by the number of workers) or above 1: {group_size}")
         if connection.get("rounds") is not None:
             raise ConfigurationError("WAGMA averages models in groups; rounds= is for methods that share one model")
-        if tau < 0:
+        if not isinstance(tau, int) or tau < 0:
             raise ConfigurationError(f"tau must be at least 0, not {tau}")
         if late not in ("replace", "paper"):
             raise ConfigurationError(f"late must be 'replace' or 'paper', not {late!r}")

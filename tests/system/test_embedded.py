@@ -49,11 +49,14 @@ def start(*arguments, **environment):
     )
 
 
-def test_it_starts_and_stops_with_the_script():
+def test_it_starts_says_where_and_stops_with_the_script():
     process = start()
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     told = json.loads(out)
+    (line,) = err.splitlines()
+    assert f"one was started for this process alone at {told['server']}" in line
+    assert "PSCLIENT_SERVER" in line
     assert told["version"] == 3
     assert told["server"].startswith("127.0.0.1:")
     assert not any(alive(pid) for pid in told["pids"])
@@ -74,6 +77,14 @@ def test_the_environment_overrides_it():
         out, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
         assert json.loads(out) == {"version": 3, "server": server.server, "pids": []}
+        assert "was started" not in err
+
+
+def test_a_mistyped_address_is_no_reason_to_train_alone():
+    process = start(PSCLIENT_SEVER="127.0.0.1:9")
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "PSCLIENT_SEVER: there is no such setting; did you mean PSCLIENT_SERVER?" in err
 
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_NTASKS", "JOB_COMPLETION_INDEX"])

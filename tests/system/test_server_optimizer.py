@@ -169,7 +169,7 @@ def test_workers_must_agree_on_the_optimizer():
 
 def test_a_scheduler_on_the_worker_finds_no_rate_to_drive():
     mine = model()
-    with optimizer_for(mine, "SGD", {"lr": 0.1}) as optimizer, pytest.raises(KeyError, match="lr"):
+    with optimizer_for(mine, "SGD", {"lr": 0.1}) as optimizer, pytest.raises(ConfigurationError, match="scheduler="):
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 

@@ -1,0 +1,145 @@
+"""Arguments that nobody can mean are errors of this library that say what is wanted, before anything is sent.
+
+What any Python function does with an argument that it does not have, and torch with parameters that are none, stays
+theirs.
+"""
+
+import logging
+
+import pytest
+import torch
+
+import psclient
+from psclient.errors import ConfigurationError, from_refusal
+from psclient.local import LocalServer
+from pscore.reasons import Reason, Refusal
+from tests.system.tools import QUICK, make_data, make_model, train_step
+
+NOWHERE = "127.0.0.1:9"
+
+
+def make(method=psclient.DGS, **options):
+    model = torch.nn.Linear(4, 2)
+    defaults = {"model": model, "server": NOWHERE, "settings": QUICK}
+    if method is not psclient.ServerOptimizer:
+        defaults["lr"] = 0.1
+    return method(model.parameters(), **(defaults | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"model": iter(torch.nn.Linear(4, 2).parameters())}, "model= must be a torch.nn.Module"),
+        ({"model": [torch.ones(2)]}, "model= must be a torch.nn.Module"),
+        ({"model": "resnet18"}, "model= must be a torch.nn.Module"),
+        ({"server": 50051}, "server= must be"),
+        ({"server": ["127.0.0.1", 50051]}, "server= must be"),
+        ({"server": ("127.0.0.1:1", None)}, "server= must be"),
+        ({"settings": {"server": NOWHERE}}, r"settings= must be psclient.ClientSettings\(...\)"),
+        ({"settings": psclient.ClientSettings}, r"settings= must be psclient.ClientSettings\(...\)"),
+        ({"worker": 3}, "worker= must be a name"),
+        ({"lr": float("inf")}, "lr must be"),
+        ({"weight_decay": float("inf")}, "weight_decay must be"),
+        ({"overlap": "yes"}, "overlap= must be True or False"),
+        ({"rounds": 3}, "rounds must be psclient.Rounds"),
+        ({"method": psclient.ServerOptimizer, "optimizer": 5}, "the server's optimizer is given by name"),
+        ({"method": psclient.ServerOptimizer, "optimizer": torch.optim.SGD}, "is given by name, 'SGD'"),
+        ({"method": psclient.ServerOptimizer, "optimizer": "SGD", "options": 0.1}, "options= must be"),
+        ({"method": psclient.ServerOptimizer, "optimizer": "SGD", "options": ["lr"]}, "options= must be"),
+        ({"method": psclient.ServerOptimizer, "optimizer": "SGD", "scheduler": 5}, "scheduler= must be"),
+        ({"method": psclient.ServerOptimizer, "optimizer": "SGD", "scheduler": ("StepLR", 3)}, "scheduler= must be"),
+        ({"method": psclient.ServerOptimizer, "optimizer": "SGD", "scheduler_every": "x"}, "scheduler_every= must be"),
+        ({"method": psclient.WAGMA, "group_size": "x"}, "group_size must be"),
+        ({"method": psclient.WAGMA, "tau": None}, "tau must be"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_another_kind_is_named_with_what_is_wanted(options, wanted):
+    with pytest.raises(ConfigurationError, match=wanted):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: psclient.Rounds(quorum="x"),
+        lambda: psclient.Rounds(seconds=None),
+        lambda: psclient.download(50051),
+        lambda: LocalServer(shards=0),
+        lambda: LocalServer(shards="2"),
+    ],
+)
+def test_other_calls_too(call):
+    with pytest.raises(ConfigurationError):
+        call()
+
+
+def test_a_model_is_not_saved_under_the_name_of_a_url(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with LocalServer() as server:
+        model = make_model()
+        optimizer = psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server.server)
+        with pytest.raises(ConfigurationError, match=r"'s3://bucket/model\.safetensors' is a URL"):
+            psclient.save(server.server, "s3://bucket/model.safetensors")
+        optimizer.close()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.fixture(scope="module")
+def server_optimizer():
+    model = make_model(batch_norm=False)
+    with LocalServer() as server:
+        optimizer = psclient.ServerOptimizer(
+            model.parameters(), "SGD", {"lr": 0.1}, model=model, server=server.server, settings=QUICK
+        )
+        yield model, optimizer
+        optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
+        lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        lambda optimizer: optimizer.param_groups[0]["lr"],
+    ],
+)
+def test_a_scheduler_on_the_worker_is_sent_to_the_server(server_optimizer, scheduler):
+    model, optimizer = server_optimizer
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ConfigurationError, match="scheduler="):
+        scheduler(optimizer)
+    train_step(model, optimizer, *make_data())
+    with pytest.raises(KeyError):
+        optimizer.param_groups[0]["no_such"]
+
+
+def test_what_is_no_state_is_not_loaded_and_what_is_no_closure_not_called(server_optimizer):
+    _, optimizer = server_optimizer
+    for state in ({}, {"param_groups": 3}, None):
+        with pytest.raises(ConfigurationError, match="no state of an optimizer"):
+            optimizer.load_state_dict(state)
+    with pytest.raises(ConfigurationError, match="closure"):
+        optimizer.step(5)
+
+
+def test_without_a_model_is_warned_of_once_and_named_where_models_differ(caplog):
+    parameters = [torch.nn.Parameter(torch.ones(3))]
+    with LocalServer() as server:
+        with caplog.at_level(logging.WARNING, "psclient"):
+            optimizer = psclient.ASGD(parameters, lr=0.1, server=server.server, settings=QUICK)
+            for _ in range(3):
+                parameters[0].grad = torch.ones(3)
+                optimizer.step()
+        warned = [each.getMessage() for each in caplog.records if "model=" in each.getMessage()]
+        assert len(warned) == 1
+        assert "parameter_0" in warned[0]
+        with pytest.raises(psclient.errors.FingerprintMismatchError, match="model="):
+            make(psclient.ASGD, server=server.server)
+        optimizer.close()
+
+
+def test_models_that_differ_by_themselves_are_no_question_of_model():
+    refusal = Refusal(Reason.FINGERPRINT_MISMATCH, "parameter 'a' [1] stands where the run has 'b' [1]", tensor="a")
+    assert "model=" not in str(from_refusal(refusal))
