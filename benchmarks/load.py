@@ -183,9 +183,8 @@ def _plots(found: dict[Point, Load], sizes: Sequence[int]) -> list[Plot]:
         plots.Line(
             f"{size / 1e6:g} M parameters",
             sorted((p.workers, load.rate) for p, load in found.items() if p.size == size and p.density == _DENSITY),
-            colour,
         )
-        for colour, size in enumerate(sizes)
+        for size in sizes
     ]
 
     def by_size(what: str) -> list[plots.Line]:
@@ -197,9 +196,8 @@ def _plots(found: dict[Point, Load], sizes: Sequence[int]) -> list[Plot]:
                     for p, load in found.items()
                     if p.density == density and p.workers == _SHARED_WORKERS
                 ),
-                colour,
             )
-            for colour, density in enumerate(_DENSITIES)
+            for density in _DENSITIES
         ]
 
     crowd = f"{_SHARED_WORKERS} workers; one line a density."

@@ -1,7 +1,8 @@
 """Line charts and bars as SVG that can stand inside a page: deterministic, and readable on light and dark ground.
 
 Axes and text take the colour of the page's text. The palette has a contrast of 3:1 or more with white and with near
-black, and no two lines of one colour share both marker and dash, so that colour is never the only difference.
+black, and any two of its colours differ for readers who see no red, no green or no blue too. In one plot no two series
+share a colour, and none both marker and dash, so that colour is never the only difference.
 """
 
 import io
@@ -20,7 +21,25 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.section import Plot
 
-PALETTE = ("#1a7fc1", "#d55e00", "#0f9b6c", "#b8609a", "#85762f", "#7a7a7a")
+PALETTE = (
+    "#1fa4a0",
+    "#a80fff",
+    "#d1734a",
+    "#9b89d5",
+    "#b53169",
+    "#0c780d",
+    "#d261fc",
+    "#5f789e",
+    "#843dd5",
+    "#f3446c",
+    "#6ba404",
+    "#a62cb0",
+)
+"""Found by a search for the largest least distance (CIE 1976) of any two, with full sight and without each receptor."""
+
+MARKERS = "os^vDPX*<>hp"
+NEUTRAL = "#7a7a7a"
+_DASHES = ("-", "--", "-.", ":")
 _TEXT = "#010203"  # stands for the page's own text colour until the SVG is written
 _SIZE = (8.6, 4.2)
 _DOTS_AN_INCH = 100
@@ -33,16 +52,14 @@ class Line:
     Attributes:
         name: in the legend.
         points: (x, y), in order.
-        colour: which of the palette; curves that belong together share one.
-        dashed: to tell two of one colour apart.
-        marker: as matplotlib names it; empty for none.
+        dashed: whether the caption calls it so.
+        marked: whether each point has a marker; else the dash tells curves apart.
     """
 
     name: str
     points: Sequence[tuple[float, float]]
-    colour: int
     dashed: bool = False
-    marker: str = "o"
+    marked: bool = True
 
 
 def lines(
@@ -76,7 +93,7 @@ def bars(title: str, caption: str, axis: str, values: Sequence[tuple[str, float]
     with _style(title):
         figure, plane = _frame((axis, ""))
         names, lengths = zip(*values, strict=True)
-        drawn = plane.barh(names, lengths, height=0.6, color=[PALETTE[i % len(PALETTE)] for i in range(len(values))])
+        drawn = plane.barh(names, lengths, height=0.6, color=PALETTE[0])
         plane.bar_label(drawn, labels=[_short(length) for length in lengths], padding=3, color=_TEXT)
         plane.invert_yaxis()
         plane.margins(x=0.1)
@@ -85,8 +102,10 @@ def bars(title: str, caption: str, axis: str, values: Sequence[tuple[str, float]
 
 
 def _curves(axes: tuple[str, str], curves: Sequence[Line], *, log_x: bool, log_y: bool) -> Figure:
+    if len(curves) > len(PALETTE):
+        raise ValueError(f"{len(curves)} curves are too many for one plot: there are {len(PALETTE)} colours")
     figure, plane = _frame(axes)
-    for curve in curves:
+    for number, curve in enumerate(curves):
         if not curve.points:
             continue
         x, y = zip(*curve.points, strict=True)
@@ -94,9 +113,9 @@ def _curves(axes: tuple[str, str], curves: Sequence[Line], *, log_x: bool, log_y
             x,
             y,
             label=curve.name,
-            color=PALETTE[curve.colour % len(PALETTE)],
-            linestyle="--" if curve.dashed else "-",
-            marker=curve.marker,
+            color=PALETTE[number],
+            linestyle="--" if curve.dashed else "-" if curve.marked else _DASHES[number % len(_DASHES)],
+            marker=MARKERS[number] if curve.marked else "",
             markersize=4,
             linewidth=1.6,
         )
@@ -128,7 +147,7 @@ def _style(salt: str) -> AbstractContextManager[None]:
             "axes.labelcolor": _TEXT,
             "xtick.color": _TEXT,
             "ytick.color": _TEXT,
-            "grid.color": PALETTE[-1],
+            "grid.color": NEUTRAL,
             "grid.alpha": 0.25,
         }
     )

@@ -145,23 +145,23 @@ class Soak:
         """Draw every curve."""
         seconds = [sample.seconds for sample in self.samples]
 
-        def curve(name: str, values: Sequence[float], colour: int) -> plots.Line:
-            return plots.Line(name, list(zip(seconds, values, strict=True)), colour, marker="")
+        def curve(name: str, values: Sequence[float]) -> plots.Line:
+            return plots.Line(name, list(zip(seconds, values, strict=True)), marked=False)
 
         return [
             plots.lines(
                 "Memory of the server",
                 "resident; the warm-up is the first quarter",
                 ("seconds", "MiB"),
-                [curve("resident", [sample.memory_bytes / _MIB for sample in self.samples], 0)],
+                [curve("resident", [sample.memory_bytes / _MIB for sample in self.samples])],
             ),
             plots.lines(
                 "Threads and file descriptors of the server",
                 "they breathe with the workers that come and go",
                 ("seconds", "number"),
                 [
-                    curve("threads", [sample.threads for sample in self.samples], 0),
-                    curve("descriptors", [sample.descriptors for sample in self.samples], 1),
+                    curve("threads", [sample.threads for sample in self.samples]),
+                    curve("descriptors", [sample.descriptors for sample in self.samples]),
                 ],
             ),
             plots.lines(
@@ -169,15 +169,15 @@ class Soak:
                 f"from the commit of a push until its reply is whole, over windows of {_WINDOW_SECONDS:.0f} s",
                 ("seconds", "ms"),
                 [
-                    plots.Line("median", [(s, ms) for s, ms, _ in self.latencies], 0, marker=""),
-                    plots.Line("99th percentile", [(s, ms) for s, _, ms in self.latencies], 1, marker=""),
+                    plots.Line("median", [(s, ms) for s, ms, _ in self.latencies], marked=False),
+                    plots.Line("99th percentile", [(s, ms) for s, _, ms in self.latencies], marked=False),
                 ],
             ),
             plots.lines(
                 "Data directory",
                 f"journal and two snapshots, one every {_SNAPSHOT_SECONDS:.0f} s",
                 ("seconds", "MiB"),
-                [curve("bytes", [sample.disk_bytes / _MIB for sample in self.samples], 0)],
+                [curve("bytes", [sample.disk_bytes / _MIB for sample in self.samples])],
             ),
         ]
 

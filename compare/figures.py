@@ -8,13 +8,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
+from benchmarks.plots import MARKERS, PALETTE
 from compare.methods import METHODS, SUBJECT
 from compare.results import Entry
 from compare.straggler import Effect, title_of
 from compare.tasks import TASKS, Task
 
-_COLOURS = ("#d55e00", "#1a7fc1", "#0f9b6c", "#b8609a", "#85762f", "#7a7a7a", "#5e3fbe", "#c22f4c")
-_MARKERS = "osD^vPX*<>hp"
 _DOTS_AN_INCH = 100
 
 
@@ -71,7 +70,7 @@ def _bytes(tasks: Sequence[Task], entries: Sequence[Entry]) -> Figure:
 def _slow(effects: Sequence[Effect]) -> Figure:
     figure = Figure(figsize=(7.5, 0.9 + 0.4 * len(effects)), layout="constrained")
     plane = figure.add_subplot()
-    colours = [_COLOURS[1] if effect.share > 0.9 else _COLOURS[0] for effect in effects]
+    colours = [PALETTE[1] if effect.share > 0.9 else PALETTE[0] for effect in effects]
     bars = plane.barh([title_of(effect) for effect in effects], [effect.share for effect in effects], color=colours)
     plane.bar_label(bars, labels=[f"{effect.share:.0%}" for effect in effects], padding=3)
     plane.axvline(0.9, color="#333333", linestyle=":")
@@ -95,8 +94,8 @@ def _plot(plane: Axes, method: str, x: Sequence[float], task: Task, entries: Seq
         [entry.scores.mean for entry in entries if entry.scores is not None],
         yerr=[entry.scores.deviation for entry in entries if entry.scores is not None],
         label=METHODS[method].title,
-        color=_COLOURS[number % len(_COLOURS)],
-        marker=_MARKERS[number % len(_MARKERS)],
+        color=PALETTE[number],
+        marker=MARKERS[number],
         markersize=5,
         linewidth=2.2 if method == SUBJECT else 1.1,
         linestyle="-" if line else "none",

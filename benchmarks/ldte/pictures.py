@@ -12,7 +12,7 @@ from benchmarks.ldte.published import SPEEDUPS
 from benchmarks.ldte.runs import Result
 from benchmarks.ldte.speed import MERGED, Timing
 from benchmarks.ldte.tables import DATASETS, NAMES
-from benchmarks.plots import PALETTE
+from benchmarks.plots import NEUTRAL, PALETTE
 
 _DOTS_AN_INCH = 100
 _LEAST = 0.01  # of k̂/k that the logarithmic axis shows; what is less lies on its edge
@@ -45,7 +45,7 @@ def _distances(results: Sequence[Result]) -> Figure:
         plane.set_xscale("log")
         plane.set_yscale("log")
         ends = plane.get_xlim()
-        plane.axline((ends[0], ends[0]), (ends[1], ends[1]), color=PALETTE[-1], linewidth=1, linestyle="--")
+        plane.axline((ends[0], ends[0]), (ends[1], ends[1]), color=NEUTRAL, linewidth=1, linestyle="--")
         plane.set_title(NAMES.get(model, model), fontsize=10)
         plane.set_xlabel("distance to normal")
         plane.grid(True, alpha=0.25)
@@ -101,7 +101,7 @@ def _estimates(results: Sequence[Result]) -> Figure:
             )
             for box in drawn["boxes"]:
                 box.set_facecolor(PALETTE[number])
-        plane.axhspan(0.9, 1.1, color=PALETTE[2], alpha=0.3, label="within ±10 %: no search")
+        plane.axhspan(0.9, 1.1, color=NEUTRAL, alpha=0.3, label="within ±10 %: no search")
         plane.set_xticks(range(len(models)), labels=[NAMES.get(model, model) for model in models])
         plane.set_yscale("log")
         plane.set_title(f"{kind}s by tensor", fontsize=10)

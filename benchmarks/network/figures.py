@@ -8,14 +8,6 @@ from benchmarks.network.grid import COMPUTE, Spot, hidden
 from benchmarks.network.published import PUBLISHED, PUBLISHED_WORKERS
 from benchmarks.section import Plot, Table
 
-_COLOURS = {
-    ("fp32", "dense"): 1,
-    ("fp16", "exact"): 0,
-    ("fp16", "topk"): 2,
-    ("int8", "topk"): 4,
-    ("int4", "topk"): 3,
-}
-_PUBLISHED_COLOUR = 5
 _KIND = {True: "CPU and bytes", False: "bytes alone"}
 
 
@@ -47,15 +39,13 @@ def speedup_plot(
         plots.Line(
             curve.name,
             [(count, found[Spot(curve, rate, 0.0, count, full)]) for count in workers],
-            _COLOURS[curve.value_type, curve.down],
             dashed=not curve.overlap,
-            marker="o" if curve.overlap else "s",
         )
         for curve in curves
     ]
-    for marker, (method, values) in zip("^v", PUBLISHED.get(rate, {}).items(), strict=False):
+    for method, values in PUBLISHED.get(rate, {}).items():
         points = list(zip(PUBLISHED_WORKERS, values, strict=True))
-        drawn.append(plots.Line(f"published: {method}", points, _PUBLISHED_COLOUR, dashed=True, marker=marker))
+        drawn.append(plots.Line(f"published: {method}", points, dashed=True))
     caption = f"Model in virtual time, {_KIND[full]}; {COMPUTE * 1e3:.0f} ms of compute a step; 1 is one machine alone."
     title = f"Speedup at {rate_name(rate)}, {_KIND[full]}"
     return plots.lines(title, caption, ("workers", "speedup"), drawn, log_x=True)

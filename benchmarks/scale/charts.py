@@ -56,18 +56,15 @@ def of(
     dashed: Series = (),
     ideal: bool = False,
 ) -> Chart:
-    """Draw something of each point over the number of workers; ``dashed`` curves share the colours of the others."""
+    """Draw something of each point over the number of workers; those of ``dashed`` stand behind."""
     curves = [
-        Line(name, [(found.cluster.workers, value(found)) for found in along], colour)
-        for colour, (name, along) in enumerate(series)
-    ]
-    curves += [
-        Line(name, [(found.cluster.workers, value(found)) for found in along], colour, dashed=True, marker="s")
-        for colour, (name, along) in enumerate(dashed)
+        Line(name, [(found.cluster.workers, value(found)) for found in along], dashed=is_dashed)
+        for is_dashed, group in ((False, series), (True, dashed))
+        for name, along in group
     ]
     if ideal:
         counts = [found.cluster.workers for found in series[0][1]]
-        curves.append(Line("ideal", [(count, count) for count in counts], len(plots.PALETTE) - 1, marker=""))
+        curves.append(Line("ideal", [(count, count) for count in counts], marked=False))
     return Chart(key, title, caption, ("workers", axis), curves)
 
 
@@ -97,11 +94,11 @@ def checks(rows: Sequence[Row]) -> list[Chart]:
 
     def curves(real: Callable[[Row], float], simulated: Callable[[Row], float]) -> list[Line]:
         drawn = []
-        for colour, name in enumerate(names):
+        for name in names:
             mine = [row for row in rows if row.case.name == name]
-            drawn.append(Line(f"{name}: real", [(row.workers, real(row)) for row in mine], colour))
+            drawn.append(Line(f"{name}: real", [(row.workers, real(row)) for row in mine]))
             points = [(row.workers, simulated(row)) for row in mine]
-            drawn.append(Line(f"{name}: simulated", points, colour, dashed=True, marker="s"))
+            drawn.append(Line(f"{name}: simulated", points, dashed=True))
         return drawn
 
     caption = "Real runs (solid) and simulations of the same (dashed)."

@@ -1,0 +1,78 @@
+"""What is drawn can be told apart: on light and dark ground, without each kind of receptor, and without colour."""
+
+from itertools import combinations
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from benchmarks import plots
+
+GROUNDS = ("#ffffff", "#16181c")
+
+SIGHTS = {
+    "full": np.eye(3),
+    "no red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "no green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "no blue": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+"""Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB."""
+
+TO_XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+TOLD_APART = 15
+"""Distance in CIE 1976 L*a*b*; about 2 can just be noticed side by side."""
+
+
+def linear(colour):
+    channels = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb):
+    scaled = TO_XYZ @ np.clip(rgb, 0, 1) / TO_XYZ.sum(1)
+    x, y, z = np.where(scaled > 0.008856, np.cbrt(scaled), 7.787 * scaled + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_any_two_colours_differ_for_every_sight(sight):
+    seen = [lab(np.array(SIGHTS[sight]) @ linear(colour)) for colour in plots.PALETTE]
+    assert min(np.linalg.norm(one - other) for one, other in combinations(seen, 2)) >= TOLD_APART
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.parametrize("colour", plots.PALETTE)
+def test_the_palette_can_be_seen_on_light_and_dark_ground(colour, ground):
+    """WCAG asks for 3:1 of what is drawn."""
+    darker, lighter = sorted(float(TO_XYZ[1] @ linear(each)) for each in (colour, ground))
+    assert (lighter + 0.05) / (darker + 0.05) >= 3
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("count", [2, 7, len(plots.PALETTE)])
+def test_no_two_series_share_a_colour_nor_marker_and_dash(monkeypatch, count, marked):
+    drawn = []
+    frame = plots._frame
+
+    def spy(axes):
+        figure, plane = frame(axes)
+        drawn.append(plane)
+        return figure, plane
+
+    monkeypatch.setattr(plots, "_frame", spy)
+    curves = [plots.Line(str(i), [(1, 1), (2, i)], dashed=marked and i % 2 == 1, marked=marked) for i in range(count)]
+    assert ElementTree.fromstring(plots.lines("t", "c", ("x", "y"), curves).svg) is not None
+    lines = drawn[0].get_lines()
+    assert len({line.get_color() for line in lines}) == count
+    if marked:
+        assert len({line.get_marker() for line in lines}) == count
+        assert [line.get_linestyle() for line in lines[:2]] == ["-", "--"]
+    else:
+        assert len({line.get_linestyle() for line in lines}) == min(count, 4)
+
+
+def test_more_series_than_colours_are_refused():
+    with pytest.raises(ValueError, match="too many"):
+        plots.lines("t", "c", ("x", "y"), [plots.Line(str(i), [(1, i)]) for i in range(len(plots.PALETTE) + 1)])
