@@ -152,7 +152,9 @@ def _server_rmsprop(setup: Setup) -> Made:
 
 def _outer(setup: Setup) -> Made:
     inner = torch.optim.SGD(setup.model.parameters(), setup.rate, setup.momentum)
-    optimizer = psclient.Outer(inner, OUTER_PERIOD, rounds=psclient.Rounds(), model=setup.model, **setup.connection)
+    optimizer = psclient.Outer(
+        inner, OUTER_PERIOD, momentum=0.9, rounds=psclient.Rounds(), model=setup.model, **setup.connection
+    )
     return Made(optimizer, inner)
 
 

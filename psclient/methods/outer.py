@@ -1,6 +1,7 @@
 """Outer: local steps with any torch optimizer, then one push of the difference (DiLoCo and SparseLoCo family)."""
 
 import json
+import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,6 +16,8 @@ from psclient.model import TrainedModel
 from psclient.optimizer import Density, ParameterServerOptimizer
 from psclient.stepper import GradientSource
 from pscore.kernels.base import Feed
+
+log = logging.getLogger("psclient")
 
 
 class _Deltas(dict[int, torch.Tensor]):
@@ -37,17 +40,19 @@ class Outer(ParameterServerOptimizer):
         server: one step of SGD(lr, momentum, nesterov) with s (per round: the mean of s) as its gradient
         θ_start = θ_local = what the server answers
 
-    Asynchronous unless ``rounds`` is given. In a training loop it stands where the inner optimizer stood, which keeps
-    its schedulers::
+    Asynchronous unless ``rounds`` is given: then the ways of several workers are added up, where a round takes their
+    mean. The defaults are for that; DiLoCo has ``momentum=0.9, rounds=psclient.Rounds()``.
+
+    In a training loop it stands where the inner optimizer stood, which keeps its schedulers::
 
         inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        optimizer = psclient.Outer(inner, period=50, model=model, server="host:50051")
+        optimizer = psclient.Outer(inner, period=50, model=model, server="host:50051", rounds=psclient.Rounds())
 
     Args:
         inner: takes the local steps; everything that it trains is trained.
         period: ``H``, local steps from one push to the next.
         lr: learning rate of the server's step.
-        momentum: of the server's step.
+        momentum: of the server's step. More than 0 is for rounds.
         nesterov: whether that momentum is Nesterov's; without momentum it means nothing.
         density: ``ρ``; a number, or a function of the number of the push.
         decay: ``β``, what is left of the error of the last push; 1 loses nothing.
@@ -62,7 +67,7 @@ class Outer(ParameterServerOptimizer):
         inner: Optimizer,
         period: int,
         lr: float = 0.7,
-        momentum: float = 0.9,
+        momentum: float = 0.0,
         nesterov: bool = True,
         density: Density = 1.0,
         decay: float = 1.0,
@@ -85,6 +90,7 @@ class Outer(ParameterServerOptimizer):
         self._trained_samples = 0  # in the local steps since the last push
         self._deltas = _Deltas()
         self._interrupted = Interrupted()
+        self._warned = False
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov and momentum > 0}
         self._agreed = {"update": "torch", "optimizer": json.dumps({"name": "SGD", "options": options})}
         params = [{"params": list(group["params"])} for group in inner.param_groups]
@@ -271,6 +277,13 @@ class Outer(ParameterServerOptimizer):
             raise
         self._deltas.clear()
         self._begin_here()
+        if self._rounds is None and self.live_workers > 1 and not self._warned:
+            self._warned = True
+            log.warning(
+                "%d workers push local steps without rounds: the server adds all of them up. If the loss is unsteady, "
+                "pass rounds=psclient.Rounds(), or a lower lr (of Outer) and no momentum",
+                self.live_workers,
+            )
 
     def _begin_here(self) -> None:
         for parameter, start in zip(self._model.parameters, self._start, strict=True):

@@ -343,3 +343,29 @@ def test_at_an_epochs_end_local_steps_are_handed_in_with_their_samples():
         for thread in threads:
             thread.join(60)
     assert sorted(drawn["anna"] + drawn["bert"]) == sorted([*range(52)] * 2)
+
+
+def test_two_workers_learn_with_the_defaults_and_a_warning_names_the_rounds(caplog):
+    """Without rounds each worker's whole way is added to the others'. Momentum on top of that learns nothing."""
+    models = [model(), model()]
+    with psclient.LocalServer(down_mode="exact") as server:
+        makers = [outer(mine, 4, server=server, worker=f"w{number}") for number, mine in enumerate(models)]
+        with makers[0], makers[1]:
+            for step in range(160):  # by turns, so that each push is one version old
+                for number, (mine, optimizer) in enumerate(zip(models, makers, strict=True)):
+                    train_step(mine, optimizer, *make_data(seed=2 * step + number, count=32))
+        served = model()
+        served.load_state_dict(psclient.download(server.server))
+    x, y = make_data(seed=999)
+    with torch.no_grad():
+        right = (served(x).argmax(1) == y).float().mean().item()
+    assert right > 0.85
+    assert caplog.text.count("psclient.Rounds()") == 2, "each worker says it once"
+
+
+def test_one_worker_and_rounds_are_not_warned_of(caplog):
+    for options in ({}, {"rounds": psclient.Rounds()}):
+        mine = model()
+        with outer(mine, 1, **options) as optimizer:
+            train_step(mine, optimizer, *make_data())
+    assert "psclient.Rounds()" not in caplog.text
