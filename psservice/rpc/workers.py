@@ -44,7 +44,7 @@ from psservice.upload import Upload
 
 WAIT_RETRY_SECONDS = 0.2
 
-_CHECKED_BYTES = 4 << 20  # of a reply after which its reader is told that they are whole
+_CHECKED_BYTES = 1 << 20  # of a reply after which its reader is told that they are whole
 
 _JOIN_STATES = {"ready": pb.JOIN_STATE_READY, "upload": pb.JOIN_STATE_UPLOAD, "wait": pb.JOIN_STATE_WAIT}
 
