@@ -362,6 +362,8 @@ class Membership:
             answer = upload.send(self.patience(shard))
         finally:
             self.leases.uploaded = None
+            if upload.is_sent:
+                shard.sent_model = generation, header.version
         if isinstance(answer, Refusal):
             if answer.reason in REJOIN_REASONS or answer.reason is Reason.ALREADY_UPLOADED:
                 return False

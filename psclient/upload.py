@@ -10,11 +10,14 @@ from psclient.replica import Replica
 from psclient.shard import ShardClient
 from psclient.stall import Outgoing, Watch
 from pscore import frames
+from pscore.layout import Span
 from pscore.reasons import Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 
 _CHUNK_BYTES = 256 << 10
 """Largest payload of a message here: what one second brings on a line of 2 Mbit/s, and what a cut loses at most."""
+
+_PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
 
 
 class ModelUpload:
@@ -27,6 +30,9 @@ class ModelUpload:
         buffers: the buffers, packed.
         chunk_bytes: the largest payload of a message.
         moved: told, at each message that goes, of the elements that have gone until then, and of its bytes.
+
+    Attributes:
+        is_sent: whether all of it has been handed to the transport, in one of its calls.
     """
 
     def __init__(
@@ -41,7 +47,7 @@ class ModelUpload:
         """Send nothing yet."""
         self._shard, self._header, self._replica, self._moved = shard, header, replica, moved
         self._buffers, self._chunk_bytes = buffers, min(chunk_bytes, _CHUNK_BYTES)
-        self._is_sent = False
+        self._is_over = self.is_sent = False  # in this call; in any
 
     def send(self, patience: Patience) -> pb.UploadModelResponse | Refusal:
         """Send all that has not come yet; return the server's answer.
@@ -58,7 +64,7 @@ class ModelUpload:
 
         def read(call: "grpc._CallFuture[pb.UploadModelResponse]") -> pb.UploadModelResponse:
             answer = shard.outgoing.result(call)
-            if not self._is_sent:
+            if not self._is_over:
                 raise Transient("an upload was refused, and then was not")
             return answer
 
@@ -67,7 +73,7 @@ class ModelUpload:
     def _messages(self, watch: Watch, seconds: float, patience: Patience) -> Iterator[pb.UploadModelRequest]:
         """Yield what is still to be sent; everything, where what has come is not the beginning of this model."""
         header = pb.UploadModelRequest(header=self._header)
-        self._is_sent = False
+        self._is_over = False
         try:
             received = self._shard.connection.stub.UploadModel(iter((header,)), timeout=seconds)
         except grpc.RpcError as error:
@@ -88,7 +94,7 @@ class ModelUpload:
         for piece in frames.encode_bytes(self._buffers, self._chunk_bytes):
             if piece.offset >= has_bytes:
                 yield pb.UploadModelRequest(buffers=piece)
-        self._is_sent = True
+        self._is_over = self.is_sent = True
         yield pb.UploadModelRequest(commit=checksum.commit())
 
     def _behind(self, received: pb.Commit) -> tuple[frames.Checksum, Iterator[pb.Chunk]]:
@@ -99,6 +105,8 @@ class ModelUpload:
         return (checksum, chunks) if checksum.commit() == received else (frames.Checksum(), self._chunks())
 
     def _chunks(self) -> Iterator[pb.Chunk]:
-        for segment in self._replica.read(self._shard.span):
-            for chunk, _ in frames.encode(segment, chunk_bytes=self._chunk_bytes):
-                yield chunk
+        span = self._shard.span
+        for start in range(span.start, span.end, _PIECE_ELEMENTS):
+            for segment in self._replica.read(Span(start, min(span.end, start + _PIECE_ELEMENTS))):
+                for chunk, _ in frames.encode(segment, chunk_bytes=self._chunk_bytes):
+                    yield chunk

@@ -128,7 +128,10 @@ def measure(bits: float, delay: float, loss: float, parameters: int, folder: Pat
 
         try:
             up, down = line.bytes_up, line.bytes_down
-            first, second = join("w0"), join("w1")
+            first = join("w0")
+            while line.bytes_up - up < nbytes / 50:
+                time.sleep(0.1)
+            second = join("w1")
             cut_half_way(lambda: line.bytes_up)
             seconds = first.answer()["seconds"]
             found.append(Joined("uploads", seconds, least + _CUT_SECONDS, (line.bytes_up - up) / nbytes))

@@ -883,6 +883,7 @@ class RenewLeaseResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    INSTALLING_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
     live_workers: _builtins.int
     """Workers alive."""
@@ -894,6 +895,8 @@ class RenewLeaseResponse(_message.Message):
     """From shard 0: its newest checkpoint, to be carried to the other shards as it is; empty where there is none."""
     received_bytes: _builtins.int
     """Message bytes of this worker's streams that have come since it joined: what tells a slow line from a dead one."""
+    installing: _builtins.bool
+    """True while the shard installs a model that is there; the answer to its upload waits for that."""
     @_builtins.property
     def upload(self) -> Global___ModelProgress:
         """From shard 0: the model that a worker is uploading; not set where there is none on its way, so that a worker that
@@ -908,11 +911,12 @@ class RenewLeaseResponse(_message.Message):
         version: _builtins.int = ...,
         checkpoint: _builtins.str = ...,
         received_bytes: _builtins.int = ...,
+        installing: _builtins.bool = ...,
         upload: Global___ModelProgress | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "live_workers", b"live_workers", "received_bytes", b"received_bytes", "run_state", b"run_state", "upload", b"upload", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "installing", b"installing", "live_workers", b"live_workers", "received_bytes", b"received_bytes", "run_state", b"run_state", "upload", b"upload", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -159,6 +159,7 @@ class WorkerCalls:
             run_state=RUN_STATES[engine.run.state],
             version=engine.model.version if engine.model else 0,
             received_bytes=member.received_bytes,
+            installing=engine.installing,
             upload=engine.upload_progress(),
         )
 
