@@ -316,9 +316,10 @@ class ShardClient:
             answer = self.connection.ask(
                 patience, start, lambda call: self._read_reply(request, watch.messages(call), patience, line)
             )
-            self._begun = None
             if isinstance(answer, Refusal):
                 trace.end(answer.reason.name)
+            if not isinstance(answer, Refusal) or answer.reason is not Reason.LEASE_EXPIRED:
+                self._begun = None  # else the pull goes on when the worker has joined again
             return answer
 
     def _pull_request(self, identity: pb.WorkerIdentity) -> pb.PullDiffRequest:
