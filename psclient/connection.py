@@ -5,7 +5,8 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -131,9 +132,9 @@ class Connection:
         for attempt in patience:
             with attempt:
                 call = start(attempt.timeout)
-                self._calls[call] = jobs.current()
                 try:
-                    return read(call)
+                    with self.tracked(call):
+                        return read(call)
                 except grpc.RpcError as error:
                     failure = meaning(error)
                     if isinstance(failure, Refusal):
@@ -143,9 +144,16 @@ class Connection:
                     raise Transient("the call was cut short") from None
                 except Refusal as damage:  # raised by our own decoder
                     raise ServerFaultError(f"{self.address} sent a damaged answer: {damage.detail}") from damage
-                finally:
-                    del self._calls[call]
         raise AssertionError("patience does not end by itself")
+
+    @contextmanager
+    def tracked(self, call: Any) -> Iterator[None]:
+        """Have :meth:`cut` end a call, if nobody waits for its answer any longer in the body."""
+        self._calls[call] = jobs.current()
+        try:
+            yield
+        finally:
+            del self._calls[call]
 
     def cut(self) -> None:
         """End the calls for whose answers nobody waits any longer."""

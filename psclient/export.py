@@ -1,5 +1,6 @@
 """The server's model for anyone: as a state dict, or as a file. Needs no lease and disturbs no worker."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +22,11 @@ from pscore.buffers import packed_bytes, unpack
 from pscore.generation import epoch
 from pscore.layout import ModelLayout, Span
 from pscore.messages import layout_from_message
-from pscore.names import is_url
+from pscore.names import is_url, shown
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
+
+log = logging.getLogger("psclient")
 
 _WAIT_LONGER = "Raise --timeout (patience_seconds) to wait longer"
 
@@ -52,7 +55,8 @@ def download(
         deadline_seconds: how long nothing may come.
 
     Returns:
-        Every parameter in its own dtype, under all its names, and the buffers if the run has them.
+        Every parameter that the server has, in its own dtype, under all its names, and the buffers if the run has them.
+        Parameters that were frozen are not among them; the log says so.
 
     Raises:
         ServerUnreachableError: no answer.
@@ -85,6 +89,13 @@ def download(
             for each, part in zip(connections, parts, strict=True)
         )
         raise ConfigurationError(f"give every shard of one run once, in order; {seen}")
+    if first.layout.frozen:
+        log.warning(
+            "%d frozen parameters (%s, ...) are not on the server: what it has are the trained tensors; load them over "
+            "the weights that the workers began with, by model.load_state_dict(state, strict=False)",
+            len(first.layout.frozen),
+            shown(first.layout.frozen[0].spec.name),
+        )
     state = modelfile.assemble(first.layout, torch.cat([part.values for part in parts]), first.buffers)
     for spec in first.layout.parameters:
         for alias in spec.aliases:

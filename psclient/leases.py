@@ -113,7 +113,7 @@ class LeaseThread:
         try:
             answer = call.result()
             self._checkpoint = answer.checkpoint or self._checkpoint
-            shard.heard(answer.received_bytes)
+            shard.heard(answer.received_bytes, is_at_work=answer.installing)
         except grpc.RpcError as error:
             failure = from_rpc_error(error)
             if isinstance(failure, Transient) and failure.lost:

@@ -106,6 +106,7 @@ class Membership:
         self._method = method
         self._method_settings = dict(method_settings)
         self._joined = False
+        self._version = 0  # of shard 0, as said at the last join
         self._moved = 0.0  # when a model was last seen to get on, while joining
         self.joins = 0
         self._joining = threading.Lock()
@@ -175,7 +176,30 @@ class Membership:
                         f"{self.coordinator.address} has had no model for {seconds:.0f} s, and no worker that uploads "
                         "one has got any further; check whether one lives, or restart all shards together"
                     )
-        self._joined = True
+        if not self._joined:
+            self._joined = True
+            self._say_joined()
+
+    def _say_joined(self) -> None:
+        """Tell the log, once, where this worker is and whose parameters it trains."""
+        uploaded = self.coordinator.has_base
+        run, version = shown(self.identity.run_id), self._version
+        what = "its model was uploaded" if uploaded else "the server's parameters are taken over"
+        log.info(
+            "worker %s has joined run %s at %s, version %d: %s",
+            self.identity.worker_id,
+            run,
+            ",".join(shard.address for shard in self.shards),
+            version,
+            what,
+        )
+        if self.run_finished:
+            log.warning(
+                "run %s is finished, at version %d: nothing more is trained here; for another run start a server with "
+                "another --data-dir, or without one",
+                run,
+                version,
+            )
 
     def _wanted_codecs(self) -> list["pb.IndexCodec.ValueType"]:
         """Return the index codecs for replies: what can be read, or the one that the settings name."""
@@ -197,7 +221,7 @@ class Membership:
         self.leases.start()
         self.live_workers = first.live_workers
         self.run_finished = first.run_state == pb.RUN_STATE_FINISHED
-        self.first_step = first.first_step
+        self.first_step, self._version = first.first_step, first.version
         if not self._joined:
             self.last_push_record = (first.last_incarnation, first.last_step) if first.last_step else None
         trained_elsewhere = any(answer.state == pb.JOIN_STATE_READY and answer.version for answer in answers)
@@ -338,6 +362,8 @@ class Membership:
             answer = upload.send(self.patience(shard))
         finally:
             self.leases.uploaded = None
+            if upload.is_sent:
+                shard.sent_model = generation, header.version
         if isinstance(answer, Refusal):
             if answer.reason in REJOIN_REASONS or answer.reason is Reason.ALREADY_UPLOADED:
                 return False

@@ -61,7 +61,8 @@ class TrainedModel:
 
     Attributes:
         layout: names, shapes, dtypes.
-        parameters: every parameter, frozen ones included, each once even if tied.
+        parameters: every parameter that the server has, each once even if tied.
+        frozen: those that need no gradient: the server has their digests, in the layout's order.
         places: where each parameter stands; empty without a model.
         buffers: persistent buffers, in the layout's order.
         module: the model.
@@ -69,6 +70,7 @@ class TrainedModel:
 
     layout: ModelLayout
     parameters: tuple[torch.Tensor, ...]
+    frozen: tuple[torch.Tensor, ...]
     places: tuple[Place, ...]
     buffers: NamedBuffers
     module: torch.nn.Module | None
@@ -77,8 +79,16 @@ class TrainedModel:
         """Make sure that the parameters are still the model's; costs a look-up for each.
 
         Raises:
-            ModelChangedError: a parameter is gone, and another one stands in its place.
+            ModelChangedError: a parameter is gone, and another one stands in its place; or one that was frozen is not.
         """
+        for parameter, known in zip(self.frozen, self.layout.frozen, strict=True):
+            if parameter.requires_grad:
+                raise ModelChangedError(
+                    known.spec.name,
+                    "needed no gradient when the optimizer was made, and needs one now: the server does not have it",
+                    "make the optimizer anew, in a run of its own, or set upload_frozen=True (PSCLIENT_UPLOAD_FROZEN) "
+                    "on all workers where parameters are to be thawed later",
+                )
         if self.module is None:
             return
         missing = [
@@ -99,8 +109,15 @@ class TrainedModel:
                 )
 
 
-def describe(model: torch.nn.Module | None, trained: Sequence[torch.Tensor]) -> TrainedModel:
+def describe(
+    model: torch.nn.Module | None, trained: Sequence[torch.Tensor], *, upload_frozen: bool = False
+) -> TrainedModel:
     """Find the tensors of a model; without one, of bare parameters, which are then named by position.
+
+    Args:
+        model: the module.
+        trained: the parameters that the optimizer was given.
+        upload_frozen: whether parameters that need no gradient are the server's, too.
 
     Raises:
         ConfigurationError: a trained parameter is not the model's, or a dtype cannot be trained.
@@ -122,8 +139,11 @@ def describe(model: torch.nn.Module | None, trained: Sequence[torch.Tensor]) -> 
         if any(id(parameter) not in places for parameter in trained):
             raise ConfigurationError("params holds a parameter that model does not have; pass the model they come from")
     tensors = [(name, place.module.get_buffer(place.name)) for name, place in buffers]
+    frozen = [] if upload_frozen else [each for each in named if not each[1].requires_grad]
+    if frozen:
+        named = [each for each in named if each[1].requires_grad]
     try:
-        layout = layout_of(named, tensors, aliases)
+        layout = layout_of(named, tensors, aliases, frozen)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     for spec in layout.tensors():
@@ -131,11 +151,12 @@ def describe(model: torch.nn.Module | None, trained: Sequence[torch.Tensor]) -> 
             if fault := tensor_name_fault(name):
                 raise ConfigurationError(fault)
     if layout.size == 0:
-        raise ConfigurationError("there is nothing to train: the parameters have no elements")
+        raise ConfigurationError("there is nothing to train: no parameter that needs a gradient has any element")
     parameters = tuple(parameter for _, parameter in named)
     return TrainedModel(
         layout,
         parameters,
+        tuple(parameter for _, parameter in frozen),
         tuple(places[id(parameter)] for parameter in parameters) if model is not None else (),
         NamedBuffers(layout.buffers, [place for _, place in buffers]),
         model,

@@ -87,7 +87,8 @@ class NodeOptimizer(Optimizer):
         super().__init__(params, {})
         for listed in self.param_groups:
             listed.pop("param_names", None)  # torch takes names with the parameters only
-        self._model = describe(module, [p for listed in self.param_groups for p in listed["params"]])
+        given = [p for listed in self.param_groups for p in listed["params"]]
+        self._model = describe(module, given, upload_frozen=resolved.upload_frozen)
         self._interrupted = Interrupted()  # on every process, as each has to know whether to call a closure
         self._loss: Any = None
         self._uncounted = 0

@@ -111,7 +111,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         defaults["density"] = density(1) if callable(density) else density
         super().__init__(params, defaults)
         resolved = client_settings.resolve(settings, server_string(server), worker)
-        self._model = describe(model, [p for group in self.param_groups for p in group["params"]])
+        given = [p for group in self.param_groups for p in group["params"]]
+        self._model = describe(model, given, upload_frozen=resolved.upload_frozen)
         refuse_averaged(self._model.parameters, () if model is None else model.modules())
         self._groups = ParamGroups(self.param_groups)
         lags = density if isinstance(density, Lags) else None
@@ -390,7 +391,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
             return
         known = {id(parameter) for parameter in self._model.parameters}
         if any(id(parameter) not in known for parameter in group["params"]):
-            raise ConfigurationError("a parameter that is not part of the model cannot be added after joining a server")
+            raise ConfigurationError(
+                "a parameter that was not part of the model, or was frozen, cannot be added after joining a server; to "
+                "thaw parameters later, set upload_frozen=True (PSCLIENT_UPLOAD_FROZEN) on all workers"
+            )
         if self._stepper.begun:
             raise ConfigurationError("a group cannot be added between backward() and step() with overlap=True")
 

@@ -47,7 +47,11 @@ class ClientSettings(LayeredSettings):
     tls_server_name: str = Field("", description="name in the server's certificate, where the address has another")
     token: SecretStr = Field(SecretStr(""), description="bearer token; better a file, or the environment")
     token_file: Path | None = Field(None, description="file that holds the bearer token; read at each connection")
-    deadline_seconds: float = Field(30.0, gt=0, description="longest time for one call to a server")
+    deadline_seconds: float = Field(
+        30.0,
+        gt=0,
+        description="longest time for one call to a server; of a push, a pull or a model, without a byte that moves",
+    )
     connect_seconds: float = Field(60.0, gt=0, description="how long the first contact is tried")
     patience_seconds: float = Field(
         300.0,
@@ -80,6 +84,11 @@ class ClientSettings(LayeredSettings):
         description="elements of a group with merge=elements, and until a plan is made of measurements",
     )
     bucket_bytes: int = Field(25 << 20, ge=1, description="bytes of gradients of a group with merge=buckets")
+    upload_frozen: bool = Field(
+        False,
+        description="keep parameters that need no gradient on the server, too, so that they may be thawed later; else "
+        "it compares their SHA-256 only; all workers must agree",
+    )
     tracing: bool = Field(False, description="trace each step, by OpenTelemetry (needs the extra sparseps[tracing])")
     flush_on_sigterm: bool = Field(True, description="on SIGTERM, push what is still held, leave, then exit")
 

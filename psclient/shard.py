@@ -128,6 +128,7 @@ class ShardClient:
         self._call: PushCall | None = None
         self.outgoing = Watch(settings.deadline_seconds)  # of the push, or the upload, that is under way
         self._received_bytes = 0  # of these, as the server has said last
+        self.sent_model: tuple[int, int] | None = None  # generation and version of an upload that is not answered
         self._begun: _Begun | None = None
 
     @property
@@ -141,9 +142,9 @@ class ShardClient:
         self.connection.close()
         self.lease_connection.close()
 
-    def heard(self, received_bytes: int) -> None:
-        """Note how much the server says that it has got of this worker's streams."""
-        if received_bytes != self._received_bytes:
+    def heard(self, received_bytes: int, *, is_at_work: bool) -> None:
+        """Note how much the server has got of this worker's streams, and whether it is at work on a model."""
+        if received_bytes != self._received_bytes or is_at_work:
             self._received_bytes = received_bytes
             self.outgoing.heard()
 
@@ -152,6 +153,9 @@ class ShardClient:
         if generation != self.generation:
             self.generation = generation
             self.forget_base()
+            if self.sent_model is not None and self.sent_model[0] == generation:
+                version = self.sent_model[1]  # it was taken, and the answer is lost
+            self.sent_model = None
         if version is not None:
             self.version, self.has_base = version, True
         if not self.has_base:
@@ -313,9 +317,10 @@ class ShardClient:
             answer = self.connection.ask(
                 patience, start, lambda call: self._read_reply(request, watch.messages(call), patience, line)
             )
-            self._begun = None
             if isinstance(answer, Refusal):
                 trace.end(answer.reason.name)
+            if not isinstance(answer, Refusal) or answer.reason is not Reason.LEASE_EXPIRED:
+                self._begun = None  # else the pull goes on when the worker has joined again
             return answer
 
     def _pull_request(self, identity: pb.WorkerIdentity) -> pb.PullDiffRequest:

@@ -70,21 +70,14 @@ class Watch:
 
     def sweep(self, now: float) -> None:
         """Cancel the call if it stands still."""
-        if now - self._since > self._idle_seconds or now > self.limit():
-            self.cancel()
-
-    def cancel(self) -> None:
-        """Cancel the call: it is not worth to go on."""
-        self._has_stalled = True
-        if self._call is not None:
+        if (now - self._since > self._idle_seconds or now > self.limit()) and self._call is not None:
+            self._has_stalled = True
             self._call.cancel()
 
     def follow(self, call: Followed) -> Followed:
         """Watch a call, and return it."""
         self._call = call
         _watcher.add(self)
-        if self._has_stalled:
-            call.cancel()
         return call
 
     def messages(self, call: Iterator[Message]) -> Iterator[Message]:

@@ -1,20 +1,25 @@
 """A worker's upload of the model: as long as it takes, and where a call is cut, behind what has come."""
 
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import grpc
 
 from psclient.connection import Patience
-from psclient.errors import Transient, from_rpc_error
 from psclient.replica import Replica
 from psclient.shard import ShardClient
 from psclient.stall import Outgoing, Watch
 from pscore import frames
+from pscore.layout import Span
 from pscore.reasons import Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 
+UploadCall: TypeAlias = "grpc._CallFuture[pb.UploadModelResponse]"
+
 _CHUNK_BYTES = 256 << 10
 """Largest payload of a message here: what one second brings on a line of 2 Mbit/s, and what a cut loses at most."""
+
+_PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
 
 
 class ModelUpload:
@@ -27,6 +32,9 @@ class ModelUpload:
         buffers: the buffers, packed.
         chunk_bytes: the largest payload of a message.
         moved: told, at each message that goes, of the elements that have gone until then, and of its bytes.
+
+    Attributes:
+        is_sent: whether all of it has been handed to the transport, in one of its calls.
     """
 
     def __init__(
@@ -41,7 +49,7 @@ class ModelUpload:
         """Send nothing yet."""
         self._shard, self._header, self._replica, self._moved = shard, header, replica, moved
         self._buffers, self._chunk_bytes = buffers, min(chunk_bytes, _CHUNK_BYTES)
-        self._is_sent = False
+        self.is_sent = False
 
     def send(self, patience: Patience) -> pb.UploadModelResponse | Refusal:
         """Send all that has not come yet; return the server's answer.
@@ -50,33 +58,24 @@ class ModelUpload:
             SparsepsError: nothing has moved within the patience, or the server does not let this worker in.
         """
         shard = self._shard
-
-        def start(seconds: float) -> "grpc._CallFuture[pb.UploadModelResponse]":
-            watch = shard.outgoing = Watch(seconds, patience.limit)
-            stream = Outgoing(self._messages(watch, seconds, patience), watch)
-            return watch.follow(shard.connection.stub.UploadModel.future(stream))
-
-        def read(call: "grpc._CallFuture[pb.UploadModelResponse]") -> pb.UploadModelResponse:
-            answer = shard.outgoing.result(call)
-            if not self._is_sent:
-                raise Transient("an upload was refused, and then was not")
-            return answer
-
-        return shard.connection.ask(patience, start, read)
-
-    def _messages(self, watch: Watch, seconds: float, patience: Patience) -> Iterator[pb.UploadModelRequest]:
-        """Yield what is still to be sent; everything, where what has come is not the beginning of this model."""
         header = pb.UploadModelRequest(header=self._header)
-        self._is_sent = False
-        try:
-            received = self._shard.connection.stub.UploadModel(iter((header,)), timeout=seconds)
-        except grpc.RpcError as error:
-            if isinstance(from_rpc_error(error), Refusal):
-                yield header  # so that the call itself is refused too
-            else:
-                watch.cancel()
-            return
-        yield header
+
+        def look(seconds: float) -> UploadCall:
+            return shard.connection.stub.UploadModel.future(iter((header,)), timeout=seconds)
+
+        def send(looking: UploadCall) -> pb.UploadModelResponse:
+            received = looking.result()
+            watch = shard.outgoing = Watch(patience.timeout, patience.limit)
+            stream = Outgoing(self._messages(received, patience), watch)
+            call = watch.follow(shard.connection.stub.UploadModel.future(stream))
+            with shard.connection.tracked(call):
+                return watch.result(call)
+
+        return shard.connection.ask(patience, look, send)
+
+    def _messages(self, received: pb.UploadModelResponse, patience: Patience) -> Iterator[pb.UploadModelRequest]:
+        """Yield what is still to be sent; everything, where what has come is not the beginning of this model."""
+        yield pb.UploadModelRequest(header=self._header)
         checksum, chunks = self._behind(received.received)
         has_bytes = received.received_buffer_bytes if checksum.entries else 0
         for chunk in chunks:
@@ -88,7 +87,7 @@ class ModelUpload:
         for piece in frames.encode_bytes(self._buffers, self._chunk_bytes):
             if piece.offset >= has_bytes:
                 yield pb.UploadModelRequest(buffers=piece)
-        self._is_sent = True
+        self.is_sent = True
         yield pb.UploadModelRequest(commit=checksum.commit())
 
     def _behind(self, received: pb.Commit) -> tuple[frames.Checksum, Iterator[pb.Chunk]]:
@@ -99,6 +98,8 @@ class ModelUpload:
         return (checksum, chunks) if checksum.commit() == received else (frames.Checksum(), self._chunks())
 
     def _chunks(self) -> Iterator[pb.Chunk]:
-        for segment in self._replica.read(self._shard.span):
-            for chunk, _ in frames.encode(segment, chunk_bytes=self._chunk_bytes):
-                yield chunk
+        span = self._shard.span
+        for start in range(span.start, span.end, _PIECE_ELEMENTS):
+            for segment in self._replica.read(Span(start, min(span.end, start + _PIECE_ELEMENTS))):
+                for chunk, _ in frames.encode(segment, chunk_bytes=self._chunk_bytes):
+                    yield chunk

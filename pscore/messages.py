@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from pscore.layout import ModelLayout, TensorSpec
+from pscore.layout import FrozenTensor, ModelLayout, TensorSpec
 from pscore.names import shown, tensor_name_fault
 from pscore.ranges import Ranges
 from pscore.reasons import Reason, Refusal
@@ -46,18 +46,22 @@ def layout_to_message(layout: ModelLayout) -> pb.ModelLayout:
     """Write a layout with its fingerprint.
 
     Raises:
-        ValueError: a buffer has a dtype that the protocol cannot carry.
+        ValueError: a tensor has a dtype that the protocol cannot carry.
     """
 
     def write(spec: TensorSpec) -> pb.TensorSpec:
         if spec.dtype not in DATA_TYPES:
-            raise ValueError(f"buffer {spec.describe()}: this dtype cannot be sent; register it as non-persistent")
+            raise ValueError(
+                f"{spec.describe()}: a tensor of this dtype cannot be described to a server; register a buffer as "
+                "non-persistent, and leave a frozen parameter out of model="
+            )
         return pb.TensorSpec(name=spec.name, shape=spec.shape, data_type=DATA_TYPES[spec.dtype], aliases=spec.aliases)
 
     return pb.ModelLayout(
         parameters=[write(spec) for spec in layout.parameters],
         buffers=[write(spec) for spec in layout.buffers],
         fingerprint=layout.fingerprint,
+        frozen=[pb.FrozenTensor(spec=write(each.spec), digest=each.digest) for each in layout.frozen],
     )
 
 
@@ -67,7 +71,7 @@ def layout_from_message(message: pb.ModelLayout) -> ModelLayout:
     Raises:
         Refusal: ``BAD_REQUEST``, saying which tensor is malformed.
     """
-    specs = [*message.parameters, *message.buffers]
+    specs = [*message.parameters, *message.buffers, *(each.spec for each in message.frozen)]
     for what, count in (("tensors", len(specs)), ("aliases", sum(len(spec.aliases) for spec in specs))):
         if count > MOST_TENSORS:
             raise Refusal(Reason.BAD_REQUEST, f"a model has at most {MOST_TENSORS} {what}, not {count}")
@@ -89,7 +93,9 @@ def kept_layout_from_message(message: pb.ModelLayout) -> ModelLayout:
     """
     try:
         layout = ModelLayout(
-            tuple(map(_spec_from_message, message.parameters)), tuple(map(_spec_from_message, message.buffers))
+            tuple(map(_spec_from_message, message.parameters)),
+            tuple(map(_spec_from_message, message.buffers)),
+            tuple(FrozenTensor(_spec_from_message(each.spec), each.digest) for each in message.frozen),
         )
     except ValueError as error:
         raise Refusal(Reason.BAD_REQUEST, str(error)) from error
@@ -120,6 +126,7 @@ def first_difference(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> tuple[str,
     for kind, mine, yours in (
         ("parameter", ours.parameters, theirs.parameters),
         ("buffer", ours.buffers, theirs.buffers),
+        ("frozen parameter", [each.spec for each in ours.frozen], [each.spec for each in theirs.frozen]),
     ):
         for one, other in zip(mine, yours, strict=False):
             if one == other:
@@ -131,6 +138,12 @@ def first_difference(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> tuple[str,
             longer, which = (mine, "lacks") if len(mine) > len(yours) else (yours, "has in addition")
             extra = longer[min(len(mine), len(yours))]
             return shown(extra.name), f"the worker {which} {kind} {_described(extra)}"
+    for known, told in zip(ours.frozen, theirs.frozen, strict=True):
+        if known.digest != told.digest:
+            return shown(told.spec.name), (
+                f"frozen parameter {_described(told.spec)} has other values than the run's: load the same weights "
+                "before the optimizer is made, or set upload_frozen (PSCLIENT_UPLOAD_FROZEN) on all workers"
+            )
     return None
 
 

@@ -93,7 +93,7 @@ def require_join(request: pb.JoinRequest) -> None:
     """
     require(request)
     layout = request.layout
-    _require_count("tensors", len(layout.parameters) + len(layout.buffers), MOST_TENSORS)
+    _require_count("tensors", len(layout.parameters) + len(layout.buffers) + len(layout.frozen), MOST_TENSORS)
     _require_count("settings", len(request.method_settings), _MOST_SETTINGS)
     _require_count("index codecs", len(request.index_codecs), _MOST_CODECS)
     _require_count("value codecs", len(request.value_codecs), _MOST_CODECS)

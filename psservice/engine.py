@@ -160,7 +160,12 @@ class Engine(ShardState):
         return JoinOutcome("wait" if generation is None else "upload", generation or 0, 0, last_push)
 
     def upload_progress(self) -> pb.ModelProgress | None:
-        """Return how far the model has come that a worker uploads; ``None`` where nobody is at it."""
+        """Return how far the model has come that a worker uploads; ``None`` where nobody is at it.
+
+        All of it is there while it is installed, which takes as long as its first snapshot does.
+        """
+        if self.installing:
+            return self._entry.turn.progress() or pb.ModelProgress(share=1.0)
         return None if self.model is not None else self._entry.turn.progress()
 
     def note_uploaded(self, identity: Identity, share: float) -> None:

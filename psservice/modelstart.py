@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from pscore import modelfile
-from pscore.layout import ModelLayout
+from pscore.layout import ModelLayout, digest_of
 from pscore.reasons import Reason, Refusal
 from psservice import replay
 from psservice.dataset import Datasets
@@ -72,6 +72,14 @@ def fit(
         if name not in known:
             raise Refusal(
                 Reason.FINGERPRINT_MISMATCH, f"the --init file has tensor {name!r}, the model has not", tensor=name
+            )
+    for frozen in layout.frozen:
+        tensor = state.get(frozen.spec.name)
+        if tensor is not None and digest_of(tensor.to(frozen.spec.dtype)) != frozen.digest:
+            raise Refusal(
+                Reason.FINGERPRINT_MISMATCH,
+                f"the --init file has other values of frozen parameter {frozen.spec.describe()} than the worker",
+                tensor=frozen.spec.name,
             )
     try:
         flat = modelfile.flatten(layout, state)

@@ -100,7 +100,8 @@ class Outer(ParameterServerOptimizer):
     def agreed_settings(self) -> dict[str, str]:
         """Workers must agree on the server's step, the period and the decay."""
         positions = {id(parameter): position for position, parameter in enumerate(self._model.parameters)}
-        trained = sorted(positions[id(each)] for group in self.param_groups for each in group["params"])
+        given = [each for group in self.param_groups for each in group["params"]]
+        trained = sorted(positions[id(each)] for each in given if id(each) in positions)
         groups = json.dumps([{"tensors": trained, "options": {}}])
         period, decay = str(self.period), str(float(self.param_groups[0]["decay"]))
         return super().agreed_settings() | self._agreed | {"groups": groups, "period": period, "decay": decay}

@@ -88,7 +88,8 @@ class ServerOptimizer(ParameterServerOptimizer):
         groups = []
         for group in self.param_groups:
             own = {name: value for name, value in group.items() if name not in _WORKERS_OWN}
-            groups.append({"tensors": sorted(positions[id(each)] for each in group["params"]), "options": own})
+            served = sorted(positions[id(each)] for each in group["params"] if id(each) in positions)
+            groups.append({"tensors": served, "options": own})
         return super().agreed_settings() | self._agreed | {"groups": _json(groups, "param groups")}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

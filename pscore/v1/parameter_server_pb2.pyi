@@ -503,6 +503,34 @@ class TensorSpec(_message.Message):
 Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
 
 @_typing.final
+class FrozenTensor(_message.Message):
+    """A parameter that is not trained: every worker has it already, and the server does not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """SHA-256 of its values, little-endian, in their data type and in the order of its dimensions."""
+    @_builtins.property
+    def spec(self) -> Global___TensorSpec:
+        """What it is."""
+
+    def __init__(
+        self,
+        *,
+        spec: Global___TensorSpec | None = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FrozenTensor: _TypeAlias = FrozenTensor  # noqa: Y015
+
+@_typing.final
 class ModelLayout(_message.Message):
     """A model's tensors, in the order in which they are laid out flat."""
 
@@ -511,15 +539,20 @@ class ModelLayout(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     BUFFERS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """SHA-256 over kind, name, sizes and data type of each tensor; docs/writing-a-client.md has its bytes."""
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """Parameters, in named_parameters() order; with the buffers at most 65,536, and as many aliases."""
+        """Parameters, in named_parameters() order; with the buffers and the frozen ones at most 65,536, and as many aliases."""
 
     @_builtins.property
     def buffers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """Persistent buffers, in named_buffers() order."""
+
+    @_builtins.property
+    def frozen(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrozenTensor]:
+        """Parameters that are not trained, in named_parameters() order. They are compared, and never sent."""
 
     def __init__(
         self,
@@ -527,10 +560,11 @@ class ModelLayout(_message.Message):
         parameters: _abc.Iterable[Global___TensorSpec] | None = ...,
         buffers: _abc.Iterable[Global___TensorSpec] | None = ...,
         fingerprint: _builtins.bytes = ...,
+        frozen: _abc.Iterable[Global___FrozenTensor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "fingerprint", b"fingerprint", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "fingerprint", b"fingerprint", "frozen", b"frozen", "parameters", b"parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -849,6 +883,7 @@ class RenewLeaseResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    INSTALLING_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
     live_workers: _builtins.int
     """Workers alive."""
@@ -860,6 +895,8 @@ class RenewLeaseResponse(_message.Message):
     """From shard 0: its newest checkpoint, to be carried to the other shards as it is; empty where there is none."""
     received_bytes: _builtins.int
     """Message bytes of this worker's streams that have come since it joined: what tells a slow line from a dead one."""
+    installing: _builtins.bool
+    """True while the shard installs a model that is there; the answer to its upload waits for that."""
     @_builtins.property
     def upload(self) -> Global___ModelProgress:
         """From shard 0: the model that a worker is uploading; not set where there is none on its way, so that a worker that
@@ -874,11 +911,12 @@ class RenewLeaseResponse(_message.Message):
         version: _builtins.int = ...,
         checkpoint: _builtins.str = ...,
         received_bytes: _builtins.int = ...,
+        installing: _builtins.bool = ...,
         upload: Global___ModelProgress | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "live_workers", b"live_workers", "received_bytes", b"received_bytes", "run_state", b"run_state", "upload", b"upload", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "installing", b"installing", "live_workers", b"live_workers", "received_bytes", b"received_bytes", "run_state", b"run_state", "upload", b"upload", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,7 +44,7 @@ from psservice.upload import Upload
 
 WAIT_RETRY_SECONDS = 0.2
 
-_CHECKED_BYTES = 4 << 20  # of a reply after which its reader is told that they are whole
+_CHECKED_BYTES = 1 << 20  # of a reply after which its reader is told that they are whole
 
 _JOIN_STATES = {"ready": pb.JOIN_STATE_READY, "upload": pb.JOIN_STATE_UPLOAD, "wait": pb.JOIN_STATE_WAIT}
 
@@ -159,6 +159,7 @@ class WorkerCalls:
             run_state=RUN_STATES[engine.run.state],
             version=engine.model.version if engine.model else 0,
             received_bytes=member.received_bytes,
+            installing=engine.installing,
             upload=engine.upload_progress(),
         )
 

@@ -87,6 +87,8 @@ def requests_of(worker, rpc):
     if rpc == "Join":
         layout = pb.ModelLayout(parameters=[pb.TensorSpec(name="w", data_type=pb.DATA_TYPE_FLOAT32)])
         return [pb.JoinRequest(identity=identity, protocol_version=1, method="raw", layout=layout, num_shards=1)]
+    if rpc == "RenewLease":
+        return [pb.RenewLeaseRequest(identity=identity)]
     if rpc == "UploadModel":
         header = pb.UploadHeader(identity=identity, generation=generation)
         return [

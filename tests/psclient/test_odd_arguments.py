@@ -52,7 +52,7 @@ def make(method=psclient.DGS, **options):
         ({"method": psclient.WAGMA, "group_size": "x"}, "group_size must be"),
         ({"method": psclient.WAGMA, "tau": None}, "tau must be"),
     ],
-    ids=str,
+    ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
 )
 def test_an_argument_of_another_kind_is_named_with_what_is_wanted(options, wanted):
     with pytest.raises(ConfigurationError, match=wanted):

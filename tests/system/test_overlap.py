@@ -265,7 +265,7 @@ def test_a_gradient_that_is_changed_after_backward_is_refused(server):
 def test_a_parameter_that_is_thawed_later_trains(server):
     model = nn.Sequential(linear(), nn.Linear(1, 1, bias=False))
     model[1].weight.requires_grad_(False)
-    settings = EAGER.model_copy(update={"group_elements": 1000})  # both in one group
+    settings = EAGER.model_copy(update={"group_elements": 1000, "upload_frozen": True})  # both in one group
     with overlapping(model, server, psclient.ASGD, lr=1.0, settings=settings) as optimizer:
         before = model[1].weight.detach().clone()
         for thawed in (False, True, True):

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +17,7 @@ from psclient.local import LocalServer
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.system.line import Line
+from tests.system.test_installing import slow  # noqa: F401
 from tests.system.tools import QUICK, assert_same_parameters, wait_until
 
 RATE = 200_000.0  # bytes a second
@@ -168,6 +170,40 @@ def test_a_late_joiners_download_that_is_cut_goes_on_where_it_was():
             assert line.down < 1.4 * nbytes
             assert_same_parameters(wide, server.server)
             assert_same_parameters(late, server.server)
+
+
+def test_an_upload_waits_for_a_slow_disk_as_long_as_the_server_is_at_work(slow, tmp_path, caplog):  # noqa: F811
+    model = big_model()
+    slow.touch()
+    with LocalServer(data_dir=tmp_path / "data", lease_seconds=LEASE) as server, ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join, model, server.server, deadline_seconds=1.0)
+        wait_until(slow.with_suffix(".met").exists)
+        end = time.monotonic() + 4.0  # four deadlines
+        wait_until(lambda: time.monotonic() > end)
+        slow.unlink()
+        with joining.result(TIMEOUT) as optimizer:
+            assert optimizer.totals.upload_bytes < 1.01 * MODEL_BYTES
+            optimizer.pull()
+            assert optimizer.totals.pull_bytes < 1000
+    assert "nothing has moved" not in caplog.text
+
+
+def test_a_model_whose_answer_is_lost_is_not_fetched_again(slow, tmp_path):  # noqa: F811
+    model = big_model()
+    slow.touch()
+    with (
+        LocalServer(data_dir=tmp_path / "data") as server,
+        Line(server.server) as line,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        joining = pool.submit(join, model, line.address)
+        wait_until(slow.with_suffix(".met").exists)
+        line.reset()
+        slow.unlink()
+        with joining.result(TIMEOUT) as optimizer:
+            assert line.down < MODEL_BYTES / 10
+            assert optimizer.version == 0
+            assert_same_parameters(model, server.server)
 
 
 def test_a_push_takes_as_long_as_its_bytes_move():

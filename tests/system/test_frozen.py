@@ -1,0 +1,126 @@
+"""Parameters that need no gradient: compared with the run's, and never sent, stored or copied."""
+
+import logging
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import psclient
+from psclient.cli import main
+from psclient.errors import ConfigurationError, FingerprintMismatchError, ModelChangedError
+from psclient.local import LocalServer
+from pscore.v1 import parameter_server_pb2 as pb
+from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from tests.system.tools import QUICK, make_data, train_step
+
+TRAINED = 4 * 8 + 4
+BASE = 20 * 400 + 400 + 400 * 8 + 8
+
+
+def adapted(seed=0, base_seed=7):
+    """A base that stays as it is under a head that is trained."""
+    torch.manual_seed(base_seed)
+    base = nn.Sequential(nn.Linear(20, 400), nn.ReLU(), nn.Linear(400, 8)).requires_grad_(False)
+    torch.manual_seed(seed)
+    return nn.Sequential(base, nn.Linear(8, 4))
+
+
+def adapted_from(model):
+    model[0].requires_grad_(False)
+    return model
+
+
+def joined(model, server, worker="w0", **update):
+    settings = QUICK.model_copy(update=update)
+    return psclient.ASGD(
+        model.parameters(), lr=0.1, model=model, server=server.server, worker=worker, settings=settings
+    )
+
+
+def parameters_of(server):
+    with grpc.insecure_channel(server.server) as channel:
+        return ParameterServerServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=30).parameters
+
+
+def test_frozen_parameters_are_neither_sent_nor_stored_and_the_file_says_so(tmp_path, caplog):
+    model, file = adapted(), tmp_path / "model.safetensors"
+    base = [parameter.clone() for parameter in model[0].parameters()]
+    with LocalServer() as server, joined(model, server) as optimizer:
+        for _ in range(3):
+            train_step(model, optimizer, *make_data())
+        assert optimizer.totals.upload_bytes < 8 * TRAINED
+        assert parameters_of(server) == TRAINED
+        assert all(map(torch.equal, model[0].parameters(), base))
+        caplog.set_level(logging.WARNING, "psclient")
+        assert main(["save", server.server, "--out", str(file)]) == 0
+    assert "4 frozen parameters" in caplog.text
+    assert sorted(load_file(file)) == ["1.bias", "1.weight"]
+
+
+def test_workers_with_the_same_base_train_together_and_others_are_told_which_tensor_differs():
+    with LocalServer() as server, joined(adapted(), server):
+        second = adapted(seed=1)
+        with joined(second, server, "w1") as optimizer:
+            train_step(second, optimizer, *make_data())
+        with pytest.raises(FingerprintMismatchError, match="upload_frozen") as refused:
+            joined(adapted(base_seed=8), server, "w2")
+        assert refused.value.tensor == "0.0.weight"
+
+
+def test_a_restarted_server_knows_the_base_still(tmp_path):
+    with LocalServer(data_dir=tmp_path / "data") as server:
+        joined(adapted(), server).close()
+        server.processes[0].terminate()
+        server.restart()
+        joined(adapted(1), server).close()
+        with pytest.raises(FingerprintMismatchError):
+            joined(adapted(base_seed=8), server)
+
+
+def test_they_are_the_servers_where_that_is_asked_for():
+    other = adapted(base_seed=8)
+    with LocalServer() as server, joined(adapted(), server, upload_frozen=True):
+        assert parameters_of(server) == TRAINED + BASE
+        with joined(other, server, "w1", upload_frozen=True):
+            assert all(map(torch.equal, other[0].parameters(), adapted()[0].parameters()))
+        with pytest.raises(FingerprintMismatchError):
+            joined(adapted(), server, "w2")
+
+
+def test_one_that_is_thawed_later_is_an_error_and_not_left_out_in_silence():
+    model = adapted()
+    with LocalServer() as server, joined(model, server) as optimizer:
+        model[0].requires_grad_(True)
+        with pytest.raises(ModelChangedError, match="UPLOAD_FROZEN") as changed:
+            train_step(model, optimizer, *make_data())
+        assert changed.value.tensor == "0.0.weight"
+    with LocalServer() as server:
+        optimizer = psclient.ASGD(model[1].parameters(), lr=0.1, model=adapted_from(model), server=server.server)
+        with optimizer, pytest.raises(ConfigurationError, match="UPLOAD_FROZEN"):
+            optimizer.add_param_group({"params": [*model[0].parameters()]})
+
+
+def test_outer_copies_what_is_trained():
+    model = adapted()
+    with LocalServer() as server:
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with psclient.Outer(inner, period=2, model=model, server=server.server, settings=QUICK) as optimizer:
+            for _ in range(4):
+                train_step(model, optimizer, *make_data())
+            assert sum(start.numel() for start in optimizer._start) == TRAINED
+            assert optimizer.version == 2
+
+
+@pytest.mark.parametrize("seed", [7, 8])
+def test_a_whole_models_file_starts_a_run_of_its_trained_tensors(tmp_path, seed):
+    save_file(adapted(base_seed=seed).state_dict(), tmp_path / "whole.safetensors")
+    with LocalServer(init=tmp_path / "whole.safetensors") as server:
+        if seed == 7:
+            joined(adapted(1), server).close()
+            assert parameters_of(server) == TRAINED
+        else:
+            with pytest.raises(FingerprintMismatchError, match="--init file has other values"):
+                joined(adapted(1), server)
