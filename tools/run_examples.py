@@ -103,7 +103,7 @@ def examples(data: Path, quick: bool) -> list[Example]:
         ),
         Example(
             "imagenet",
-            ("imagenet.py", *imagenet, *learning, "--workers", "2", "--epochs", "2" if quick else "20"),
+            ("imagenet.py", *imagenet, *learning, "--workers", "2", "--epochs", "2" if quick else "30"),
             "accuracy",
             least=0.0 if quick else 0.5,
             evaluate=imagenet,
