@@ -51,7 +51,12 @@ class ModelEntry:
         """Begin with nothing; :meth:`read_start` comes when the shard has recovered what it has."""
         self._state = state
         self._idle_seconds = state.settings.stream_idle_seconds
-        self.turn = UploadTurn(state.membership.is_live, lambda: state.membership.clock(), self._idle_seconds)
+        self.turn = UploadTurn(
+            state.membership.is_live,
+            lambda: state.membership.clock(),
+            state.settings.lease_seconds,
+            self._idle_seconds,
+        )
         self.start: modelstart.Start | None = None
         self._upload: Upload | None = None
         self._lock = threading.Lock()  # of the upload's place
@@ -97,6 +102,8 @@ class ModelEntry:
 
     def forget_upload(self, identity: Identity | None = None) -> None:
         """Free the unfinished upload of a worker that has left, or one that nobody waits for: the shard has a model."""
+        if identity is not None:
+            self.turn.leave(identity)
         with self._lock:
             upload = self._upload
             if upload is None:

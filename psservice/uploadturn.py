@@ -1,6 +1,7 @@
 """Whose turn it is to upload the model (docs/protocol.md, *Joining*)."""
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,12 +32,20 @@ class UploadTurn:
     Args:
         is_live: whether a worker holds a lease.
         clock: monotonic seconds.
-        idle_seconds: without progress, after which another worker has its turn.
+        lease_seconds: life of a lease.
+        idle_seconds: without progress, after which another worker has its turn, whatever lease there is.
     """
 
-    def __init__(self, is_live: Callable[[Identity], bool], clock: Callable[[], float], idle_seconds: float) -> None:
+    def __init__(
+        self,
+        is_live: Callable[[Identity], bool],
+        clock: Callable[[], float],
+        lease_seconds: float,
+        idle_seconds: float,
+    ) -> None:
         """Nobody is."""
-        self._is_live, self._clock, self._idle_seconds = is_live, clock, idle_seconds
+        self._is_live, self._clock = is_live, clock
+        self._lease_seconds, self._idle_seconds = lease_seconds, idle_seconds
         self._hold: _Hold | None = None
 
     def ask(self, identity: Identity, generation_seen: int, has_replica: bool) -> int | None:
@@ -84,9 +93,19 @@ class UploadTurn:
         left = (self._clock() - hold.began) * (1 - hold.share) / hold.share if hold.share else 0.0
         return pb.ModelProgress(worker_id=hold.identity.worker_id, share=hold.share, seconds_left=left)
 
+    def leave(self, identity: Identity) -> None:
+        """Note that a worker will not go on."""
+        hold = self._hold
+        if hold is not None and hold.identity == identity:
+            hold.moved = -math.inf
+
     def end(self) -> None:
         """Note that the model is there."""
         self._hold = None
 
     def _is_at_it(self, hold: _Hold) -> bool:
-        return self._is_live(hold.identity) and self._clock() - hold.moved < self._idle_seconds
+        """Tell whether a worker is at its upload, or may be back for the rest of it sooner than all is sent again."""
+        patience = self._idle_seconds
+        if not self._is_live(hold.identity):
+            patience = min(patience, self._lease_seconds + hold.moved - hold.began)
+        return self._clock() - hold.moved < patience

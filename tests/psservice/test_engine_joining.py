@@ -61,6 +61,41 @@ def test_the_next_to_poll_uploads_when_the_holder(how):
         assert torch.equal(theta(engine), TWOS)
 
 
+def half_sent(engine, clock):
+    """Anna has half of the model sent within an hour and a half; her lease ends an hour later."""
+    generation = join(engine, LAYOUT, ANNA).generation
+    for share in (0.2, 0.4, 0.5):
+        clock.now += HOUR / 2
+        engine.membership.require(ANNA)
+        engine.note_uploaded(ANNA, share)
+    return generation
+
+
+def test_who_has_sent_much_may_be_back_for_the_rest_as_long_as_sending_it_took():
+    with engines(stream_idle_seconds=10 * HOUR) as (engine,):
+        clock = with_clock(engine)
+        generation = half_sent(engine, clock)
+        clock.now += 2 * HOUR
+        assert not engine.membership.is_live(ANNA)
+        assert join(engine, LAYOUT, BERT).state == "wait"
+        assert engine.upload_progress().share == 0.5
+        assert join(engine, LAYOUT, ANNA).generation == generation
+        engine.note_uploaded(ANNA, 0.6)
+        clock.now += 5 * HOUR
+        assert engine.upload_progress() is None
+        assert join(engine, LAYOUT, BERT).state == "upload"
+
+
+def test_who_lives_and_sends_nothing_has_its_turn_no_longer():
+    with engines(stream_idle_seconds=HOUR / 2) as (engine,):
+        clock = with_clock(engine)
+        half_sent(engine, clock)
+        assert join(engine, LAYOUT, BERT).state == "wait"
+        clock.now += 0.6 * HOUR
+        assert engine.membership.is_live(ANNA)
+        assert join(engine, LAYOUT, BERT).state == "upload"
+
+
 def test_a_slow_first_uploader_cannot_overwrite_the_second_at_any_shard():
     with engines(2) as (_, shard):
         for who in (ANNA, BERT):
