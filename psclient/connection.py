@@ -245,6 +245,8 @@ class Patience:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         """Swallow a transient failure after a delay, or raise ``ServerUnreachableError`` at the end."""
+        if error is None and self._warned_of:
+            log.warning("%s answers again, after %.0f s", self.address, time.monotonic() - self._started)
         if not isinstance(error, Transient):
             return False
         elapsed = time.monotonic() - self._started

@@ -89,7 +89,7 @@ class HandshakeError(ServerUnreachableError):
 
     def __init__(self, address: str, seconds: float, why: str, advice: str) -> None:
         """Say what to change, and what was heard."""
-        SparsepsError.__init__(self, f"{address} cannot be spoken to: {advice}. Tried for {seconds:.0f} s ({why})")
+        SparsepsError.__init__(self, f"{address} cannot be spoken to ({why}, for {seconds:.0f} s): {advice}")
         self.address = address
         self.seconds = seconds
 

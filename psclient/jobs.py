@@ -60,8 +60,10 @@ class Job(Generic[Result]):
         except BaseException as error:
             self._error = error
         _here.job = None
+        running = self._running
         self.finished = True
-        self._running.release()
+        del self  # an error's traceback refers to this frame: only a collector would end that circle
+        running.release()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the end, no longer than ``seconds``; tell whether it has come."""
@@ -91,7 +93,7 @@ class Job(Generic[Result]):
         try:
             raise error
         finally:
-            del error  # its traceback refers to this frame
+            del error, self  # likewise
 
 
 def current() -> Job[Any] | None:
@@ -156,7 +158,10 @@ class JobThread:
             cut()
             job.wait(INTERRUPTED_SECONDS)
             raise
-        return job.result()
+        try:
+            return job.result()
+        finally:
+            del job, work  # likewise
 
     def cancel(self) -> None:
         """Cancel the job that is under way, if one is."""

@@ -45,6 +45,15 @@ _places: "weakref.WeakValueDictionary[tuple[str, str], Lifecycle]" = weakref.Wea
 """Those of this process, by servers and worker's name."""
 
 
+def end_earlier(server: str, worker: str) -> None:
+    """End the optimizer of this process that is this worker at these servers: a cell was run again, say."""
+    earlier = _places.get((server, worker))
+    optimizer = None if earlier is None or earlier.ended or earlier.in_child else earlier.optimizer()
+    if optimizer is not None:
+        log.warning("an earlier optimizer of this process is worker %s too; it leaves for the new one", worker)
+        optimizer.close()
+
+
 class Lifecycle:
     """Ends an optimizer in order.
 
@@ -54,6 +63,10 @@ class Lifecycle:
 
     An optimizer that is collected without having been closed leaves too: in the thread that kept its leases, because
     a finalizer must not wait.
+
+    Attributes:
+        ended: whether it has left, or is about to.
+        optimizer: returns it, or ``None`` where it is gone.
 
     Args:
         optimizer: held weakly.
@@ -74,7 +87,7 @@ class Lifecycle:
     ) -> None:
         """Register with atexit and, in the main thread, for SIGTERM."""
         self.ended = False
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
         self._own_server = own_server
         self._leases = leases
         self._owner = os.getpid()
@@ -92,12 +105,8 @@ class Lifecycle:
         return os.getpid() != self._owner
 
     def take_place(self, server: str, worker: str) -> None:
-        """End the optimizer of this process that is this worker at these servers: a cell was run again, say."""
-        earlier, _places[server, worker] = _places.get((server, worker)), self
-        optimizer = None if earlier is None or earlier.ended or earlier.in_child else earlier._optimizer()
-        if optimizer is not None:
-            log.warning("an earlier optimizer of this process is worker %s too; it leaves for the new one", worker)
-            optimizer.close()
+        """Be known as this worker of these servers in this process."""
+        _places[server, worker] = self
 
     def release(self) -> None:
         """Let go of the signal, of atexit and of the embedded server."""
@@ -137,7 +146,7 @@ class Lifecycle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         if optimizer is not None and optimizer.joined and not self.ended:
             optimizer.hurry(GRACE_SECONDS)
             try:
@@ -152,7 +161,7 @@ class Lifecycle:
         raise SystemExit(128 + signal.SIGTERM)
 
     def _at_exit(self) -> None:
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         if self.in_child:
             return
         if optimizer is not None:

@@ -269,6 +269,7 @@ class Membership:
             value_codecs=READABLE_VALUE_CODECS,
         )
         patience, alive_until = self.patience(shard, seconds), math.inf
+        self._has_asked = True  # there may be a lease, whether or not the answer comes
         while True:
             answer: pb.JoinResponse | Refusal = shard.connection.ask(
                 patience,
@@ -375,7 +376,7 @@ class Membership:
     def leave(self) -> None:
         """End the lease everywhere; failures are of no consequence, the lease ends anyway."""
         self.leases.stop()
-        if self.leases.is_started:
+        if self._has_asked:
             if self.run_finished and len(self.shards) > 1:
                 finish = pb.FinishRunRequest(run_id=self.identity.run_id)
                 self._tell_all(lambda stub: stub.FinishRun.future(finish, timeout=_LEAVING_SECONDS))

@@ -36,6 +36,7 @@ class ToldError:
         if not (isinstance(kind, type) and issubclass(kind, SparsepsError)):
             return NodeBrokenError(f"the process that speaks to the server ended with {self.kind}: {self.message}")
         error: SparsepsError = kind.__new__(kind, self.message)  # each class has a constructor of its own
+        error.args = (self.message,)
         vars(error).update(self.attributes)
         return error
 

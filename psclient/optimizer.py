@@ -15,12 +15,12 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
-from psclient.errors import STEP_AGAIN, ConfigurationError, CopyRefusedError, ServerUnreachableError
+from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
 from psclient.gradients import gather, refuse_averaged
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import check_hyperparameters
 from psclient.jobs import JobThread
-from psclient.lifecycle import Lifecycle
+from psclient.lifecycle import Lifecycle, end_earlier
 from psclient.local import start_alone
 from psclient.merging.lags import Lags
 from psclient.merging.plan import Plan
@@ -123,6 +123,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         own_server = start_alone() if resolved.server == client_settings.LOCAL else None
         server_name = resolved.server if own_server is None else own_server.server
         try:
+            end_earlier(server_name, client_settings.worker_name(resolved))
             agreed = self.agreed_settings()
             session = self._thread.call(
                 partial(
@@ -171,6 +172,16 @@ class ParameterServerOptimizer(Optimizer, ABC):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What ``torch.amp.GradScaler`` asks before it unscales: with overlap too late, and nothing would tell."""
+        if self._stepper.overlaps:
+            raise ConfigurationError(
+                "GradScaler unscales gradients after backward(), and with overlap=True they have left by then; leave "
+                "overlap out, or train in bf16, which needs no scaling"
+            )
+        return False
 
     # What a method defines
 
@@ -301,6 +312,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             raise ConfigurationError(f"step() takes a closure or nothing, not {closure!r}")
         self._compute(closure)
         self._run(lambda: self._stepper.step(samples, self.gradient_scale))
+        self._stepper.completed()  # not in the thread: a step that ended unseen by its caller is the same still
         loss, self._loss = self._loss, None
         return loss
 
@@ -433,6 +445,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         Residuals that are older than the last push that the server has applied from this worker hold gradients that
         were sent since; they are dropped, with a warning.
         """
+        if self._lifecycle.in_child:
+            self._require_open()
         mark, plain = split(state_dict, self.defaults)
         self._call(self._stepper.rest)  # a push that is applied later would count beside what is loaded
         super().load_state_dict(plain)
@@ -482,13 +496,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
             with torch.no_grad(), torch.cuda.stream(stream):
                 return work()
 
-        if self._lifecycle.ended:  # nothing is called any more, and the thread has ended
+        if self._lifecycle.ended or self._lifecycle.in_child:  # no server is called there, and the thread is not
             return body()
         try:
             return self._thread.call(body, self._cluster.cut, seconds)
-        except TimeoutError:
-            address = self._membership.coordinator.address
-            raise ServerUnreachableError(address, seconds or 0.0, "the time for it is over", STEP_AGAIN) from None
+        except TimeoutError:  # only an end has a time limit
+            address, hint = self._membership.coordinator.address, "What it had not pushed is lost with this worker"
+            raise ServerUnreachableError(address, seconds or 0.0, "its time is over", hint) from None
 
     def _compute(self, closure: Callable[[], Any] | None) -> None:
         """Run a closure, unless the gradients that it has left have been pushed by a step that is completed first."""

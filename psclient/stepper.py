@@ -78,6 +78,11 @@ class Stepper:
         self._momentum_advice = MomentumAdvice()
 
     @property
+    def overlaps(self) -> bool:
+        """Whether gradients leave during backward."""
+        return self._overlap is not None
+
+    @property
     def begun(self) -> bool:
         """True where a backward pass has handed gradients over, and the step has not ended."""
         return self._overlap is not None and self._overlap.begun
@@ -119,6 +124,10 @@ class Stepper:
             self._step(samples, scale)
         else:
             self._overlapped_step(self._overlap, samples)
+
+    def completed(self) -> None:
+        """Note that the caller of a step knows of its end: the same gradients again are another step's."""
+        self._interrupted.clear()
 
     def flush(self, samples: int = 0) -> None:
         """Push everything that is held, at density 1.
@@ -293,7 +302,6 @@ class Stepper:
         self.totals.refused = self._exchange.refused
         if not self._synchronous:
             self._momentum_advice.check(self._membership.live_workers, self._groups.all)
-        self._interrupted.clear()
 
     def _exchange_at_end(self, samples: int) -> None:
         self.totals.buffer_bytes += self._cluster.exchange_buffers(self._exchange.step, samples)

@@ -167,6 +167,8 @@ def _name(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8") from None
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty, which is no name")
     return text
 
 

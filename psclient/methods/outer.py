@@ -142,6 +142,7 @@ class Outer(ParameterServerOptimizer):
         self._require_own_gradients()
         self._compute(closure)
         self._run(self._step)
+        self._interrupted.clear()  # here, where an interrupt would have been raised
         loss, self._loss = self._loss, None
         return loss
 
@@ -153,16 +154,18 @@ class Outer(ParameterServerOptimizer):
         if self._deltas:  # the last push was not brought to its end
             self._push()
         if self._interrupted.holds(gradients):
-            self._interrupted.clear()
             return
-        self.inner.step()
+        self._interrupted.note(gradients)
+        try:
+            self.inner.step()
+        except BaseException:
+            self._interrupted.clear()
+            raise
         self._local_steps += 1
         self._trained_samples = max(1, self._stepper.samples_waiting)
         if self._local_steps >= self.period:
-            self._interrupted.note(gradients)
             self._deltas.update(self._ahead())
             self._push()
-            self._interrupted.clear()
 
     def _flush(self) -> None:
         """Push what the local steps have done so far and everything that this worker still holds, at density 1."""
@@ -276,6 +279,7 @@ class Outer(ParameterServerOptimizer):
             if isinstance(error, NonFiniteGradientError):  # the local steps are undone
                 self._interrupted.clear()
             raise
+        self._stepper.completed()
         self._deltas.clear()
         self._begin_here()
         if self._rounds is None and self.live_workers > 1 and not self._warned:

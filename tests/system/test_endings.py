@@ -5,17 +5,21 @@ import random
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
+import torch
 import trustme
 
 import psclient
 from psclient import local
-from psclient.errors import HandshakeError, SparsepsError
+from psclient.errors import ConfigurationError, HandshakeError, SparsepsError
 from psclient.local import LocalServer
+from psclient.membership import Membership
 from psclient.settings import ClientSettings
+from tests.system.test_interruptions import status
 from tests.system.test_secured import issue
-from tests.system.tools import QUICK, make_data, make_model, train_step
+from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
 
 PATIENT = ClientSettings(connect_seconds=600, patience_seconds=600, deadline_seconds=600)
 """Whoever ends within a test's time limit has not waited for these."""
@@ -95,17 +99,60 @@ def test_a_worker_that_cannot_join_leaves_no_server_behind_and_the_programs_draw
 # Another optimizer of the same worker
 
 
-def test_a_cell_that_is_run_again_takes_the_place_of_its_earlier_optimizer(caplog):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_cell_that_is_run_again_takes_the_place_of_its_earlier_optimizer(overlap, caplog):
     with LocalServer(lease_seconds=600) as server:
         model = make_model()
-        first = dgs(model, server, worker="w", settings=PATIENT)
+        first = dgs(model, server, worker="w", settings=PATIENT, overlap=overlap)
         train_step(model, first, *make_data())
-        again = dgs(model, server, worker="w", settings=PATIENT)
+        again = dgs(model, server, worker="w", settings=PATIENT, overlap=overlap)
         train_step(model, again, *make_data())
+        assert "was written to" not in caplog.text
         assert "earlier optimizer of this process is worker w" in caplog.text
         with pytest.raises(SparsepsError, match="has left its run"):
             train_step(model, first, *make_data())
         again.close()
+
+
+def test_what_leaves_after_its_first_call_was_not_answered_leaves_no_lease(monkeypatch):
+    with LocalServer(lease_seconds=600) as server:
+        model = make_model()
+        with monkeypatch.context() as patch:
+            patch.setattr(Membership, "_require_codecs", Mock(side_effect=KeyboardInterrupt))  # the answer is lost
+            with pytest.raises(KeyboardInterrupt):
+                dgs(model, server, worker="w", settings=PATIENT)
+        wait_until(lambda: not status(server).workers)
+        dgs(model, server, worker="w", settings=PATIENT).close()
+
+
+@pytest.mark.timeout(60)
+def test_a_forked_child_saves_the_state_and_does_not_load_one():
+    with LocalServer() as server:
+        model = make_model()
+        optimizer = dgs(model, server)
+        train_step(model, optimizer, *make_data())
+        state = optimizer.state_dict()
+        child = os.fork()
+        if child == 0:
+            same = optimizer.state_dict().keys() == state.keys()
+            try:
+                optimizer.load_state_dict(state)
+            except ConfigurationError:
+                os._exit(0 if same else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        optimizer.close()
+
+
+def test_a_gradient_scaler_with_overlap_is_refused_and_nothing_was_unscaled():
+    with LocalServer() as server:
+        model = make_model()
+        optimizer = dgs(model, server, overlap=True)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(2, 20)).sum()).backward()
+        with pytest.raises(ConfigurationError, match="bf16"):
+            scaler.step(optimizer)
+        optimizer.close()
 
 
 # SIGTERM and leaving

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import threading
+import weakref
 
 import pytest
 import torch
@@ -89,6 +90,63 @@ def test_a_step_that_is_interrupted_while_it_waits_for_a_reply_is_completed_by_c
         caught.set()
         optimizer.step()
         assert moved(layer) == optimizer.version == 2
+
+
+@pytest.mark.parametrize("where", ["settle", "fetch", "apply"])
+def test_a_step_that_ends_after_its_interrupt_is_not_taken_again_with_the_same_gradients(where):
+    layer = linear()
+    with (
+        LocalServer(down_mode="exact") as server,
+        psclient.ASGD(layer.parameters(), lr=1.0, model=layer, server=server.server, settings=QUICK) as optimizer,
+    ):
+        done = getattr(optimizer._exchange, where)
+
+        def interrupted(*given):
+            setattr(optimizer._exchange, where, done)
+            os.kill(os.getpid(), signal.SIGINT)
+            return done(*given)
+
+        setattr(optimizer._exchange, where, interrupted)
+        backward(layer)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        optimizer.step()
+        assert moved(layer) == optimizer.version == 1
+
+
+def test_a_local_step_that_ends_after_its_interrupt_is_not_taken_again_with_the_same_gradients():
+    layer = linear()
+    inner = torch.optim.SGD(layer.parameters(), lr=1.0)
+    take = inner.step
+    with (
+        LocalServer(down_mode="exact") as server,
+        psclient.Outer(inner, period=4, model=layer, server=server.server, settings=QUICK) as optimizer,
+    ):
+        inner.step = lambda: (os.kill(os.getpid(), signal.SIGINT), take())
+        backward(layer)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        inner.step = take
+        optimizer.step()
+        assert moved(layer) == optimizer.local_steps == 1
+
+
+def test_an_optimizer_is_gone_without_a_collector_after_an_error_that_was_caught():
+    layer = linear()
+    with LocalServer(lease_seconds=600) as server:
+        optimizer = psclient.ASGD(layer.parameters(), lr=1.0, model=layer, server=server.server, settings=QUICK)
+        backward(layer)
+        layer.weight.grad.fill_(torch.nan)
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.raises(psclient.errors.NonFiniteGradientError):
+                optimizer.step()
+            gone = weakref.ref(optimizer)
+            del optimizer
+            wait_until(lambda: gone() is None)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -30,7 +30,7 @@ def assert_equal(*lists):
 
 def of_server(server, model):
     state = psclient.download(server.server)
-    return [state[name] for name, _ in model.named_parameters()]
+    return [state[name] for name, _ in model.named_parameters() if name in state]
 
 
 def test_a_node_is_one_worker_with_the_whole_batch(tmp_path):
@@ -63,7 +63,7 @@ def test_all_processes_meet_the_same_end_and_the_same_errors(tmp_path):
         end = of_server(server, make_model())
     for name in ("joined", "buffers", "parameters"):
         assert_equal(leader[name], follower[name])
-    assert_equal(leader["parameters"], end)
+    assert_equal(leader["parameters"][2:], end)  # which has no frozen layer
     assert_equal(leader["joined"][:2], leader["parameters"][:2])  # the frozen layer
     assert not torch.equal(leader["joined"][2], leader["parameters"][2])
     for name in ("not finite", "finished", "closed twice", "version", "end"):
