@@ -66,7 +66,9 @@ class UploadTurn:
                 f"generation_seen is of epoch {epoch(generation_seen)}; it must be 0 to {MOST_EPOCH_SEEN}, or shard 0 "
                 "must know it. Where a shard really has such a model, restart all shards together, empty",
             )
-        if hold is None or hold.identity != identity or epoch(generation_seen) >= epoch(previous):
+        # Where a shard has this very generation, this worker has filled it; another one of its epoch is not its own.
+        is_outdone = generation_seen != previous and epoch(generation_seen) >= epoch(previous)
+        if hold is None or hold.identity != identity or is_outdone:
             generation = next_generation(max(previous, generation_seen))
             self._hold = hold = _Hold(identity, generation, has_replica, now, now)
             log.info("upload granted", extra={"worker": identity.worker_id, "generation": hold.generation})

@@ -117,6 +117,13 @@ def test_the_upload_counts_above_every_epoch_that_was_seen():
         assert epoch(join(engine, LAYOUT, ANNA, seen=full(42)).generation) == 43
 
 
+def test_who_has_filled_another_shard_goes_on_with_the_same_upload():
+    with engines() as (engine,):
+        generation = join(engine, LAYOUT, ANNA).generation
+        assert join(engine, LAYOUT, ANNA, seen=generation).generation == generation
+        assert epoch(join(engine, LAYOUT, ANNA, seen=generation ^ 1).generation) == 2, "another one's of this epoch"
+
+
 def test_two_histories_never_have_the_same_generation():
     def first_of_a_server():
         with engines() as (engine,):
