@@ -96,6 +96,21 @@ def test_who_lives_and_sends_nothing_has_its_turn_no_longer():
         assert join(engine, LAYOUT, BERT).state == "upload"
 
 
+@pytest.mark.parametrize("shares", [(), (0.0, 0.5), (0.3, 0.5 + 1e-9)], ids=["asks", "falls and rises", "hardly rises"])
+def test_who_does_not_get_on_has_its_turn_no_longer_whatever_it_says(shares):
+    with engines(stream_idle_seconds=HOUR / 2) as (engine,):
+        clock = with_clock(engine)
+        generation = half_sent(engine, clock)
+        for _ in range(4):
+            clock.now += 0.15 * HOUR
+            engine.membership.require(ANNA)
+            if not shares:
+                assert join(engine, LAYOUT, ANNA).generation == generation
+            for share in shares:
+                engine.note_uploaded(ANNA, share)
+        assert join(engine, LAYOUT, BERT).state == "upload"
+
+
 def test_a_slow_first_uploader_cannot_overwrite_the_second_at_any_shard():
     with engines(2) as (_, shard):
         for who in (ANNA, BERT):
