@@ -230,7 +230,10 @@ class Membership:
             self._pause(first.retry_seconds)
             return False
         if first.state == pb.JOIN_STATE_UPLOAD:
-            done = all(self._upload(shard, first.generation, line) for shard in reversed(self.shards))
+            done = all(
+                self._has_uploaded(shard, answer, first.generation) or self._upload(shard, first.generation, line)
+                for shard, answer in zip(reversed(self.shards), (*answers, first), strict=True)
+            )
             if not done:
                 self._pause(first.retry_seconds)
             return done
@@ -339,6 +342,13 @@ class Membership:
             except grpc.RpcError:
                 return  # joining again shows what it is
             self._moved = time.monotonic()
+
+    def _has_uploaded(self, shard: ShardClient, answer: pb.JoinResponse, generation: int) -> bool:
+        """Tell whether a shard has its range of this upload already: nobody else is given this generation."""
+        is_there = answer.state == pb.JOIN_STATE_READY and answer.generation == generation
+        if is_there:
+            shard.adopt(generation)
+        return is_there
 
     def _upload(self, shard: ShardClient, generation: int, line: WaitLine) -> bool:
         """Send a shard its range; False if another worker was faster, so that the join must be tried again."""

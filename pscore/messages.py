@@ -133,11 +133,12 @@ def first_difference(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> tuple[str,
                 continue
             if (one.name, one.data_type) != (other.name, other.data_type) or one.shape != other.shape:
                 how = f"{kind} {_described(other)} stands where the run has {_described(one)}"
-                return shown(other.name), how
+                return _frozen_on_one_side(ours, theirs, one, other) or (shown(other.name), how)
         if len(mine) != len(yours):
             longer, which = (mine, "lacks") if len(mine) > len(yours) else (yours, "has in addition")
             extra = longer[min(len(mine), len(yours))]
-            return shown(extra.name), f"the worker {which} {kind} {_described(extra)}"
+            how = f"the worker {which} {kind} {_described(extra)}"
+            return _frozen_on_one_side(ours, theirs, extra, extra) or (shown(extra.name), how)
     for known, told in zip(ours.frozen, theirs.frozen, strict=True):
         if known.digest != told.digest:
             return shown(told.spec.name), (
@@ -145,6 +146,22 @@ def first_difference(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> tuple[str,
                 "before the optimizer is made, or set upload_frozen (PSCLIENT_UPLOAD_FROZEN) on all workers"
             )
     return None
+
+
+def _frozen_on_one_side(
+    ours: pb.ModelLayout, theirs: pb.ModelLayout, stored: pb.TensorSpec, brought: pb.TensorSpec
+) -> tuple[str, str] | None:
+    """Return the name of a tensor that only one side has frozen, and what to do; ``None`` if neither is one."""
+    if any(each.spec.name == stored.name for each in theirs.frozen):
+        spec, where = stored, "frozen in this worker and stored by the run"
+    elif any(each.spec.name == brought.name for each in ours.frozen):
+        spec, where = brought, "frozen in the run and not in this worker"
+    else:
+        return None
+    return shown(spec.name), (
+        f"parameter {_described(spec)} is {where}: set requires_grad before the optimizer is made, and upload_frozen "
+        "(PSCLIENT_UPLOAD_FROZEN), alike on all workers; a run that stores frozen parameters needs upload_frozen=True"
+    )
 
 
 def _described(spec: pb.TensorSpec) -> str:

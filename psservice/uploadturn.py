@@ -13,6 +13,9 @@ from psservice.membership import Identity
 
 log = logging.getLogger(__name__)
 
+_LEAST_RISE = 1e-6
+"""Of the share sent, that is progress: a turn without an end is not to be had by saying a little more each time."""
+
 
 @dataclass(slots=True)
 class _Hold:
@@ -66,11 +69,12 @@ class UploadTurn:
                 f"generation_seen is of epoch {epoch(generation_seen)}; it must be 0 to {MOST_EPOCH_SEEN}, or shard 0 "
                 "must know it. Where a shard really has such a model, restart all shards together, empty",
             )
-        if hold is None or hold.identity != identity or epoch(generation_seen) >= epoch(previous):
+        # Where a shard has this very generation, this worker has filled it; another one of its epoch is not its own.
+        is_outdone = generation_seen != previous and epoch(generation_seen) >= epoch(previous)
+        if hold is None or hold.identity != identity or is_outdone:
             generation = next_generation(max(previous, generation_seen))
             self._hold = hold = _Hold(identity, generation, has_replica, now, now)
             log.info("upload granted", extra={"worker": identity.worker_id, "generation": hold.generation})
-        hold.moved = now
         return hold.generation
 
     def require(self, identity: Identity, generation: int) -> None:
@@ -80,9 +84,9 @@ class UploadTurn:
             raise Refusal(Reason.STALE_GENERATION, "another worker holds the upload now")
 
     def note(self, identity: Identity, share: float) -> None:
-        """Note how much of the whole model, 0 to 1, a worker has sent to all shards."""
+        """Note how much of the whole model, 0 to 1, a worker has sent to all shards; only a new most counts."""
         hold = self._hold
-        if hold is not None and hold.identity == identity and share != hold.share:
+        if hold is not None and hold.identity == identity and share > hold.share + _LEAST_RISE:
             hold.share, hold.moved = share, self._clock()
 
     def progress(self) -> pb.ModelProgress | None:

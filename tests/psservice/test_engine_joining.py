@@ -96,6 +96,21 @@ def test_who_lives_and_sends_nothing_has_its_turn_no_longer():
         assert join(engine, LAYOUT, BERT).state == "upload"
 
 
+@pytest.mark.parametrize("shares", [(), (0.0, 0.5), (0.3, 0.5 + 1e-9)], ids=["asks", "falls and rises", "hardly rises"])
+def test_who_does_not_get_on_has_its_turn_no_longer_whatever_it_says(shares):
+    with engines(stream_idle_seconds=HOUR / 2) as (engine,):
+        clock = with_clock(engine)
+        generation = half_sent(engine, clock)
+        for _ in range(4):
+            clock.now += 0.15 * HOUR
+            engine.membership.require(ANNA)
+            if not shares:
+                assert join(engine, LAYOUT, ANNA).generation == generation
+            for share in shares:
+                engine.note_uploaded(ANNA, share)
+        assert join(engine, LAYOUT, BERT).state == "upload"
+
+
 def test_a_slow_first_uploader_cannot_overwrite_the_second_at_any_shard():
     with engines(2) as (_, shard):
         for who in (ANNA, BERT):
@@ -115,6 +130,13 @@ def test_the_upload_counts_above_every_epoch_that_was_seen():
         assert epoch(first.generation) == 42
         assert join(engine, LAYOUT, ANNA, seen=full(7)).generation == first.generation
         assert epoch(join(engine, LAYOUT, ANNA, seen=full(42)).generation) == 43
+
+
+def test_who_has_filled_another_shard_goes_on_with_the_same_upload():
+    with engines() as (engine,):
+        generation = join(engine, LAYOUT, ANNA).generation
+        assert join(engine, LAYOUT, ANNA, seen=generation).generation == generation
+        assert epoch(join(engine, LAYOUT, ANNA, seen=generation ^ 1).generation) == 2, "another one's of this epoch"
 
 
 def test_two_histories_never_have_the_same_generation():

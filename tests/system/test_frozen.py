@@ -90,6 +90,32 @@ def test_they_are_the_servers_where_that_is_asked_for():
             joined(adapted(), server, "w2")
 
 
+@pytest.mark.parametrize("stores", [True, False], ids=["run stores", "worker stores"])
+@pytest.mark.parametrize("by_setting", [True, False], ids=["upload_frozen", "requires_grad"])
+def test_what_one_side_only_has_frozen_is_said_to_be_so(stores, by_setting):
+    def of(is_stored):
+        if by_setting:
+            return adapted(), {"upload_frozen": is_stored}
+        return adapted().requires_grad_(True) if is_stored else adapted(), {}
+
+    (first, settings), (second, others) = of(stores), of(not stores)
+    where = "frozen in this worker and stored by the run" if stores else "frozen in the run and not in this worker"
+    with LocalServer() as server, joined(first, server, **settings):
+        with pytest.raises(FingerprintMismatchError, match=f"{where}.*requires_grad.*UPLOAD_FROZEN") as refused:
+            joined(second, server, "w1", **others)
+        assert refused.value.tensor == "0.0.weight"
+
+
+@pytest.mark.parametrize("last_stored", [True, False])
+def test_that_is_said_of_the_last_parameter_too(last_stored):
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    (second if last_stored else first).bias.requires_grad_(False)
+    with LocalServer() as server, joined(first, server):
+        with pytest.raises(FingerprintMismatchError, match="UPLOAD_FROZEN") as refused:
+            joined(second, server, "w1")
+        assert refused.value.tensor == "bias"
+
+
 def test_one_that_is_thawed_later_is_an_error_and_not_left_out_in_silence():
     model = adapted()
     with LocalServer() as server, joined(model, server) as optimizer:

@@ -110,6 +110,30 @@ def test_a_line_that_is_silent_for_longer_than_a_lease_loses_nothing_of_an_uploa
             assert_same_parameters(model, served.server)
 
 
+def test_nor_does_one_to_several_shards_of_which_one_has_its_part_already(tmp_path):
+    model, path = big_model(), tmp_path / "log"
+    with (
+        path.open("w") as log,
+        LocalServer(2, lease_seconds=LEASE, log_to=log, log_level="info") as server,
+        Line(server.addresses[0]) as first,
+        Line(server.addresses[1]) as second,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first.stop_at("up", MODEL_BYTES // 4)  # half of its part, which goes when the second has its own
+        joining = pool.submit(join, model, f"{first.address},{second.address}", deadline_seconds=1.0)
+        wait_until(lambda: first.up >= MODEL_BYTES // 4)
+        second.stop_at("up", second.up)
+        wait_until(lambda: path.read_text().count("taken for dead") == 2)
+        for line in (first, second):
+            line.reset()
+            line.go_on()
+        with joining.result(TIMEOUT) as optimizer:
+            assert second.up < 0.6 * MODEL_BYTES
+            assert first.up < 0.7 * MODEL_BYTES
+            assert optimizer.version == 0
+            assert_same_parameters(model, server.server)
+
+
 def test_the_upload_moves_on_when_its_worker_lives_and_sends_nothing(tmp_path):
     """A worker that is held in a debugger, say: its leases are renewed in a thread of their own."""
     with (
