@@ -73,9 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     made = {name: _operating(commands, name, what, seconds) for name, (what, seconds) in _COMMANDS.items()}
     top, restore, drain, evict = made["top"], made["restore"], made["drain"], made["evict"]
     made["snapshot"].add_argument(
-        "--name", type=_checkpoint_name, default="", metavar="NAME", help="keep it under this name until it is deleted"
+        "--name",
+        type=_checkpoint_name,
+        default=None,
+        metavar="NAME",
+        help="keep it under this name until it is deleted",
     )
-    made["checkpoints"].add_argument("--delete", type=_name, default="", metavar="NAME", help="delete this one")
+    made["checkpoints"].add_argument("--delete", type=_name, default=None, metavar="NAME", help="delete this one")
     top.add_argument("--once", action="store_true", help="show one frame; the same where stdout is no terminal")
     top.add_argument(
         "--interval-seconds", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks (default 2)"
@@ -87,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     health.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
     target = restore.add_mutually_exclusive_group(required=True)
     target.add_argument("--version", type=_version, metavar="V", help="version of each shard to go back to")
-    target.add_argument("--checkpoint", type=_name, default="", metavar="ID", help="checkpoint to go back to")
+    target.add_argument("--checkpoint", type=_name, default=None, metavar="ID", help="checkpoint to go back to")
     after = drain.add_mutually_exclusive_group()
     after.add_argument("--stop", action="store_true", help="then end the processes, as SIGTERM does")
     after.add_argument("--undo", action="store_true", help="open the shards again")
@@ -262,14 +266,14 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
         ),
         "workers": lambda lines: commands.workers(lines, as_json=options.json),
         "finish": lambda lines: commands.finish(lines, as_json=options.json),
-        "snapshot": lambda lines: commands.snapshot(lines, as_json=options.json, name=options.name),
+        "snapshot": lambda lines: commands.snapshot(lines, as_json=options.json, name=options.name or ""),
         "checkpoints": lambda lines: (
             checkpoints.delete(lines, as_json=options.json, checkpoint=options.delete)
             if options.delete
             else checkpoints.show(lines, as_json=options.json)
         ),
         "restore": lambda lines: commands.restore(
-            lines, as_json=options.json, version=options.version, checkpoint=options.checkpoint
+            lines, as_json=options.json, version=options.version, checkpoint=options.checkpoint or ""
         ),
         "drain": lambda lines: (
             drain.undrain(lines, as_json=options.json)
@@ -311,7 +315,7 @@ def _replay(options: argparse.Namespace) -> int:
     from psservice.durability.files import StorageError
 
     try:
-        replay.replay(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
+        replay.replay(options.directory, options.out, version=options.to, checkpoint=options.checkpoint or "")
     except StorageError as error:
         print(f"psservice replay: {escaped(str(error))}", file=sys.stderr)
         return EXIT_UNABLE
