@@ -71,7 +71,7 @@ def test_a_limit_cuts_attempts_short():
 
 
 def test_a_full_disk_is_told_once_and_a_busy_server_is_not(caplog):
-    for reason, lines in ((Reason.NOT_DURABLE, 1), (Reason.BUSY, 0)):
+    for reason, lines in ((Reason.NOT_DURABLE, 2), (Reason.BUSY, 0)):  # that it is so, and that it is over
         caplog.clear()
         attempts = iter(range(3))
         for attempt in Patience("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0):

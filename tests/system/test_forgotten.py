@@ -28,10 +28,9 @@ def our_threads():
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_other_tests():
-    """What tests before these have forgotten is gone, with its threads and its handler."""
+def little_of_other_tests():
+    """What tests before these have forgotten is collected; each test compares with what is left then."""
     gc.collect()
-    wait_until(lambda: not our_threads())
 
 
 @pytest.mark.parametrize("overlap", [False, True])

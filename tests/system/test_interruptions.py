@@ -199,6 +199,7 @@ def test_a_push_in_doubt_has_one_patience_and_is_reported_once():
 
 
 def test_an_optimizer_that_is_dropped_does_not_live_on():
+    before = set(threading.enumerate())
     with LocalServer(lease_seconds=1.5) as server:
         model = make_model()
         optimizer = overlapping(model, server, worker="w", settings=QUICK)
@@ -207,4 +208,4 @@ def test_an_optimizer_that_is_dropped_does_not_live_on():
         del optimizer
         gc.collect()
         wait_until(lambda: not status(server).workers)
-        wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("psclient")])
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("psclient") and t not in before])

@@ -119,7 +119,7 @@ def test_pulls_that_are_refused_cost_no_memory_and_leave_no_image(down_mode):
         with grpc.insecure_channel(server.addresses[0], options=NARROW) as channel:
             request = pb.PullDiffRequest(identity=workers.identity("w0"), generation=workers.generation)
             unread = ParameterServerServiceStub(channel).PullDiff(request)
-            next(unread)  # it is in flight, with a copy of the model, until it is read
+            next(unread), next(unread)  # its header and a chunk: it is in flight, with a copy of the model
             before = resident(server.processes[0].pid)
             for number in range(1, 17):
                 workers.join(f"w{number}")
