@@ -43,6 +43,9 @@ _jitter = random.SystemRandom()  # the program's own draws stay as its seed make
 
 Call = TypeVar("Call")
 Answer = TypeVar("Answer")
+HANDSHAKE_SECONDS = 4.0
+"""How long to try with somebody who listens there and speaks otherwise, before the first contact."""
+
 _DIAL_SECONDS = 1.0  # the shortest time between two channels, unless there is reason to know better
 
 
@@ -201,7 +204,7 @@ class Patience:
         hint: str = STEP_AGAIN,
         limit: Callable[[], float] = lambda: math.inf,
         look_again: Callable[[], None] = lambda: None,
-        handshake_seconds: float = 4.0,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
     ) -> None:
         """Begin now.
 

@@ -1,8 +1,10 @@
 """Threads that run jobs in the order in which they come, and waiting for them that any signal may interrupt."""
 
 import _thread
+import math
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -13,6 +15,8 @@ Result = TypeVar("Result")
 
 INTERRUPTED_SECONDS = 2.0
 """How long a caller who is interrupted waits for the end of the work that was cut short."""
+
+_TURN_SECONDS = 0.5  # a signal that comes just before a lock is waited for is heard only after that
 
 _here = threading.local()
 
@@ -55,7 +59,7 @@ class Job(Generic[Result]):
         work, self._work = self._work, None
         _here.job = self
         try:
-            if work is not None and not self.is_cancelled:
+            if work is not None and not self.cancelled:  # a part of a cancelled job ends as the job itself does
                 self._result = work()
         except BaseException as error:
             self._error = error
@@ -67,8 +71,13 @@ class Job(Generic[Result]):
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the end, no longer than ``seconds``; tell whether it has come."""
-        if not self.finished and self._running.acquire(timeout=-1 if seconds is None else max(0.0, seconds)):
-            self._running.release()
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        while not self.finished:
+            left = end - time.monotonic()
+            if self._running.acquire(timeout=min(max(0.0, left), _TURN_SECONDS)):
+                self._running.release()
+            elif left <= _TURN_SECONDS:
+                break
         return self.finished
 
     def exception(self, seconds: float | None = None) -> BaseException | None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import grpc
 
-from psclient.connection import Patience, pause, quietly
+from psclient.connection import HANDSHAKE_SECONDS, Patience, pause, quietly
 from psclient.errors import (
     START_FIRST,
     STEP_AGAIN,
@@ -106,6 +106,7 @@ class Membership:
         self._method = method
         self._method_settings = dict(method_settings)
         self._joined = False
+        self._has_asked = False
         self._version = 0  # of shard 0, as said at the last join
         self._moved = 0.0  # when a model was last seen to get on, while joining
         self.joins = 0
@@ -150,7 +151,7 @@ class Membership:
             STEP_AGAIN if self._joined else START_FIRST,
             limit=lambda: self._hurry_until,
             look_again=shard.connection.look_again,
-            **({"handshake_seconds": math.inf} if self._joined else {}),  # then a server is being set up anew
+            handshake_seconds=math.inf if self._joined else HANDSHAKE_SECONDS,  # later, a server is being set up anew
         )
 
     def join(self) -> None:

@@ -31,13 +31,12 @@ from psclient.rounds import Rounds
 from psclient.session import Server, open_session, server_string
 from psclient.settings import ClientSettings
 from psclient.state import PushMark, restore_memories, split, stale_residuals, taken_back
-from psclient.stepper import GradientSource, Stepper
+from psclient.stepper import CLOSING_SECONDS, GradientSource, Stepper
 
 log = logging.getLogger("psclient")
 
 Result = TypeVar("Result")
 
-_CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
 _LEAVING_SECONDS = 5.0  # for calls whose answers are of no consequence, and threads that end
 
 Density = float | Callable[[int], float]
@@ -310,11 +309,20 @@ class ParameterServerOptimizer(Optimizer, ABC):
             raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
         if closure is not None and not callable(closure):
             raise ConfigurationError(f"step() takes a closure or nothing, not {closure!r}")
-        self._compute(closure)
-        self._run(lambda: self._stepper.step(samples, self.gradient_scale))
-        self._stepper.completed()  # not in the thread: a step that ended unseen by its caller is the same still
+        if closure is not None and not self.unfinished:
+            with torch.enable_grad():
+                self._loss = closure()
+        self._run(lambda: self._step(samples))
+        self._completed()  # not in the thread: a step that ended unseen by its caller is the same still
         loss, self._loss = self._loss, None
         return loss
+
+    def _step(self, samples: int | None) -> None:
+        self._stepper.step(samples, self.gradient_scale)
+
+    def _completed(self) -> None:
+        """Note that the caller of a step knows of its end: the same gradients again are another step's."""
+        self._stepper.completed()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """With overlap: run the backward passes in the body without handing their gradients over.
@@ -361,13 +369,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         if self._lifecycle.ended or self._lifecycle.in_child:
             return
-        self._membership.hurry(_CLOSING_SECONDS)
+        self._membership.hurry(CLOSING_SECONDS)
         self._thread.cancel()  # only what nobody waits for can be under way: the last call was interrupted
         self._cluster.cut()
         leaving = self._thread.submit(torch.no_grad()(self._stepper.leave))  # goes on where the wait is interrupted
         self._lifecycle.ended = True
         try:
-            leaving.result(_CLOSING_SECONDS + _LEAVING_SECONDS)
+            leaving.result(CLOSING_SECONDS + _LEAVING_SECONDS)
             self._thread.close(_LEAVING_SECONDS)
         except TimeoutError:
             log.warning("worker %s could not leave in time; its lease ends by itself", self.worker)
@@ -503,12 +511,6 @@ class ParameterServerOptimizer(Optimizer, ABC):
         except TimeoutError:  # only an end has a time limit
             address, hint = self._membership.coordinator.address, "What it had not pushed is lost with this worker"
             raise ServerUnreachableError(address, seconds or 0.0, "its time is over", hint) from None
-
-    def _compute(self, closure: Callable[[], Any] | None) -> None:
-        """Run a closure, unless the gradients that it has left have been pushed by a step that is completed first."""
-        if closure is not None and not self.unfinished:
-            with torch.enable_grad():
-                self._loss = closure()
 
     def _require_own_gradients(self) -> None:
         """Refuse averaged gradients at the first step: a script may wrap its model when the optimizer is there."""

@@ -280,9 +280,11 @@ def _await(job: Job[Any], seconds: float | None = None) -> None:
         TimeoutError: it has not come within ``seconds``, or nobody waits for the calling job any longer.
     """
     end = math.inf if seconds is None else time.monotonic() + seconds
-    while not job.wait(min(_POLL_SECONDS, end - time.monotonic())) or is_cancelled():
+    while not job.wait(min(_POLL_SECONDS, end - time.monotonic())):
         if is_cancelled() or time.monotonic() >= end:
             raise TimeoutError
+    if is_cancelled():
+        raise TimeoutError
 
 
 def _hook(overlap: Overlap, position: int) -> Callable[[torch.Tensor], None]:

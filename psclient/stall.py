@@ -102,13 +102,14 @@ class Watch:
 
         Raises:
             grpc.RpcError: the call has failed.
-            Transient: it was cancelled, here or because its channel was closed.
+            grpc.FutureCancelledError: it was cancelled elsewhere.
+            Transient: it was cancelled here.
         """
         try:
             return call.result()
         except grpc.FutureCancelledError:
             self.require_moving()
-            raise Transient("the call was cancelled") from None
+            raise
         finally:
             self.end()
 

@@ -24,7 +24,8 @@ from psclient.overlap import Overlap
 from psclient.report import StepReport, Totals
 from psclient.session import Session
 
-_CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
+CLOSING_SECONDS = 5.0
+"""An end must not wait for a server that is gone."""
 
 Schedule = Callable[[int], float]
 """The density of a worker's step, counted from 1."""
@@ -211,7 +212,7 @@ class Stepper:
 
     def abandon(self) -> None:
         """Leave the run where nobody has the optimizer any more; the model, which may be in use, stays as it is."""
-        self._membership.hurry(_CLOSING_SECONDS)
+        self._membership.hurry(CLOSING_SECONDS)
         try:
             if self._samples is not None:
                 self._samples.close()

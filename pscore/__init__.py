@@ -2,6 +2,5 @@
 
 import os
 
-os.environ.setdefault(
-    "GRPC_VERBOSITY", "ERROR"
-)  # read when grpc is loaded: else each failed handshake is a line on stderr
+# Read when grpc is loaded: each failed handshake would be a line on stderr.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -315,7 +315,7 @@ def _replay(options: argparse.Namespace) -> int:
     from psservice.durability.files import StorageError
 
     try:
-        replay.replay(options.directory, options.out, version=options.to, checkpoint=options.checkpoint or "")
+        replay.replay(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
     except StorageError as error:
         print(f"psservice replay: {escaped(str(error))}", file=sys.stderr)
         return EXIT_UNABLE

@@ -54,3 +54,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.fixture
+def yaml(tmp_path):
+    """Write a settings file and return its path."""
+
+    def write(text):
+        path = tmp_path / "settings.yaml"
+        path.write_text(text)
+        return path
+
+    return write

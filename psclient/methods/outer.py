@@ -120,7 +120,6 @@ class Outer(ParameterServerOptimizer):
         """Steps of the inner optimizer since the last push."""
         return self._local_steps
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
         """Take a local step, and every ``period`` of them push and take the server's answer over.
 
@@ -138,18 +137,15 @@ class Outer(ParameterServerOptimizer):
         """
         if samples is not None:
             raise ConfigurationError("Outer counts samples at the forward of model=; leave samples out")
-        self._require_open()
-        self._require_own_gradients()
-        self._compute(closure)
-        self._run(self._step)
-        self._interrupted.clear()  # here, where an interrupt would have been raised
-        loss, self._loss = self._loss, None
-        return loss
+        return super().step(closure)
+
+    def _completed(self) -> None:
+        self._interrupted.clear()
 
     def _gradients(self) -> dict[int, torch.Tensor]:
         return gather(self._model, self._groups, range(len(self._model.parameters)))
 
-    def _step(self) -> None:
+    def _step(self, samples: int | None) -> None:
         gradients = self._gradients()
         if self._deltas:  # the last push was not brought to its end
             self._push()

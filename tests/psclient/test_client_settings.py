@@ -6,16 +6,6 @@ from psclient.errors import ConfigurationError
 from psclient.settings import addresses, load, sibling_workers, worker_name
 
 
-@pytest.fixture
-def yaml(tmp_path):
-    def write(text):
-        path = tmp_path / "client.yaml"
-        path.write_text(text)
-        return path
-
-    return write
-
-
 def test_arguments_go_before_environment_before_yaml_before_defaults(monkeypatch, yaml):
     monkeypatch.setenv("PSCLIENT_CONFIG", str(yaml("dense_below: 1\nserver: 'yaml:1'\nworker: from-yaml\n")))
     monkeypatch.setenv("PSCLIENT_DENSE_BELOW", "2")

@@ -26,16 +26,6 @@ SERVICE_LINKS = {
 """What Kubernetes puts into a Pod for the Services psservice, psservice-0 and psservice-metrics, behind the prefix."""
 
 
-@pytest.fixture
-def yaml(tmp_path):
-    def write(text):
-        path = tmp_path / "settings.yaml"
-        path.write_text(text)
-        return path
-
-    return write
-
-
 def test_a_mistyped_variable_is_refused_with_the_nearest_name(monkeypatch):
     monkeypatch.setenv("PSSERVICE_DATADIR", "/data")
     with pytest.raises(SettingsError, match=r"PSSERVICE_DATADIR: .*did you mean PSSERVICE_DATA_DIR"):

@@ -6,16 +6,6 @@ from pscore.channels import is_loopback
 from psservice.settings import SettingsError, load, shown, split_address
 
 
-@pytest.fixture
-def yaml(tmp_path):
-    def write(text):
-        path = tmp_path / "server.yaml"
-        path.write_text(text)
-        return path
-
-    return write
-
-
 def test_flags_go_before_environment_before_yaml_before_defaults(monkeypatch, yaml):
     config = yaml("down_density: 0.2\nexact_limit: 0.2\nrun_id: from-yaml\n")
     monkeypatch.setenv("PSSERVICE_DOWN_DENSITY", "0.3")

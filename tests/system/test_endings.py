@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
@@ -125,6 +126,17 @@ def test_what_leaves_after_its_first_call_was_not_answered_leaves_no_lease(monke
         dgs(model, server, worker="w", settings=PATIENT).close()
 
 
+def test_what_ends_before_its_first_call_has_nothing_to_leave(monkeypatch):
+    with LocalServer(lease_seconds=600) as server:
+        model = make_model()
+        with monkeypatch.context() as patch:
+            patch.setattr(Membership, "join", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                dgs(model, server, worker="w", settings=PATIENT)
+        assert not status(server).workers
+        dgs(model, server, worker="w", settings=PATIENT).close()
+
+
 @pytest.mark.timeout(60)
 def test_a_forked_child_saves_the_state_and_does_not_load_one():
     with LocalServer() as server:
@@ -179,42 +191,39 @@ while True:
 """
 
 
+@contextmanager
 def stuck(server, what):
-    return subprocess.Popen(
-        [sys.executable, "-c", STUCK, server, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    """A worker of a server that may be stopped in the body."""
+    program = [sys.executable, "-c", STUCK, server.server, what]
+    worker = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield worker
+    finally:
+        server.processes[0].send_signal(signal.SIGCONT)
+        worker.kill()
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("what", ["samples", "steps"])
 def test_sigterm_ends_a_worker_that_waits_for_a_silent_server(what):
-    with LocalServer(lease_seconds=600) as server:
-        worker = stuck(server.server, what)
-        try:
-            assert worker.stdout.readline() == "begun\n"
-            assert worker.stdout.readline() == "joined\n"
-            os.kill(server.processes[0].pid, signal.SIGSTOP)
-            worker.send_signal(signal.SIGTERM)
-            _, log = worker.communicate(timeout=90)
-            assert worker.returncode == 143, log
-        finally:
-            os.kill(server.processes[0].pid, signal.SIGCONT)
-            worker.kill()
+    with LocalServer(lease_seconds=600) as server, stuck(server, what) as worker:
+        assert worker.stdout.readline() == "begun\n"
+        assert worker.stdout.readline() == "joined\n"
+        server.processes[0].send_signal(signal.SIGSTOP)
+        worker.send_signal(signal.SIGTERM)
+        _, log = worker.communicate(timeout=90)
+        assert worker.returncode == 143, log
 
 
 @pytest.mark.timeout(60)
 def test_sigterm_ends_a_worker_that_never_joined():
     with LocalServer() as server:
-        os.kill(server.processes[0].pid, signal.SIGSTOP)
-        worker = stuck(server.server, "steps")
-        try:
+        server.processes[0].send_signal(signal.SIGSTOP)
+        with stuck(server, "steps") as worker:
             assert "does not answer" in worker.stderr.readline()
             worker.send_signal(signal.SIGTERM)
             _, log = worker.communicate(timeout=40)
             assert worker.returncode == 143, log
-        finally:
-            os.kill(server.processes[0].pid, signal.SIGCONT)
-            worker.kill()
 
 
 def test_leaving_tells_all_shards_before_it_waits_for_one(monkeypatch):

@@ -14,9 +14,9 @@ from psservice.operate import call
 INTERRUPTS = 250
 
 
-@pytest.mark.parametrize("overlap", ["plain", "overlap"])
-def test_a_worker_goes_on_after_each_of_many_interrupts(overlap):
-    with LocalServer(down_mode="exact", lease_seconds=60) as server:
+@pytest.mark.parametrize(("overlap", "shards"), [("plain", 1), ("overlap", 1), ("plain", 2)])
+def test_a_worker_goes_on_after_each_of_many_interrupts(overlap, shards):
+    with LocalServer(shards, down_mode="exact", lease_seconds=60) as server:
         program = [sys.executable, "-m", "tests.system.interrupted", server.server, str(INTERRUPTS), "7", overlap]
         worker = subprocess.run(program, capture_output=True, text=True, timeout=400)
         assert worker.returncode == 0, worker.stderr
