@@ -222,10 +222,14 @@ def test_a_parameter_without_a_count_of_writes_is_never_loaded():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_digest_tells_values_from_others_wherever_they_lie(dtype):
-    values = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     digest = replica_of(values, torch.zeros(0), torch.zeros(())).digest()
     assert len(digest) == 32
-    other_strides = values.t().contiguous().t()
+    other_strides, other_start = (
+        values.t().contiguous().t(),
+        torch.cat([torch.zeros(1, dtype=dtype), values.reshape(-1)]),
+    )
+    assert replica_of(other_start[1:].view(3, 5), torch.zeros(0), torch.zeros(())).digest() == digest
     assert replica_of(other_strides, torch.zeros(0), torch.zeros(())).digest() == digest
     nearly = values.clone()
     nearly[1, 2] = torch.nextafter(nearly[1, 2].float(), torch.tensor(9.0)) if dtype == torch.float32 else 9.0
