@@ -27,7 +27,8 @@ _SAME_BATCHES = (
     "worker %s began with the same batches in the same order as %d other live worker(s): they train the same samples, "
     "and together learn no more than one. Give each its own: torch.manual_seed(seed + psclient.worker_index()) before "
     "a loader that shuffles is made, DistributedSampler(dataset, num_replicas=WORKERS, rank=psclient.worker_index()), "
-    "or psclient.ElasticSampler"
+    "or psclient.ElasticSampler. Outside of torchrun, Slurm and Kubernetes, worker_index() needs a name that ends in a "
+    "number: PSCLIENT_WORKER=trainer-3"
 )
 
 

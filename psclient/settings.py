@@ -1,6 +1,7 @@
 """The worker's settings: ``PSCLIENT_*`` in the environment, then a YAML file, then defaults."""
 
 import os
+import re
 import secrets
 import socket
 from collections.abc import Mapping
@@ -152,13 +153,44 @@ def addresses(server: str) -> tuple[str, ...]:
 
 
 def worker_name(settings: ClientSettings, environment: Mapping[str, str] = os.environ) -> str:
-    """Return this worker's name: the setting, or its index in a Kubernetes, Slurm or torchrun job, or a random one."""
-    if settings.worker:
-        return settings.worker
-    for variable, prefix in (("JOB_COMPLETION_INDEX", "job"), ("SLURM_PROCID", "slurm"), ("RANK", "rank")):
-        if environment.get(variable):
-            return f"{prefix}-{environment[variable]}"
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    """Return this worker's name: the setting, or its place in the job, or a random one."""
+    place = place_in_job(environment)
+    return settings.worker or place or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def place_in_job(environment: Mapping[str, str]) -> str | None:
+    """Return what the job calls this process, such as ``slurm-3``; ``None`` outside of a job.
+
+    The rank goes first where ``torchrun`` has set it: all of its processes share one index of Kubernetes or Slurm.
+    """
+    prefixes = {"JOB_COMPLETION_INDEX": "job", "SLURM_PROCID": "slurm", "RANK": "rank"}
+    if environment.get("TORCHELASTIC_RUN_ID") and environment.get("RANK"):
+        return f"rank-{environment['RANK']}"
+    return next((f"{prefixes[name]}-{environment[name]}" for name in prefixes if environment.get(name)), None)
+
+
+def worker_index(worker: str | None = None) -> int:
+    """Return this worker's number, for seeds and for its part of the data: the same after a restart.
+
+    It is the number at the end of its name (``trainer-3`` has 3), else its place in the job of Kubernetes, Slurm,
+    torchrun or Ray Train. A process without either is 0 where ``PSCLIENT_SERVER`` names no server.
+
+    Args:
+        worker: its name, where the optimizer is given one as ``worker=``; the default is ``PSCLIENT_WORKER``.
+
+    Raises:
+        ConfigurationError: there is a server, and nothing tells its workers apart; or a setting cannot be used.
+    """
+    settings = resolve(None, None, worker)
+    for name in (settings.worker, place_in_job(os.environ) or ""):
+        if number := re.search(r"[0-9]{1,9}$", name):
+            return int(number[0])
+    if settings.server == LOCAL:
+        return 0
+    raise ConfigurationError(
+        "nothing says which of the workers this is: give each a name that ends in a number, PSCLIENT_WORKER=trainer-0, "
+        "trainer-1 and so on, or start them with torchrun, Slurm or Kubernetes"
+    )
 
 
 def sibling_workers(environment: Mapping[str, str] = os.environ) -> str | None:

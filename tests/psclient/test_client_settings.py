@@ -2,6 +2,7 @@
 
 import pytest
 
+import psclient
 from psclient.errors import ConfigurationError
 from psclient.settings import addresses, load, sibling_workers, worker_name
 
@@ -76,11 +77,38 @@ def test_a_bad_address_is_a_configuration_error(server):
         ({"SLURM_PROCID": "3"}, "slurm-3"),
         ({"RANK": "7"}, "rank-7"),
         ({"RANK": "7", "JOB_COMPLETION_INDEX": "2"}, "job-2"),
+        ({"RANK": "7", "JOB_COMPLETION_INDEX": "2", "TORCHELASTIC_RUN_ID": "none"}, "rank-7"),
+        ({"RANK": "7", "SLURM_PROCID": "1", "TORCHELASTIC_RUN_ID": "none"}, "rank-7"),
     ],
 )
 def test_a_worker_is_named_by_its_place_in_the_job(environment, name):
     assert worker_name(load(), environment) == name
     assert worker_name(load(worker="mine"), environment) == "mine"
+
+
+@pytest.mark.parametrize(
+    ("environment", "index"),
+    [
+        ({"PSCLIENT_WORKER": "trainer-3", "RANK": "7"}, 3),
+        ({"PSCLIENT_WORKER": "anna", "RANK": "7"}, 7),
+        ({"PSCLIENT_WORKER": "gpu12"}, 12),
+        ({"JOB_COMPLETION_INDEX": "2", "PSCLIENT_SERVER": "a:1"}, 2),
+        ({"SLURM_PROCID": "5"}, 5),
+        ({"SLURM_PROCID": "1", "RANK": "6", "TORCHELASTIC_RUN_ID": "x"}, 6),
+        ({}, 0),
+    ],
+)
+def test_a_worker_has_a_number(monkeypatch, environment, index):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert psclient.worker_index() == index
+    assert psclient.worker_index(worker="other-9") == 9
+
+
+def test_a_worker_of_a_server_without_a_number_is_told_how_to_have_one(monkeypatch):
+    monkeypatch.setenv("PSCLIENT_SERVER", "a:1")
+    with pytest.raises(ConfigurationError, match="PSCLIENT_WORKER=trainer-0"):
+        psclient.worker_index()
 
 
 def test_without_a_job_the_name_is_unique():
