@@ -6,7 +6,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -20,6 +20,8 @@ from pscore.selectors import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
 
 LOCAL = "local"
 AUTO = "auto"
+
+_JOB_NUMBERS = ("JOB_COMPLETION_INDEX", "SLURM_PROCID", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class ClientSettings(LayeredSettings):
@@ -152,21 +154,38 @@ def addresses(server: str) -> tuple[str, ...]:
         raise ConfigurationError(str(error)) from error
 
 
+class PlaceInJob(NamedTuple):
+    """What a job calls a process, and its number there, from 0."""
+
+    name: str
+    number: int
+
+
 def worker_name(settings: ClientSettings, environment: Mapping[str, str] = os.environ) -> str:
     """Return this worker's name: the setting, or its place in the job, or a random one."""
     place = place_in_job(environment)
-    return settings.worker or place or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    return settings.worker or (place.name if place else f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}")
 
 
-def place_in_job(environment: Mapping[str, str]) -> str | None:
-    """Return what the job calls this process, such as ``slurm-3``; ``None`` outside of a job.
+def place_in_job(environment: Mapping[str, str]) -> PlaceInJob | None:
+    """Return this process's place in a job of Kubernetes, Slurm, torchrun or Ray Train; ``None`` outside of one.
 
-    The rank goes first where ``torchrun`` has set it: all of its processes share one index of Kubernetes or Slurm.
+    Where ``LOCAL_WORLD_SIZE`` says that a launcher has started several processes on a node, they share the index that
+    Kubernetes or Slurm has given the node, and their ranks tell them apart. The ranks are those of all nodes, unless
+    each node has a ``torchrun`` of its own.
     """
+    numbers = {name: int(value) for name, value in environment.items() if name in _JOB_NUMBERS and value.isdecimal()}
     prefixes = {"JOB_COMPLETION_INDEX": "job", "SLURM_PROCID": "slurm", "RANK": "rank"}
-    if environment.get("TORCHELASTIC_RUN_ID") and environment.get("RANK"):
-        return f"rank-{environment['RANK']}"
-    return next((f"{prefixes[name]}-{environment[name]}" for name in prefixes if environment.get(name)), None)
+    found = next((name for name in prefixes if name in numbers), None)
+    if found is None:
+        return None
+    rank, on_node = numbers.get("RANK"), numbers.get("LOCAL_WORLD_SIZE")
+    name, index = f"{prefixes[found]}-{numbers[found]}", numbers[found]
+    if rank is None or on_node is None or found == "RANK":
+        return PlaceInJob(name, index)
+    if on_node == numbers.get("WORLD_SIZE") and environment.get("TORCHELASTIC_RUN_ID"):
+        return PlaceInJob(f"{name}-rank-{rank}", index * on_node + rank)
+    return PlaceInJob(f"rank-{rank}", rank)
 
 
 def worker_index(worker: str | None = None) -> int:
@@ -182,9 +201,10 @@ def worker_index(worker: str | None = None) -> int:
         ConfigurationError: there is a server, and nothing tells its workers apart; or a setting cannot be used.
     """
     settings = resolve(None, None, worker)
-    for name in (settings.worker, place_in_job(os.environ) or ""):
-        if number := re.search(r"[0-9]{1,9}$", name):
-            return int(number[0])
+    if number := re.search(r"[0-9]{1,9}$", settings.worker):
+        return int(number[0])
+    if place := place_in_job(os.environ):
+        return place.number
     if settings.server == LOCAL:
         return 0
     raise ConfigurationError(

@@ -6,6 +6,11 @@ import psclient
 from psclient.errors import ConfigurationError
 from psclient.settings import addresses, load, sibling_workers, worker_name
 
+OVER_NODES = {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "one"}
+"""One ``torchrun`` over two nodes."""
+ON_EACH_NODE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "one"}
+RAY_ON_A_NODE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+
 
 def test_arguments_go_before_environment_before_yaml_before_defaults(monkeypatch, yaml):
     monkeypatch.setenv("PSCLIENT_CONFIG", str(yaml("dense_below: 1\nserver: 'yaml:1'\nworker: from-yaml\n")))
@@ -77,8 +82,10 @@ def test_a_bad_address_is_a_configuration_error(server):
         ({"SLURM_PROCID": "3"}, "slurm-3"),
         ({"RANK": "7"}, "rank-7"),
         ({"RANK": "7", "JOB_COMPLETION_INDEX": "2"}, "job-2"),
-        ({"RANK": "7", "JOB_COMPLETION_INDEX": "2", "TORCHELASTIC_RUN_ID": "none"}, "rank-7"),
-        ({"RANK": "7", "SLURM_PROCID": "1", "TORCHELASTIC_RUN_ID": "none"}, "rank-7"),
+        ({"JOB_COMPLETION_INDEX": "2", **OVER_NODES}, "rank-7"),
+        ({"SLURM_PROCID": "1", **OVER_NODES}, "rank-7"),
+        ({"SLURM_PROCID": "2", **ON_EACH_NODE}, "slurm-2-rank-1"),
+        ({"SLURM_PROCID": "0", **RAY_ON_A_NODE}, "rank-3"),
     ],
 )
 def test_a_worker_is_named_by_its_place_in_the_job(environment, name):
@@ -94,7 +101,9 @@ def test_a_worker_is_named_by_its_place_in_the_job(environment, name):
         ({"PSCLIENT_WORKER": "gpu12"}, 12),
         ({"JOB_COMPLETION_INDEX": "2", "PSCLIENT_SERVER": "a:1"}, 2),
         ({"SLURM_PROCID": "5"}, 5),
-        ({"SLURM_PROCID": "1", "RANK": "6", "TORCHELASTIC_RUN_ID": "x"}, 6),
+        ({"SLURM_PROCID": "1", **OVER_NODES}, 7),
+        ({"SLURM_PROCID": "2", **ON_EACH_NODE}, 9),
+        ({"SLURM_PROCID": "0", **RAY_ON_A_NODE}, 3),
         ({}, 0),
     ],
 )

@@ -21,7 +21,7 @@ optimizer = psclient.ASGD(model.parameters(), lr=0.01, model=model)
 train_step(model, optimizer, *make_data(seed=psclient.worker_index()))
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 print(json.dumps([attempt, optimizer.worker, psclient.worker_index()]), flush=True)
-if attempt == 0 and optimizer.worker == "rank-1":
+if attempt == 0 and optimizer.worker == "slurm-0-rank-1":
     os.kill(os.getpid(), signal.SIGKILL)
 if attempt == 0:
     signal.pause()
@@ -49,8 +49,8 @@ def test_each_process_of_torchrun_is_a_worker_and_the_same_after_a_restart(tmp_p
         )
     assert done.returncode == 0, done.stderr
     told = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
-    assert [0, "rank-1", 1] in told
-    assert told[-2:] == [[1, "rank-0", 0], [1, "rank-1", 1]]
+    assert [0, "slurm-0-rank-1", 1] in told
+    assert told[-2:] == [[1, "slurm-0-rank-0", 0], [1, "slurm-0-rank-1", 1]]
 
 
 def test_two_jobs_with_the_same_ranks_are_told_how_to_be_apart(monkeypatch):
