@@ -27,7 +27,7 @@ class FirstBatches:
 
     def see(self, batch: torch.Tensor) -> None:
         """Take the first tensor of a forward; after the first few this does nothing."""
-        if not self._left or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._left:
             return
         if batch.is_cuda and torch.cuda.is_current_stream_capturing():
             return
