@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from psclient.methods.wagma import WAGMA
     from psclient.node import NodeOptimizer
     from psclient.nodegroup import node_group
-    from psclient.report import StepReport, Totals
+    from psclient.report import StepReport, Totals, scalars
     from psclient.rounds import Rounds
     from psclient.sampler import ElasticSampler
     from psclient.schedules import VersionClock
-    from psclient.settings import ClientSettings
+    from psclient.settings import ClientSettings, worker_index
 
 _HOMES = {
     "ASGD": "psclient.methods.asgd",
@@ -52,6 +52,8 @@ _HOMES = {
     "download": "psclient.export",
     "node_group": "psclient.nodegroup",
     "save": "psclient.export",
+    "scalars": "psclient.report",
+    "worker_index": "psclient.settings",
 }
 _MODULES = ("errors", "schedules")
 
@@ -78,7 +80,9 @@ __all__ = [
     "errors",
     "node_group",
     "save",
+    "scalars",
     "schedules",
+    "worker_index",
 ]
 
 

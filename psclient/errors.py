@@ -341,6 +341,13 @@ def out_of_patience(address: str, seconds: float, last: Transient, hint: str) ->
     return kind(address, seconds, str(last), hint)
 
 
+_NAME_ANEW = (
+    "give each worker its own name (worker= or PSCLIENT_WORKER), or stop the other one. Without a name, a worker's is "
+    "its place in its job, such as rank-0; where two jobs train at one server, name those of one of them: "
+    'worker=f"second-{psclient.worker_index()}"'
+)
+
+
 def from_refusal(refusal: Refusal) -> SparsepsError:
     """Return the error that a caller sees for a refusal that nobody handled."""
     text = f"{refusal.detail}; {refusal.reason.advice}"
@@ -352,7 +359,7 @@ def from_refusal(refusal: Refusal) -> SparsepsError:
         case Reason.SETTINGS_MISMATCH:
             return SettingsMismatchError(text)
         case Reason.WORKER_ALIVE:
-            return WorkerAliveError(text)
+            return WorkerAliveError(f"{refusal.detail}; {_NAME_ANEW}")
         case Reason.LEASE_EXPIRED:
             return LeaseLostError(text)
         case Reason.RUN_FINISHED:

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import logging
 import queue
 import threading
 import weakref
@@ -15,9 +16,20 @@ from psclient.errors import Transient, from_rpc_error
 from psclient.shard import ShardClient
 from pscore.v1 import parameter_server_pb2 as pb
 
+log = logging.getLogger("psclient")
+
 _LAST_JOB_SECONDS = 20.0
 _ending: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 """Threads that are to end; until they have, they free tensors and channels."""
+
+
+_SAME_BATCHES = (
+    "worker %s began with the same batches in the same order as %d other live worker(s): they train the same samples, "
+    "and together learn no more than one. Give each its own: torch.manual_seed(seed + psclient.worker_index()) before "
+    "a loader that shuffles is made, DistributedSampler(dataset, num_replicas=WORKERS, rank=psclient.worker_index()), "
+    "or psclient.ElasticSampler. Outside of torchrun, Slurm and Kubernetes, worker_index() needs a name that ends in a "
+    "number: PSCLIENT_WORKER=trainer-3"
+)
 
 
 class LeaseThread:
@@ -34,6 +46,7 @@ class LeaseThread:
     Attributes:
         renewal_seconds: time between two renewals.
         uploaded: share of the model that this worker has sent, while it uploads; told with each renewal.
+        first_batches: fingerprint of this worker's first batches, or 0; told with each renewal.
         is_started: whether it has begun.
     """
 
@@ -41,8 +54,10 @@ class LeaseThread:
         """Prepare; :meth:`start` follows the first join."""
         self.renewal_seconds = 5.0
         self.uploaded: float | None = None
+        self.first_batches = 0
         self.is_started = False
         self._shards, self._identity = tuple(shards), identity
+        self._warned = False  # of workers with the same batches
         self._checkpoint = ""  # the newest that shard 0 has told of, for the other shards
         self._last_job: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._calls: list[tuple[ShardClient, grpc._CallFuture[pb.RenewLeaseResponse]]] = []
@@ -96,7 +111,10 @@ class LeaseThread:
     def _renew_at(self, shards: Sequence[ShardClient]) -> None:
         """Renew at all of these at once: one that does not answer must not cost the leases at the others."""
         request = pb.RenewLeaseRequest(
-            identity=self._identity, checkpoint=self._checkpoint, uploaded=self.uploaded or 0.0
+            identity=self._identity,
+            checkpoint=self._checkpoint,
+            uploaded=self.uploaded or 0.0,
+            first_batches=self.first_batches,
         )
         seconds = max(0.5, self.renewal_seconds)
         calls = self._calls = []
@@ -114,6 +132,9 @@ class LeaseThread:
             answer = call.result()
             self._checkpoint = answer.checkpoint or self._checkpoint
             shard.heard(answer.received_bytes, is_at_work=answer.installing)
+            if answer.same_batches and not self._warned:
+                self._warned = True
+                log.warning(_SAME_BATCHES, self._identity.worker_id, answer.same_batches)
         except grpc.RpcError as error:
             failure = from_rpc_error(error)
             if isinstance(failure, Transient) and failure.lost:

@@ -169,9 +169,9 @@ class SampleCounter:
     That may stand in a list, tuple or dict: a batch that is handed over whole.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Hook into the model's forward."""
-        self._count = 0
+    def __init__(self, model: torch.nn.Module, on_batch: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Hook into the model's forward; ``on_batch`` is called with each first tensor input."""
+        self._count, self._on_batch = 0, on_batch
         self._handle = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
     @property
@@ -198,6 +198,8 @@ class SampleCounter:
         first = _first_tensor((*args, *kwargs.values()))
         if first is not None:
             self._count += first.shape[0]
+            if self._on_batch is not None:
+                self._on_batch(first)
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:

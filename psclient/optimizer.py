@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
 from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
+from psclient.firstbatches import FirstBatches
 from psclient.gradients import gather, refuse_averaged
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import check_hyperparameters
@@ -166,7 +167,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._stepper.abandon,
             flush_on_sigterm=resolved.flush_on_sigterm,
         )
-        counter = SampleCounter(model) if model is not None else None
+        first_batches = FirstBatches(self._membership.leases)
+        counter = SampleCounter(model, first_batches.see) if model is not None else None
         try:
             self._lifecycle.take_place(self._server, self.worker)
             self._run(self._membership.join)

@@ -4,7 +4,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from psclient.errors import ConfigurationError
 from pscore import tracing
 from pscore.units import human_bytes
 
@@ -132,3 +134,29 @@ class Totals:
         self.buffer_bytes += report.buffer_bytes
         self.push_entries += report.push_entries
         self.pull_entries += report.pull_entries
+
+
+def scalars(optimizer: Any) -> dict[str, float]:
+    """Return the last step's report and the totals as flat numbers, for any logger.
+
+    The names are ``psclient/push_bytes`` and so on for :class:`StepReport`, but for its ``reply_mode``, and
+    ``psclient/total_push_bytes`` and so on for :class:`Totals`.
+
+    Args:
+        optimizer: one of this library's, or what ``accelerate``, Hugging Face's ``Trainer`` or Lightning has put around
+            it.
+
+    Raises:
+        ConfigurationError: it trains without a server, so that there is nothing to report.
+    """
+    inner = optimizer
+    while not hasattr(inner, "totals"):
+        inner = getattr(inner, "optimizer", None)
+        if inner is None:
+            raise ConfigurationError(
+                f"scalars() takes an optimizer that trains through a server, not {type(optimizer).__name__}: pass one "
+                "of psclient's, or leave the call out"
+            )
+    step = {f"psclient/{name}": value for name, value in inner.report.as_dict().items() if not isinstance(value, str)}
+    totals = {f"psclient/total_{name}": value for name, value in inner.totals.as_dict().items()}
+    return {name: float(value) for name, value in (step | totals).items()}

@@ -1,11 +1,12 @@
 """The worker's settings: ``PSCLIENT_*`` in the environment, then a YAML file, then defaults."""
 
 import os
+import re
 import secrets
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -21,6 +22,8 @@ OnLoad = Literal["error", "server", "replace"]
 
 LOCAL = "local"
 AUTO = "auto"
+
+_JOB_NUMBERS = ("JOB_COMPLETION_INDEX", "SLURM_PROCID", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class ClientSettings(LayeredSettings):
@@ -162,14 +165,63 @@ def addresses(server: str) -> tuple[str, ...]:
         raise ConfigurationError(str(error)) from error
 
 
+class PlaceInJob(NamedTuple):
+    """What a job calls a process, and its number there, from 0."""
+
+    name: str
+    number: int
+
+
 def worker_name(settings: ClientSettings, environment: Mapping[str, str] = os.environ) -> str:
-    """Return this worker's name: the setting, or its index in a Kubernetes, Slurm or torchrun job, or a random one."""
-    if settings.worker:
-        return settings.worker
-    for variable, prefix in (("JOB_COMPLETION_INDEX", "job"), ("SLURM_PROCID", "slurm"), ("RANK", "rank")):
-        if environment.get(variable):
-            return f"{prefix}-{environment[variable]}"
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    """Return this worker's name: the setting, or its place in the job, or a random one."""
+    place = place_in_job(environment)
+    return settings.worker or (place.name if place else f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}")
+
+
+def place_in_job(environment: Mapping[str, str]) -> PlaceInJob | None:
+    """Return this process's place in a job of Kubernetes, Slurm, torchrun or Ray Train; ``None`` outside of one.
+
+    Where ``LOCAL_WORLD_SIZE`` says that a launcher has started several processes on a node, they share the index that
+    Kubernetes or Slurm has given the node, and their ranks tell them apart. The ranks are those of all nodes, unless
+    each node has a ``torchrun`` of its own.
+    """
+    numbers = {name: int(value) for name, value in environment.items() if name in _JOB_NUMBERS and value.isdecimal()}
+    prefixes = {"JOB_COMPLETION_INDEX": "job", "SLURM_PROCID": "slurm", "RANK": "rank"}
+    found = next((name for name in prefixes if name in numbers), None)
+    if found is None:
+        return None
+    rank, on_node = numbers.get("RANK"), numbers.get("LOCAL_WORLD_SIZE")
+    name, index = f"{prefixes[found]}-{numbers[found]}", numbers[found]
+    if rank is None or on_node is None or found == "RANK":
+        return PlaceInJob(name, index)
+    if on_node == numbers.get("WORLD_SIZE") and environment.get("TORCHELASTIC_RUN_ID"):
+        return PlaceInJob(f"{name}-rank-{rank}", index * on_node + rank)
+    return PlaceInJob(f"rank-{rank}", rank)
+
+
+def worker_index(worker: str | None = None) -> int:
+    """Return this worker's number, for seeds and for its part of the data: the same after a restart.
+
+    It is the number at the end of its name (``trainer-3`` has 3), else its place in the job of Kubernetes, Slurm,
+    torchrun or Ray Train. A process without either is 0 where ``PSCLIENT_SERVER`` names no server.
+
+    Args:
+        worker: its name, where the optimizer is given one as ``worker=``; the default is ``PSCLIENT_WORKER``.
+
+    Raises:
+        ConfigurationError: there is a server, and nothing tells its workers apart; or a setting cannot be used.
+    """
+    settings = resolve(None, None, worker)
+    if number := re.search(r"[0-9]{1,9}$", settings.worker):
+        return int(number[0])
+    if place := place_in_job(os.environ):
+        return place.number
+    if settings.server == LOCAL:
+        return 0
+    raise ConfigurationError(
+        "nothing says which of the workers this is: give each a name that ends in a number, PSCLIENT_WORKER=trainer-0, "
+        "trainer-1 and so on, or start them with torchrun, Slurm or Kubernetes"
+    )
 
 
 def sibling_workers(environment: Mapping[str, str] = os.environ) -> str | None:

@@ -343,6 +343,9 @@ def _serve(arguments: Sequence[str]) -> int:
     from pscore.modelfile import ModelFileError
     from psservice.server import Server, ShardFailedError, StartError
 
+    # The interpreter's last collection would go through all of torch: half a second of each restart. Modules that are
+    # imported later must be collected: torch's optimizers import Triton, whose bindings print what is left at exit.
+    gc.freeze()
     try:
         Server(loaded).run()
     except (StartError, ModelFileError) as error:
@@ -351,5 +354,4 @@ def _serve(arguments: Sequence[str]) -> int:
     except ShardFailedError as error:
         print(f"psservice serve: {error}", file=sys.stderr)
         return EXIT_FAILED
-    gc.freeze()  # the interpreter's last look for garbage would go through all of torch: half a second of each restart
     return EXIT_DONE

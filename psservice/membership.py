@@ -88,6 +88,10 @@ class Member:
     """When it last pushed, or joined."""
     interval_seconds: float = 0.0
     """Mean time between its pushes; 0 before the second."""
+    first_batches: int = 0
+    """Fingerprint of its first batches, as it has told; 0 where it has not."""
+    batches_told: float = 0.0
+    """When it first told that."""
     has_no_samples: bool = False
     """Whether it has asked for samples, was given none and holds none: its next step waits for others' steps."""
 
@@ -261,6 +265,21 @@ class Membership:
     def intervals(self) -> list[float]:
         """Return the mean time between pushes of each live member, seconds; 0 where it is not known yet."""
         return [member.interval_seconds for member in self.members()]
+
+    def same_batches(self, member: Member, fingerprint: int) -> int:
+        """Note the fingerprint of a member's first batches; return how many other members have the same.
+
+        Members that were not heard since are not counted: one may be this worker's former life, under another name.
+        """
+        with self._lock:
+            if fingerprint != member.first_batches:
+                member.first_batches, member.batches_told = fingerprint, self.clock()
+            heard_after = member.batches_told + self.lease_seconds
+            return sum(
+                other is not member and other.first_batches == fingerprint and other.lease_end > heard_after
+                for other in self._members.values()
+                if fingerprint
+            )
 
     def clock_spread(self) -> int:
         """Return how many pushes the slowest live member is behind the fastest."""

@@ -18,7 +18,10 @@ if not torch.cuda.is_available():
 # A shell that puts the tests in its background has SIGINT ignored, and some tests interrupt themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_JOB_VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_NTASKS", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
+_JOB_VARIABLES = (
+    *("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    *("SLURM_NTASKS", "SLURM_PROCID", "JOB_COMPLETION_INDEX"),
+)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -26,8 +26,8 @@ Generated from the docstrings of `psclient` by `tools/generate_api_reference.py`
 
 GROUPS = {
     "Methods": ["DGS", "ASGD", "GradientDropping", "DGC", "MomentumSGD", "SSGD", "WAGMA", "Outer", "ServerOptimizer"],
-    "Beside the optimizer": ["Rounds", "VersionClock", "ElasticSampler", "NodeOptimizer", "node_group"],
-    "What steps did": ["StepReport", "Totals"],
+    "Beside the optimizer": ["Rounds", "VersionClock", "ElasticSampler", "NodeOptimizer", "node_group", "worker_index"],
+    "What steps did": ["StepReport", "Totals", "scalars"],
     "Models and servers": ["download", "save", "LocalServer", "ClientSettings"],
 }
 MODULES = ("schedules", "errors")

@@ -887,10 +887,13 @@ class RenewLeaseRequest(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     UPLOADED_FIELD_NUMBER: _builtins.int
+    FIRST_BATCHES_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
     """What shard 0 has told last, as it came; other shards take part in that checkpoint, if it is newer than their last."""
     uploaded: _builtins.float
     """Where this worker uploads the model: which share of the whole model it has sent, 0 to 1."""
+    first_batches: _builtins.int
+    """A fingerprint of the worker's first batches; 0 where it has none. Only equality means anything."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who renews."""
@@ -901,10 +904,11 @@ class RenewLeaseRequest(_message.Message):
         identity: Global___WorkerIdentity | None = ...,
         checkpoint: _builtins.str = ...,
         uploaded: _builtins.float = ...,
+        first_batches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "identity", b"identity", "uploaded", b"uploaded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "first_batches", b"first_batches", "identity", b"identity", "uploaded", b"uploaded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -922,6 +926,7 @@ class RenewLeaseResponse(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     INSTALLING_FIELD_NUMBER: _builtins.int
+    SAME_BATCHES_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
     live_workers: _builtins.int
     """Workers alive."""
@@ -935,6 +940,8 @@ class RenewLeaseResponse(_message.Message):
     """Message bytes of this worker's streams that have come since it joined: what tells a slow line from a dead one."""
     installing: _builtins.bool
     """True while the shard installs a model that is there; the answer to its upload waits for that."""
+    same_batches: _builtins.int
+    """Other workers that have told the same first_batches, and have been heard since this one did."""
     @_builtins.property
     def upload(self) -> Global___ModelProgress:
         """From shard 0: the model that a worker is uploading; not set where there is none on its way, so that a worker that
@@ -950,11 +957,12 @@ class RenewLeaseResponse(_message.Message):
         checkpoint: _builtins.str = ...,
         received_bytes: _builtins.int = ...,
         installing: _builtins.bool = ...,
+        same_batches: _builtins.int = ...,
         upload: Global___ModelProgress | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "installing", b"installing", "live_workers", b"live_workers", "received_bytes", b"received_bytes", "run_state", b"run_state", "upload", b"upload", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "installing", b"installing", "live_workers", b"live_workers", "received_bytes", b"received_bytes", "run_state", b"run_state", "same_batches", b"same_batches", "upload", b"upload", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -163,6 +163,7 @@ class WorkerCalls:
             received_bytes=member.received_bytes,
             installing=engine.installing,
             upload=engine.upload_progress(),
+            same_batches=engine.membership.same_batches(member, request.first_batches),
         )
 
     def leave(self, call: Call, request: pb.LeaveRequest) -> pb.LeaveResponse:

@@ -2,8 +2,14 @@
 
 import pytest
 
+import psclient
 from psclient.errors import ConfigurationError
 from psclient.settings import addresses, load, sibling_workers, worker_name
+
+OVER_NODES = {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "one"}
+"""One ``torchrun`` over two nodes."""
+ON_EACH_NODE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "one"}
+RAY_ON_A_NODE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
 
 
 def test_arguments_go_before_environment_before_yaml_before_defaults(monkeypatch, yaml):
@@ -76,11 +82,42 @@ def test_a_bad_address_is_a_configuration_error(server):
         ({"SLURM_PROCID": "3"}, "slurm-3"),
         ({"RANK": "7"}, "rank-7"),
         ({"RANK": "7", "JOB_COMPLETION_INDEX": "2"}, "job-2"),
+        ({"JOB_COMPLETION_INDEX": "2", **OVER_NODES}, "rank-7"),
+        ({"SLURM_PROCID": "1", **OVER_NODES}, "rank-7"),
+        ({"SLURM_PROCID": "2", **ON_EACH_NODE}, "slurm-2-rank-1"),
+        ({"SLURM_PROCID": "0", **RAY_ON_A_NODE}, "rank-3"),
     ],
 )
 def test_a_worker_is_named_by_its_place_in_the_job(environment, name):
     assert worker_name(load(), environment) == name
     assert worker_name(load(worker="mine"), environment) == "mine"
+
+
+@pytest.mark.parametrize(
+    ("environment", "index"),
+    [
+        ({"PSCLIENT_WORKER": "trainer-3", "RANK": "7"}, 3),
+        ({"PSCLIENT_WORKER": "anna", "RANK": "7"}, 7),
+        ({"PSCLIENT_WORKER": "gpu12"}, 12),
+        ({"JOB_COMPLETION_INDEX": "2", "PSCLIENT_SERVER": "a:1"}, 2),
+        ({"SLURM_PROCID": "5"}, 5),
+        ({"SLURM_PROCID": "1", **OVER_NODES}, 7),
+        ({"SLURM_PROCID": "2", **ON_EACH_NODE}, 9),
+        ({"SLURM_PROCID": "0", **RAY_ON_A_NODE}, 3),
+        ({}, 0),
+    ],
+)
+def test_a_worker_has_a_number(monkeypatch, environment, index):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert psclient.worker_index() == index
+    assert psclient.worker_index(worker="other-9") == 9
+
+
+def test_a_worker_of_a_server_without_a_number_is_told_how_to_have_one(monkeypatch):
+    monkeypatch.setenv("PSCLIENT_SERVER", "a:1")
+    with pytest.raises(ConfigurationError, match="PSCLIENT_WORKER=trainer-0"):
+        psclient.worker_index()
 
 
 def test_without_a_job_the_name_is_unique():

@@ -145,3 +145,32 @@ def test_another_model_makes_every_image_void(world):
     world.members.reset_downlinks()
     assert member.downlink is not before
     assert world.members.is_live(ANNA)
+
+
+def test_workers_with_the_same_first_batches_are_counted_while_they_are_heard(world):
+    members = world.members
+    anna = members.join(ANNA)
+    members.join(BERT)
+    assert members.same_batches(anna, 7) == 0
+    world.clock.now += 1
+    assert members.same_batches(members.require(BERT), 7) == 0  # anna was heard before: she may be gone
+    world.clock.now += 1
+    assert members.same_batches(members.require(ANNA), 7) == 1
+    world.clock.now += 1
+    assert members.same_batches(members.require(BERT), 7) == 1
+    assert members.same_batches(members.require(BERT), 8) == 0
+    assert members.same_batches(members.require(ANNA), 0) == 0
+
+
+def test_a_former_life_has_no_batches(world):
+    world.members.same_batches(world.members.join(ANNA), 7)
+    world.clock.now += 1
+    bert = world.members.join(BERT)  # anna's next life, under another name, while her lease goes on
+    for _ in range(3):
+        assert world.members.same_batches(bert, 7) == 0
+        world.clock.now += LEASE / 3
+        world.members.require(BERT)
+    world.clock.now += LEASE / 2
+    world.members.require(BERT)
+    again = world.members.join(ANNA_AGAIN)
+    assert world.members.same_batches(again, 7) == 0

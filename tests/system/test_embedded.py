@@ -30,6 +30,16 @@ if "--wait" in sys.argv:
 """
 
 
+SERVER_OPTIMIZER = """
+import psclient
+from tests.system.tools import make_data, make_model, train_step
+model = make_model(batch_norm=False)
+with psclient.LocalServer(log_format="json", log_level="info") as server:
+    with psclient.ServerOptimizer(model.parameters(), "AdamW", model=model, server=server) as optimizer:
+        train_step(model, optimizer, *make_data())
+"""
+
+
 def alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -38,9 +48,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def start(*arguments, **environment):
+def start(*arguments, script=SCRIPT, **environment):
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *arguments],
+        [sys.executable, "-c", script, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -60,6 +70,14 @@ def test_it_starts_says_where_and_stops_with_the_script():
     assert told["version"] == 3
     assert told["server"].startswith("127.0.0.1:")
     assert not any(alive(pid) for pid in told["pids"])
+
+
+def test_a_server_with_an_optimizer_of_torchs_writes_its_own_log_lines_only():
+    process = start(script=SERVER_OPTIMIZER)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    messages = [json.loads(line)["message"] for line in err.splitlines()]
+    assert (messages[0], messages[-1]) == ("serving", "stopped")
 
 
 def test_it_ends_when_the_script_is_killed():
