@@ -1,8 +1,8 @@
-"""What of a user's model is trained: names, layout, buffers, samples; found from ``model`` or from bare parameters."""
+"""What of a user's model is trained: names, layout, buffers; found from ``model`` or from bare parameters."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -161,54 +161,6 @@ def describe(
         NamedBuffers(layout.buffers, [place for _, place in buffers]),
         model,
     )
-
-
-class SampleCounter:
-    """Counts the samples that pass through a model in training mode: the first dimension of its first tensor input.
-
-    That may stand in a list, tuple or dict: a batch that is handed over whole.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Hook into the model's forward."""
-        self._count = 0
-        self._handle = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
-
-    @property
-    def waiting(self) -> int:
-        """Samples that have passed since the last call of :meth:`take`."""
-        return self._count
-
-    def take(self) -> int:
-        """Return the samples since the last call, at least 1 (a step without a forward that was seen)."""
-        count, self._count = self._count, 0
-        return max(1, count)
-
-    def leave_out(self, samples: int) -> None:
-        """Count these no more, as far as they are there."""
-        self._count -= min(samples, self._count)
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
-
-    def _on_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training:
-            return
-        first = _first_tensor((*args, *kwargs.values()))
-        if first is not None:
-            self._count += first.shape[0]
-
-
-def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.dim():
-            return value
-        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-        found = _first_tensor(inner)
-        if found is not None:
-            return found
-    return None
 
 
 def _plain(name: str) -> str:

@@ -25,9 +25,10 @@ from psclient.local import start_alone
 from psclient.merging.lags import Lags
 from psclient.merging.plan import Plan
 from psclient.methods.base import Group, Sparse, State, Step, Whole
-from psclient.model import SampleCounter, TrainedModel, describe
+from psclient.model import TrainedModel, describe
 from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
+from psclient.samplecount import SampleCounter
 from psclient.session import Server, open_session, server_string
 from psclient.settings import ClientSettings
 from psclient.state import PushMark, restore_memories, split, stale_residuals, taken_back
@@ -162,11 +163,11 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._stepper.abandon,
             flush_on_sigterm=resolved.flush_on_sigterm,
         )
-        counter = SampleCounter(model) if model is not None else None
         try:
             self._lifecycle.take_place(self._server, self.worker)
             self._run(self._membership.join)
             self._joined = True
+            counter = SampleCounter(model) if model is not None else None
             self._run(lambda: self._stepper.start(counter, overlap=overlap))
         except BaseException:
             self.close()
