@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 log = logging.getLogger("psclient")
@@ -161,10 +162,12 @@ def _counting_call(kind: type, before: Callable[..., Any] | None) -> Callable[..
     wraps = kind in _wrappers()
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        # Where torch.compile traces through this, nothing of it is in the graph.
-        module = self if torch.compiler.is_compiling() or not wraps else _unwrapped(self)
-        counters = () if torch.compiler.is_compiling() else _counters.get(id(module), ())
-        entered = [each for each in counters if each.enter(module, (*args, *kwargs.values()))] if counters else ()
+        entered: list[SampleCounter] | tuple[()] = ()
+        if not is_compiling():  # where torch.compile traces through this, nothing of it is in the graph
+            module = _unwrapped(self) if wraps else self
+            counters = _counters.get(id(module))
+            if counters:
+                entered = [each for each in counters if each.enter(module, (*args, *kwargs.values()))]
         try:
             return super(kind, self).__call__(*args, **kwargs) if before is None else before(self, *args, **kwargs)
         finally:
