@@ -75,6 +75,20 @@ class TrainedModel:
     buffers: NamedBuffers
     module: torch.nn.Module | None
 
+    def refuse_shared(self) -> None:
+        """Make sure that no other process has these parameters in its memory; on CUDA that cannot be told.
+
+        Raises:
+            ConfigurationError: one of them is in shared memory, where several workers would write one replica.
+        """
+        for spec, parameter in zip(self.layout.parameters, self.parameters, strict=True):
+            if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
+                raise ConfigurationError(
+                    f"{spec.name!r} is in shared memory (share_memory(), or a model that torch.multiprocessing has "
+                    "handed to another process): several workers would write the same parameters. In each worker make "
+                    "the optimizer of a copy: model = copy.deepcopy(model)"
+                )
+
     def check(self) -> None:
         """Make sure that the parameters are still the model's; costs a look-up for each.
 
@@ -120,7 +134,8 @@ def describe(
         upload_frozen: whether parameters that need no gradient are the server's, too.
 
     Raises:
-        ConfigurationError: a trained parameter is not the model's, or a dtype cannot be trained.
+        ConfigurationError: a trained parameter is not the model's, a dtype cannot be trained, or a parameter is in
+            shared memory.
     """
     places: dict[int, Place] = {}
     buffers: list[tuple[str, Place]] = []
@@ -153,7 +168,7 @@ def describe(
     if layout.size == 0:
         raise ConfigurationError("there is nothing to train: no parameter that needs a gradient has any element")
     parameters = tuple(parameter for _, parameter in named)
-    return TrainedModel(
+    found = TrainedModel(
         layout,
         parameters,
         tuple(parameter for _, parameter in frozen),
@@ -161,6 +176,8 @@ def describe(
         NamedBuffers(layout.buffers, [place for _, place in buffers]),
         model,
     )
+    found.refuse_shared()
+    return found
 
 
 def _plain(name: str) -> str:

@@ -166,7 +166,7 @@ class NodeOptimizer(Optimizer):
 
         Args:
             closure: recomputes the loss; see :meth:`ParameterServerOptimizer.step`.
-            samples: how many samples this process has contributed; counted at ``model``'s forward if not given.
+            samples: how many samples this process has contributed; counted at the calls of ``model`` if not given.
 
         Returns:
             What the closure returned.

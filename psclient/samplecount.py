@@ -18,7 +18,7 @@ log = logging.getLogger("psclient")
 _lock = threading.RLock()
 _counters: dict[int, tuple["SampleCounter", ...]] = {}
 """The open counters of a module, by the module's identity."""
-_classes: dict[type, "_CountedClass"] = {}
+_classes: dict[type[torch.nn.Module], "_CountedClass"] = {}
 """The classes of these modules."""
 
 
@@ -41,9 +41,9 @@ class SampleCounter:
         self._model = _unwrapped(model)
         self._counts: dict[torch.nn.Module, int] = {}
         self._threads: set[int] = set()  # those inside a counted call
-        self._vector: list[int] | None = None  # the shape of an input of one dimension
+        self._vector: int | None = None  # the length of an input of one dimension
         self._warned: set[str] = set()
-        self._watched: dict[torch.nn.Module, tuple[type, ...]] = {}
+        self._watched: dict[torch.nn.Module, tuple[type[torch.nn.Module], ...]] = {}
         for module in (self._model, *map(_unwrapped, self._model.children())):
             self._watch(module)
 
@@ -62,14 +62,16 @@ class SampleCounter:
         self._counts, self._vector = {}, None
         if warn and not count:
             self._warn_once(
-                "a step saw no call of model=, or of a direct submodule, in training mode with a tensor as its input, and "
-                "counts as one sample. Pass the number, step(samples=...); where step() takes none (overlap=True, "
+                "a step saw no call of model=, or of a direct submodule, in training mode with a tensor as its input, "
+                "and counts as one sample. Pass the number, step(samples=...); where step() takes none (overlap=True, "
                 "Outer), let model= be a module that the loop calls"
             )
         if warn and vector is not None:
             self._warn_once(
-                f"an input of model= has one dimension, {vector}, and counts as {vector[0]} samples. If it is one "
-                "sample, pass step(samples=1), or a batch of one to the model: x.unsqueeze(0)"
+                "an input of model= has one dimension, [%d], and counts as %d samples. If it is one sample, pass "
+                "step(samples=1), or a batch of one to the model: x.unsqueeze(0)",
+                vector,
+                vector,
             )
         return max(1, count)
 
@@ -85,7 +87,7 @@ class SampleCounter:
     def enter(self, module: torch.nn.Module, inputs: Iterable[Any]) -> bool:
         """Count a call that begins; tell whether to :meth:`leave` at its end."""
         thread = threading.get_ident()
-        if thread in self._threads or torch.jit.is_tracing() or torch._C._current_graph_task_id() >= 0:
+        if thread in self._threads or torch._C._get_tracing_state() or torch._C._current_graph_task_id() >= 0:
             return False
         self._threads.add(thread)
         if module.training:
@@ -96,7 +98,7 @@ class SampleCounter:
             if first is not None:
                 self._counts[module] = self._counts.get(module, 0) + first.shape[0]
                 if first.dim() == 1:
-                    self._vector = list(first.shape)
+                    self._vector = first.shape[0]
         return True
 
     def leave(self) -> None:
@@ -127,11 +129,10 @@ class SampleCounter:
                 if not _classes[kind].users:
                     _classes.pop(kind).restore()
 
-    def _warn_once(self, text: str) -> None:
-        subject = text[:20]
-        if subject not in self._warned:
-            self._warned.add(subject)
-            log.warning("%s", text)
+    def _warn_once(self, text: str, *values: int) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning(text, *values)
 
 
 class _CountedClass:
@@ -141,24 +142,24 @@ class _CountedClass:
         kind: the class.
     """
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: type[torch.nn.Module]) -> None:
         """Replace its ``__call__``."""
         self.users = 0
         self._kind, self._before = kind, kind.__dict__.get("__call__")
         self._call = _counting_call(kind, self._before)
-        kind.__call__ = self._call  # type: ignore[operator]
+        kind.__call__ = self._call  # type: ignore[method-assign]
 
     def restore(self) -> None:
         """Leave the class as it was, unless somebody has replaced ``__call__`` since."""
         if self._kind.__dict__.get("__call__") is not self._call:
             return
         if self._before is None:
-            del self._kind.__call__  # type: ignore[operator]
+            del self._kind.__call__  # type: ignore[method-assign]
         else:
-            self._kind.__call__ = self._before  # type: ignore[operator]
+            self._kind.__call__ = self._before  # type: ignore[method-assign]
 
 
-def _counting_call(kind: type, before: Callable[..., Any] | None) -> Callable[..., Any]:
+def _counting_call(kind: type[torch.nn.Module], before: Callable[..., Any] | None) -> Callable[..., Any]:
     wraps = kind in _wrappers()
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807

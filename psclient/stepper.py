@@ -246,9 +246,7 @@ class Stepper:
 
     def _overlapped_step(self, overlap: Overlap, samples: int | None) -> None:
         if samples is not None:
-            raise ConfigurationError(
-                "with overlap=True samples are counted at the forward of model=; leave samples out"
-            )
+            raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
         found = self._gather(range(len(self._model.parameters)))
         if not overlap.begun and self._interrupted.holds(found):
             self.rest()
