@@ -60,6 +60,7 @@ class SampleCounter:
         """
         count, vector = self.waiting, self._vector
         self._counts, self._vector = {}, None
+        self._threads.clear()  # an interrupt may have left one there
         if warn and not count:
             self._warn_once(
                 "a step saw no call of model=, or of a direct submodule, in training mode with a tensor as its input, "
@@ -87,7 +88,8 @@ class SampleCounter:
     def enter(self, module: torch.nn.Module, inputs: Iterable[Any]) -> bool:
         """Count a call that begins; tell whether to :meth:`leave` at its end."""
         thread = threading.get_ident()
-        if thread in self._threads or torch._C._get_tracing_state() or torch._C._current_graph_task_id() >= 0:
+        traced, in_backward = torch._C._get_tracing_state() is not None, torch._C._current_graph_task_id() >= 0
+        if thread in self._threads or traced or in_backward:
             return False
         self._threads.add(thread)
         if module.training:
@@ -154,7 +156,7 @@ class _CountedClass:
         if self._kind.__dict__.get("__call__") is not self._call:
             return
         if self._before is None:
-            del self._kind.__call__  # type: ignore[method-assign]
+            del self._kind.__call__
         else:
             self._kind.__call__ = self._before  # type: ignore[method-assign]
 

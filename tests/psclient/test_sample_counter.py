@@ -93,6 +93,15 @@ def test_from_the_first_call_of_the_model_on_its_submodules_are_not_counted(coun
     assert ["step(samples=...)" in record.message for record in caplog.records] == [True]
 
 
+def test_a_call_that_an_interrupt_has_left_open_ends_with_the_step(counting):
+    model = Parts()
+    counter = counting(model)
+    assert counter.enter(model, (X,))
+    assert counter.take() == 5
+    model(X)
+    assert counter.take() == 5
+
+
 def test_samples_that_are_left_out_are_counted_no_more(counting):
     model = Parts()
     counter = counting(model)

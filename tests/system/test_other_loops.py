@@ -144,11 +144,17 @@ def example():
     return re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
 
 
-def test_the_documented_gan_trains_as_two_torch_optimizers_do(server):
+@pytest.mark.parametrize("method", ["ASGD", "DGS"])
+def test_the_documented_gan_trains_as_two_torch_optimizers_do(server, method):
     ours, theirs = gan(), gan()
     names = {"torch": torch, "psclient": psclient, "criterion": criterion, "server": server, "loader": batches(20)}
     names |= {"generator": ours[0], "discriminator": ours[1]}
-    exec(example().replace("0.02", "2**-6").replace("0.05", "2**-5"), names)  # rates at which products are exact
+    source = example().replace("0.02", "2**-6").replace("0.05", "2**-5")  # rates at which products are exact
+    if method == "DGS":
+        source = source.replace("ASGD(", "DGS(").replace(
+            "    model=", "    momentum=0.0,\n    density=1.0,\n    model="
+        )
+    exec(source, names)
     with names["optimizer"] as optimizer:
         assert (optimizer.version, optimizer.totals.samples) == (40, 160)
     generator, discriminator = theirs
