@@ -45,6 +45,11 @@ _places: "weakref.WeakValueDictionary[tuple[str, str], Lifecycle]" = weakref.Wea
 """Those of this process, by servers and worker's name."""
 
 
+def has_other(server: str) -> bool:
+    """Tell whether an optimizer of this process is a worker of these servers."""
+    return any(place[0] == server and not other.ended and not other.in_child for place, other in _places.items())
+
+
 def end_earlier(server: str, worker: str) -> None:
     """End the optimizer of this process that is this worker at these servers: a cell was run again, say."""
     earlier = _places.get((server, worker))

@@ -1,8 +1,8 @@
-"""What of a user's model is trained: names, layout, buffers, samples; found from ``model`` or from bare parameters."""
+"""What of a user's model is trained: names, layout, buffers; found from ``model`` or from bare parameters."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -75,6 +75,20 @@ class TrainedModel:
     buffers: NamedBuffers
     module: torch.nn.Module | None
 
+    def refuse_shared(self) -> None:
+        """Make sure that no other process has these parameters in its memory; on CUDA that cannot be told.
+
+        Raises:
+            ConfigurationError: one of them is in shared memory, where several workers would write one replica.
+        """
+        for spec, parameter in zip(self.layout.parameters, self.parameters, strict=True):
+            if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
+                raise ConfigurationError(
+                    f"{spec.name!r} is in shared memory (share_memory(), or a model that torch.multiprocessing has "
+                    "handed to another process): several workers would write the same parameters. In each worker make "
+                    "the optimizer of a copy: model = copy.deepcopy(model)"
+                )
+
     def check(self) -> None:
         """Make sure that the parameters are still the model's; costs a look-up for each.
 
@@ -120,7 +134,8 @@ def describe(
         upload_frozen: whether parameters that need no gradient are the server's, too.
 
     Raises:
-        ConfigurationError: a trained parameter is not the model's, or a dtype cannot be trained.
+        ConfigurationError: a trained parameter is not the model's, a dtype cannot be trained, or a parameter is in
+            shared memory.
     """
     places: dict[int, Place] = {}
     buffers: list[tuple[str, Place]] = []
@@ -153,7 +168,7 @@ def describe(
     if layout.size == 0:
         raise ConfigurationError("there is nothing to train: no parameter that needs a gradient has any element")
     parameters = tuple(parameter for _, parameter in named)
-    return TrainedModel(
+    found = TrainedModel(
         layout,
         parameters,
         tuple(parameter for _, parameter in frozen),
@@ -161,56 +176,8 @@ def describe(
         NamedBuffers(layout.buffers, [place for _, place in buffers]),
         model,
     )
-
-
-class SampleCounter:
-    """Counts the samples that pass through a model in training mode: the first dimension of its first tensor input.
-
-    That may stand in a list, tuple or dict: a batch that is handed over whole.
-    """
-
-    def __init__(self, model: torch.nn.Module, on_batch: Callable[[torch.Tensor], None] | None = None) -> None:
-        """Hook into the model's forward; ``on_batch`` is called with each first tensor input."""
-        self._count, self._on_batch = 0, on_batch
-        self._handle = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
-
-    @property
-    def waiting(self) -> int:
-        """Samples that have passed since the last call of :meth:`take`."""
-        return self._count
-
-    def take(self) -> int:
-        """Return the samples since the last call, at least 1 (a step without a forward that was seen)."""
-        count, self._count = self._count, 0
-        return max(1, count)
-
-    def leave_out(self, samples: int) -> None:
-        """Count these no more, as far as they are there."""
-        self._count -= min(samples, self._count)
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
-
-    def _on_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not module.training:
-            return
-        first = _first_tensor((*args, *kwargs.values()))
-        if first is not None:
-            self._count += first.shape[0]
-            if self._on_batch is not None:
-                self._on_batch(first)
-
-
-def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.dim():
-            return value
-        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-        found = _first_tensor(inner)
-        if found is not None:
-            return found
-    return None
+    found.refuse_shared()
+    return found
 
 
 def _plain(name: str) -> str:

@@ -11,6 +11,7 @@ nothing else. Every call that reaches the server is made by all of them together
 So all have the same parameters and have met the same end after each call, whatever became of it.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, SupportsIndex
 
@@ -23,12 +24,13 @@ from psclient.errors import ConfigurationError, CopyRefusedError
 from psclient.gradients import Interrupted, gather
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import check_hyperparameters
-from psclient.model import SampleCounter, describe
+from psclient.model import describe
 from psclient.nodecalls import Call, NodeCalls
 from psclient.nodegroup import inside, leader_settings
 from psclient.nodelink import NodeLink
 from psclient.optimizer import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
+from psclient.samplecount import SampleCounter
 from psclient.session import Server, server_string
 from psclient.settings import ClientSettings
 from psclient.state import split
@@ -96,6 +98,8 @@ class NodeOptimizer(Optimizer):
         patience = max(resolved.connect_seconds, resolved.patience_seconds)
         self._node = NodeCalls(NodeLink(group, timeout_seconds or 3 * patience + 60), self._model)
         self._samples = SampleCounter(model) if model is not None else None
+        if self._samples is not None:
+            weakref.finalize(self, self._samples.close)
 
         def join(_: int) -> None:
             self._leader = self._node.leader = method(self.param_groups, model=module, settings=resolved, **options)
@@ -162,7 +166,7 @@ class NodeOptimizer(Optimizer):
 
         Args:
             closure: recomputes the loss; see :meth:`ParameterServerOptimizer.step`.
-            samples: how many samples this process has contributed; counted at ``model``'s forward if not given.
+            samples: how many samples this process has contributed; counted at the calls of ``model`` if not given.
 
         Returns:
             What the closure returned.

@@ -15,29 +15,35 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
-from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
+from psclient.errors import ConfigurationError, CopyRefusedError, FingerprintMismatchError, ServerUnreachableError
 from psclient.firstbatches import FirstBatches
 from psclient.gradients import gather, refuse_averaged
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import check_hyperparameters
 from psclient.jobs import JobThread
-from psclient.lifecycle import Lifecycle, end_earlier
+from psclient.lifecycle import Lifecycle, end_earlier, has_other
 from psclient.local import start_alone
 from psclient.merging.lags import Lags
 from psclient.merging.plan import Plan
 from psclient.methods.base import Group, Sparse, State, Step, Whole
-from psclient.model import SampleCounter, TrainedModel, describe
+from psclient.model import TrainedModel, describe
 from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
+from psclient.samplecount import SampleCounter
 from psclient.session import Server, open_session, server_string
 from psclient.settings import ClientSettings, OnLoad
 from psclient.state import PushMark, restore_memories, split, stale_residuals, taken_back
 from psclient.stepper import CLOSING_SECONDS, GradientSource, Stepper
+from pscore.reasons import Reason
 
 log = logging.getLogger("psclient")
 
 Result = TypeVar("Result")
 
+_ONE_SERVER_ONE_MODEL = (
+    "another optimizer of this process trains another model there: give each model a server of its own, or make one "
+    "optimizer of both, with model=torch.nn.ModuleDict(...) (docs/training.md, Several models)"
+)
 _LEAVING_SECONDS = 5.0  # for calls whose answers are of no consequence, and threads that end
 
 Density = float | Callable[[int], float]
@@ -126,6 +132,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._thread = JobThread("psclient-step")
         own_server = start_alone() if resolved.server == client_settings.LOCAL else None
         server_name = resolved.server if own_server is None else own_server.server
+        others = has_other(server_name)
         try:
             end_earlier(server_name, client_settings.worker_name(resolved))
             agreed = self.agreed_settings()
@@ -168,14 +175,18 @@ class ParameterServerOptimizer(Optimizer, ABC):
             flush_on_sigterm=resolved.flush_on_sigterm,
         )
         first_batches = FirstBatches(self._membership.leases)
-        counter = SampleCounter(model, first_batches.see) if model is not None else None
         try:
             self._lifecycle.take_place(self._server, self.worker)
             self._run(self._membership.join)
             self._joined = True
+            counter = SampleCounter(model, first_batches.see) if model is not None else None
             self._run(lambda: self._stepper.start(counter, overlap=overlap))
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, FingerprintMismatchError) and others:
+                raise FingerprintMismatchError(
+                    str(error).replace(Reason.FINGERPRINT_MISMATCH.advice, _ONE_SERVER_ONE_MODEL), error.tensor
+                ) from None
             raise
 
     @property
@@ -298,7 +309,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         Args:
             closure: recomputes the loss, as for any torch optimizer. Where the last step is :attr:`unfinished`, it is
                 not called: that step is completed, and what the closure returned then is returned.
-            samples: how many samples the gradients come from; counted at ``model``'s forward if not given.
+            samples: how many samples the gradients come from; counted at the calls of ``model`` if not given.
 
         Returns:
             What the closure returned.
@@ -519,9 +530,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
             raise ServerUnreachableError(address, seconds or 0.0, "its time is over", hint) from None
 
     def _require_own_gradients(self) -> None:
-        """Refuse averaged gradients at the first step: a script may wrap its model when the optimizer is there."""
+        """Refuse averaged gradients and shared parameters at the first step: a script may wrap or share late."""
         if not self.gradients_are_its_own:
             refuse_averaged(self._model.parameters)
+            self._model.refuse_shared()
             self.gradients_are_its_own = True
 
     def _require_open(self) -> None:

@@ -37,7 +37,7 @@ class ElasticSampler(Sampler[int]):
 
     Args:
         data: the dataset, or its number of samples.
-        optimizer: the one that trains on these samples; made with ``model=``, at whose forward they are counted.
+        optimizer: the one that trains on these samples; made with ``model=``, at whose calls they are counted.
         seed: of the order; the same on all workers.
         lease_samples: leased at once, at most; near the end of an epoch it is less, so that nobody waits for long.
         name: of the dataset in this run; the same on all workers.

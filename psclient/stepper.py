@@ -19,9 +19,10 @@ from psclient.errors import (
 from psclient.gradients import Interrupted, finite
 from psclient.groups import ParamGroups
 from psclient.hyperparameters import MomentumAdvice
-from psclient.model import SampleCounter, TrainedModel
+from psclient.model import TrainedModel
 from psclient.overlap import Overlap
 from psclient.report import StepReport, Totals
+from psclient.samplecount import SampleCounter
 from psclient.session import Session
 
 CLOSING_SECONDS = 5.0
@@ -280,9 +281,7 @@ class Stepper:
 
     def _overlapped_step(self, overlap: Overlap, samples: int | None) -> None:
         if samples is not None:
-            raise ConfigurationError(
-                "with overlap=True samples are counted at the forward of model=; leave samples out"
-            )
+            raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
         found = self._gather(range(len(self._model.parameters)))
         if not overlap.begun and self._interrupted.holds(found):
             self.rest()
@@ -301,7 +300,7 @@ class Stepper:
         """Open the push of a new step, at the density that the schedule gives it."""
         if self._schedule is not None:
             self._groups.set_density(self._schedule(self._exchange.step + 1))
-        counted = self._samples.take() if self._samples is not None else 1
+        counted = self._samples.take(warn=samples is None) if self._samples is not None else 1
         samples = counted if samples is None else samples
         self._samples_since_exchange += samples
         self.totals.samples += samples

@@ -125,7 +125,7 @@ class Outer(ParameterServerOptimizer):
 
         Args:
             closure: recomputes the loss; see :meth:`ParameterServerOptimizer.step`.
-            samples: not to be given: samples are counted at ``model``'s forward.
+            samples: not to be given: samples are counted at the calls of ``model``.
 
         Returns:
             What the closure returned.
@@ -136,7 +136,7 @@ class Outer(ParameterServerOptimizer):
             RunFinishedError: the run was over before this push.
         """
         if samples is not None:
-            raise ConfigurationError("Outer counts samples at the forward of model=; leave samples out")
+            raise ConfigurationError("Outer counts samples at the calls of model=; leave samples out")
         return super().step(closure)
 
     def _completed(self) -> None:

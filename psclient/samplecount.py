@@ -1,0 +1,209 @@
+"""How many samples a step comes from: counted where a model is called, with nothing of this in the model.
+
+A hook in a module is pickled, copied, scripted and traced with the module. So calls are counted at the module's class,
+which has another ``__call__`` for as long as somebody counts.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+log = logging.getLogger("psclient")
+
+_lock = threading.RLock()
+_counters: dict[int, tuple["SampleCounter", ...]] = {}
+"""The open counters of a module, by the module's identity."""
+_classes: dict[type[torch.nn.Module], "_CountedClass"] = {}
+"""The classes of these modules."""
+
+
+class SampleCounter:
+    """Counts the samples that pass through a model in training mode: the first dimension of its first tensor input.
+
+    That may stand in a list, tuple or dict: a batch that is handed over whole. A model is counted inside
+    ``torch.compile`` and ``DistributedDataParallel``, too. Until its first call in training mode, calls of its direct
+    submodules stand for those of the model: each submodule has a sum of its own, and the largest sum is the step's.
+
+    Calls within a counted call, calls that recompute activations in a backward pass, and calls that are traced are not
+    counted.
+
+    Args:
+        model: the model; nothing is put into it.
+        on_batch: called with each first tensor input.
+    """
+
+    def __init__(self, model: torch.nn.Module, on_batch: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Begin to count."""
+        self._on_batch = on_batch
+        self._model = _unwrapped(model)
+        self._counts: dict[torch.nn.Module, int] = {}
+        self._threads: set[int] = set()  # those inside a counted call
+        self._vector: int | None = None  # the length of an input of one dimension
+        self._warned: set[str] = set()
+        self._watched: dict[torch.nn.Module, tuple[type[torch.nn.Module], ...]] = {}
+        for module in (self._model, *map(_unwrapped, self._model.children())):
+            self._watch(module)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that have passed since the last call of :meth:`take`."""
+        return self._counts.get(self._model) or max(self._counts.values(), default=0)
+
+    def take(self, *, warn: bool = True) -> int:
+        """Return the samples since the last call, at least 1 (a step without a call that was counted).
+
+        Args:
+            warn: whether to warn, once, where the number looks wrong.
+        """
+        count, vector = self.waiting, self._vector
+        self._counts, self._vector = {}, None
+        self._threads.clear()  # an interrupt may have left one there
+        if warn and not count:
+            self._warn_once(
+                "a step saw no call of model=, or of a direct submodule, in training mode with a tensor as its input, "
+                "and counts as one sample. Pass the number, step(samples=...); where step() takes none (overlap=True, "
+                "Outer), let model= be a module that the loop calls"
+            )
+        if warn and vector is not None:
+            self._warn_once(
+                "an input of model= has one dimension, [%d], and counts as %d samples. If it is one sample, pass "
+                "step(samples=1), or a batch of one to the model: x.unsqueeze(0)",
+                vector,
+                vector,
+            )
+        return max(1, count)
+
+    def leave_out(self, samples: int) -> None:
+        """Count these no more, as far as they are there."""
+        self._counts = {module: count - min(samples, count) for module, count in self._counts.items()}
+
+    def close(self) -> None:
+        """Count no more, and leave the classes as they were; harmless twice."""
+        for module in tuple(self._watched):
+            self._unwatch(module)
+
+    def enter(self, module: torch.nn.Module, inputs: Iterable[Any]) -> bool:
+        """Count a call that begins; tell whether to :meth:`leave` at its end."""
+        thread = threading.get_ident()
+        traced, in_backward = torch._C._get_tracing_state() is not None, torch._C._current_graph_task_id() >= 0
+        if thread in self._threads or traced or in_backward:
+            return False
+        self._threads.add(thread)
+        if module.training:
+            if module is self._model and len(self._watched) > 1:
+                for other in [other for other in self._watched if other is not module]:
+                    self._unwatch(other)
+            first = _first_tensor(inputs)
+            if first is not None:
+                self._counts[module] = self._counts.get(module, 0) + first.shape[0]
+                if first.dim() == 1:
+                    self._vector = first.shape[0]
+                if self._on_batch is not None:
+                    self._on_batch(first)
+        return True
+
+    def leave(self) -> None:
+        """End a call that was entered."""
+        self._threads.discard(threading.get_ident())
+
+    def _watch(self, module: torch.nn.Module) -> None:
+        with _lock:
+            if module in self._watched:
+                return
+            self._watched[module] = (type(module), *_wrappers())
+            _counters[id(module)] = (*_counters.get(id(module), ()), self)
+            for kind in self._watched[module]:
+                if kind not in _classes:
+                    _classes[kind] = _CountedClass(kind)
+                _classes[kind].users += 1
+
+    def _unwatch(self, module: torch.nn.Module) -> None:
+        with _lock:
+            kinds = self._watched.pop(module, ())
+            if not kinds:
+                return
+            others = tuple(each for each in _counters.pop(id(module)) if each is not self)
+            if others:
+                _counters[id(module)] = others
+            for kind in kinds:
+                _classes[kind].users -= 1
+                if not _classes[kind].users:
+                    _classes.pop(kind).restore()
+
+    def _warn_once(self, text: str, *values: int) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning(text, *values)
+
+
+class _CountedClass:
+    """A class of modules whose ``__call__`` tells the counters.
+
+    Args:
+        kind: the class.
+    """
+
+    def __init__(self, kind: type[torch.nn.Module]) -> None:
+        """Replace its ``__call__``."""
+        self.users = 0
+        self._kind, self._before = kind, kind.__dict__.get("__call__")
+        self._call = _counting_call(kind, self._before)
+        kind.__call__ = self._call  # type: ignore[method-assign]
+
+    def restore(self) -> None:
+        """Leave the class as it was, unless somebody has replaced ``__call__`` since."""
+        if self._kind.__dict__.get("__call__") is not self._call:
+            return
+        if self._before is None:
+            del self._kind.__call__
+        else:
+            self._kind.__call__ = self._before  # type: ignore[method-assign]
+
+
+def _counting_call(kind: type[torch.nn.Module], before: Callable[..., Any] | None) -> Callable[..., Any]:
+    wraps = kind in _wrappers()
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        entered: list[SampleCounter] | tuple[()] = ()
+        if not is_compiling():  # where torch.compile traces through this, nothing of it is in the graph
+            module = _unwrapped(self) if wraps else self
+            counters = _counters.get(id(module))
+            if counters:
+                entered = [each for each in counters if each.enter(module, (*args, *kwargs.values()))]
+        try:
+            return super(kind, self).__call__(*args, **kwargs) if before is None else before(self, *args, **kwargs)
+        finally:
+            for counter in entered:
+                counter.leave()
+
+    __call__.__code__ = __call__.__code__.replace()  # of its own: torch.compile limits how many graphs one code has
+    return __call__
+
+
+def _wrappers() -> tuple[type[torch.nn.Module], ...]:
+    """Return the classes of modules that call the module inside in a way of their own."""
+    from torch._dynamo import OptimizedModule  # its import takes a second; making an optimizer has taken it before
+
+    return OptimizedModule, DataParallel, DistributedDataParallel
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    while isinstance(module, _wrappers()):
+        module = next(module.children())
+    return module
+
+
+def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        found = _first_tensor(inner)
+        if found is not None:
+            return found
+    return None
