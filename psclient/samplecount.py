@@ -6,7 +6,7 @@ which has another ``__call__`` for as long as somebody counts.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -167,14 +167,15 @@ class _CountedClass:
 
 def _counting_call(kind: type[torch.nn.Module], before: Callable[..., Any] | None) -> Callable[..., Any]:
     wraps = kind in _wrappers()
+    # Where torch.compile cannot take a wrapper as a whole, it would trace this as it is called.
+    enter = torch.compiler.disable(_enter)  # type: ignore[no-untyped-call]
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        entered: list[SampleCounter] | tuple[()] = ()
+        entered: Sequence[SampleCounter] = ()
         if not is_compiling():  # where torch.compile traces through this, nothing of it is in the graph
             module = _unwrapped(self) if wraps else self
-            counters = _counters.get(id(module))
-            if counters:
-                entered = [each for each in counters if each.enter(module, (*args, *kwargs.values()))]
+            if id(module) in _counters:
+                entered = enter(module, (*args, *kwargs.values()))
         try:
             return super(kind, self).__call__(*args, **kwargs) if before is None else before(self, *args, **kwargs)
         finally:
@@ -183,6 +184,10 @@ def _counting_call(kind: type[torch.nn.Module], before: Callable[..., Any] | Non
 
     __call__.__code__ = __call__.__code__.replace()  # of its own: torch.compile limits how many graphs one code has
     return __call__
+
+
+def _enter(module: torch.nn.Module, inputs: Sequence[Any]) -> list[SampleCounter]:
+    return [each for each in _counters.get(id(module), ()) if each.enter(module, inputs)]
 
 
 def _wrappers() -> tuple[type[torch.nn.Module], ...]:
