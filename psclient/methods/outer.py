@@ -23,9 +23,6 @@ from pscore.kernels.base import Feed
 log = logging.getLogger("psclient")
 
 
-_OPTIONAL = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
-
-
 class _Deltas(dict[int, torch.Tensor]):
     """What the local steps have done, by position, while it is being pushed; empty else."""
 
@@ -88,7 +85,8 @@ class Outer(ParameterServerOptimizer):
                 "Outer takes an optimizer, not parameters: "
                 "psclient.Outer(torch.optim.AdamW(model.parameters(), lr=3e-4), period=50, ...)"
             )
-        if inspect.signature(inner.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
+        closure = inspect.signature(inner.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
             raise ConfigurationError(
                 f"{type(inner).__name__} recomputes the loss within a step, and Outer calls inner.step() without a "
                 "closure; take an inner optimizer that steps on gradients, as torch.optim.AdamW"
