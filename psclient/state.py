@@ -99,7 +99,8 @@ def from_sgd(
     """Return a state of ``torch.optim.SGD`` as one of a method.
 
     Rates and weight decay are taken over. Momentum buffers are where the method has the same recurrence
-    (``u = m·u + g``, ``dampening=0``, the same ``m`` and ``nesterov``); else they have no place.
+    (``u = m·u + g``, ``dampening=0``, the same ``m`` and ``nesterov``). A state without momentum leaves the method
+    its own.
 
     Args:
         state: of torch.
@@ -108,33 +109,34 @@ def from_sgd(
         keeps_momentum: whether it has that recurrence.
 
     Raises:
-        ConfigurationError: another optimizer's state, or buffers without a place.
+        ConfigurationError: another optimizer's state, or momentum that the method does not go on with.
     """
     saved = state["param_groups"]
-    if len(saved) != len(groups) or not all({"lr", "momentum", "nesterov"} <= group.keys() for group in saved):
+    if not all({"lr", "momentum", "dampening", "nesterov"} <= group.keys() for group in saved):
         raise ConfigurationError(
             f"this state is of another optimizer, and {method!r} has no place for its memories: {_MODEL_ALONE}. "
             "torch.optim.SGD's state is taken over, and psclient.Outer(inner, …) goes on with any: load it into inner"
         )
+    if len(saved) != len(groups):
+        raise ConfigurationError(f"this state has {len(saved)} param groups; make the optimizer with these, as it was")
     memories: dict[int, dict[str, Any]] = {}
+    taken = []
     for theirs, ours in zip(saved, groups, strict=True):
-        alike = keeps_momentum and not (theirs.get("dampening") or theirs.get("maximize"))
+        alike = keeps_momentum and not theirs["dampening"]
         alike &= (theirs["momentum"], theirs["nesterov"]) == (ours.get("momentum"), ours.get("nesterov", False))
+        if (theirs["momentum"] and not alike) or theirs.get("maximize"):
+            raise ConfigurationError(
+                f"this state of SGD has momentum {theirs['momentum']:g}, dampening {theirs['dampening']:g}, nesterov "
+                f"{theirs['nesterov']} and maximize {theirs.get('maximize')}, and {method!r} as made here does not go "
+                f"on with that: {_MODEL_ALONE}, or go on with psclient.ASGD, SSGD or WAGMA and the same momentum and "
+                "nesterov; none has dampening or maximize"
+            )
         for key in theirs["params"]:
             buffer = state["state"].get(key, {}).get("momentum_buffer")
-            if buffer is not None and not alike:
-                raise ConfigurationError(
-                    f"this state of SGD has momentum {theirs['momentum']}, which {method!r} as made here does not "
-                    f"go on with: {_MODEL_ALONE}, or go on with psclient.ASGD, SSGD or WAGMA and the same momentum "
-                    "and nesterov, and no dampening"
-                )
             if buffer is not None:
                 memories[key] = {"momentum": buffer.float().reshape(-1)}
-    taken = [
-        {**ours, **{name: theirs[name] for name in ("lr", "weight_decay", "initial_lr") if name in theirs}}
-        | {"params": theirs["params"]}
-        for theirs, ours in zip(saved, groups, strict=True)
-    ]
+        same = {name: theirs[name] for name in ("params", "lr", "weight_decay", "initial_lr") if name in theirs}
+        taken.append({**ours, **same})
     return {"state": memories, "param_groups": taken}
 
 

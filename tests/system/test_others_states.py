@@ -90,6 +90,8 @@ def test_sgd_without_momentum_gives_its_rate_to_any_method():
         ("dgs", torch.optim.SGD, {"lr": 0.1, "momentum": 0.7}, "psclient.ASGD"),
         ("asgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}, "same momentum"),
         ("asgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "nesterov"),
+        ("dgs", torch.optim.SGD, {"lr": 0.1, "maximize": True}, "maximize"),
+        ("dgs", torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.7}, "another optimizer"),
         ("dgs", torch.optim.AdamW, {"lr": 0.1}, "weights alone.*Outer"),
         ("server", torch.optim.AdamW, {"lr": 0.1}, "moments begin anew.*--init"),
         ("outer", torch.optim.SGD, {"lr": 0.1}, "optimizer.inner.load_state_dict"),
