@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from psclient.buffers import BufferExchange
 from psclient.errors import LeaseLostError, ModelChangedError, ModelLoadedError, ServerFaultError, from_refusal
+from psclient.groups import Rates
 from psclient.jobs import JobThread
 from psclient.membership import Membership
 from psclient.merging.trace import PushTiming
@@ -153,7 +154,7 @@ class Cluster:
 
     # Pushing and pulling
 
-    def open_push(self, step: int, samples: int, learning_rate: float, groups: Sequence[Span]) -> list[dict[int, int]]:
+    def open_push(self, step: int, samples: int, rates: Rates, groups: Sequence[Span]) -> list[dict[int, int]]:
         """Begin a push at every shard; return, for each shard, which place each group has in its plan."""
         places = []
         finished = self.progress.open_push(samples)
@@ -161,7 +162,7 @@ class Cluster:
             parts = {number: group.intersect(shard.span) for number, group in enumerate(groups)}
             parts = {number: part for number, part in parts.items() if part.length}
             told = finished if shard is self.membership.coordinator else []
-            shard.open_push(self.membership.identity, step, samples, learning_rate, list(parts.values()), told)
+            shard.open_push(self.membership.identity, step, samples, rates, list(parts.values()), told)
             places.append({number: place for place, number in enumerate(parts)})
         return places
 

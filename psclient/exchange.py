@@ -13,6 +13,7 @@ import torch
 from psclient.cluster import Cluster
 from psclient.compression import Compressor, Tally
 from psclient.errors import from_refusal
+from psclient.groups import Rates
 from psclient.merging.planner import Planner
 from psclient.merging.trace import Trace
 from psclient.push import Pusher
@@ -64,13 +65,13 @@ class Exchange:
         """True while the last push is not settled."""
         return self._cluster.in_doubt
 
-    def open(self, samples: int, learning_rate: float) -> StepReport:
+    def open(self, samples: int, rates: Rates) -> StepReport:
         """Begin the push of a new step; the last one must be settled."""
         self.step = max(self.step + 1, self._cluster.membership.first_step)
         self._trace = Trace(self.groups, time.perf_counter())
         self._opened_trace = tracing.begin_step(step=self.step, worker=self._cluster.membership.identity.worker_id)
         with self._opened_trace.active():
-            self._pusher.open(self.step, samples, learning_rate)
+            self._pusher.open(self.step, samples, rates)
         return StepReport(self.step)
 
     def regroup(self) -> None:

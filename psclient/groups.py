@@ -1,12 +1,24 @@
 """Which param group each trained parameter belongs to now."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from psclient.hyperparameters import check_hyperparameters
 from psclient.methods.base import Group
+
+
+class Rates(NamedTuple):
+    """Learning rates of one push.
+
+    Attributes:
+        carried: that the pushed values carry; 1 where they are gradients.
+        of_groups: at which the server's optimizer is to step each param group; empty where it has its own.
+    """
+
+    carried: float
+    of_groups: tuple[float, ...] = ()
 
 
 class ParamGroups:
@@ -34,9 +46,9 @@ class ParamGroups:
         group = self._group_of.get(id(parameter))
         return None if group is None else {**group, "lr": float(group.get("lr", 1.0))}
 
-    def first_rate(self) -> float:
-        """Return the learning rate of the first group now."""
-        return float(self.all[0]["lr"])
+    def rates(self) -> Rates:
+        """Return the rate that pushed values carry: that of the first group now."""
+        return Rates(float(self.all[0]["lr"]))
 
     def set_density(self, density: float) -> None:
         """Give every group a density.

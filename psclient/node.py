@@ -257,7 +257,7 @@ class NodeOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state of the leader over; the other processes take the hyper-parameters of it."""
         if self._leader is None:
-            _, plain = split(state_dict, self.defaults)
+            _, plain = split(state_dict, None)
             super().load_state_dict(plain | {"state": {}})
             return
         self._leader.load_state_dict(state_dict)

@@ -18,7 +18,7 @@ from psclient import settings as client_settings
 from psclient.errors import ConfigurationError, CopyRefusedError, FingerprintMismatchError, ServerUnreachableError
 from psclient.firstbatches import FirstBatches
 from psclient.gradients import gather, refuse_averaged
-from psclient.groups import ParamGroups
+from psclient.groups import ParamGroups, Rates
 from psclient.hyperparameters import check_hyperparameters
 from psclient.jobs import JobThread
 from psclient.lifecycle import Lifecycle, end_earlier, has_other
@@ -32,7 +32,7 @@ from psclient.rounds import Rounds
 from psclient.samplecount import SampleCounter
 from psclient.session import Server, open_session, server_string
 from psclient.settings import ClientSettings, OnLoad
-from psclient.state import PushMark, restore_memories, split, stale_residuals, taken_back
+from psclient.state import PushMark, from_sgd, restore_memories, split, stale_residuals, taken_back
 from psclient.stepper import CLOSING_SECONDS, GradientSource, Stepper
 from pscore.reasons import Reason
 
@@ -80,10 +80,12 @@ class ParameterServerOptimizer(Optimizer, ABC):
     """
 
     name: ClassVar[str]
+    momentum_is_torchs: ClassVar[bool] = False
+    """Whether ``state[parameter]["momentum"]`` is what ``torch.optim.SGD`` keeps as ``momentum_buffer``."""
+    server_remembers: bool = False
+    """Whether the server's optimizer has a memory, which no state of a worker holds."""
     asynchronous: ClassVar[bool] = True
     """Whether all workers' updates meet in one model one by one, which adds momentum of its own."""
-    sends_rate_times_gradient: ClassVar[bool] = True
-    """Whether what is pushed carries the learning rate (that of the first param group), else it is a gradient."""
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._groups,
             session,
             schedule,
-            self._groups.first_rate if self.sends_rate_times_gradient else lambda: 1.0,
+            self.rate_source(self._groups),
             self.gradient_source(self._model, self._groups),
             synchronous=rounds is not None or not self.asynchronous,
         )
@@ -220,6 +222,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def gradient_source(self, model: TrainedModel, groups: ParamGroups) -> GradientSource:
         """Return what collects a step's gradients; it must not refer to the optimizer, which would never be freed."""
         return partial(gather, model, groups)
+
+    def rate_source(self, groups: ParamGroups) -> Callable[[], Rates]:
+        """Return what says the learning rates of a push; it must not refer to the optimizer."""
+        return groups.rates
 
     def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
         """Return a factor for all gradients of this step; 1 unless the method clips.
@@ -461,26 +467,42 @@ class ParameterServerOptimizer(Optimizer, ABC):
         except ServerUnreachableError as error:
             log.warning("saving the state with a push in doubt: %s", error)
         state = taken_back(self.state, self._exchange, super().state_dict)
-        state["psclient"] = PushMark.now(self._membership, self._exchange).plain()
+        state["psclient"] = PushMark.now(self.name, self._membership, self._exchange).plain()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take residuals and hyper-parameters over.
 
         Residuals that are older than the last push that the server has applied from this worker hold gradients that
-        were sent since; they are dropped, with a warning.
+        were sent since; they are dropped, with a warning. A state of ``torch.optim.SGD`` gives its rates and weight
+        decay, and its momentum where the method has the same.
+
+        Raises:
+            ConfigurationError: another method, or another optimizer, has saved it; the message says how to go on.
         """
         if self._lifecycle.in_child:
             self._require_open()
-        mark, plain = split(state_dict, self.defaults)
+        mark, plain = split(state_dict, self.name)
+        if mark is None:
+            plain = self._from_torch(plain)
         self._call(self._stepper.rest)  # a push that is applied later would count beside what is loaded
         super().load_state_dict(plain)
-        self._groups.assign(self.param_groups)
+        self._assign_groups()
         self._compressor.memories = self.state  # torch has put a new dict in the place of the old one
         restore_memories(self, plain)
         if mark is None:
             return
-        now = PushMark.now(self._membership, self._exchange)
+        now = PushMark.now(self.name, self._membership, self._exchange)
+        if self.server_remembers and mark.run != now.run and now.version < mark.version:
+            log.warning(
+                "this state is of version %d of run %s, and run %s is at version %d: moments and schedule of the "
+                "server's optimizer begin anew. The server keeps them: through restarts with psservice serve "
+                "--data-dir DIR, and another run begins with them by --init DIR",
+                mark.version,
+                mark.run,
+                now.run,
+                now.version,
+            )
         if stale_residuals(mark, now, self._membership.last_push_record):
             log.warning(
                 "this state was saved at step %d of worker %s, and the server has applied a later push: its residuals "
@@ -500,6 +522,12 @@ class ParameterServerOptimizer(Optimizer, ABC):
         raise CopyRefusedError(type(self).__name__)
 
     # Inner parts
+
+    def _from_torch(self, state: dict[str, Any]) -> dict[str, Any]:
+        return from_sgd(state, self.param_groups, self.name, keeps_momentum=self.momentum_is_torchs)
+
+    def _assign_groups(self) -> None:
+        self._groups.assign(self.param_groups)
 
     def _run(self, work: Callable[[], Result]) -> Result:
         """Run work of the training loop in the optimizer's own thread, and wait for it."""

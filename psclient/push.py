@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from psclient.cluster import Cluster
+from psclient.groups import Rates
 from psclient.methods.base import Sent
 from psclient.report import StepReport
 from pscore import frames
@@ -40,9 +41,9 @@ class Pusher:
         self.groups = groups
         self._spans = [Span(offsets[group.start], offsets[group.stop]) for group in groups]
 
-    def open(self, step: int, samples: int, learning_rate: float) -> None:
+    def open(self, step: int, samples: int, rates: Rates) -> None:
         """Begin a push at every shard."""
-        self.places = self._cluster.open_push(step, samples, learning_rate, self._spans)
+        self.places = self._cluster.open_push(step, samples, rates, self._spans)
 
     def send(
         self, report: StepReport, number: int, sent: Sequence[tuple[int, Sent]], *, exact: bool = False

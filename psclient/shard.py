@@ -15,6 +15,7 @@ import grpc
 
 from psclient.connection import Connection, Patience
 from psclient.errors import ServerFaultError, Transient
+from psclient.groups import Rates
 from psclient.link import LinkSpeed
 from psclient.merging.trace import PushTiming
 from psclient.settings import AUTO, ClientSettings
@@ -184,7 +185,7 @@ class ShardClient:
         identity: pb.WorkerIdentity,
         step: int,
         samples: int,
-        learning_rate: float,
+        rates: Rates,
         plan: list[Span],
         finished: list[pb.FinishedSamples],
     ) -> None:
@@ -202,7 +203,8 @@ class ShardClient:
             generation=generation,
             base_version=self.version,
             samples=samples,
-            learning_rate=learning_rate,
+            learning_rate=rates.carried,
+            group_rates=rates.of_groups,
             plan=[pb.Group(start=group.start, length=group.length) for group in plan],
             finished=finished,
         )

@@ -17,7 +17,7 @@ from psclient.errors import (
     ServerUnreachableError,
 )
 from psclient.gradients import Interrupted, finite
-from psclient.groups import ParamGroups
+from psclient.groups import ParamGroups, Rates
 from psclient.hyperparameters import MomentumAdvice
 from psclient.model import TrainedModel
 from psclient.overlap import Overlap
@@ -46,7 +46,7 @@ class Stepper:
         groups: with which hyper-parameters.
         session: the worker's parts.
         schedule: the density of each step; ``None`` leaves it to the param groups.
-        learning_rate: returns the learning rate that pushed values carry.
+        rates: returns the learning rates of the next push.
         synchronous: whether updates are gathered in rounds, or go to a model of the worker's own.
         gradients: collects what there is to push.
 
@@ -61,7 +61,7 @@ class Stepper:
         groups: ParamGroups,
         session: Session,
         schedule: Schedule | None,
-        learning_rate: Callable[[], float],
+        rates: Callable[[], Rates],
         gradients: GradientSource,
         *,
         synchronous: bool,
@@ -69,7 +69,7 @@ class Stepper:
         """Prepare; :meth:`start` follows the joining."""
         self.report = StepReport(0)
         self.totals = Totals()
-        self._model, self._groups, self._schedule, self._learning_rate = model, groups, schedule, learning_rate
+        self._model, self._groups, self._schedule, self._rates = model, groups, schedule, rates
         self._gather, self._synchronous = gradients, synchronous
         self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
         self._samples: SampleCounter | None = None
@@ -141,11 +141,12 @@ class Stepper:
         self.rest()
         if self._membership.run_finished:
             return
+        rates = self._rates()
         if self._samples is not None:
             self._samples.leave_out(samples)
         self._samples_since_exchange += samples
         self.totals.samples += samples
-        report = self.report = self._exchange.open(samples, self._learning_rate())
+        report = self.report = self._exchange.open(samples, rates)
         self._push(report, lambda number: self._exchange.send_held(report, number))
         self.totals.add(report)
 
@@ -298,13 +299,14 @@ class Stepper:
 
     def _begin(self, samples: int | None = None) -> StepReport:
         """Open the push of a new step, at the density that the schedule gives it."""
+        rates = self._rates()
         if self._schedule is not None:
             self._groups.set_density(self._schedule(self._exchange.step + 1))
         counted = self._samples.take(warn=samples is None) if self._samples is not None else 1
         samples = counted if samples is None else samples
         self._samples_since_exchange += samples
         self.totals.samples += samples
-        return self._exchange.open(samples, self._learning_rate())
+        return self._exchange.open(samples, rates)
 
     def _push(self, report: StepReport, send: Callable[[int], None]) -> None:
         """Send every group of the open push, commit, and settle."""

@@ -16,6 +16,7 @@ from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
 from psservice.identities import require_name
+from psservice.rules.update.specs import LARGEST_RATE
 
 MOST_FIRST_VERSION = 1 << 52
 """From where at most a shard counts on whose model is uploaded; what a worker names beyond that is brought down to it,
@@ -47,6 +48,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[Number, Number]]] = {
         "base_version": (0, _MOST_VERSION),
         "samples": (0, _MOST_PUSH_SAMPLES),
         "learning_rate": (0.0, _LARGEST_RATE),
+        "group_rates": (0.0, LARGEST_RATE),
     },
     "PullDiffRequest": {
         "generation": (0, _MOST_GENERATION),
@@ -81,9 +83,10 @@ _MOST_INNER_FIELDS = MOST_TENSORS + 1  # of one in it: a layout has its tensors 
 def require(message: Message) -> None:
     """Check the numbers of one message, not those of messages in it; raises :class:`Refusal` (``BAD_REQUEST``)."""
     for field, (least, most) in BOUNDS.get(message.DESCRIPTOR.name, {}).items():
-        value = getattr(message, field)
-        if not least <= value <= most:  # so that what is not a number is refused too
-            raise Refusal(Reason.BAD_REQUEST, f"{field} is {value}; it must be {least} to {most}")
+        found = getattr(message, field)
+        for value in (found,) if isinstance(found, int | float) else found:
+            if not least <= value <= most:  # so that what is not a number is refused too
+                raise Refusal(Reason.BAD_REQUEST, f"{field} is {value}; it must be {least} to {most}")
 
 
 def require_join(request: pb.JoinRequest) -> None:

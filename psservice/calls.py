@@ -48,5 +48,7 @@ class Push:
     """That the values carry; 0 where it is not known."""
     finished: Mapping[str, Share] = field(default_factory=dict)
     """Samples that it finishes, by dataset."""
+    group_rates: Sequence[float] = ()
+    """At which the server's optimizer is to step its param groups; empty for those agreed."""
     run_id: str = ""
     """The run that its worker names."""

@@ -278,7 +278,9 @@ class Engine(ShardState):
             self.persistence.events.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
             started = time.perf_counter_ns()
             with self.writer.all_or_stop():
-                correction = Correction(factor, push.base_version, push.learning_rate, push.samples > 0)
+                correction = Correction(
+                    factor, push.base_version, push.learning_rate, push.samples, tuple(push.group_rates)
+                )
                 version = model.take(push.identity.worker_id, update, correction, push.step)  # refused: by a replay too
                 if not self.run.run_id:
                     self.run.follow(push.run_id)

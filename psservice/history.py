@@ -347,7 +347,11 @@ class History:
             )
         update = on_device(merge(self.span, segments), self.model.theta.device)
         correction = Correction(
-            answer.applied_scale or 1.0, header.base_version, header.learning_rate, header.samples > 0
+            answer.applied_scale or 1.0,
+            header.base_version,
+            header.learning_rate,
+            header.samples,
+            tuple(header.group_rates),
         )
         try:
             self.model.take(header.identity.worker_id, update, correction, header.step)

@@ -28,6 +28,7 @@ class ASGD(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "asgd"
+    momentum_is_torchs: ClassVar[bool] = True
 
     def __init__(
         self, params: ParamsT, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, **connection: Any

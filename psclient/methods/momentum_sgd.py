@@ -1,7 +1,11 @@
 """MomentumSGD: the single-node baseline."""
 
+from typing import Any
+
 from torch.optim import SGD
 from torch.optim.optimizer import ParamsT
+
+from psclient.state import split
 
 
 class MomentumSGD(SGD):
@@ -31,3 +35,9 @@ class MomentumSGD(SGD):
         super().__init__(
             params, lr=lr, momentum=momentum, weight_decay=weight_decay, dampening=dampening, nesterov=nesterov
         )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state of ``torch.optim.SGD`` over; raises :class:`ConfigurationError` for one of another method."""
+        if "psclient" in state_dict:
+            split(state_dict, "momentum_sgd")
+        super().load_state_dict(state_dict)

@@ -1,8 +1,11 @@
 """Outer: local steps with any torch optimizer, then one push of the difference (DiLoCo and SparseLoCo family)."""
 
+import inspect
 import json
 import logging
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +13,7 @@ from torch.optim import Optimizer
 
 from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError, SparsepsError
 from psclient.gradients import Interrupted, finite, gather
-from psclient.groups import ParamGroups
+from psclient.groups import ParamGroups, Rates
 from psclient.methods.base import Group, Sparse, State, Step, Whole, memory
 from psclient.model import TrainedModel
 from psclient.optimizer import Density, ParameterServerOptimizer
@@ -43,7 +46,8 @@ class Outer(ParameterServerOptimizer):
     Asynchronous unless ``rounds`` is given: then the ways of several workers are added up, where a round takes their
     mean. The defaults are for that; DiLoCo has ``momentum=0.9, rounds=psclient.Rounds()``.
 
-    In a training loop it stands where the inner optimizer stood, which keeps its schedulers::
+    In a training loop it stands where the inner optimizer stood. The param groups are the inner optimizer's, so a rate
+    set there is the inner one, and a scheduler may be built on either::
 
         inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = psclient.Outer(inner, period=50, model=model, server="host:50051", rounds=psclient.Rounds())
@@ -57,10 +61,12 @@ class Outer(ParameterServerOptimizer):
         density: ``ρ``; a number, or a function of the number of the push.
         decay: ``β``, what is left of the error of the last push; 1 loses nothing.
         **connection: see :class:`~psclient.optimizer.ParameterServerOptimizer`; ``overlap`` is not to be had.
+
+    Raises:
+        ConfigurationError: a value is out of its range, or the inner optimizer cannot step without a closure.
     """
 
     name: ClassVar[str] = "outer"
-    sends_rate_times_gradient: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -79,13 +85,26 @@ class Outer(ParameterServerOptimizer):
                 "Outer takes an optimizer, not parameters: "
                 "psclient.Outer(torch.optim.AdamW(model.parameters(), lr=3e-4), period=50, ...)"
             )
+        closure = inspect.signature(inner.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ConfigurationError(
+                f"{type(inner).__name__} recomputes the loss within a step, and Outer calls inner.step() without a "
+                "closure; take an inner optimizer that steps on gradients, as torch.optim.AdamW"
+            )
         if not isinstance(period, int) or period < 1:
             raise ConfigurationError(f"period must be a number of local steps, at least 1, not {period!r}")
         if not 0 <= decay <= 1:
             raise ConfigurationError(f"decay must be from 0 to 1, not {decay!r}")
         if connection.get("overlap"):
             raise ConfigurationError("overlap=True pushes gradients, and local steps push none; leave it out")
-        self.inner, self.period = inner, period
+        if momentum and connection.get("rounds") is None:
+            log.warning(
+                "momentum=%g without rounds: the server adds the local steps of all workers up, and momentum on top of "
+                "that learns nothing with several; pass rounds=psclient.Rounds(), or leave momentum out",
+                momentum,
+            )
+        self.inner, self.period, self._lr = inner, period, lr
+        self.server_remembers = momentum > 0
         self._local_steps = 0
         self._trained_samples = 0  # in the local steps since the last push
         self._deltas = _Deltas()
@@ -95,6 +114,8 @@ class Outer(ParameterServerOptimizer):
         self._agreed = {"update": "torch", "optimizer": json.dumps({"name": "SGD", "options": options})}
         params = [{"params": list(group["params"])} for group in inner.param_groups]
         super().__init__(params, {"decay": decay}, density, **connection)
+        self.param_groups = inner.param_groups
+        inner.register_load_state_dict_post_hook(partial(_follow, weakref.ref(self)))
         self._start = [parameter.detach().clone() for parameter in self._model.parameters]
 
     def agreed_settings(self) -> dict[str, str]:
@@ -103,12 +124,21 @@ class Outer(ParameterServerOptimizer):
         given = [each for group in self.param_groups for each in group["params"]]
         trained = sorted(positions[id(each)] for each in given if id(each) in positions)
         groups = json.dumps([{"tensors": trained, "options": {}}])
-        period, decay = str(self.period), str(float(self.param_groups[0]["decay"]))
+        period, decay = str(self.period), str(float(self.defaults["decay"]))
         return super().agreed_settings() | self._agreed | {"groups": groups, "period": period, "decay": decay}
 
     def gradient_source(self, model: TrainedModel, groups: ParamGroups) -> GradientSource:
         """Return what collects the differences."""
         return self._deltas.among
+
+    def rate_source(self, groups: ParamGroups) -> Callable[[], Rates]:
+        """Return what says that differences are pushed, which carry no rate."""
+        return partial(Rates, 1.0)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the server's step, agreed by all workers; those of ``param_groups`` are the inner ones."""
+        return self._lr
 
     @property
     def unfinished(self) -> bool:
@@ -224,9 +254,15 @@ class Outer(ParameterServerOptimizer):
         """Take both optimizers' states over."""
         outer = {name: value for name, value in state_dict.items() if name != "inner"}
         if "inner" not in state_dict:
-            raise ConfigurationError("this state is another optimizer's: it has no inner")
+            raise ConfigurationError(
+                "this state is another optimizer's: it has no inner; a state of the inner optimizer is for "
+                "optimizer.inner.load_state_dict()"
+            )
         super().load_state_dict(outer)
-        self.inner.load_state_dict(state_dict["inner"])
+        self.inner.load_state_dict(state_dict["inner"])  # and with it the groups
+
+    def _assign_groups(self) -> None:
+        """Leave the outer step's groups as they are: those that a loop sees are the inner optimizer's."""
 
     def _check_added(self, group: Group) -> None:
         super()._check_added(group)
@@ -296,3 +332,10 @@ class Outer(ParameterServerOptimizer):
     def _begin_here(self) -> None:
         for parameter, start in zip(self._model.parameters, self._start, strict=True):
             start.copy_(parameter)
+
+
+def _follow(outer: "weakref.ref[Outer]", inner: Optimizer) -> None:
+    """Let an outer optimizer have the groups that its inner one has loaded."""
+    found = outer()
+    if found is not None:
+        found.param_groups = inner.param_groups

@@ -1,17 +1,30 @@
 """ServerOptimizer: workers push gradients, and a ``torch.optim`` optimizer on the server takes the steps."""
 
+import inspect
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
+import torch
 from torch.optim.optimizer import ParamsT
 
 from psclient.errors import ConfigurationError
+from psclient.groups import ParamGroups, Rates
 from psclient.methods.base import Group, Sparse, State, Step, Whole, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
 from pscore.kernels.base import Feed
 
-_WORKERS_OWN = frozenset({"params", "param_names", "density"})
+log = logging.getLogger("psclient")
+
+_WORKERS_OWN = frozenset(
+    {"params", "param_names", "name", "density", "lr_scale", "initial_lr", "max_lr", "min_lr"}
+    | {"swa_lr", "fused", "foreach", "capturable", "differentiable"}
+)
+"""What a param group may have that is of no use to the server: names, what schedulers keep, how torch computes."""
+
+_COUNTED = {"versions": "", "samples": " samples"}
 
 
 class ServerOptimizer(ParameterServerOptimizer):
@@ -27,29 +40,33 @@ class ServerOptimizer(ParameterServerOptimizer):
     of a sparse push are gradients of zero, so a step changes everything and replies are best cut to their largest
     differences, which the server's ``--down-mode auto`` does by itself then; ``lazy`` touches only what was sent.
 
-    The learning rate is the server's: give it, and a scheduler by name, here. A scheduler on the worker would drive
-    nothing, and there is no ``lr`` in the param groups for one to find.
+    The param groups have the learning rate, ``lr``, and each push takes it along: the server steps at it. So a rate set
+    by hand and a scheduler on the worker work as for any torch optimizer, and act on this worker's pushes; a round is
+    stepped at the mean of its workers' rates. A ``scheduler`` that is named here is the server's, one for all workers;
+    where a worker's rate differs from the agreed one, the scheduled rate is multiplied by the ratio of both. The other
+    options of a group stay as they were agreed, and changing one is an error.
 
     Args:
         params: parameters or param groups; a group's own options (``{"params": …, "weight_decay": 0.0}``) go to the
-            server's optimizer.
+            server's optimizer. Keys that it does not have stay here, with a warning.
         optimizer: name of a class in ``torch.optim``: ``"SGD"``, ``"RMSprop"``, ``"AdamW"``, …
         options: its options by name; numbers, words and lists of them.
         scheduler: a class in ``torch.optim.lr_scheduler`` by name with its options, ``("StepLR", {"step_size": 100})``;
             for ``SequentialLR`` and ``ChainedScheduler`` with a third entry, the list of the schedulers inside.
-        scheduler_every: versions of the model between two steps of the scheduler.
+        scheduler_every: versions of the model between two steps of the scheduler, or ``("samples", N)``: samples of all
+            workers. An epoch is ``("samples", len(dataset))``, however many workers share it.
         lazy: step only the entries of a sparse push, parameters and state alike.
         density: ``ρ``; a number, or a function of the step.
         **connection: ``rounds=psclient.Rounds()`` for one step a round; see
             :class:`~psclient.optimizer.ParameterServerOptimizer`.
 
     Raises:
-        ConfigurationError: an option cannot be sent.
+        ConfigurationError: an option cannot be sent; in ``step()``, one other than the rate was changed in a group.
         RefusedError: the server does not know the optimizer, or torch does not take the options.
     """
 
     name: ClassVar[str] = "server_optimizer"
-    sends_rate_times_gradient: ClassVar[bool] = False
+    server_remembers = True
 
     def __init__(
         self,
@@ -58,7 +75,7 @@ class ServerOptimizer(ParameterServerOptimizer):
         options: Mapping[str, Any] | None = None,
         *,
         scheduler: tuple[Any, ...] | str | None = None,
-        scheduler_every: int = 1,
+        scheduler_every: int | tuple[str, int] = 1,
         lazy: bool = False,
         density: Density = 1.0,
         **connection: Any,
@@ -71,34 +88,35 @@ class ServerOptimizer(ParameterServerOptimizer):
             raise ConfigurationError(f"the server's optimizer is given by name, as 'AdamW', not as {optimizer!r}")
         if options is not None and not isinstance(options, Mapping):
             raise ConfigurationError(f"options= must be the optimizer's options by name, not {options!r}")
-        if not isinstance(scheduler_every, int):
-            raise ConfigurationError(f"scheduler_every= must be a number of versions, not {scheduler_every!r}")
         self._agreed = {
             "update": "torch",
             "optimizer": _json({"name": optimizer, "options": dict(options or {})}, "options"),
             "scheduler": _json(_scheduler(scheduler), "scheduler") if scheduler is not None else "",
-            "scheduler_every": str(scheduler_every),
+            "scheduler_every": _every(scheduler_every),
             "lazy": "true" if lazy else "false",
         }
-        super().__init__(params, {}, density, **connection)
+        self._known, default_rate = _signature(optimizer)
+        super().__init__(params, {"lr": (options or {}).get("lr", default_rate)}, density, **connection)
 
     def agreed_settings(self) -> dict[str, str]:
         """Workers must agree on everything about the server's optimizer."""
         positions = {id(parameter): position for position, parameter in enumerate(self._model.parameters)}
+        unknown = {name for group in self.param_groups for name in group.keys() - _WORKERS_OWN - self._known}
+        if unknown:
+            log.warning(
+                "the server's optimizer has no %s: these keys of param groups stay on the worker",
+                ", ".join(sorted(unknown)),
+            )
         groups = []
-        for group in self.param_groups:
-            own = {name: value for name, value in group.items() if name not in _WORKERS_OWN}
+        for group, own in zip(self.param_groups, _options(self.param_groups, self._known), strict=True):
             served = sorted(positions[id(each)] for each in group["params"] if id(each) in positions)
-            groups.append({"tensors": served, "options": own})
+            rate = {} if group["lr"] == self.defaults["lr"] else {"lr": group["lr"]}
+            groups.append({"tensors": served, "options": own | rate})
         return super().agreed_settings() | self._agreed | {"groups": _json(groups, "param groups")}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See the base; a group has no rate."""
-        super().add_param_group(_Group(param_group))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a loaded state over, as torch does."""
-        super().__setstate__({**state, "param_groups": [_Group(group) for group in state["param_groups"]]})
+    def rate_source(self, groups: ParamGroups) -> Callable[[], Rates]:
+        """Return what says the rate of each group, and that nothing else was changed there."""
+        return partial(_rates, groups, self._known, _options(groups.all, self._known))
 
     def _check_added(self, group: Group) -> None:
         super()._check_added(group)
@@ -107,6 +125,13 @@ class ServerOptimizer(ParameterServerOptimizer):
                 "the server's optimizer has the param groups that it was made with, and would leave others alone; "
                 "a run that trains them too is another one"
             )
+
+    def _from_torch(self, state: dict[str, Any]) -> NoReturn:
+        raise ConfigurationError(
+            "this state is of an optimizer of torch's, and a worker cannot give its moments to the server: load the "
+            "model's weights alone, and moments begin anew; or begin the server with --init of a run that has them; or "
+            "go on with psclient.Outer(inner, …), whose inner optimizer takes this state"
+        )
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
@@ -117,16 +142,40 @@ class ServerOptimizer(ParameterServerOptimizer):
         return Whole(state.pop("residual").add_(g) if "residual" in state else g.clone())
 
 
-class _Group(dict[str, Any]):
-    """A param group without a rate, which says so to a scheduler that looks for one."""
+def _signature(optimizer: str) -> tuple[frozenset[str], float]:
+    """Return the options that a class of ``torch.optim`` has, and its default rate; the server knows which it takes."""
+    kind = getattr(torch.optim, optimizer, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        return frozenset(), 0.0
+    options = inspect.signature(kind).parameters
+    return frozenset(options.keys() - {"params"}), float(options["lr"].default) if "lr" in options else 0.0
 
-    def __missing__(self, name: str) -> NoReturn:
-        if name == "lr":
+
+def _options(groups: Sequence[Mapping[str, Any]], known: frozenset[str]) -> list[dict[str, Any]]:
+    """Return what each group has of its own for the server's optimizer, but for the rate."""
+    sent = known - _WORKERS_OWN - {"lr"}
+    return [{name: value for name, value in group.items() if name in sent} for group in groups]
+
+
+def _rates(groups: ParamGroups, known: frozenset[str], agreed: Sequence[Mapping[str, Any]]) -> Rates:
+    for number, (now, then) in enumerate(zip(_options(groups.all, known), agreed, strict=True)):
+        if now != then:
+            changed = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
             raise ConfigurationError(
-                "the learning rate is the server's, and a scheduler on the worker would drive nothing: name it to "
-                'ServerOptimizer, as scheduler=("StepLR", {"step_size": 100})'
+                f"{', '.join(changed)} of param group {number} is not what the server's optimizer was made with "
+                f"({then}), and only lr can be changed in a run: set it back, or begin another run with it"
             )
-        raise KeyError(name)
+    return Rates(1.0, tuple(float(group["lr"]) for group in groups.all))
+
+
+def _every(said: int | tuple[str, int]) -> str:
+    unit, count = said if isinstance(said, tuple | list) and len(said) == 2 else ("versions", said)
+    if unit not in _COUNTED or isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigurationError(
+            'scheduler_every= must be a number of versions or ("samples", N), at least 1; an epoch is '
+            f'("samples", len(dataset)); it is {said!r}'
+        )
+    return f"{count}{_COUNTED[unit]}"
 
 
 def _scheduler(said: tuple[Any, ...] | str) -> dict[str, Any]:

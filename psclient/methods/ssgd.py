@@ -34,6 +34,7 @@ class SSGD(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "ssgd"
+    momentum_is_torchs: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class WAGMA(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "wagma"
+    momentum_is_torchs: ClassVar[bool] = True
     asynchronous: ClassVar[bool] = False
 
     def __init__(

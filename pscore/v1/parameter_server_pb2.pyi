@@ -1475,6 +1475,7 @@ class PushHeader(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    GROUP_RATES_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The worker's step; from 1, rises within an incarnation, the same at every shard."""
@@ -1495,6 +1496,12 @@ class PushHeader(_message.Message):
         """The groups that follow: disjoint, inside the shard's range, each sent in ascending order. Empty where nothing follows."""
 
     @_builtins.property
+    def group_rates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """For update rule torch: learning rate of each param group for this step, in the order of method setting groups; empty
+        for those agreed.
+        """
+
+    @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedSamples]:
         """To shard 0: samples that this push finishes. They are finished if, and only if, it is applied."""
 
@@ -1508,11 +1515,12 @@ class PushHeader(_message.Message):
         samples: _builtins.int = ...,
         plan: _abc.Iterable[Global___Group] | None = ...,
         learning_rate: _builtins.float = ...,
+        group_rates: _abc.Iterable[_builtins.float] | None = ...,
         finished: _abc.Iterable[Global___FinishedSamples] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "finished", b"finished", "generation", b"generation", "identity", b"identity", "learning_rate", b"learning_rate", "plan", b"plan", "samples", b"samples", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "finished", b"finished", "generation", b"generation", "group_rates", b"group_rates", "identity", b"identity", "learning_rate", b"learning_rate", "plan", b"plan", "samples", b"samples", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

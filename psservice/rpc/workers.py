@@ -254,6 +254,7 @@ class WorkerCalls:
                     call.raw,
                     header.learning_rate,
                     finished_of(header),
+                    tuple(header.group_rates),
                     header.identity.run_id,
                 )
             )

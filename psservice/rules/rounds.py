@@ -17,7 +17,7 @@ import torch
 from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
-from psservice.rules.update.base import RuleState
+from psservice.rules.update.base import PLAIN, RuleState, StepInfo
 
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
 _POLL_SHARE = 0.1
@@ -109,6 +109,8 @@ class Round:
         self._sum = torch.zeros(span.length, dtype=torch.float32, device=device)
         self._touched: torch.Tensor | None = torch.zeros(span.length, dtype=torch.bool, device=device)
         self._opened = 0.0
+        self._rates: dict[str, tuple[float, ...]] = {}
+        self._samples = 0
         self.contributors: set[str] = set()
         self.away: set[str] = set()
         self.is_empty = True
@@ -123,13 +125,14 @@ class Round:
         """When to ask again: a share of how long it has taken already."""
         return min(max(_POLL_SHARE * self.age_seconds, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
 
-    def add(self, worker: str, update: Segment | None, *, is_step: bool = True) -> None:
+    def add(self, worker: str, update: Segment | None, info: StepInfo = PLAIN) -> None:
         """Take a contribution in; several of one worker count as one.
 
         Args:
             worker: whose.
             update: over the shard; ``None``: it has no entries.
-            is_step: else it is what a worker still held when it was told to stop: added, and not counted.
+            info: its rates, of which a worker's last count, and its samples. Without samples it is what a worker still
+                held when it was told to stop: added, and not counted.
 
         Raises:
             Refusal: ``NON_FINITE``, where the sum might leave the range of fp32.
@@ -145,7 +148,10 @@ class Round:
                 if self._touched is not None:
                     self._touched[update.offsets] = True
         self.is_empty = self.is_empty and update is None
-        if is_step:
+        if update is not None or info.samples:
+            self._rates[worker] = info.rates
+            self._samples += info.samples
+        if info.samples:
             if not self.contributors:
                 self._opened = self._clock()
             self.contributors.add(worker)
@@ -156,8 +162,8 @@ class Round:
         self.close()
         self.away = set(away)
 
-    def close(self) -> Segment | None:
-        """Return the mean over the contributors, and begin the next round."""
+    def close(self) -> tuple[Segment | None, StepInfo]:
+        """Return the means of updates and rates and the sum of samples, and begin the next round."""
         count = max(1, len(self.contributors))
         if self._touched is None:
             mean: Segment | None = Segment(self._span, None, self._sum / count)
@@ -168,8 +174,9 @@ class Round:
             mean = Segment(self._span, offsets, self._sum[offsets] / count) if offsets.numel() else None
             self._sum[offsets] = 0
             self._touched[offsets] = False
-        self.contributors, self.is_empty = set(), True
-        return mean
+        info = StepInfo(tuple(map(_mean, zip(*self._rates.values(), strict=True))), self._samples)
+        self.contributors, self.is_empty, self._rates, self._samples = set(), True, {}, 0
+        return mean, info
 
     def export(self) -> RuleState:
         """Copy what has come so far."""
@@ -178,7 +185,13 @@ class Round:
         tensors = {"sum": self._sum.clone()}
         if self._touched is not None:
             tensors["touched"] = self._touched.clone()
-        plain = {"contributors": sorted(self.contributors), "away": sorted(self.away), "is_empty": self.is_empty}
+        plain = {
+            "contributors": sorted(self.contributors),
+            "away": sorted(self.away),
+            "is_empty": self.is_empty,
+            "rates": self._rates,
+            "samples": self._samples,
+        }
         return RuleState(plain, tensors)
 
     def restore(self, state: RuleState) -> None:
@@ -188,7 +201,14 @@ class Round:
         self.is_empty = bool(state.plain["is_empty"])
         self.contributors = {str(name) for name in state.plain["contributors"]}
         self.away = {str(name) for name in state.plain["away"]}
+        self._rates = {str(name): tuple(map(float, rates)) for name, rates in state.plain["rates"].items()}
+        self._samples = int(state.plain["samples"])
         self._sum.copy_(state.tensors["sum"])
         touched = state.tensors.get("touched")
         self._touched = None if touched is None else touched.to(self._sum.device)
         self._opened = self._clock()
+
+
+def _mean(rates: tuple[float, ...]) -> float:
+    """Return a mean that does not depend on the order, and is the rate itself where all are the same."""
+    return rates[0] if min(rates) == max(rates) else math.fsum(rates) / len(rates)

@@ -18,8 +18,8 @@ from pscore.tracing import traced
 from psservice.rules.freezing import Decision, Freezing, Frozen
 from psservice.rules.groups import GroupSettings
 from psservice.rules.regime import Regime
-from psservice.rules.update.base import RuleState
-from psservice.shard.model import Correction, ModelShard, ShardSettings
+from psservice.rules.update.base import RuleState, StepInfo
+from psservice.shard.model import NO_CORRECTION, Correction, ModelShard, ShardSettings
 
 _ALMOST_ALL = 0.8  # from here on a support is everything, as in the ledger
 
@@ -103,17 +103,17 @@ class GroupedShard(ModelShard):
         return False
 
     @traced("apply")
-    def take(self, worker: str, push: Segment | None, correction: Correction | None = None, step: int = 0) -> int:
+    def take(self, worker: str, push: Segment | None, correction: Correction = NO_CORRECTION, step: int = 0) -> int:
         """Change a worker's own model; if its round is frozen, average it with that as the rule for the late says.
 
         Raises:
             Refusal: ``NON_FINITE``; nothing is changed.
         """
         own, iteration = self._models[worker], step - 1
-        if push is not None and correction is not None:
+        if push is not None:
             push = self._corrected(push, correction)
         own.version = self.version
-        self.version = own.apply(push)
+        self.version = own.apply(push, StepInfo((), correction.samples))
         waits = self.rounds.arrive(worker, iteration)
         kept = self._kept[worker]
         place = kept.get(iteration)

@@ -16,7 +16,7 @@ from pscore.segment import Segment
 from pscore.tracing import traced
 from psservice.rules.regime import Regime
 from psservice.rules.rounds import Round
-from psservice.rules.update.base import Place, RuleState
+from psservice.rules.update.base import PLAIN, Place, RuleState, StepInfo
 from psservice.rules.update.recut import RuleMemory
 from psservice.shard.ledger import Support, UpdateLedger, union
 from psservice.shard.past_values import Overwritten, PastValues, compensated
@@ -48,13 +48,18 @@ class Correction:
         factor: what it is multiplied by.
         base_version: what the gradient was taken at; ``None`` where that is of no interest.
         learning_rate: that the push carries; 0 where it is not known.
-        is_step: else it is what a worker still held when it flushed, of no sample, and counts for no round.
+        samples: of the step; 0 where it is what a worker still held when it flushed, which counts for no round.
+        group_rates: at which the update rule is to step its param groups; empty for those agreed.
     """
 
     factor: float = 1.0
     base_version: int | None = None
     learning_rate: float = 0.0
-    is_step: bool = True
+    samples: int = 1
+    group_rates: tuple[float, ...] = ()
+
+
+NO_CORRECTION = Correction()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ class ModelShard:
         self._offset_dtype = torch.int32 if span.length < 2**31 else torch.int64
 
     @traced("apply")
-    def take(self, worker: str, push: Segment | None, correction: Correction | None = None, step: int = 0) -> int:
+    def take(self, worker: str, push: Segment | None, correction: Correction = NO_CORRECTION, step: int = 0) -> int:
         """Take a push in: apply it, or add it to the open round.
 
         Args:
@@ -134,19 +139,25 @@ class ModelShard:
             The version that has it, which with a round is the one after its close.
 
         Raises:
-            Refusal: ``NON_FINITE``; nothing is changed.
+            Refusal: ``NON_FINITE``, or ``BAD_REQUEST`` where its rates are not one a param group; nothing is changed.
         """
-        if push is not None and correction is not None:
+        info = StepInfo(correction.group_rates or self._rule.rates, correction.samples)
+        if len(info.rates) != len(self._rule.rates):
+            raise Refusal(
+                Reason.BAD_REQUEST,
+                f"a push brings {len(info.rates)} group_rates; the run's update rule has {len(self._rule.rates)}",
+            )
+        if push is not None:
             push = self._corrected(push, correction)
         if self.round is None:
-            return self.apply(push)
-        self.round.add(worker, push, is_step=correction is None or correction.is_step)
+            return self.apply(push, info)
+        self.round.add(worker, push, info)
         return self.version + 1
 
-    def apply(self, push: Segment | None) -> int:
+    def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> int:
         """Apply one update over the shard's span (``None``: it has no entries) and return the new version."""
         before = None if self._past is None else self._before(push)
-        support = self._rule.apply(push)
+        support = self._rule.apply(push, info)
         self.spread = self._rule.spreads and push is not None and push.entries <= _SPARSE * self.span.length
         if self._past is not None and before is not None:
             self._past.note(before)
@@ -159,9 +170,8 @@ class ModelShard:
         and nobody is left to refuse it to.
         """
         assert self.round is not None
-        mean = self.round.close()
         try:
-            return self.apply(mean)
+            return self.apply(*self.round.close())
         except Refusal as error:
             log.error("a round was dropped", extra={"version": self.version + 1, "why": str(error)})
             return self._advance(self.support_of(None))

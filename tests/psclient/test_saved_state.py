@@ -1,12 +1,16 @@
 """Saved memories: restored in fp32, and dropped where they were sent since."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from psclient.errors import ConfigurationError
 from psclient.state import PushMark, restore_memories, stale_residuals
 
-MARK = PushMark("anna", "life-1", acknowledged_step=10, step=12)
+mark = partial(PushMark, "dgs", "run-1", 20, "anna")
+MARK = mark("life-1", acknowledged_step=10, step=12)
 
 
 def test_a_mark_survives_a_state_dict():
@@ -14,8 +18,9 @@ def test_a_mark_survives_a_state_dict():
     assert all(isinstance(value, str | int) for value in MARK.plain().values())
 
 
-def test_a_state_of_another_optimizer_has_no_mark():
-    assert PushMark.from_plain(None) is None
+def test_a_mark_of_an_earlier_version_is_refused():
+    with pytest.raises(ConfigurationError, match="weights alone"):
+        PushMark.from_plain({"worker": "anna", "incarnation": "1", "acknowledged_step": 1, "step": 1})
 
 
 @pytest.mark.parametrize(
@@ -31,7 +36,7 @@ def test_a_state_of_another_optimizer_has_no_mark():
     ids=["that push", "a server without a record", "a later push", "an earlier one", "another life", "its first step"],
 )
 def test_residuals_are_stale_once_the_server_knows_another_push(record, stale):
-    assert stale_residuals(MARK, PushMark("anna", "life-3", acknowledged_step=0, step=0), record) is stale
+    assert stale_residuals(MARK, mark("life-3", acknowledged_step=0, step=0), record) is stale
 
 
 @pytest.mark.parametrize(
@@ -41,13 +46,13 @@ def test_residuals_are_stale_once_the_server_knows_another_push(record, stale):
 )
 def test_residuals_are_stale_once_this_life_has_pushed_since(now, stale):
     incarnation, acknowledged = now
-    stands = PushMark("anna", incarnation, acknowledged, step=acknowledged)
+    stands = mark(incarnation, acknowledged, step=acknowledged)
     assert stale_residuals(MARK, stands, ("life-1", 10)) is stale
 
 
 def test_a_life_that_has_not_pushed_takes_its_own_state_back():
     """As wrappers do that take the state out of a new optimizer and put it in again."""
-    now = PushMark("anna", "life-2", acknowledged_step=0, step=0)
+    now = mark("life-2", acknowledged_step=0, step=0)
     assert not stale_residuals(now, now, ("life-1", 10))
 
 

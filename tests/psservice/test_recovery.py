@@ -60,7 +60,9 @@ def begin(engine, who=ANNA):
     upload(engine, values(), who, join(engine, LAYOUT, who).generation, buffers=START)
 
 
-def stream(engine, step, segment, who=ANNA, base=0, samples=1, codec=None, learning_rate=0.0, chunk_bytes=256):
+def stream(
+    engine, step, segment, who=ANNA, base=0, samples=1, codec=None, learning_rate=0.0, rates=(), chunk_bytes=256
+):
     """The messages of a push."""
     identity = pb.WorkerIdentity(run_id=engine.run.run_id, worker_id=who.worker_id, incarnation=who.incarnation)
     plan = [pb.Group(start=engine.span.start, length=engine.span.length)]
@@ -72,6 +74,7 @@ def stream(engine, step, segment, who=ANNA, base=0, samples=1, codec=None, learn
         samples=samples,
         plan=plan,
         learning_rate=learning_rate,
+        group_rates=rates,
     )
     messages, checksum = [pb.PushSparseRequest(header=header)], frames.Checksum()
     for chunk, _ in frames.encode(segment, frames.WireForm(codec), chunk_bytes=chunk_bytes) if segment else ():
@@ -94,6 +97,7 @@ def send(engine, step, segment, who=ANNA, **options):
             segments,
             [message.SerializeToString() for message in messages],
             header.learning_rate,
+            group_rates=tuple(header.group_rates),
         )
     )
 

@@ -22,12 +22,15 @@ RMSPROP = {
     "scheduler": json.dumps({"name": "StepLR", "options": {"step_size": 2, "gamma": 0.5}}),
     "scheduler_every": "2",
 }
+SAMPLED = RMSPROP | {"scheduler_every": "150 samples"}
 ADAFACTOR = {"update": "torch", "optimizer": json.dumps({"name": "Adafactor", "options": {"lr": 0.01}})}
 ROUNDS = {"rounds": json.dumps({"quorum": 0, "seconds": 0, "start_workers": 1})}
 
 REGIMES = {
     "adam": (ADAM, {}),
     "rmsprop with a schedule": (RMSPROP, {}),
+    "rmsprop with a schedule by samples": (SAMPLED, {}),
+    "rounds of that": (SAMPLED | ROUNDS, {}),
     "lazy adam": (ADAM | {"lazy": "true"}, {}),
     "adafactor": (ADAFACTOR, {}),
     "rounds": (ROUNDS, {}),
@@ -75,7 +78,8 @@ def play(engine, script, method_settings, steps):
                 }[action]()
                 stale = 0 if engine.model.round is not None else seed % 3
                 base = max(0, engine.model.version - stale)
-                send(engine, steps[who], segment, who, base=base, samples=1 + seed, learning_rate=0.1)
+                rates = [] if seed % 2 or "update" not in method_settings else [seed / 700]
+                send(engine, steps[who], segment, who, base=base, samples=1 + seed, learning_rate=0.1, rates=rates)
         except Refusal:
             pass
 
@@ -101,6 +105,18 @@ def test_the_next_server_goes_on_with_the_same_bits(name, script, after, tmp_pat
             play(again, later, method_settings, dict(steps))
             play(engine, later, method_settings, dict(steps))
             assert bits(theta(again)) == bits(theta(engine))
+
+
+@pytest.mark.parametrize("method_settings", [{}, ADAM, ADAM | ROUNDS], ids=["subtract", "adam", "rounds"])
+def test_a_push_with_rates_for_other_groups_is_refused_and_changes_nothing(method_settings, tmp_path):
+    with Shard(tmp_path / "live") as engine:
+        begin_regime(engine, method_settings)
+        before = bits(theta(engine))
+        with pytest.raises(Refusal, match="group_rates"):
+            send(engine, 1, Segment(engine.span, None, values(1)), rates=[0.1, 0.2])
+        assert bits(theta(engine)) == before
+        with Shard(after_a_crash(tmp_path / "live")) as again:
+            assert (bits(theta(again)), again.model.version) == (before, 0)
 
 
 @pytest.mark.parametrize("name", ["adam", "rounds of adam", "delay compensation"])

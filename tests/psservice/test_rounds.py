@@ -244,7 +244,7 @@ def test_the_mean_is_that_of_the_dense_updates(pushes, again):
             if update is not None:
                 where = torch.arange(50) if update.offsets is None else update.offsets
                 expected[where] += update.values.double()
-        mean = gathered.close()
+        mean, _ = gathered.close()
         found = torch.zeros(50)
         if mean is not None:
             found[torch.arange(50) if mean.offsets is None else mean.offsets] = mean.values

@@ -222,6 +222,56 @@ def test_a_schedule_drives_the_inner_rate():
     assert inner.param_groups[0]["lr"] == pytest.approx(0.0125)
 
 
+def test_the_groups_are_the_inner_optimizers():
+    """A rate set on either, and a scheduler built on either, is the inner's."""
+    mine = model()
+    inner = torch.optim.SGD([{"params": mine[0].parameters()}, {"params": mine[2].parameters(), "lr": 0.2}], lr=0.1)
+    with outer(mine, 2, inner, lr=0.7) as optimizer:
+        assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        train_step(mine, optimizer, *make_data(count=32))
+        schedule.step()
+        assert [group["lr"] for group in inner.param_groups] == [0.05, 0.1]
+        inner.load_state_dict(inner.state_dict())  # torch makes new groups of it
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        before = values(mine)
+        train_step(mine, optimizer, *make_data(count=32, seed=2))
+        assert optimizer.version == 1
+        pushed = values(mine)
+        assert not all(torch.equal(now, was) for now, was in zip(pushed, before, strict=True)), "0.7 of the first step"
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
+        assert optimizer.param_groups is inner.param_groups
+        assert optimizer.lr == 0.7
+        with pytest.raises(AttributeError):
+            optimizer.lr = 0.5
+
+
+def test_a_rate_of_zero_on_the_groups_stands_still():
+    mine = model()
+    with outer(mine, 2) as optimizer:
+        before = values(mine)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for step in range(4):
+            train_step(mine, optimizer, *make_data(seed=step, count=32))
+        assert optimizer.version == 2
+        assert all(torch.equal(now, was) for now, was in zip(values(mine), before, strict=True))
+
+
+def test_an_inner_optimizer_that_cannot_go_without_a_closure_is_refused():
+    mine = model()
+    with pytest.raises(ConfigurationError, match="LBFGS"):
+        outer(mine, 2, torch.optim.LBFGS(mine.parameters()))
+
+
+@pytest.mark.parametrize(("rounds", "said"), [(None, 1), (psclient.Rounds(), 0)])
+def test_momentum_without_rounds_is_warned_of_at_once(rounds, said, caplog):
+    with outer(model(), 2, momentum=0.9, rounds=rounds):
+        assert caplog.text.count("momentum=0.9") == said
+
+
 @pytest.mark.parametrize("wrong", [{"period": 0}, {"period": 2.5}, {"decay": 1.5}, {"overlap": True}, {"density": 0.0}])
 def test_what_makes_no_sense_is_refused_at_once(wrong):
     with pytest.raises(ConfigurationError):

@@ -140,7 +140,6 @@ def test_sparse_gradients_train_and_the_way_down_is_sparse_too(lazy):
         ("Muon", {}, {}),
         ("SGD", {}, {"scheduler": "ReduceLROnPlateau"}),
         ("SGD", {}, {"scheduler": ("StepLR", {})}),
-        ("SGD", {}, {"scheduler_every": 0}),
         ("Rprop", {}, {"lazy": True}),
     ],
 )
@@ -167,10 +166,158 @@ def test_workers_must_agree_on_the_optimizer():
         optimizer_for(two, "SGD", {"lr": 0.2}, server=server, worker="two")
 
 
-def test_a_scheduler_on_the_worker_finds_no_rate_to_drive():
+def groups_of(one):
+    return [{"params": [one[0].weight, one[0].bias], "lr": 0.05}, {"params": one[2].parameters()}]
+
+
+def test_a_rate_set_by_hand_is_the_servers():
+    here, there = model(), model()
+    local = torch.optim.AdamW(groups_of(here), lr=0.01)
+    with (
+        psclient.LocalServer(shards=2) as server,
+        psclient.ServerOptimizer(
+            groups_of(there), "AdamW", {"lr": 0.01}, model=there, server=server, settings=QUICK
+        ) as optimizer,
+    ):
+        assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.01]
+        for step, rates in enumerate([(0.05, 0.01), (0.3, 0.0), (0.0, 0.0), (0.07, 0.02), (0.05, 0.01)]):
+            before = [parameter.detach().clone() for parameter in there.parameters()]
+            for either in (local, optimizer):
+                for group, rate in zip(either.param_groups, rates, strict=True):
+                    group["lr"] = rate
+            batch = make_data(seed=step, count=32)
+            train_step(here, local, *batch)
+            train_step(there, optimizer, *batch)
+            assert same(here, there)
+            still = [torch.equal(now, was) for now, was in zip(there.parameters(), before, strict=True)]
+            assert still == [rates[0] == 0] * 2 + [rates[1] == 0] * 2
+
+
+@pytest.mark.parametrize("own", [None, 0.05])
+def test_a_scheduler_of_torchs_drives_the_servers_rate(own):
+    here, there = model(), model()
+
+    def groups(one):
+        return [{"params": list(one.parameters())} | ({} if own is None else {"lr": own})]
+
+    local = torch.optim.SGD(groups(here), lr=0.1, momentum=0.9)
+    with psclient.ServerOptimizer(groups(there), "SGD", {"lr": 0.1, "momentum": 0.9}, model=there) as optimizer:
+        pair = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 5) for each in (local, optimizer)]
+        for step in range(6):
+            batch = make_data(seed=step, count=32)
+            train_step(here, local, *batch)
+            train_step(there, optimizer, *batch)
+            for schedule in pair:
+                schedule.step()
+            assert same(here, there)
+        assert pair[0].get_last_lr() == pair[1].get_last_lr()
+
+
+def test_without_a_rate_the_groups_have_torchs_own():
     mine = model()
-    with optimizer_for(mine, "SGD", {"lr": 0.1}) as optimizer, pytest.raises(ConfigurationError, match="scheduler="):
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with optimizer_for(mine, "RMSprop") as optimizer:
+        assert [group["lr"] for group in optimizer.param_groups] == [0.01]
+        assert optimizer.defaults["lr"] == 0.01
+
+
+def test_a_rate_by_hand_is_a_factor_of_the_servers_own_schedule():
+    here, there = model(), model()
+    local = torch.optim.SGD(here.parameters(), lr=0.5)
+    scheduler = ("StepLR", {"step_size": 1, "gamma": 0.5})
+    with optimizer_for(there, "SGD", {"lr": 0.5}, scheduler=scheduler) as optimizer:
+        optimizer.param_groups[0]["lr"] = 0.25
+        for step in range(4):
+            local.param_groups[0]["lr"] = 0.25 * 0.5**step
+            batch = make_data(seed=step, count=32)
+            train_step(here, local, *batch)
+            train_step(there, optimizer, *batch)
+            assert same(here, there)
+
+
+def test_what_else_is_set_by_hand_is_refused():
+    mine = model()
+    with optimizer_for(mine, "AdamW", {"lr": 0.1, "weight_decay": 0.1}) as optimizer:
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+        with pytest.raises(ConfigurationError, match="weight_decay"):
+            train_step(mine, optimizer, *make_data(count=8))
+        del optimizer.param_groups[0]["weight_decay"]
+        train_step(mine, optimizer, *make_data(count=8))
+        assert optimizer.version == 1
+
+
+def test_a_round_steps_at_the_mean_of_its_workers_rates():
+    with psclient.LocalServer() as server:
+        start, ends, rates = model(), {}, {"one": 0.1, "two": 0.5}
+        models = {name: model() for name in rates}
+        x, y = make_data(count=32)
+        torch.nn.functional.cross_entropy(start(x), y).backward()
+
+        def work(name):
+            rounds, mine = psclient.Rounds(start_workers=2), models[name]
+            with optimizer_for(mine, "SGD", {"lr": 1.0}, server=server, worker=name, rounds=rounds) as optimizer:
+                optimizer.param_groups[0]["lr"] = rates[name]
+                train_step(mine, optimizer, x, y)
+            ends[name] = mine
+
+        threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in rates]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert same(ends["one"], ends["two"])
+    for found, was in zip(ends["one"].parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close(found, was - 0.3 * was.grad)
+
+
+def test_options_of_other_libraries_stay_on_the_worker(caplog):
+    """timm's layer decay, names, and what a scheduler has left there."""
+    here, there = model(), model()
+
+    def groups(one):
+        return [
+            {"params": list(one[0].parameters()), "lr_scale": 0.5, "name": "body", "initial_lr": 0.1},
+            {"params": list(one[2].parameters()), "weight_decay": 0.1, "flavour": "sweet"},
+        ]
+
+    local = torch.optim.SGD(groups(here), lr=0.1)
+    with psclient.ServerOptimizer(groups(there), "SGD", {"lr": 0.1}, model=there) as optimizer:
+        assert optimizer.param_groups[0]["lr_scale"] == 0.5
+        for step in range(3):
+            batch = make_data(seed=step, count=32)
+            train_step(here, local, *batch)
+            train_step(there, optimizer, *batch)
+        assert same(here, there)
+    assert caplog.text.count("flavour") == 1
+    assert "lr_scale" not in caplog.text
+
+
+def test_a_schedule_that_counts_samples_needs_no_number_of_workers(tmp_path):
+    here, there = model(), model()
+    local = torch.optim.SGD(here.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(local, 1, 0.5)
+    options = {"scheduler": ("StepLR", {"step_size": 1, "gamma": 0.5}), "scheduler_every": ("samples", 50)}
+    trained = 0
+    with (
+        psclient.LocalServer(data_dir=tmp_path) as server,
+        optimizer_for(there, "SGD", {"lr": 0.1}, server=server, **options) as optimizer,
+    ):
+        for step, count in enumerate([30, 30, 120, 10, 40]):
+            batch = make_data(seed=step, count=count)
+            train_step(here, local, *batch)
+            train_step(there, optimizer, *batch)
+            for _ in range((trained + count) // 50 - trained // 50):
+                schedule.step()
+            trained += count
+            if step == 2:
+                server.processes[0].kill()
+                server.restart()
+        assert same(here, there)
+
+
+@pytest.mark.parametrize("every", [True, 0, 0.5, ("epochs", 1), ("samples", 0), ("samples",), ("samples", 1.5)])
+def test_a_schedule_counts_versions_or_samples(every):
+    with pytest.raises(ConfigurationError, match="scheduler_every"):
+        optimizer_for(model(), "SGD", {"lr": 0.1}, scheduler="StepLR", scheduler_every=every)
 
 
 def test_parameters_may_be_named_and_none_can_be_added_that_the_server_would_leave_alone():

@@ -40,20 +40,39 @@ class RuleState:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """What comes with a push, or with the mean of a round, beside its values.
+
+    Attributes:
+        rates: learning rate of each param group of the rule; empty for those agreed.
+        samples: that it comes from; 0 for a flush.
+    """
+
+    rates: tuple[float, ...] = ()
+    samples: int = 1
+
+
+PLAIN = StepInfo()
+
+
 class UpdateRule(Protocol):
     """Does one thing with every push. Called on the writer thread, or where nobody else has the shard.
 
     Attributes:
+        rates: the agreed learning rate of each param group; empty where the rule has none.
         spreads: whether a sparse push changes more than the entries that it names.
     """
 
+    rates: tuple[float, ...]
     spreads: bool
 
-    def apply(self, push: Segment | None) -> Support:
+    def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> Support:
         """Change the parameters; return which may have changed.
 
         Args:
             push: over the whole shard, fp32 on the parameters' device; ``None``: it had no entries.
+            info: its rates, as many as :attr:`rates` or none, and its samples.
 
         Raises:
             Refusal: ``NON_FINITE``, where a parameter would leave the range of fp32; nothing is changed.

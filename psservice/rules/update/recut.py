@@ -31,11 +31,13 @@ class RuleMemory:
     Attributes:
         kind: which rule; another one has no use for it.
         updates: steps taken.
+        samples: counted.
         pieces: of each tensor.
     """
 
     kind: str
     updates: int = 0
+    samples: int = 0
     pieces: Sequence[PieceMemory] = ()
 
 

@@ -67,6 +67,13 @@ class OptimizerSpec:
             raise _bad(f"there is no optimizer {name!r} here; there are {', '.join(optimizers())}")
         return cls(name, check_options(name, found.get("options", {})))
 
+    @property
+    def rate(self) -> float:
+        """Its learning rate where a param group has none of its own."""
+        return float(
+            self.options.get("lr", inspect.signature(optimizers()[self.name].__init__).parameters["lr"].default)
+        )
+
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Make it over param groups; raises :class:`Refusal` (``BAD_REQUEST``) with torch's words."""
         try:

@@ -7,7 +7,7 @@ import torch
 from pscore.kernels import backend_of
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
-from psservice.rules.update.base import Place, RuleState
+from psservice.rules.update.base import PLAIN, Place, RuleState, StepInfo
 from psservice.rules.update.recut import RuleMemory
 from psservice.shard.ledger import Support
 
@@ -17,6 +17,7 @@ _LARGE = 1e30  # smaller values cannot take a parameter out of its range, nor ca
 class Subtract:
     """``θ −= p``."""
 
+    rates: tuple[float, ...] = ()
     spreads = False
 
     def __init__(self, place: Place) -> None:
@@ -24,7 +25,7 @@ class Subtract:
         self._theta = place.theta
         self._offset_dtype = torch.int32 if place.span.length < 2**31 else torch.int64
 
-    def apply(self, push: Segment | None) -> Support:
+    def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> Support:
         """Subtract; what the push names has changed."""
         if push is None:
             return torch.empty(0, dtype=self._offset_dtype)

@@ -8,6 +8,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from pscore.layout import Span
 from pscore.reasons import Reason, Refusal
 from pscore.segment import Segment
-from psservice.rules.update.base import Place, RuleMaker, RuleState
+from psservice.rules.update.base import PLAIN, Place, RuleMaker, RuleState, StepInfo
 from psservice.rules.update.recut import PieceMemory, RuleMemory, recut
 from psservice.rules.update.specs import (
     ELEMENTWISE,
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 _LARGEST_GRADIENT = 1e18  # its square is finite
 _MOST_GROUPS = 1 << 13
 _MOST_FAILED = 1000  # steps of a scheduler in a row, from which on it is at its end
-_MOST_DIGITS = 15  # of a number of versions
+_MOST_DIGITS = 15  # of a number of versions or samples
+_MOST_SCHEDULED = 10_000  # steps of a scheduler for the samples of one push; more of them are not counted
 _LARGEST_PARAMETER = 1e30  # a step of a sane rate does not take it out of its range
 
 
@@ -60,7 +62,8 @@ class TorchSettings:
         optimizer: which.
         groups: what is trained; empty for every tensor.
         scheduler: drives the learning rate, or nothing does.
-        every: versions between two steps of the scheduler.
+        every: steps of the optimizer, or samples, between two steps of the scheduler.
+        by_samples: which of both.
         lazy: whether a sparse push touches only its own entries.
     """
 
@@ -68,6 +71,7 @@ class TorchSettings:
     groups: tuple[Group, ...]
     scheduler: SchedulerSpec | None
     every: int
+    by_samples: bool
     lazy: bool
 
 
@@ -81,13 +85,16 @@ def maker(settings: Mapping[str, str]) -> RuleMaker:
     scheduler = SchedulerSpec.parse(settings["scheduler"]) if settings.get("scheduler") else None
     groups = _groups(spec.name, settings.get("groups", ""))
     spec.try_out([group.options for group in groups] or [{}], scheduler)
-    every = settings.get("scheduler_every", "1")
-    if not (every.isascii() and every.isdigit() and len(every) < _MOST_DIGITS and int(every)):
-        raise Refusal(Reason.BAD_REQUEST, f"scheduler_every must be a number of versions, not {every!r}")
+    every, by_samples, unit = settings.get("scheduler_every", "1").partition(" samples")
+    if unit or not (every.isascii() and every.isdigit() and len(every) < _MOST_DIGITS and int(every)):
+        raise Refusal(
+            Reason.BAD_REQUEST,
+            f"scheduler_every must be a number of versions, or of samples ('50 samples'), not {every!r}",
+        )
     lazy = settings.get("lazy", "false") == "true"
     if lazy and spec.name not in LAZY:
         raise Refusal(Reason.BAD_REQUEST, f"{spec.name} cannot be lazy; {', '.join(sorted(LAZY))} can")
-    read = TorchSettings(spec, groups, scheduler, int(every), lazy)
+    read = TorchSettings(spec, groups, scheduler, int(every), bool(by_samples), lazy)
     return lambda place: TorchOptimizer(place, read)
 
 
@@ -133,25 +140,31 @@ class TorchOptimizer:
             self._pieces += pieces  # an empty group stays: a scheduler may have a number for each
             made.append({**group.options, "params": [tensor for _, tensor in pieces]})
         self._optimizer: Optimizer | None = settings.optimizer.make(made) if self._pieces else None
+        default = settings.optimizer.rate
+        self.rates = tuple(float(group.options.get("lr", default)) for group in groups)
         self._scheduler = settings.scheduler.make(self._optimizer) if settings.scheduler and self._optimizer else None
-        self._updates = 0
+        self._updates = self._samples = 0
         self.spreads = not settings.lazy
         self._dtype = torch.int32 if place.span.length < 2**31 else torch.int64
 
-    def apply(self, push: Segment | None) -> Support:
-        """Take one step; a push without entries is none."""
-        if push is None or self._optimizer is None:
-            return torch.empty(0, dtype=self._dtype)
-        self._require_sane(push)
-        support: Support
-        if self._settings.lazy and push.offsets is not None:
-            support = self._step_lazily(self._optimizer, push)
-        else:
-            self._step(self._optimizer, push)
-            support = None
-        self._updates += 1
-        if self._scheduler is not None and self._updates % self._settings.every == 0:
-            self._advance_schedule(1)
+    def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> Support:
+        """Take one step; a push without entries is none, and its samples count."""
+        support: Support = torch.empty(0, dtype=self._dtype)
+        if self._optimizer is None:
+            return support
+        before = self._scheduled
+        if push is not None:
+            self._require_sane(push)
+            with self._at_rates(self._optimizer, info.rates or self.rates):
+                if self._settings.lazy and push.offsets is not None:
+                    support = self._step_lazily(self._optimizer, push)
+                else:
+                    self._step(self._optimizer, push)
+                    support = None
+            self._updates += 1
+        self._samples += min(info.samples, _MOST_SCHEDULED * self._settings.every)
+        if self._scheduler is not None:
+            self._advance_schedule(self._scheduled - before)
         return support
 
     def export(self) -> RuleState:
@@ -164,7 +177,7 @@ class TorchOptimizer:
                     tensors[f"{number}.{name}"] = value.detach().clone()
                 else:
                     plain.setdefault(str(number), {})[name] = value
-        return RuleState({"updates": self._updates, "state": plain}, tensors)
+        return RuleState({"updates": self._updates, "samples": self._samples, "state": plain}, tensors)
 
     def restore(self, state: RuleState) -> None:
         """Take the optimizer's state over, and step the scheduler to where it was."""
@@ -172,9 +185,9 @@ class TorchOptimizer:
         for name, tensor in state.tensors.items():
             number, _, key = name.partition(".")
             restored.setdefault(int(number), {})[key] = tensor
-        self._updates = int(state.plain["updates"])
+        self._updates, self._samples = int(state.plain["updates"]), int(state.plain["samples"])
         if self._scheduler is not None:
-            self._advance_schedule(self._updates // self._settings.every)
+            self._advance_schedule(self._scheduled)
         if self._optimizer is not None:
             whole = self._optimizer.state_dict()
             order = [tensor for group in self._optimizer.param_groups for tensor in group["params"]]
@@ -186,7 +199,7 @@ class TorchOptimizer:
         """Return the optimizer's state by entries of the layout."""
         states = self._optimizer.state if self._optimizer else {}
         pieces = [PieceMemory(span, tuple(tensor.shape), dict(states[tensor])) for span, tensor in self._pieces]
-        return RuleMemory(self._settings.optimizer.name, self._updates, pieces)
+        return RuleMemory(self._settings.optimizer.name, self._updates, self._samples, pieces)
 
     def inherit(self, memories: Sequence[RuleMemory]) -> None:
         """Put the optimizer's state together from that of shards that were cut in other places."""
@@ -199,9 +212,32 @@ class TorchOptimizer:
                     tensors[f"{number}.{name}"] = value.to(tensor.device) if value.dim() else value
                 else:
                     plain.setdefault(str(number), {})[name] = value
-        self.restore(RuleState({"updates": max(memory.updates for memory in memories), "state": plain}, tensors))
+        counts = {
+            "updates": max(memory.updates for memory in memories),
+            "samples": max(memory.samples for memory in memories),
+        }
+        self.restore(RuleState({**counts, "state": plain}, tensors))
 
     # Inner parts
+
+    @property
+    def _scheduled(self) -> int:
+        """How many steps of the scheduler are due since the beginning."""
+        return (self._samples if self._settings.by_samples else self._updates) // self._settings.every
+
+    @contextmanager
+    def _at_rates(self, optimizer: Optimizer, asked: Sequence[float]) -> Iterator[None]:
+        """Step at the rates that a push asks for; where the scheduler has moved a group's, in proportion to that."""
+        scheduled = [group["lr"] for group in optimizer.param_groups]
+        for group, agreed, rate in zip(optimizer.param_groups, self.rates, asked, strict=True):
+            if rate != agreed:
+                moved = agreed and group["lr"] != agreed
+                group["lr"] = sane_rate(group["lr"] * (rate / agreed)) if moved else rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(optimizer.param_groups, scheduled, strict=True):
+                group["lr"] = rate
 
     def _tensors(self, group: Group) -> Iterator[tuple[Span, torch.Tensor]]:
         """Yield a group's tensors inside the shard: in their shapes, or flat where a shard's end cuts one.
