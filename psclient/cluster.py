@@ -10,15 +10,17 @@ from functools import partial
 from typing import TypeVar
 
 from psclient.buffers import BufferExchange
-from psclient.errors import LeaseLostError, ServerFaultError, from_refusal
+from psclient.errors import LeaseLostError, ModelChangedError, ModelLoadedError, ServerFaultError, from_refusal
 from psclient.jobs import JobThread
 from psclient.membership import Membership
 from psclient.merging.trace import PushTiming
 from psclient.model import NamedBuffers
 from psclient.progress import Progress
 from psclient.replica import Replica
+from psclient.settings import OnLoad
 from psclient.shard import REJOIN_REASONS, PulledReply, PushPart, ShardClient
 from pscore.layout import Span
+from pscore.names import shown
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 
@@ -68,7 +70,6 @@ class Cluster:
         self.exchange = BufferExchange(buffers)
         self.progress = Progress()
         self._replica = replica
-        self._told_of_edits = False
         for shard, span in zip(self.shards, replica.layout.shard_spans(len(self.shards)), strict=True):
             shard.span = span
         self._outcome: PushOutcome | None = None
@@ -88,40 +89,59 @@ class Cluster:
 
     # The model
 
-    def check_model(self) -> None:
-        """Make sure that the replica, and buffers that travel, are what they were; costs next to nothing.
+    def loaded_tensor(self) -> str | None:
+        """Return the name of a parameter that somebody else has written to since the last reply; costs next to nothing.
 
         Raises:
-            ModelChangedError: a tensor is not.
+            ModelChangedError: a parameter, or a buffer that travels, has another dtype, shape or device.
         """
-        self._replica.check()
+        name = self._replica.loaded()
         if self._buffers_travel:
             self.exchange.buffers.now()
-        name = None if self._told_of_edits else self._replica.edited
-        if name is not None:
-            self._told_of_edits = True
-            log.warning(
-                "%r was written to since the last reply (by load_state_dict, say), and the server does not know; if "
-                "its values are not what they were, call optimizer.pull() to take the server's over (said once)",
-                name,
-            )
+        return name
+
+    def accept_model(self) -> None:
+        """Take the parameters as they are for what the server knows."""
+        self._replica.accept()
+
+    def digest(self) -> bytes:
+        """See :meth:`Replica.digest`."""
+        return self._replica.digest()
 
     @property
     def replica_is_intact(self) -> bool:
         """Whether a reply can be applied to the replica."""
-        return self._replica.intact
+        try:
+            return self._replica.loaded() is None
+        except ModelChangedError:
+            return False
 
-    def vouch_for_model(self) -> None:
-        """Note that what was written to the parameters since the last reply has been undone."""
-        self._replica.vouch()
+    def offer_model(self, tensor: str, digest: bytes, on_load: OnLoad, *, drops: bool = False) -> None:
+        """Offer the parameters to the server in the place of its own; a pull brings what is left to be brought.
 
-    def accept_model(self) -> None:
-        """Take the model as it is now: where its values may be others, the next pull asks for everything.
+        Args:
+            tensor: one that was written to.
+            digest: that of the parameters.
+            on_load: see :class:`~psclient.settings.ClientSettings`.
+            drops: whether to drop them rather than raise.
 
         Raises:
-            ModelChangedError: a parameter has another dtype, shape or device.
+            ModelLoadedError: the server's model has been trained, and nobody has said which of the two is to stay.
         """
-        if not self._replica.accept():
+        membership = self.membership
+        before = membership.coordinator.generation
+        offered = membership.offer(pb.LoadedModel(digest=digest, replaces=on_load == "replace"))
+        if not offered and on_load == "error" and not drops:
+            raise ModelLoadedError(tensor, membership.identity.run_id, membership.version)
+        if not offered:
+            log.warning(
+                "%r was written to (by load_state_dict, say), and run %s goes on from its own model, at version %d",
+                tensor,
+                shown(membership.identity.run_id),
+                membership.version,
+            )
+        self._replica.accept()
+        if membership.coordinator.generation == before or not all(shard.has_base for shard in self.shards):
             for shard in self.shards:
                 shard.forget_base()
 

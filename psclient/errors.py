@@ -9,7 +9,7 @@ import grpc
 
 from pscore import errordetails
 from pscore.channels import advice
-from pscore.names import escaped
+from pscore.names import escaped, shown
 from pscore.reasons import Reason, Refusal
 
 START_FIRST = "Start the server first, or raise PSCLIENT_CONNECT_SECONDS"
@@ -64,6 +64,20 @@ class ModelChangedError(SparsepsError):
         """Name the tensor."""
         super().__init__(f"{tensor!r} {what}; {advice}")
         self.tensor = tensor
+
+
+class ModelLoadedError(ModelChangedError):
+    """A model was loaded into the worker, and the server's has been trained: one of the two is to stay."""
+
+    def __init__(self, tensor: str, run_id: str, version: int) -> None:
+        """Name a tensor, and the run."""
+        super().__init__(
+            tensor,
+            f"was written to since the last reply (by load_state_dict, say), and run {shown(run_id)} has been trained, "
+            f"to version {version}",
+            'to go on with the server\'s model, pass on_load="server" to the optimizer (PSCLIENT_ON_LOAD), or call '
+            'optimizer.pull() now; to put this one in its place for all workers, pass on_load="replace"',
+        )
 
 
 class ServerUnreachableError(SparsepsError, ConnectionError):

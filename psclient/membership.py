@@ -107,6 +107,8 @@ class Membership:
         self._method_settings = dict(method_settings)
         self._joined = False
         self._has_asked = False
+        self._loaded: pb.LoadedModel | None = None  # what is offered in the place of the server's model
+        self._load_refused = False
         self._version = 0  # of shard 0, as said at the last join
         self._moved = 0.0  # when a model was last seen to get on, while joining
         self.joins = 0
@@ -120,6 +122,11 @@ class Membership:
     def coordinator(self) -> ShardClient:
         """Shard 0."""
         return self.shards[0]
+
+    @property
+    def version(self) -> int:
+        """Version of shard 0 at the last join."""
+        return self._version
 
     @property
     def _has_replica(self) -> bool:
@@ -163,6 +170,24 @@ class Membership:
         with self._joining:  # a push, a fetch and a sampler may find out in three threads that they must
             self._join()
             self.joins += 1
+
+    def offer(self, loaded: pb.LoadedModel) -> bool:
+        """Join again, and upload the model that the worker has if it takes the place of the server's.
+
+        Returns:
+            Whether it does, or the server's began as it.
+
+        Raises:
+            SparsepsError: as :meth:`join` does.
+        """
+        with self._joining:
+            self._loaded = loaded
+            try:
+                self._join()
+            finally:
+                self._loaded = None
+            self.joins += 1
+            return not self._load_refused
 
     def _join(self) -> None:
         seconds = self.settings.patience_seconds if self._joined else self.settings.connect_seconds
@@ -223,6 +248,7 @@ class Membership:
         self.live_workers = first.live_workers
         self.run_finished = first.run_state == pb.RUN_STATE_FINISHED
         self.first_step, self._version = first.first_step, first.version
+        self._load_refused = first.load_refused
         if not self._joined:
             self.last_push_record = (first.last_incarnation, first.last_step) if first.last_step else None
         trained_elsewhere = any(answer.state == pb.JOIN_STATE_READY and answer.version for answer in answers)
@@ -250,7 +276,7 @@ class Membership:
                 and epoch(shard.generation) == now
                 and self._upload(shard, sibling_generation(first.generation), line)
             ):
-                self._pause(first.retry_seconds)
+                self._await_upload(first, line)
                 return False
         return True
 
@@ -269,6 +295,7 @@ class Membership:
             num_shards=len(self.shards),
             generation_seen=generation_seen,
             has_replica=self._has_replica,
+            loaded=self._loaded if shard.index == 0 else None,
             index_codecs=self._wanted_codecs(),
             value_codecs=READABLE_VALUE_CODECS,
         )
@@ -360,6 +387,7 @@ class Membership:
             generation=generation,
             version=shard.version if shard.has_base else 0,
             buffer_bytes=len(buffers),
+            digest=self._digest() if shard.index == 0 else b"",
         )
         behind = sum(other.span.length for other in self.shards[shard.index + 1 :])  # which are sent before
 
@@ -383,6 +411,12 @@ class Membership:
         shard.adopt(generation, version=answer.version)
         shard.acknowledged_reply, shard.replica_is_image = 0, False
         return True
+
+    def _digest(self) -> bytes:
+        """Return what tells the model from others where a training begins with it; nothing where it goes on with it."""
+        if self._loaded is not None:
+            return self._loaded.digest
+        return b"" if self.coordinator.has_base else self._replica.digest()
 
     def leave(self) -> None:
         """End the lease everywhere; failures are of no consequence, the lease ends anyway."""

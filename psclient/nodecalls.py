@@ -61,46 +61,54 @@ class NodeCalls:
             ConfigurationError: the processes make different calls, or have different models.
             NodeBrokenError: one of them is gone, silent, or cannot take part.
         """
-        unfit = self._unfit(call)
-        found = self._link.gather([Call.NOTHING if unfit else call, value])
+        unfit: SparsepsError | None = None
+        is_loaded = False
+        try:
+            is_loaded = self._is_loaded(call)
+        except ModelChangedError as changed_model:
+            unfit = changed_model
+        found = self._link.gather([Call.NOTHING if unfit else call, value, is_loaded])
         if unfit is not None:
             raise unfit
         self._check_all_do(call, found)
         error: Exception | None
         if self._link.leads:
-            error = self._lead(lambda: work(sum(number for _, number in found)))
+            error = self._lead(lambda: work(sum(number for _, number, _ in found)))
         else:
             self.status = NodeStatus.decode(self._link.hear())
             error = self.status.error.again() if self.status.error is not None else None
-        everything = error is None and call in (Call.JOIN, Call.PULL)  # before these, a process may hold anything
+        # A process may hold anything before it has joined, and where its script has loaded a model.
+        everything = error is None and (call in (Call.JOIN, Call.PULL) or any(loaded for _, _, loaded in found))
         changed = self.status.changed
         self._link.spread([t for i, t in enumerate(self._tensors()) if everything or changed >> i & 1])
         if error is not None:
             raise error
+        self._replica.accept()
 
     def close(self) -> None:
         """Part from the other processes."""
         self._link.close()
 
-    def _unfit(self, call: Call) -> SparsepsError | None:
-        """Look whether this process can send or take the model; the leader's optimizer looks closer at its own."""
+    def _is_loaded(self, call: Call) -> bool:
+        """Tell whether the script has written to this process's model since the last call.
+
+        Raises:
+            ModelChangedError: the model is another one than it was; the leader's optimizer looks at its own itself.
+        """
         if call is Call.JOIN:
-            return None
+            return False
         try:
             self._model.buffers.now()
+            if not self._link.leads:
+                self._model.check()
+            return self._replica.loaded() is not None
+        except ModelChangedError:
             if self._link.leads:
-                return None
-            self._model.check()
-            if call is Call.PULL:
-                self._replica.accept()
-            else:
-                self._replica.check()
-        except ModelChangedError as error:
-            return error
-        return None
+                return False
+            raise
 
     def _check_all_do(self, call: Call, found: Sequence[Sequence[int]]) -> None:
-        for rank, (other, value) in enumerate(found):
+        for rank, (other, value, _) in enumerate(found):
             if other == Call.NOTHING:
                 raise NodeBrokenError(f"rank {rank} of this node cannot take part in {call.name.lower()}()")
             if other != call:

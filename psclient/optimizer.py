@@ -29,7 +29,7 @@ from psclient.model import SampleCounter, TrainedModel, describe
 from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
 from psclient.session import Server, open_session, server_string
-from psclient.settings import ClientSettings
+from psclient.settings import ClientSettings, OnLoad
 from psclient.state import PushMark, restore_memories, split, stale_residuals, taken_back
 from psclient.stepper import CLOSING_SECONDS, GradientSource, Stepper
 
@@ -59,6 +59,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
         overlap: push while backward goes on, and fetch the reply while the next step computes: every gradient is one
             step staler, and gradients must not be touched between ``backward()`` and ``step()``.
         rounds: train synchronously; the default is to apply each push as it comes.
+        on_load: what becomes of a model that the script loads into the worker later. While nobody has pushed to the
+            run, it is what the run begins with. Then ``"error"`` (the default) raises ``ModelLoadedError``,
+            ``"server"`` takes the server's parameters in its place, and ``"replace"`` gives it to all workers.
         settings: everything else about the connection.
 
     Attributes:
@@ -86,6 +89,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         worker: str | None = None,
         overlap: bool = False,
         rounds: Rounds | None = None,
+        on_load: OnLoad | None = None,
         settings: ClientSettings | None = None,
     ) -> None:
         """Join the server, and upload the model or take over the server's."""
@@ -109,7 +113,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._loss: Any = None
         defaults["density"] = density(1) if callable(density) else density
         super().__init__(params, defaults)
-        resolved = client_settings.resolve(settings, server_string(server), worker)
+        resolved = client_settings.resolve(settings, server_string(server), worker, on_load)
         given = [p for group in self.param_groups for p in group["params"]]
         self._model = describe(model, given, upload_frozen=resolved.upload_frozen)
         refuse_averaged(self._model.parameters, () if model is None else model.modules())

@@ -5,6 +5,7 @@ Writing uses the parameters in place, so the user's references to them stay vali
 other memory, it must hold the same values: a reply says what has changed since, and nothing about the rest.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -42,57 +43,37 @@ class Replica:
         self._edits = [_edits(parameter) for parameter in self.parameters]
         """How often each parameter had been written to when the last write that is known here was done."""
 
-    def check(self) -> None:
-        """Make sure that the parameters hold what was last written, wherever they lie now; costs next to nothing.
+    def loaded(self) -> str | None:
+        """Return the name of a parameter that somebody else has written to since; costs next to nothing.
+
+        The values may still be the same. Writing through ``parameter.data`` leaves no trace.
 
         Raises:
-            ModelChangedError: one has another dtype, shape or device, or other memory with other values in it.
+            ModelChangedError: one has another dtype, shape or device.
         """
         for position in self._moved():
             if not torch.equal(self.parameters[position], self._known[position].values):
-                raise ModelChangedError(
-                    self.layout.parameters[position].name,
-                    "was given other memory, with other values in it than this optimizer has written there",
-                    "call optimizer.pull() to take the server's values over into it, and go on",
-                )
+                return self.layout.parameters[position].name
             self._known[position] = _look(self.parameters[position])
-
-    @property
-    def intact(self) -> bool:
-        """Whether :meth:`check` raises nothing."""
-        try:
-            self.check()
-        except ModelChangedError:
-            return False
-        return True
-
-    @property
-    def edited(self) -> str | None:
-        """Name of a parameter that somebody else has written to in place since; the values may still be the same.
-
-        Writing through ``parameter.data`` leaves no trace.
-        """
         for position, (parameter, edits) in enumerate(zip(self.parameters, self._edits, strict=True)):
             if _edits(parameter) != edits:
                 return self.layout.parameters[position].name
         return None
 
-    def vouch(self) -> None:
-        """Note that the parameters hold again what was last written, whatever has been written to them since."""
-        self._edits = [_edits(parameter) for parameter in self.parameters]
+    def digest(self) -> bytes:
+        """Return 32 bytes that are equal where the values are, and else all but surely not; reads all parameters."""
+        sums = [_checksum(parameter) for parameter in self.parameters]
+        return hashlib.sha256(torch.stack(sums).numpy().tobytes()).digest()
 
-    def accept(self) -> bool:
-        """Take the parameters as they are; tell whether they surely hold what was last written.
+    def accept(self) -> None:
+        """Take the parameters for what was last written, wherever they lie.
 
         Raises:
             ModelChangedError: one has another dtype, shape or device.
         """
-        same = self.edited is None
         for position in self._moved():
-            same = same and torch.equal(self.parameters[position], self._known[position].values)
             self._known[position] = _look(self.parameters[position])
-        self.vouch()
-        return same
+        self._edits = [_edits(parameter) for parameter in self.parameters]
 
     def _moved(self) -> Iterator[int]:
         """Yield the positions of parameters with other memory than they had."""
@@ -193,6 +174,16 @@ def _look(parameter: torch.Tensor) -> _Known:
 
 def _edits(parameter: torch.Tensor) -> int:
     return 0 if parameter.is_inference() else parameter._version
+
+
+def _checksum(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's bytes in words of eight, and of what is left behind them; int64 on the host."""
+    flat = parameter.detach().contiguous().reshape(-1)
+    if flat.data_ptr() % 8:
+        flat = flat.clone()
+    end = flat.numel() - flat.numel() % (8 // flat.element_size())
+    tail = flat[end:].view(torch.int32 if flat.element_size() == 4 else torch.int16)
+    return (flat[:end].view(torch.int64).sum() + tail.sum(dtype=torch.int64)).cpu()
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -5,7 +5,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -16,6 +16,8 @@ from pscore.channels import Security
 from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.layered_settings import LayeredSettings
 from pscore.selectors import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
+
+OnLoad = Literal["error", "server", "replace"]
 
 LOCAL = "local"
 AUTO = "auto"
@@ -89,6 +91,11 @@ class ClientSettings(LayeredSettings):
         description="keep parameters that need no gradient on the server, too, so that they may be thawed later; else "
         "it compares their SHA-256 only; all workers must agree",
     )
+    on_load: OnLoad = Field(
+        "error",
+        description="what becomes of a model that a script loads into a worker of a run that has been trained: error "
+        "raises ModelLoadedError, server drops it, replace puts it in the place of the run's",
+    )
     tracing: bool = Field(False, description="trace each step, by OpenTelemetry (needs the extra sparseps[tracing])")
     flush_on_sigterm: bool = Field(True, description="on SIGTERM, push what is still held, leave, then exit")
 
@@ -123,19 +130,23 @@ def load(**overrides: object) -> ClientSettings:
     return ClientSettings(**{name: value for name, value in overrides.items() if value is not None})  # type: ignore[arg-type]
 
 
-def resolve(settings: ClientSettings | None, server: str | None, worker: str | None) -> ClientSettings:
-    """Return the settings that hold for an optimizer: those given, else loaded; ``server`` and ``worker`` win.
+def resolve(
+    settings: ClientSettings | None, server: str | None, worker: str | None, on_load: str | None = None
+) -> ClientSettings:
+    """Return the settings that hold for an optimizer: those given, else loaded; the other arguments win.
 
     Raises:
         ConfigurationError: one of them is of another kind, or see :func:`load`.
     """
     if worker is not None and not isinstance(worker, str):
         raise ConfigurationError(f"worker= must be a name, not {worker!r}")
+    if on_load is not None and on_load not in get_args(OnLoad):
+        raise ConfigurationError(f"on_load= must be one of {', '.join(get_args(OnLoad))}, not {on_load!r}")
     if settings is None:
-        return load(server=server, worker=worker)
+        return load(server=server, worker=worker, on_load=on_load)
     if not isinstance(settings, ClientSettings):
         raise ConfigurationError(f"settings= must be psclient.ClientSettings(...), not {settings!r}")
-    given = {"server": server, "worker": worker}
+    given = {"server": server, "worker": worker, "on_load": on_load}
     return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 

@@ -75,6 +75,7 @@ class Stepper:
         self._samples_since_exchange = 0
         self._overlap: Overlap | None = None
         self._interrupted = Interrupted()
+        self._digest: bytes | None = None  # of the model at the beginning, until it has been compared with it
         self._end_told = False
         self._momentum_advice = MomentumAdvice()
 
@@ -102,6 +103,7 @@ class Stepper:
         """Take the server's model over, after joining, and begin to count samples."""
         self._samples = samples
         self._exchange.count(self.report, self._cluster.pull())
+        self._digest = self._cluster.digest()
         self.report.buffer_bytes = self._cluster.exchange_buffers(0, 0, adopt=True)
         if overlap:
             self._overlap = self._start_overlap()
@@ -119,8 +121,7 @@ class Stepper:
                 return
             run_id = self._membership.identity.run_id
             raise RunFinishedError(f"run {run_id!r} is over; leave the loop when optimizer.finished is true")
-        self._model.check()
-        self._cluster.check_model()
+        self.settle_load()
         if self._overlap is None:
             self._step(samples, scale)
         else:
@@ -150,13 +151,40 @@ class Stepper:
     def pull(self) -> None:
         """Bring the parameters up to the server's without pushing, wherever they lie now."""
         self.drain()
-        self._model.check()
-        self._cluster.accept_model()
+        self.settle_load(drops=True)
         self._settle_doubt()
-        report = StepReport(self._exchange.step)
-        self._exchange.count(report, self._cluster.pull())
-        self.totals.add(report)
-        self.totals.refused = self._exchange.refused
+        self._fetch_and_apply()
+
+    def settle_load(self, *, drops: bool = False) -> bool:
+        """Bring server and worker together again where a model was loaded into the worker (docs/training.md).
+
+        That costs next to nothing where nobody has written to the model; the first time all of it is read.
+
+        Args:
+            drops: whether a model that cannot be the server's is dropped.
+
+        Returns:
+            Whether the worker has another model than it had.
+
+        Raises:
+            ModelLoadedError: one was, and the server's has been trained.
+            ModelChangedError: a tensor of the model is another one than it was.
+        """
+        self._model.check()
+        name = self._cluster.loaded_tensor()
+        if name is None and self._digest is None:
+            return False
+        digest = self._cluster.digest()
+        changed = digest != self._digest
+        if changed:
+            self.rest()
+            name = name or self._model.layout.parameters[0].name
+            self._cluster.offer_model(name, digest, self._membership.settings.on_load, drops=drops)
+            self._fetch_and_apply()
+        else:
+            self._cluster.accept_model()
+        self._digest = None
+        return changed
 
     def rest(self) -> None:
         """Come to rest: nothing goes on in the background, and no push is in doubt."""
@@ -224,6 +252,13 @@ class Stepper:
             self._cluster.close()
 
     # Inner parts
+
+    def _fetch_and_apply(self) -> None:
+        report = StepReport(self._exchange.step)
+        self._exchange.count(report, self._cluster.pull())
+        self.totals.add(report)
+        self.totals.refused = self._exchange.refused
+        self.totals.upload_bytes = self._membership.upload_bytes
 
     def _step(self, samples: int | None, scale: GradientScale) -> None:
         found = self._gather(range(len(self._model.parameters)))

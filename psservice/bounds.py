@@ -70,6 +70,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[Number, Number]]] = {
 }
 """By message and field: the least and the largest value."""
 
+DIGEST_BYTES = 32
 _MOST_SETTINGS = 256
 _LONGEST_SETTING = 512 << 10  # the positions of all tensors, in groups of an optimizer
 _MOST_CODECS = 64
@@ -97,11 +98,19 @@ def require_join(request: pb.JoinRequest) -> None:
     _require_count("settings", len(request.method_settings), _MOST_SETTINGS)
     _require_count("index codecs", len(request.index_codecs), _MOST_CODECS)
     _require_count("value codecs", len(request.value_codecs), _MOST_CODECS)
+    if request.HasField("loaded"):
+        require_digest(request.loaded.digest)
     require_name("method", request.method)
     for name, value in request.method_settings.items():
         require_name("the name of a setting", name)
         if value:
             require_name(f"setting {name!r}", value, _LONGEST_SETTING)
+
+
+def require_digest(digest: bytes, *, may_be_empty: bool = False) -> None:
+    """Check what tells a model from others; raises :class:`Refusal` (``BAD_REQUEST``)."""
+    if len(digest) != DIGEST_BYTES and not (may_be_empty and not digest):
+        raise Refusal(Reason.BAD_REQUEST, f"a model's digest has {len(digest)} bytes; it must have {DIGEST_BYTES}")
 
 
 def _require_count(what: str, count: int, most: int) -> None:

@@ -12,7 +12,8 @@ from psservice.membership import Identity
 class JoinOutcome:
     """What a joining worker is told: ``state`` is ready, upload or wait; ``last_push`` is (incarnation, step).
 
-    ``first_step`` is the lowest number that its next push should have.
+    ``first_step`` is the lowest number that its next push should have; ``load_refused`` tells that the model which the
+    worker has loaded does not take the place of the one that is here.
     """
 
     state: str
@@ -20,6 +21,15 @@ class JoinOutcome:
     version: int
     last_push: tuple[str, int] | None
     first_step: int = 1
+    load_refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that a worker's script has loaded: what tells it from others, and whether it replaces a trained one."""
+
+    digest: bytes
+    replaces: bool
 
 
 @dataclass(frozen=True, slots=True)

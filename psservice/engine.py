@@ -22,7 +22,7 @@ from pscore.selectors import SELECTORS
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice import beside, rollback
 from psservice.buffers import BufferAverage
-from psservice.calls import JoinOutcome, Push
+from psservice.calls import JoinOutcome, Loaded, Push
 from psservice.dataset import Leased, Wish
 from psservice.finalmodel import ModelCopy
 from psservice.groupkeeper import GroupKeeper
@@ -109,6 +109,7 @@ class Engine(ShardState):
         generation_seen: int,
         has_replica: bool,
         index_codecs: frozenset[int] = frozenset(),
+        loaded: Loaded | None = None,
     ) -> JoinOutcome:
         """Grant a lease and say whether the worker pulls, uploads or waits (docs/protocol.md, *Joining*)."""
         if layout.size < self.settings.num_shards:
@@ -143,19 +144,25 @@ class Engine(ShardState):
             if not known:
                 log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
             if fitted is None:
-                return self._outcome(identity, generation_seen, has_replica)
+                return self._outcome(identity, generation_seen, has_replica, loaded)
             self._entry.claim_start(fitted)
         self._entry.install_start(fitted)
         with self.join_lock:
-            return self._outcome(identity, generation_seen, has_replica)
+            return self._outcome(identity, generation_seen, has_replica, loaded)
 
-    def _outcome(self, identity: Identity, generation_seen: int, has_replica: bool) -> JoinOutcome:
+    def _outcome(
+        self, identity: Identity, generation_seen: int, has_replica: bool, loaded: Loaded | None
+    ) -> JoinOutcome:
         """Say what a worker that has joined does next; the join lock is held."""
-        last_push = self.membership.last_push(identity.worker_id)
+        last_push, model = self.membership.last_push(identity.worker_id), self.model
         if self.installing:
             return JoinOutcome("wait", 0, 0, last_push)
-        if self.model is not None:
-            return JoinOutcome("ready", self.model.generation, self.model.version, last_push, self.model.first_step)
+        takes = loaded is not None and self.is_coordinator and self._entry.takes(loaded)
+        if model is not None and not takes:
+            refused = loaded is not None and not self._entry.began_as(loaded)
+            return JoinOutcome("ready", model.generation, model.version, last_push, model.first_step, refused)
+        if model is not None:
+            generation_seen = max(generation_seen, model.generation)
         generation = self._entry.turn.ask(identity, generation_seen, has_replica) if self.is_coordinator else None
         return JoinOutcome("wait" if generation is None else "upload", generation or 0, 0, last_push)
 
@@ -164,9 +171,7 @@ class Engine(ShardState):
 
         All of it is there while it is installed, which takes as long as its first snapshot does.
         """
-        if self.installing:
-            return self._entry.turn.progress() or pb.ModelProgress(share=1.0)
-        return None if self.model is not None else self._entry.turn.progress()
+        return self._entry.turn.progress() or (pb.ModelProgress(share=1.0) if self.installing else None)
 
     def note_uploaded(self, identity: Identity, share: float) -> None:
         """Note how much of the whole model a worker has sent, 0 to 1."""
@@ -217,9 +222,9 @@ class Engine(ShardState):
         """What an unfinished upload occupies."""
         return self._entry.upload_bytes
 
-    def finish_upload(self, upload: Upload, version: int, *, run_id: str = "") -> int:
+    def finish_upload(self, upload: Upload, version: int, *, run_id: str = "", digest: bytes = b"") -> int:
         """Install an uploaded model that is whole, and return its version."""
-        return self._entry.finish_upload(upload, version, run_id=run_id)
+        return self._entry.finish_upload(upload, version, run_id=run_id, digest=digest)
 
     # Training
 

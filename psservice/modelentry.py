@@ -14,6 +14,7 @@ from pscore.reasons import Reason, Refusal
 from psservice import modelstart
 from psservice.bounds import MOST_FIRST_VERSION
 from psservice.buffers import BufferAverage
+from psservice.calls import Loaded
 from psservice.install import claim, install
 from psservice.membership import Identity
 from psservice.moment import Content
@@ -34,6 +35,15 @@ class Fitted:
     layout: ModelLayout
     flat: torch.Tensor
     buffers: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What a worker has uploaded at the beginning of a training: where that began, and the model's digest."""
+
+    generation: int
+    version: int
+    digest: bytes
 
 
 class ModelEntry:
@@ -59,6 +69,7 @@ class ModelEntry:
         )
         self.start: modelstart.Start | None = None
         self._upload: Upload | None = None
+        self._origin: _Origin | None = None
         self._lock = threading.Lock()  # of the upload's place
 
     def read_start(self) -> None:
@@ -96,6 +107,27 @@ class ModelEntry:
             self._upload = Upload(identity, generation, span, buffer_bytes, lambda: state.membership.clock())
             return self._upload
 
+    def began_as(self, loaded: Loaded) -> bool:
+        """Tell whether the model that is here began as the one which a worker has loaded."""
+        model, origin = self._state.model, self._origin
+        return (
+            model is not None
+            and origin is not None
+            and (model.generation, loaded.digest) == (origin.generation, origin.digest)
+        )
+
+    def takes(self, loaded: Loaded) -> bool:
+        """Tell whether a model that a worker has loaded takes the place of the one that is here.
+
+        It does where nobody has pushed to that one, which a worker has uploaded, or where the worker insists.
+        """
+        model, origin = self._state.model, self._origin
+        if model is None or self.began_as(loaded):
+            return False
+        return loaded.replaces or (
+            origin is not None and (model.generation, model.version) == (origin.generation, origin.version)
+        )
+
     def _moves(self, upload: Upload) -> bool:
         membership = self._state.membership
         return membership.is_live(upload.identity) and membership.clock() - upload.moved < self._idle_seconds
@@ -130,13 +162,14 @@ class ModelEntry:
             return 0
         return packed_bytes(state.layout.buffers)
 
-    def finish_upload(self, upload: Upload, version: int, *, run_id: str) -> int:
+    def finish_upload(self, upload: Upload, version: int, *, run_id: str, digest: bytes) -> int:
         """Install an uploaded model that is whole, and return its version.
 
         That is the one which the worker names, or less where counting on from there would come to an end.
         """
+        version = min(version, MOST_FIRST_VERSION)
         try:
-            version = self._finish_upload(upload, min(version, MOST_FIRST_VERSION), run_id=run_id)
+            self._finish_upload(upload, version, run_id, _Origin(upload.generation, version, digest))
         except BaseException:
             upload.reopen()
             raise
@@ -145,7 +178,7 @@ class ModelEntry:
                 self._upload = None
         return version
 
-    def _finish_upload(self, upload: Upload, version: int, *, run_id: str) -> int:
+    def _finish_upload(self, upload: Upload, version: int, run_id: str, origin: _Origin) -> None:
         state = self._state
         with state.join_lock:
             self._check_upload(upload.identity, upload.generation)
@@ -162,8 +195,11 @@ class ModelEntry:
             run = state.run
             return Content(model, average, state.datasets, run.following(run_id), run.state_with_model, run.samples)
 
-        self._install(make)
-        return version
+        def published() -> None:
+            self._origin = origin if origin.digest else None
+            self.turn.end()
+
+        self._install(make, published)
 
     def fit_start(self, layout: ModelLayout) -> "Fitted | None":
         """Bring what the server was started with, if that is not installed yet, into a worker's layout.
@@ -210,13 +246,13 @@ class ModelEntry:
             return Content(model, average, datasets, run.run_id, run.state_with_model, samples)
 
         try:
-            self._install(make)
+            self._install(make, self.turn.end)
         except BaseException:
             self.start = start
             raise
 
-    def _install(self, make: Callable[[], Content]) -> None:
-        model = install(self._state, make, self.turn.end).model
+    def _install(self, make: Callable[[], Content], published: Callable[[], None]) -> None:
+        model = install(self._state, make, published).model
         log.info(
             "model installed",
             extra={"generation": model.generation, "version": model.version, "elements": model.span.length},

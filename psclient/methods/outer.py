@@ -147,8 +147,7 @@ class Outer(ParameterServerOptimizer):
 
     def _step(self, samples: int | None) -> None:
         gradients = self._gradients()
-        if self._deltas:  # the last push was not brought to its end
-            self._push()
+        self._settle()
         if self._interrupted.holds(gradients):
             return
         self._interrupted.note(gradients)
@@ -157,6 +156,8 @@ class Outer(ParameterServerOptimizer):
         except BaseException:
             self._interrupted.clear()
             raise
+        finally:
+            self._cluster.accept_model()
         self._local_steps += 1
         self._trained_samples = max(1, self._stepper.samples_waiting)
         if self._local_steps >= self.period:
@@ -165,8 +166,7 @@ class Outer(ParameterServerOptimizer):
 
     def _flush(self) -> None:
         """Push what the local steps have done so far and everything that this worker still holds, at density 1."""
-        if self._deltas:
-            self._push()
+        self._settle()
         samples = self._trained_samples if self._local_steps else 0
         if self._local_steps:
             self._hold(self._ahead())
@@ -179,8 +179,7 @@ class Outer(ParameterServerOptimizer):
         The error stays here. It may hold the same way several times over, since each period begins without what was
         not sent: all of it at once can lead beyond where any worker has been.
         """
-        if self._deltas:
-            self._push()
+        self._settle()
         if self._local_steps:
             self._deltas.update(self._ahead())
             self._push()
@@ -201,8 +200,7 @@ class Outer(ParameterServerOptimizer):
 
     def _pull(self) -> None:
         """Bring the parameters up to the server's; the local steps since the last push stay, on top of them."""
-        if self._deltas:
-            self._push()
+        self._settle(drops=True)
         ahead, steps = self._ahead(), self._local_steps
         self._go_back()
         try:
@@ -213,6 +211,7 @@ class Outer(ParameterServerOptimizer):
             for position, delta in ahead.items():
                 parameter = self._model.parameters[position]
                 parameter.sub_(delta.to(parameter.dtype))
+            self._cluster.accept_model()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outer state as any method's, and the inner optimizer's under ``inner``.
@@ -247,6 +246,14 @@ class Outer(ParameterServerOptimizer):
 
     # Inner parts
 
+    def _settle(self, *, drops: bool = False) -> None:
+        """Bring an earlier push to its end, and what was loaded to the server, or the server's model here."""
+        if self._deltas:
+            self._push()
+        if self._stepper.settle_load(drops=drops):
+            self._begin_here()
+            self._local_steps = 0
+
     def _ahead(self) -> dict[int, torch.Tensor]:
         """Return the differences that the local steps have made, by position."""
         return {
@@ -260,7 +267,7 @@ class Outer(ParameterServerOptimizer):
         for parameter, start in zip(self._model.parameters, self._start, strict=True):
             if parameter in self._groups:
                 parameter.copy_(start)
-        self._cluster.vouch_for_model()
+        self._cluster.accept_model()
         self._local_steps = 0
 
     def _push(self) -> None:

@@ -695,6 +695,7 @@ class JoinRequest(_message.Message):
     HAS_REPLICA_FIELD_NUMBER: _builtins.int
     INDEX_CODECS_FIELD_NUMBER: _builtins.int
     VALUE_CODECS_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the worker speaks; now 1."""
     method: _builtins.str
@@ -729,6 +730,10 @@ class JoinRequest(_message.Message):
     def value_codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___ValueCodec.ValueType]:
         """Value codecs that the worker can read; none listed: FP32, FP16 and BF16."""
 
+    @_builtins.property
+    def loaded(self) -> Global___LoadedModel:
+        """To shard 0: the model that was loaded into the worker since it joined; not set where none was."""
+
     def __init__(
         self,
         *,
@@ -743,14 +748,41 @@ class JoinRequest(_message.Message):
         has_replica: _builtins.bool = ...,
         index_codecs: _abc.Iterable[Global___IndexCodec.ValueType] | None = ...,
         value_codecs: _abc.Iterable[Global___ValueCodec.ValueType] | None = ...,
+        loaded: Global___LoadedModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout", "loaded", b"loaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_seen", b"generation_seen", "has_replica", b"has_replica", "identity", b"identity", "index_codecs", b"index_codecs", "layout", b"layout", "method", b"method", "method_settings", b"method_settings", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "shard_index", b"shard_index", "value_codecs", b"value_codecs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_seen", b"generation_seen", "has_replica", b"has_replica", "identity", b"identity", "index_codecs", b"index_codecs", "layout", b"layout", "loaded", b"loaded", "method", b"method", "method_settings", b"method_settings", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "shard_index", b"shard_index", "value_codecs", b"value_codecs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
+class LoadedModel(_message.Message):
+    """A model that the worker's script has loaded, and that the server does not have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    REPLACES_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """What tells it from others: 32 bytes, equal where the values are. Any function will do that all workers share."""
+    replaces: _builtins.bool
+    """True if it is to take the place of a model that has been trained; else only of one that nobody has pushed to."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        replaces: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "replaces", b"replaces"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadedModel: _TypeAlias = LoadedModel  # noqa: Y015
 
 @_typing.final
 class JoinResponse(_message.Message):
@@ -773,6 +805,7 @@ class JoinResponse(_message.Message):
     VALUE_CODECS_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
+    LOAD_REFUSED_FIELD_NUMBER: _builtins.int
     state: Global___JoinState.ValueType
     """What to do next."""
     run_id: _builtins.str
@@ -797,6 +830,10 @@ class JoinResponse(_message.Message):
     """Version of the server program."""
     first_step: _builtins.int
     """The lowest number that the worker's next step should have, so that all count iterations alike; shard 0 decides."""
+    load_refused: _builtins.bool
+    """With READY: the loaded model that the worker has told of does not take the place of the one that is here, which has
+    been trained, and began as another.
+    """
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Its settings."""
@@ -811,7 +848,7 @@ class JoinResponse(_message.Message):
 
     @_builtins.property
     def upload(self) -> Global___ModelProgress:
-        """With WAIT, from shard 0: the model that is waited for, if its upload is under way."""
+        """From shard 0: a model that another worker is uploading."""
 
     def __init__(
         self,
@@ -831,10 +868,11 @@ class JoinResponse(_message.Message):
         value_codecs: _abc.Iterable[Global___ValueCodec.ValueType] | None = ...,
         first_step: _builtins.int = ...,
         upload: Global___ModelProgress | None = ...,
+        load_refused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "server_version", b"server_version", "settings", b"settings", "state", b"state", "upload", b"upload", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "load_refused", b"load_refused", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "server_version", b"server_version", "settings", b"settings", "state", b"state", "upload", b"upload", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1079,12 +1117,15 @@ class UploadHeader(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     BUFFER_BYTES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Generation that the coordinator handed out."""
     version: _builtins.int
     """Version from which the shard counts on, 2^52 at most; 0 for a new training. The answer has the one it was."""
     buffer_bytes: _builtins.int
     """Bytes of all buffers that follow; 0 for shards other than 0 and for policy NONE."""
+    digest: _builtins.bytes
+    """To shard 0: what tells the model from others, as in LoadedModel; empty where it has been trained by this run."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who uploads."""
@@ -1096,10 +1137,11 @@ class UploadHeader(_message.Message):
         generation: _builtins.int = ...,
         version: _builtins.int = ...,
         buffer_bytes: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "generation", b"generation", "identity", b"identity", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "digest", b"digest", "generation", b"generation", "identity", b"identity", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

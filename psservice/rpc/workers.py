@@ -26,7 +26,7 @@ from pscore.tracing import traced_stream
 from pscore.v1 import parameter_server_pb2 as pb
 from pscore.version import __version__
 from psservice import bounds
-from psservice.calls import Push
+from psservice.calls import Loaded, Push
 from psservice.datamessages import answer_to_message, finished_of, wish_of
 from psservice.engine import Engine
 from psservice.identities import identity_from_message, require_name
@@ -124,6 +124,7 @@ class WorkerCalls:
             generation_seen=request.generation_seen,
             has_replica=request.has_replica,
             index_codecs=frozenset(request.index_codecs or PLAIN_INDEX_CODECS),
+            loaded=Loaded(request.loaded.digest, request.loaded.replaces) if request.HasField("loaded") else None,
         )
         incarnation, step = outcome.last_push or ("", 0)
         return pb.JoinResponse(
@@ -141,7 +142,8 @@ class WorkerCalls:
             index_codecs=READABLE_INDEX_CODECS,
             value_codecs=READABLE_VALUE_CODECS,
             first_step=outcome.first_step,
-            upload=engine.upload_progress() if outcome.state == "wait" else None,
+            upload=None if outcome.state == "upload" else engine.upload_progress(),
+            load_refused=outcome.load_refused,
         )
 
     def renew_lease(self, call: Call, request: pb.RenewLeaseRequest) -> pb.RenewLeaseResponse:
@@ -175,6 +177,7 @@ class WorkerCalls:
 
             def open_upload(header: pb.UploadHeader) -> Upload:
                 bounds.require(header)
+                bounds.require_digest(header.digest, may_be_empty=True)
                 identity = self._identity(call, header.identity, any_run=True)
                 charge.belongs_to(identity.worker_id)
                 upload = engine.open_upload(identity, header.generation, header.buffer_bytes)
@@ -185,7 +188,9 @@ class WorkerCalls:
             header, upload, is_whole = yield from charged(read_upload(open_upload), charge, is_kept=False)
             answer = upload.received()
             if is_whole:
-                answer.version = engine.finish_upload(upload, header.version, run_id=header.identity.run_id)
+                answer.version = engine.finish_upload(
+                    upload, header.version, run_id=header.identity.run_id, digest=header.digest
+                )
             return answer
 
     def download_model(self, call: Call, request: pb.DownloadModelRequest) -> Iterator[pb.DownloadModelResponse]:

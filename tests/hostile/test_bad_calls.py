@@ -249,6 +249,8 @@ def join_request(worker, **fields):
             {"layout": pb.ModelLayout(parameters=[pb.TensorSpec(name="w", shape=[N], data_type=1)], fingerprint=b"x")},
             ("INVALID_ARGUMENT", "BAD_REQUEST"),
         ),
+        ({"loaded": pb.LoadedModel(digest=b"x" * 31)}, ("INVALID_ARGUMENT", "BAD_REQUEST")),
+        ({"loaded": pb.LoadedModel(replaces=True)}, ("INVALID_ARGUMENT", "BAD_REQUEST")),
     ],
 )
 def test_bad_join(worker, unharmed, fields, expected):
@@ -256,9 +258,12 @@ def test_bad_join(worker, unharmed, fields, expected):
 
 
 def test_an_upload_over_a_living_model(worker, unharmed):
-    head = pb.UploadModelRequest(header=pb.UploadHeader(identity=worker.identity, generation=worker.generation))
-    answer = refusal(lambda: worker.stub.UploadModel(iter([head]), timeout=TIMEOUT))
+    header = pb.UploadHeader(identity=worker.identity, generation=worker.generation)
+    answer = refusal(lambda: worker.stub.UploadModel(iter([pb.UploadModelRequest(header=header)]), timeout=TIMEOUT))
     assert answer == ("ALREADY_EXISTS", "ALREADY_UPLOADED")
+    header.digest = b"x" * 33
+    answer = refusal(lambda: worker.stub.UploadModel(iter([pb.UploadModelRequest(header=header)]), timeout=TIMEOUT))
+    assert answer == ("INVALID_ARGUMENT", "BAD_REQUEST")
     newer = worker.generation + (1 << 32)
     head = pb.UploadModelRequest(header=pb.UploadHeader(identity=worker.identity, generation=newer))
     answer = refusal(lambda: worker.stub.UploadModel(iter([head]), timeout=TIMEOUT))

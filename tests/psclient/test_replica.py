@@ -157,83 +157,80 @@ def test_memory_that_was_replaced_by_the_same_values_is_taken_as_it_is():
     replica = replica_of(torch.zeros(3, 4), torch.ones(2).half())
     for parameter in replica.parameters:
         moved_to(parameter, parameter.detach().clone())
-    replica.check()
+    assert replica.loaded() is None
     replica.write([Segment(whole(replica), None, torch.arange(14).float())])
-    replica.check()
+    assert replica.loaded() is None
     assert torch.equal(contents(replica), torch.arange(14).float())
+
+
+def test_memory_with_other_values_is_a_load():
+    replica = replica_of(torch.zeros(2), torch.zeros(3))
+    moved_to(replica.parameters[1], torch.ones(3))
+    assert replica.loaded() == "p1"
+    assert replica.loaded() == "p1"
+    replica.accept()
+    assert replica.loaded() is None
 
 
 @pytest.mark.parametrize(
     "replacement",
-    [torch.ones(3, 4), torch.zeros(4, 3), torch.zeros(3, 4).double(), torch.zeros(3, 4, device="meta")],
-    ids=["values", "shape", "dtype", "device"],
+    [torch.zeros(4, 3), torch.zeros(3, 4).double(), torch.zeros(3, 4, device="meta")],
+    ids=["shape", "dtype", "device"],
 )
-def test_memory_that_was_replaced_by_anything_else_is_named(replacement):
+def test_memory_of_another_kind_is_named(replacement):
     replica = replica_of(torch.zeros(2), torch.zeros(3, 4))
     before = replica.parameters
     replica.parameters = (before[0], nn.Parameter(replacement))  # a meta tensor cannot be put into another one's place
-    with pytest.raises(ModelChangedError, match="p1") as caught:
-        replica.check()
-    assert caught.value.tensor == "p1"
+    for look in (replica.loaded, replica.accept):
+        with pytest.raises(ModelChangedError, match="p1") as caught:
+            look()
+        assert caught.value.tensor == "p1"
     replica.parameters = before
-    replica.check()
-
-
-def test_other_values_are_accepted_where_the_caller_means_it():
-    replica = replica_of(torch.zeros(3))
-    assert replica.accept()
-    moved_to(replica.parameters[0], torch.ones(3))
-    assert not replica.accept()
-    replica.check()
-    assert replica.accept()
-
-
-def test_another_dtype_is_never_accepted():
-    replica = replica_of(torch.zeros(3))
-    moved_to(replica.parameters[0], torch.zeros(3).double())
-    with pytest.raises(ModelChangedError, match="float64"):
-        replica.accept()
+    assert replica.loaded() is None
 
 
 def test_values_written_in_place_are_noticed_until_they_are_accepted():
     replica = replica_of(torch.zeros(2), torch.zeros(3, 4).t())
     ones = [Segment(whole(replica), None, torch.ones(14))]
     replica.write(ones)
-    assert replica.edited is None
-    assert replica.accept()
+    assert replica.loaded() is None
     with torch.no_grad():
         replica.parameters[1].add_(1)
-    assert replica.edited == "p1"
+    assert replica.loaded() == "p1"
     replica.write(ones)
-    assert replica.edited == "p1", "a reply may leave some of the others' values where they are"
-    replica.check()
-    assert not replica.accept()
-    assert replica.edited is None
-    assert replica.accept()
+    assert replica.loaded() == "p1", "a reply may leave some of the others' values where they are"
+    replica.accept()
+    assert replica.loaded() is None
 
 
-def test_parameters_that_are_parts_of_one_tensor_are_not_edited_by_a_reply():
+def test_parameters_that_are_parts_of_one_tensor_are_not_loaded_by_a_reply():
     whole_of_it = torch.zeros(5)
     replica = replica_of(whole_of_it[:2], whole_of_it[2:])
     replica.write([Segment(whole(replica), None, torch.ones(5))])
-    assert replica.edited is None
+    assert replica.loaded() is None
     replica.add([Segment(whole(replica), None, torch.ones(5))])
-    assert replica.edited is None
+    assert replica.loaded() is None
     assert whole_of_it.tolist() == [2.0] * 5
 
 
-def test_values_that_are_vouched_for_are_no_edits():
-    replica = replica_of(torch.zeros(2))
-    with torch.no_grad():
-        replica.parameters[0].add_(1).sub_(1)
-    replica.vouch()
-    assert replica.edited is None
-    assert replica.accept()
-
-
-def test_a_parameter_without_a_count_of_writes_is_never_edited():
+def test_a_parameter_without_a_count_of_writes_is_never_loaded():
     with torch.inference_mode():
         parameter = nn.Parameter(torch.zeros(3), requires_grad=False)
     replica = Replica(layout_of([("p0", parameter)]), [parameter])
-    assert replica.edited is None
-    assert replica.accept()
+    assert replica.loaded() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_digest_tells_values_from_others_wherever_they_lie(dtype):
+    values = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    digest = replica_of(values, torch.zeros(0), torch.zeros(())).digest()
+    assert len(digest) == 32
+    other_strides, other_start = (
+        values.t().contiguous().t(),
+        torch.cat([torch.zeros(1, dtype=dtype), values.reshape(-1)]),
+    )
+    assert replica_of(other_start[1:].view(3, 5), torch.zeros(0), torch.zeros(())).digest() == digest
+    assert replica_of(other_strides, torch.zeros(0), torch.zeros(())).digest() == digest
+    nearly = values.clone()
+    nearly[1, 2] = torch.nextafter(nearly[1, 2].float(), torch.tensor(9.0)) if dtype == torch.float32 else 9.0
+    assert replica_of(nearly, torch.zeros(0), torch.zeros(())).digest() != digest

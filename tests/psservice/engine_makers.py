@@ -60,11 +60,12 @@ def full(epoch, nonce=1):
     return epoch << 32 | nonce
 
 
-def join(engine, layout, who=ANNA, method="dgs", method_settings=None, *, seen=0, has_replica=False):
-    return engine.join(who, layout, method, method_settings or {}, generation_seen=seen, has_replica=has_replica)
+def join(engine, layout, who=ANNA, method="dgs", method_settings=None, *, seen=0, has_replica=False, loaded=None):
+    settings = method_settings or {}
+    return engine.join(who, layout, method, settings, generation_seen=seen, has_replica=has_replica, loaded=loaded)
 
 
-def upload(engine, values, who, generation, *, version=0, buffers=()):
+def upload(engine, values, who, generation, *, version=0, buffers=(), digest=b""):
     """Send an engine its range of the whole model's values."""
     part = values[engine.span.start : engine.span.end].clone()
     packed, checksum = pack(buffers), frames.Checksum()
@@ -76,7 +77,7 @@ def upload(engine, values, who, generation, *, version=0, buffers=()):
     for piece in frames.encode_bytes(packed, 1 << 20):
         brought.read_buffers(call, piece)
     brought.verify(call, checksum.commit())
-    return engine.finish_upload(brought, version)
+    return engine.finish_upload(brought, version, digest=digest)
 
 
 def present(engine):

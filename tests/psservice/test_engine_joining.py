@@ -23,6 +23,7 @@ from pscore import modelfile
 from pscore.generation import epoch
 from pscore.layout import TensorSpec
 from pscore.reasons import Reason, Refusal
+from psservice.calls import Loaded
 from psservice.membership import Identity
 from psservice.shard.replies import ReplyMode
 
@@ -267,3 +268,61 @@ def test_a_join_that_is_refused_leaves_no_trace(tmp_path):
     with engines(init=write_init(tmp_path / "start.safetensors", STATE)) as (engine,):
         assert reason_of(join, engine, OTHER, BERT, method="asgd") is Reason.FINGERPRINT_MISMATCH
         assert join(engine, LAYOUT, ANNA, method="dgs").state == "ready"
+
+
+FRESH, CHECKPOINT, OTHER_ONE = (bytes([number]) * 32 for number in range(3))
+
+
+def loads(engine, digest, who=ANNA, *, replaces=False):
+    return join(engine, LAYOUT, who, has_replica=True, loaded=Loaded(digest, replaces))
+
+
+def begun(engine):
+    upload(engine, ONES, ANNA, join(engine, LAYOUT).generation, digest=FRESH)
+    join(engine, LAYOUT, BERT)
+
+
+def test_a_loaded_model_takes_the_place_of_one_that_nobody_has_pushed_to():
+    with engines() as (engine,):
+        begun(engine)
+        granted = loads(engine, CHECKPOINT)
+        assert (granted.state, epoch(granted.generation)) == ("upload", 2)
+        assert loads(engine, CHECKPOINT, BERT).state == "wait"
+        assert join(engine, LAYOUT, BERT).state == "ready", "who has loaded nothing goes on meanwhile"
+        push(engine, 1, {0: 1.0}, BERT)
+        upload(engine, TWOS, ANNA, granted.generation, digest=CHECKPOINT)
+        assert torch.equal(theta(engine), TWOS), "a push that comes in between belongs to the model before"
+        again = loads(engine, CHECKPOINT, BERT)
+        assert (again.state, again.load_refused) == ("ready", False)
+
+
+def test_a_trained_model_stays_unless_it_is_to_be_replaced():
+    with engines() as (engine,):
+        begun(engine)
+        push(engine, 1, {0: 1.0})
+        before = theta(engine).clone()
+        refused = loads(engine, CHECKPOINT)
+        assert (refused.state, refused.load_refused) == ("ready", True)
+        same = loads(engine, FRESH)
+        assert (same.state, same.load_refused) == ("ready", False), "the run began as it"
+        assert torch.equal(theta(engine), before)
+        granted = loads(engine, OTHER_ONE, BERT, replaces=True)
+        upload(engine, TWOS, BERT, granted.generation, version=1, digest=OTHER_ONE)
+        assert (engine.model.version, theta(engine).tolist()) == (1, TWOS.tolist())
+        assert loads(engine, OTHER_ONE, replaces=True).state == "ready", "once is enough"
+
+
+def test_an_uploader_that_is_gone_leaves_the_old_model_in_its_place():
+    with engines() as (engine,):
+        begun(engine)
+        granted = loads(engine, CHECKPOINT)
+        engine.leave(ANNA)
+        assert (join(engine, LAYOUT, BERT).state, loads(engine, OTHER_ONE, BERT).state) == ("ready", "upload")
+        assert reason_of(upload, engine, TWOS, ANNA, granted.generation) is not None
+        assert torch.equal(theta(engine), ONES)
+
+
+def test_a_model_that_goes_on_with_a_training_is_nobodys_beginning():
+    with engines() as (engine,):
+        upload(engine, ONES, ANNA, join(engine, LAYOUT, has_replica=True).generation, version=7)
+        assert loads(engine, CHECKPOINT).load_refused

@@ -100,6 +100,18 @@ def trains(rank: int, server: str) -> Any:
     return found
 
 
+def loads_a_model(rank: int, server: str, loader: str) -> Any:
+    """One process of a node loads a model before its first step."""
+    ddp = DistributedDataParallel(make_model(0, batch_norm=False))
+    with dgs(ddp, server, worker="node", lr=1e-3) as optimizer:
+        if rank == int(loader):
+            ddp.load_state_dict({name: torch.full_like(t, 5.0) for name, t in ddp.state_dict().items()})
+        for _ in range(2):
+            train_step(ddp, optimizer, *half(rank))
+        optimizer.pull()
+        return {"parameters": parameters(ddp)}
+
+
 def meets_errors(rank: int, server: str) -> Any:
     """A node with BatchNorm and a frozen layer meets a gradient that is not finite, and the end of the run."""
     model = make_model(rank)

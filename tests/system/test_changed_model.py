@@ -74,40 +74,6 @@ def test_a_new_optimizer_takes_over(trained, server):
         train_step(saved, again, *make_data())
 
 
-def test_memory_with_other_values_is_said_and_a_pull_mends_it(trained, server):
-    model, optimizer = trained
-    model[0].weight.data = torch.zeros_like(model[0].weight)
-    optimizer.zero_grad()
-    backward(model, make_data()[0])
-    before = optimizer.version
-    with pytest.raises(ModelChangedError, match=r"0\.weight.*optimizer\.pull\(\)"):
-        optimizer.step()
-    optimizer.pull()
-    assert optimizer.version <= before + 1
-    assert_same_parameters(model, server.server)
-    train_step(model, optimizer, *make_data())
-    optimizer.pull()
-    if optimizer.report.reply_mode == "exact":
-        assert_same_parameters(model, server.server)
-
-
-def test_values_written_in_place_are_said_once_and_a_pull_mends_them(trained, server, caplog):
-    model, optimizer = trained
-    model.load_state_dict(make_model(seed=5).state_dict())
-    for _ in range(3):
-        train_step(model, optimizer, *make_data())
-    assert [record.message for record in caplog.records if "optimizer.pull()" in record.message] == [
-        "'0.weight' was written to since the last reply (by load_state_dict, say), and the server does not know; if "
-        "its values are not what they were, call optimizer.pull() to take the server's over (said once)"
-    ]
-    optimizer.pull()
-    assert_same_parameters(model, server.server)
-    train_step(model, optimizer, *make_data())
-    optimizer.pull()
-    if optimizer.report.reply_mode == "exact":
-        assert_same_parameters(model, server.server)
-
-
 @pytest.mark.parametrize("method", ["dgs", "outer"])
 def test_a_pull_of_a_model_that_is_as_it_was_asks_for_nothing_more(fresh_server, method, caplog):
     model = make_model(batch_norm=False)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 120
 
@@ -31,6 +33,7 @@ def train(cache, **options):
     return [line for line in done.stderr.splitlines() if "compil" in line]
 
 
+@pytest.mark.timeout(2 * LIMIT_SECONDS)
 def test_the_first_training_says_that_it_compiles_and_the_second_finds_it_done(tmp_path):
     told = train(tmp_path)
     assert len(told) == 1, told

@@ -57,6 +57,15 @@ def test_a_node_is_one_worker_with_the_whole_batch(tmp_path):
         assert_equal(leader["flushed"], follower["flushed"], of_server(server, model))
 
 
+@pytest.mark.parametrize("loader", [0, 1])
+def test_a_node_has_the_model_that_its_leader_has(loader, tmp_path):
+    with LocalServer(down_mode="exact") as server:
+        leader, follower = launch("loads_a_model", 2, tmp_path, server.server, str(loader))
+        assert_equal(leader["parameters"], follower["parameters"], of_server(server, make_model(batch_norm=False)))
+    mean = torch.cat([each.reshape(-1) for each in leader["parameters"]]).mean().item()
+    assert mean == pytest.approx(5.0 if loader == 0 else 0.0, abs=0.1)
+
+
 def test_all_processes_meet_the_same_end_and_the_same_errors(tmp_path):
     with LocalServer(down_mode="exact", buffer_period_steps=2, end_versions=4) as server:
         leader, follower = launch("meets_errors", 2, tmp_path, server.server)

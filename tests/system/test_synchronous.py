@@ -172,6 +172,7 @@ def a_worker_until_told(server, steps_before_stop, told):
 def test_a_killed_worker_holds_the_round_up_for_its_lease_and_no_longer():
     context = mp.get_context("spawn")
     told = context.Event()
+    patient = QUICK.model_copy(update={"patience_seconds": 90.0})  # the other's process has to start
     with psclient.LocalServer(lease_seconds=1.0) as server:
         other = context.Process(target=a_worker_until_told, args=(server.server, 3, told), daemon=True)
         other.start()
@@ -181,9 +182,9 @@ def test_a_killed_worker_holds_the_round_up_for_its_lease_and_no_longer():
                 os.kill(other.pid, signal.SIGKILL)
                 other.join()
 
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 110
         mine = model()
-        with ssgd(psclient.Rounds(start_workers=2))(mine, server.server, "survivor") as optimizer:
+        with ssgd(psclient.Rounds(start_workers=2), settings=patient)(mine, server.server, "survivor") as optimizer:
             alone = 0
             while alone < 5:
                 assert time.monotonic() < deadline

@@ -1,0 +1,229 @@
+"""A model that a script loads after it has made its optimizer: the run begins with it, or somebody is asked."""
+
+import logging
+
+import pytest
+import torch
+
+import psclient
+from psclient.errors import ConfigurationError, ModelLoadedError
+from psclient.local import LocalServer
+from tests.system.tools import QUICK, make_data, make_model, train_step
+
+ON_LOAD = [None, "server", "replace"]
+
+
+def checkpoint(value=5.0):
+    return {name: torch.full_like(tensor, value) for name, tensor in make_model(batch_norm=False).state_dict().items()}
+
+
+def write_data(model, state):
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(state[name])
+
+
+def give_memory(model, state):
+    for name, parameter in model.named_parameters():
+        parameter.data = state[name].clone()
+
+
+WAYS = {
+    "load_state_dict": lambda model, state: model.load_state_dict(state),
+    "data": write_data,
+    "memory": give_memory,
+}
+
+
+def dgs(model, server, **options):
+    return psclient.DGS(model.parameters(), lr=1e-3, density=0.1, model=model, server=server, settings=QUICK, **options)
+
+
+def asgd(model, server, **options):
+    return psclient.ASGD(model.parameters(), lr=1e-3, model=model, server=server, settings=QUICK, **options)
+
+
+def overlap(model, server, **options):
+    return asgd(model, server, overlap=True, **options)
+
+
+def rounds(model, server, **options):
+    return psclient.SSGD(model.parameters(), lr=1e-3, model=model, server=server, settings=QUICK, **options)
+
+
+def wagma(model, server, **options):
+    return psclient.WAGMA(model.parameters(), lr=1e-3, model=model, server=server, settings=QUICK, **options)
+
+
+def outer(model, server, **options):
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return psclient.Outer(inner, period=2, lr=1, model=model, server=server, settings=QUICK, **options)
+
+
+def server_optimizer(model, server, **options):
+    options |= {"model": model, "server": server, "settings": QUICK}
+    return psclient.ServerOptimizer(model.parameters(), "SGD", {"lr": 1e-3}, **options)
+
+
+CASES = [*((method, 1) for method in (dgs, asgd, overlap, outer, server_optimizer, wagma)), (dgs, 2), (outer, 2)]
+"""Methods, and numbers of shards."""
+
+
+def steps(model, optimizer, count=2):
+    for _ in range(count):
+        train_step(model, optimizer, *make_data())
+
+
+def mean(state):
+    """The mean over the parameters, of a model or of the server's."""
+    values = state.values() if isinstance(state, dict) else state.parameters()
+    return torch.cat([value.detach().reshape(-1) for value in values]).mean().item()
+
+
+def assert_is_at(model, server, value):
+    """Both the worker and the server are near a checkpoint, and equal."""
+    assert mean(psclient.download(server.server)) == pytest.approx(value, abs=0.1)
+    assert mean(model) == pytest.approx(value, abs=0.1)
+
+
+@pytest.fixture
+def shards():
+    return 1
+
+
+@pytest.fixture
+def server(shards):
+    with LocalServer(shards=shards, down_mode="exact") as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("method", "shards", "way"),
+    [*((*case, "load_state_dict") for case in CASES), (dgs, 1, "data"), (asgd, 2, "data"), (dgs, 2, "memory")],
+)
+def test_a_run_begins_with_what_was_loaded_before_its_first_push(method, way, server, caplog):
+    model = make_model(batch_norm=False)
+    with method(model, server) as optimizer:
+        WAYS[way](model, checkpoint())
+        steps(model, optimizer, 4)
+        optimizer.pull()
+        assert_is_at(model, server, 5.0)
+        for name, tensor in psclient.download(server.server).items():
+            torch.testing.assert_close(model.state_dict()[name], tensor, rtol=0, atol=1e-6)
+    assert "written to" not in caplog.text
+
+
+@pytest.mark.parametrize(("method", "shards"), CASES[-4:])
+def test_a_pull_before_the_first_step_keeps_what_was_loaded(method, server):
+    model = make_model(batch_norm=False)
+    with method(model, server) as optimizer:
+        model.load_state_dict(checkpoint())
+        optimizer.pull()
+        assert_is_at(model, server, 5.0)
+        steps(model, optimizer)
+        assert_is_at(model, server, 5.0)
+
+
+@pytest.mark.parametrize(("method", "shards"), CASES)
+def test_workers_that_load_the_same_go_on_together(method, server):
+    first, second = make_model(batch_norm=False), make_model(seed=7, batch_norm=False)
+    with method(first, server, worker="a") as one, method(second, server, worker="b") as two:
+        first.load_state_dict(checkpoint())
+        second.load_state_dict(checkpoint())
+        for _ in range(3):
+            steps(first, one)
+            version = one.version
+        steps(second, two)
+        assert two.version > version > 0
+        two.pull()
+        assert_is_at(second, server, 5.0)
+    with method(third := make_model(seed=8, batch_norm=False), server, worker="c") as late:
+        third.load_state_dict(checkpoint())
+        steps(third, late)
+        late.pull()
+        assert_is_at(third, server, 5.0)
+
+
+def test_one_worker_loads_and_the_others_follow(server):
+    first, second = make_model(batch_norm=False), make_model(seed=7, batch_norm=False)
+    with dgs(first, server, worker="a") as one, dgs(second, server, worker="b") as two:
+        second.load_state_dict(checkpoint())
+        steps(second, two)
+        steps(first, one)
+        one.pull()
+        assert_is_at(first, server, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "shards", "when"),
+    [
+        (dgs, 1, "late"),
+        (wagma, 1, "late"),
+        *((*case, "in the middle") for case in ((dgs, 2), (overlap, 1), (outer, 1))),
+    ],
+)
+@pytest.mark.parametrize("on_load", ON_LOAD)
+def test_a_run_that_has_been_trained_asks_which_is_to_stay(when, on_load, method, server, caplog):
+    first, second = make_model(batch_norm=False), make_model(seed=7, batch_norm=False)
+    with method(first, server, worker="a") as one:
+        steps(first, one)
+        one.pull()
+        before = mean(first)
+        with method(second, server, worker="b", on_load=on_load) as two:
+            if when == "in the middle":
+                steps(second, two)
+            second.load_state_dict(checkpoint())
+            if on_load is None:
+                for _ in range(2):
+                    with pytest.raises(ModelLoadedError, match=r"(?s)0\.weight.*on_load=.*replace"):
+                        steps(second, two)
+                    assert mean(second) == pytest.approx(5.0)
+                two.pull()
+            steps(second, two)
+            two.pull()
+            expected = 5.0 if on_load == "replace" else before
+            assert_is_at(second, server, expected)
+            steps(first, one)
+            one.pull()
+            assert_is_at(first, server, expected)
+    assert ("goes on from its own model" in caplog.text) == (on_load != "replace")
+
+
+def test_what_is_written_back_before_the_first_step_is_no_load(server, caplog):
+    model = make_model(batch_norm=False)
+    with dgs(model, server) as optimizer:
+        uploaded = optimizer.totals.upload_bytes
+        saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(checkpoint())
+        model.load_state_dict(saved)
+        steps(model, optimizer)
+        assert optimizer.totals.upload_bytes == uploaded
+
+
+def test_buffers_are_loaded_too(server):
+    model, loaded = make_model(), make_model(seed=3)
+    steps(loaded, torch.optim.SGD(loaded.parameters(), lr=0.1), 5)
+    with asgd(model, server) as optimizer:
+        model.load_state_dict(loaded.state_dict())
+        optimizer.pull()
+        assert torch.equal(psclient.download(server.server)["1.running_mean"], loaded[1].running_mean)
+
+
+def test_a_restart_of_a_worker_with_a_checkpoint_goes_on_at_the_server(server, caplog, monkeypatch):
+    monkeypatch.setenv("PSCLIENT_ON_LOAD", "server")
+    caplog.set_level(logging.WARNING)
+    model = make_model(batch_norm=False)
+    with dgs(model, server, worker="w") as optimizer:
+        model.load_state_dict(checkpoint(3.0))
+        steps(model, optimizer)
+    again = make_model(seed=4, batch_norm=False)
+    given = {"density": 0.1, "model": again, "server": server, "worker": "w"}
+    with psclient.DGS(again.parameters(), lr=1e-3, **given) as optimizer:
+        again.load_state_dict(checkpoint(2.0))
+        steps(again, optimizer)
+        optimizer.pull()
+        assert_is_at(again, server, 3.0)
+
+
+def test_a_choice_that_there_is_not_is_said(server):
+    with pytest.raises(ConfigurationError, match="error, server, replace"):
+        dgs(make_model(), server, on_load="keep")
