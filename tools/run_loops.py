@@ -120,7 +120,7 @@ def broken_off(loop: Loop, folder: Path) -> None:
         for each in resumed:
             _end(each)
         for each in resumed:
-            _require_same(server.server, each.folder)
+            require_same(server.server, each.folder)
 
 
 def fresh(loop: Loop, folder: Path) -> None:
@@ -129,11 +129,11 @@ def fresh(loop: Loop, folder: Path) -> None:
     with processes() as start:
         with psclient.LocalServer() as server:
             _end(start(*options, server.server))
-            _require_same(server.server, folder)
+            require_same(server.server, folder)
         trained = torch.load(folder / "model.pt")
         with psclient.LocalServer() as server:
             _end(start(*options, server.server, "--resume"))  # nothing is left to train
-            _require_same(server.server, folder)
+            require_same(server.server, folder)
     again = torch.load(folder / "model.pt")
     different = [name for name in trained if not torch.equal(trained[name], again[name])]
     if different:
@@ -177,15 +177,19 @@ def processes() -> "Iterator[Callable[..., Running]]":
         yield begin
 
 
+def environment() -> dict[str, str]:
+    """Return what a script is to have in its environment: these packages, and output that is not kept back."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
 def start(command: Sequence[str], log: IO[Any], **variables: str) -> "subprocess.Popen[bytes]":
     """Start a script beside its log; a user may stand anywhere."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | variables
     return subprocess.Popen(
         [sys.executable, *command],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        env=environment,
+        env=environment() | variables,
         cwd=Path(log.name).parent,
     )
 
@@ -220,7 +224,7 @@ def _checkpoints(loop: Loop, folder: Path) -> dict[Path, int]:
     return found
 
 
-def _require_same(server: str, folder: Path) -> None:
+def require_same(server: str, folder: Path) -> None:
     """What a script has tested in the end, and saved, is the server's model."""
     served, tested = psclient.download(server), torch.load(folder / "model.pt")
     averaged = ("running_mean", "running_var", "num_batches_tracked")  # BatchNorm's are exchanged every so many steps

@@ -10,14 +10,17 @@ import psclient
 CONTEXT, RATE = 64, 2e-3
 
 
-class EndOfRun(TrainerCallback):
-    """Ends the training where the server ends the run."""
+class Served(TrainerCallback):
+    """Ends the training with the run; what is tested and saved after an epoch is the server's model."""
 
     def __init__(self, optimizer: psclient.ServerOptimizer) -> None:
         self.optimizer = optimizer
 
     def on_step_end(self, args, state, control, **_: object) -> None:
         control.should_training_stop |= self.optimizer.finished
+
+    def on_epoch_end(self, args, state, control, **_: object) -> None:
+        self.optimizer.pull()
 
 
 def make_optimizer(model, options):
@@ -70,7 +73,7 @@ def main() -> None:
         train_dataset=windows(train, 800),
         eval_dataset=windows(test, 64),
         optimizers=(optimizer, None),  # Trainer makes the scheduler
-        callbacks=[EndOfRun(optimizer)] if options.server else [],
+        callbacks=[Served(optimizer)] if options.server else [],
     )
     trainer.train(resume_from_checkpoint=options.resume)
     if options.server:

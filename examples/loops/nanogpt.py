@@ -46,10 +46,10 @@ def make_optimizer(model, wrapped, options):
     adamw = {"lr": RATE, "betas": (0.9, 0.95)}
     if not options.server:
         return torch.optim.AdamW(groups, **adamw)
-    server = {"density": 0.1, "model": wrapped, "server": options.server}
+    served = {"optimizer": "AdamW", "options": adamw, "density": 0.1, "model": wrapped, "server": options.server}
     if dist.is_initialized():
-        return psclient.NodeOptimizer(psclient.ServerOptimizer, groups, "AdamW", adamw, **server)
-    return psclient.ServerOptimizer(groups, "AdamW", adamw, **server)
+        return psclient.NodeOptimizer(psclient.ServerOptimizer, groups, **served)
+    return psclient.ServerOptimizer(groups, **served)
 
 
 def main() -> None:
@@ -111,6 +111,8 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         iteration += 1
         if iteration % EPOCH == 0:
+            if options.server:
+                optimizer.pull()  # what is tested and saved is the server's model
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iteration": iteration}
             if rank == 0:
                 common.save(state, options.out / "ckpt.pt")

@@ -1,9 +1,12 @@
 """The loops of other people's libraries, each alone, with workers that are broken off, and on a fresh server."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
+from psclient.local import LocalServer
 from tools import run_loops
 from tools.run_loops import LOOPS
 
@@ -32,3 +35,18 @@ def test_the_difference_that_a_page_shows_is_in_its_script(page):
     shown = "".join(re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL)).splitlines()
     assert any(line.startswith("-") for line in shown)
     assert [line for line in shown if line.strip("+-") and line[1:] not in script] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_processes_of_torchrun_are_one_worker_of_the_loop_like_nanogpts(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    with LocalServer() as server:
+        script = [run_loops.FOLDER / "nanogpt.py", "--epochs", "1", "--server", server.server, "--out", tmp_path]
+        command = [*torchrun, "--nproc-per-node", "2", *map(str, script)]
+        environment = run_loops.environment()
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("in the end") == 1
+        run_loops.require_same(server.server, tmp_path)
