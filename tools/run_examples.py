@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from psclient.errors import SparsepsError
 from tools import run_loops
 from tools.run_loops import LOOPS, ExampleFailedError, Loop, kill_with_children, start
 
@@ -179,7 +180,7 @@ def run(example: Example, out: Path) -> Result:
             _run(script, log)
         else:
             _train(example, [*script, "--out", str(out / example.name)], out / example.name, log, result)
-    except ExampleFailedError as error:
+    except (ExampleFailedError, SparsepsError, subprocess.SubprocessError) as error:
         result.failure = str(error)
     result.seconds = time.monotonic() - started
     return result
