@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,15 @@ def examples(data: Path, quick: bool) -> list[Example]:
         ),
         Example("before", ("loops/before.py", *once, "--checkpoint", str(data / "before.pt"))),
         Example("after", ("loops/after.py", *once, "--checkpoint", str(data / "after.pt"))),
-        *(Example(loop.name, (f"loops/{loop.command[0]}", *loop.command[1:]), loop=loop) for loop in LOOPS),
+        *(
+            Example(
+                loop.name,
+                (f"loops/{loop.command[0]}", *loop.command[1:]),
+                loop=replace(loop, short=quick or loop.short),
+            )
+            for loop in LOOPS
+            if not (quick and loop.short)
+        ),
         Example("notebook", ("quickstart.ipynb",)),
     ]
 
@@ -127,7 +135,7 @@ def examples(data: Path, quick: bool) -> list[Example]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen examples; return 0 if all did what they should."""
     parser = argparse.ArgumentParser(prog="python -m tools.run_examples", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the shortest form: under five minutes on two cores")
+    parser.add_argument("--quick", action="store_true", help="the shortest form: under ten minutes on two cores")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="some of them")
     parser.add_argument("--out", type=Path, default=Path("runs/examples"), metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)

@@ -40,14 +40,14 @@ class Loop:
         command: the script, and the options that make the form.
         saved: what is in its ``--out`` when a first checkpoint is whole, as a glob.
         needs: packages that it imports.
-        variant: whether another entry shows the same script alone and on a fresh server.
+        short: whether it is only broken off; another entry runs the script alone and on a fresh server.
     """
 
     name: str
     command: tuple[str, ...]
     saved: str
     needs: tuple[str, ...] = ()
-    variant: bool = False
+    short: bool = False
 
     @property
     def missing(self) -> list[str]:
@@ -62,10 +62,10 @@ LOOPS = (
         ("hf_trainer.py", "--lora"),
         "checkpoint-*/trainer_state.json",
         ("transformers", "accelerate", "peft"),
-        variant=True,
+        short=True,
     ),
     Loop("lightning", ("lightning_loop.py",), "last.ckpt", ("lightning",)),
-    Loop("lightning_manual", ("lightning_loop.py", "--manual"), "last.ckpt", ("lightning",), variant=True),
+    Loop("lightning_manual", ("lightning_loop.py", "--manual"), "last.ckpt", ("lightning",), short=True),
     Loop("accelerate", ("accelerate_loop.py",), "state/random_states_0.pkl", ("accelerate",)),
     Loop("timm", ("timm_loop.py",), "timm.pt", ("timm",)),
     Loop("nanogpt", ("nanogpt.py",), "ckpt.pt"),
@@ -85,7 +85,7 @@ def run(loop: Loop, folder: Path) -> None:
 
 def ways(loop: Loop) -> list[Callable[[Loop, Path], None]]:
     """Return the ways in which a loop is run."""
-    return [broken_off] if loop.variant else [alone, broken_off, fresh]
+    return [broken_off] if loop.short else [alone, broken_off, fresh]
 
 
 def alone(loop: Loop, folder: Path) -> None:
