@@ -65,6 +65,7 @@ def main() -> None:
             if ended():
                 break
             optimizer.zero_grad()
+            fake = generator(torch.randn(len(x), NOISE))  # anew: the step has changed the generator too
             score(discriminator(fake), ones).backward()
             discriminator.zero_grad()
             optimizer.step()
