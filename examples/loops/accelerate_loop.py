@@ -60,6 +60,8 @@ def main() -> None:
                 optimizer.zero_grad()
             if ended():
                 break
+        if options.server:
+            inner.pull()  # what is tested and saved is the server's model
         accelerator.save_state(options.out / "state")
         accuracy = evaluate(model, test_loader, accelerator.device)
         accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f}, test accuracy {accuracy:.2%}", flush=True)

@@ -71,6 +71,8 @@ def main() -> None:
             optimizer.step()
             if ended():
                 break
+        if options.server:
+            optimizer.pull()  # what is tested and saved is the server's model
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
         common.save(state, options.out / "gan.pt")
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, distance {distance(model, test_images):.3f}", flush=True)

@@ -39,6 +39,10 @@ class Digits(lightning.LightningModule):
         if not self.automatic_optimization:
             self.lr_schedulers().step()
 
+    def on_validation_start(self) -> None:
+        if self.server:
+            self.optimizers().pull()  # what is tested and saved is the server's model
+
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> None:
         x, y = batch
         self.log("accuracy", (self(x).argmax(1) == y).float().mean())

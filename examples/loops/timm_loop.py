@@ -57,6 +57,8 @@ def main() -> None:
             if ended():
                 break
         scheduler.step(epoch + 1)
+        if options.server:
+            optimizer.pull()  # what is tested and saved is the server's model
         states = {"model": model, "optimizer": optimizer, "average": average}
         states = {name: part.state_dict() for name, part in states.items()}
         common.save(states | {"epoch": epoch + 1}, options.out / "timm.pt")
