@@ -43,7 +43,7 @@ $(STAMP): $(QUICKSTART_STAMP) tools/generate_stubs.py
 quickstart: $(QUICKSTART_STAMP) ## Train a small model with a server and workers on this machine
 	@$(VENV)/bin/python examples/quickstart.py $(ARGS)
 
-examples: venv ## Run every example on small data, kill and resume the long ones; QUICK=1 takes under five minutes
+examples: venv ## Run every example on small data, kill and resume the long ones; QUICK=1 takes under ten minutes
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m tools.run_examples $(if $(QUICK),--quick) $(ARGS)
 
 test: venv ## Run the tests

@@ -229,11 +229,16 @@ class Cluster:
         return rejoin
 
     def pull(self) -> dict[int, PulledReply]:
-        """Bring the replica up to date at every shard; return the replies by shard.
+        """Make the replica the server's model, bit for bit; return the replies by shard.
+
+        After top-k replies it lacks the differences that were not sent: then everything is asked for.
 
         Raises:
             ServerUnreachableError: some shard did not answer; the replica is whole, and older there.
         """
+        for shard in self.shards:
+            if shard.replica_is_image:
+                shard.forget_base()
         return self.fetch(self.apply)
 
     def fetch(self, arrived: Callable[[dict[int, PulledReply]], None] | None = None) -> dict[int, PulledReply]:

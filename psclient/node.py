@@ -203,7 +203,7 @@ class NodeOptimizer(Optimizer):
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Bring the parameters up to the server's without pushing, before an evaluation, say."""
+        """Make the parameters the server's without pushing; see :meth:`ParameterServerOptimizer.pull`."""
         self._together(Call.PULL, 0, lambda leader, _: leader.pull())
 
     def close(self) -> None:

@@ -372,9 +372,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._run(self._hand_in)
 
     def pull(self) -> None:
-        """Bring the parameters up to the server's without pushing, before an evaluation, say.
+        """Make the parameters the server's without pushing, before an evaluation, say.
 
-        Local steps since the last push stay, on top of them.
+        After top-k replies the whole model is fetched, because a top-k reply leaves small differences out. Local steps
+        since the last push stay, on top of the server's values.
 
         Raises:
             ServerUnreachableError: no server within the patience.

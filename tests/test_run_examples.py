@@ -7,6 +7,7 @@ import pytest
 
 from tools import run_examples
 from tools.run_examples import Example
+from tools.run_loops import Loop
 
 TRAINING = """
 import argparse, json, subprocess, sys, time
@@ -94,3 +95,13 @@ def test_the_whole_fails_where_one_does_and_says_so(scripts, monkeypatch, capsys
     assert run_examples.main(["--out", str(scripts), "--only", "good"]) == 0
     with pytest.raises(SystemExit):
         run_examples.main(["--only", "none"])
+
+
+def test_a_loop_whose_library_is_not_installed_is_skipped_and_named(scripts, monkeypatch, capsys):
+    loop = Loop("strange", ("plain.py",), "saved", ("no_such_package",))
+    monkeypatch.setattr(run_examples, "examples", lambda data, quick: [Example("strange", ("plain.py",), loop=loop)])
+    monkeypatch.setattr(run_examples, "make_data", lambda out, quick: None)
+    assert run_examples.main(["--out", str(scripts)]) == 0
+    (found,) = json.loads((scripts / "summary.json").read_text())
+    assert found["skipped"] == "skipped: no_such_package not installed"
+    assert "no_such_package" in capsys.readouterr().out

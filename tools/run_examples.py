@@ -5,7 +5,6 @@ again with ``--resume``. Its figure, its saved model and where it went on are ch
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -14,13 +13,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.table import Table
+
+from psclient.errors import SparsepsError
+from tools import run_loops
+from tools.run_loops import LOOPS, ExampleFailedError, Loop, kill_with_children, start
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -34,10 +36,6 @@ SLOWEST_SECONDS = 3600.0
 """Of one command: it then hangs. A busy machine may take several times what a quiet one does."""
 
 
-class ExampleFailedError(Exception):
-    """An example did not do what it should; the message says what."""
-
-
 @dataclass(frozen=True)
 class Example:
     """One command.
@@ -49,6 +47,7 @@ class Example:
         least: the figure must be at least this.
         most: and at most this.
         evaluate: the options with which the script tests its saved model; empty where it has no ``--evaluate``.
+        loop: how it is run and broken, where it is one of ``examples/loops``.
     """
 
     name: str
@@ -57,6 +56,7 @@ class Example:
     least: float = 0.0
     most: float = float("inf")
     evaluate: tuple[str, ...] = ()
+    loop: Loop | None = None
 
 
 @dataclass
@@ -70,6 +70,7 @@ class Result:
         resumed_at: version at the first report after it.
         figure: what was asked for, in words.
         failure: what went wrong; empty if nothing.
+        skipped: why it was not run; empty if it was.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Result:
     resumed_at: int = 0
     figure: str = ""
     failure: str = ""
+    skipped: str = ""
 
 
 def examples(data: Path, quick: bool) -> list[Example]:
@@ -115,10 +117,17 @@ def examples(data: Path, quick: bool) -> list[Example]:
             most=20.0 if quick else 8.0,
             evaluate=text,
         ),
-        Example("before", ("existing_loop/before.py", *once, "--checkpoint", str(data / "before.pt"))),
-        Example("after", ("existing_loop/after.py", *once, "--checkpoint", str(data / "after.pt"))),
-        Example("accelerate", ("existing_loop/accelerate_loop.py", *once, "--state", str(data / "accelerate"))),
-        Example("lightning", ("existing_loop/lightning_module.py", *once, "--out", str(data / "lightning"))),
+        Example("before", ("loops/before.py", *once, "--checkpoint", str(data / "before.pt"))),
+        Example("after", ("loops/after.py", *once, "--checkpoint", str(data / "after.pt"))),
+        *(
+            Example(
+                loop.name,
+                (f"loops/{loop.command[0]}", *loop.command[1:]),
+                loop=replace(loop, short=quick or loop.short),
+            )
+            for loop in LOOPS
+            if not (quick and loop.short)
+        ),
         Example("notebook", ("quickstart.ipynb",)),
     ]
 
@@ -126,11 +135,14 @@ def examples(data: Path, quick: bool) -> list[Example]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen examples; return 0 if all did what they should."""
     parser = argparse.ArgumentParser(prog="python -m tools.run_examples", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the shortest form: under five minutes on two cores")
+    parser.add_argument("--quick", action="store_true", help="the shortest form: under ten minutes on two cores")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="some of them")
     parser.add_argument("--out", type=Path, default=Path("runs/examples"), metavar="DIR", help="default: %(default)s")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     options.out = options.out.resolve()
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background ignores it, and so would the scripts
     chosen = examples(options.out / "data", options.quick)
     if options.quick:
         os.environ.setdefault("QUICKSTART_EPOCHS", "1")  # of the notebook
@@ -162,16 +174,21 @@ def make_data(out: Path, quick: bool) -> None:
 def run(example: Example, out: Path) -> Result:
     """Run one example, with a kill in the middle if it can go on after one."""
     result, started = Result(example.name), time.monotonic()
+    if example.loop and example.loop.missing:
+        result.skipped = f"skipped: {', '.join(example.loop.missing)} not installed"
+        return result
     log = out / f"{example.name}.log"
     script = [str(EXAMPLES / example.command[0]), *example.command[1:]]
     if example.command[0].endswith(".ipynb"):
         script = ["-c", RUN_NOTEBOOK, *script]
     try:
-        if not example.figure:
+        if example.loop:
+            run_loops.run(example.loop, out / example.name)
+        elif not example.figure:
             _run(script, log)
         else:
             _train(example, [*script, "--out", str(out / example.name)], out / example.name, log, result)
-    except ExampleFailedError as error:
+    except (ExampleFailedError, SparsepsError, subprocess.SubprocessError) as error:
         result.failure = str(error)
     result.seconds = time.monotonic() - started
     return result
@@ -179,11 +196,11 @@ def run(example: Example, out: Path) -> Result:
 
 def _train(example: Example, command: list[str], folder: Path, log: Path, result: Result) -> None:
     with log.open("a") as stream:
-        process = _start(command, stream)
+        process = start(command, stream)
         try:
             before = _await_first_test(process, folder, log)
         finally:
-            _kill_with_children(process)
+            kill_with_children(process)
     result.killed_at = before[-1]["version"]
     _run([*command, "--resume"], log)
     after = _lines(folder)[len(before) :]
@@ -201,28 +218,16 @@ def _train(example: Example, command: list[str], folder: Path, log: Path, result
         _run([command[0], *example.evaluate, "--evaluate", str(saved), "--out", str(folder)], log)
 
 
-def _start(command: Sequence[str], log: Any) -> "subprocess.Popen[bytes]":
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [sys.executable, *command],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        cwd=Path(log.name).parent,  # a user may stand anywhere
-    )
-
-
 def _run(command: Sequence[str], log: Path) -> None:
     """Run a command to its end; raises where it fails or hangs."""
     with log.open("a") as stream:
-        process = _start(command, stream)
+        process = start(command, stream)
         try:
             status = process.wait(SLOWEST_SECONDS)
         except subprocess.TimeoutExpired:
             raise ExampleFailedError(f"no end after {SLOWEST_SECONDS:.0f} s; see {log}") from None
         finally:
-            _kill_with_children(process)
+            kill_with_children(process)
     if status:
         raise ExampleFailedError(f"ended with status {status}; see {log}")
 
@@ -247,19 +252,6 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _kill_with_children(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a run at one blow, as a power cut does: the script, its server and its workers."""
-    try:
-        everything = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        everything = []
-    for each in everything:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.send_signal(signal.SIGKILL)
-    process.wait()
-    psutil.wait_procs(everything, timeout=30.0)
-
-
 def _report(results: Sequence[Result], out: Path, console: Console) -> None:
     table = Table(title="examples")
     for name in ("example", "seconds", "killed at", "resumed at", "figure", ""):
@@ -267,7 +259,11 @@ def _report(results: Sequence[Result], out: Path, console: Console) -> None:
     for result in results:
         versions = [str(v) if v else "–" for v in (result.killed_at, result.resumed_at)]
         table.add_row(
-            result.name, f"{result.seconds:.0f}", *versions, result.figure, "FAILED" if result.failure else "ok"
+            result.name,
+            f"{result.seconds:.0f}",
+            *versions,
+            result.figure,
+            "FAILED" if result.failure else result.skipped or "ok",
         )
     console.print(table)
     path = out / "summary.json"

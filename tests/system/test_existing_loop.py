@@ -12,7 +12,7 @@ from psclient.errors import ServerUnreachableError
 from psclient.local import LocalServer
 from tests.system.scripts import EXAMPLES, accuracies, run_example
 
-FOLDER = EXAMPLES / "existing_loop"
+FOLDER = EXAMPLES / "loops"
 ENOUGH = 0.85  # after an epoch; ten digits
 
 
@@ -33,7 +33,7 @@ def test_the_page_shows_the_difference_of_the_scripts():
     before, after = ((FOLDER / name).read_text().splitlines() for name in ("before.py", "after.py"))
     lines = difflib.unified_diff(before, after, "before.py", "after.py", n=1, lineterm="")
     difference = "\n".join(line.rstrip() for line in lines)
-    page = (EXAMPLES / "existing_loop.md").read_text()
+    page = (FOLDER / "README.md").read_text()
     assert f"```diff\n{difference}\n```" in page, f"the page should have:\n{difference}"
 
 
@@ -42,7 +42,7 @@ def test_before_learns(run):
 
 
 def test_after_learns_with_a_server_of_its_own(tmp_path):
-    output = run_example("existing_loop/after.py", "--epochs", 1, "--checkpoint", tmp_path / "digits.pt")
+    output = run_example("loops/after.py", "--epochs", 1, "--checkpoint", tmp_path / "digits.pt")
     assert accuracies(output)[-1] > ENOUGH
 
 

@@ -102,6 +102,17 @@ def test_topk_replies_train_too(dtype):
         assert optimizers[0].report.pull_entries <= 0.1 * 804 + 4
 
 
+def test_a_pull_brings_the_servers_very_model_after_topk_replies_too():
+    with LocalServer(down_mode="topk", down_density=0.05, down_dense_below=0) as server:
+        model, (x, y) = make_model(batch_norm=False), make_data()
+        with psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server, settings=QUICK) as optimizer:
+            for _ in range(3):
+                train_step(model, optimizer, x, y)
+            optimizer.pull()
+            served = psclient.download(server.server)
+            assert [name for name, value in model.state_dict().items() if not torch.equal(value, served[name])] == []
+
+
 def test_auto_switches_to_topk_when_the_union_is_dense():
     with LocalServer(exact_limit=0.2, down_density=0.05, down_dense_below=0) as server:
         models = [make_model(i, batch_norm=False) for i in range(4)]
