@@ -136,8 +136,8 @@ class Cluster:
             raise ModelLoadedError(tensor, membership.identity.run_id, membership.version)
         if not offered:
             log.warning(
-                "%r was written to (by load_state_dict, say), and run %s goes on from its own model, at version %d",
-                tensor,
+                "the model that was loaded is dropped, as %s says: run %s goes on from its own, at version %d",
+                'on_load="server"' if on_load == "server" else "pull()",
                 shown(membership.identity.run_id),
                 membership.version,
             )

@@ -98,8 +98,8 @@ class Connection:
                 return
             retired, self._retired, self._channel = self._retired, self._channel, channel
             self.stub = ParameterServerServiceStub(channel)
-        if retired is not None:
-            retired.close()
+        if retired is not None:  # beside this thread: gRPC has been seen not to return from it after an interrupt
+            threading.Thread(target=retired.close, name="psclient-retire", daemon=True).start()
 
     def look_again(self) -> None:
         """Dial anew after a call that nobody has answered, but not with every one.

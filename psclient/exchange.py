@@ -170,7 +170,8 @@ class Exchange:
         report.changed_density = first.changed_density
         report.pull_bytes = sum(reply.bytes for reply in replies.values())
         report.pull_entries = sum(entries(reply.segments) for reply in replies.values())
-        report.round_trip_seconds = max(reply.arrived for reply in replies.values()) - self._settling
+        if self._settling:  # a push has been answered
+            report.round_trip_seconds = max(reply.arrived for reply in replies.values()) - self._settling
 
     def held_parts(self) -> list[PushPart]:
         """Return the parts of an unsettled push that are in doubt, or refused and not handed back."""

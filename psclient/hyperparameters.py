@@ -17,6 +17,8 @@ def check_hyperparameters(defaults: Mapping[str, Any]) -> None:
     """Raise :class:`ConfigurationError` where one is out of its range."""
     for name in ("lr", "momentum", "weight_decay", "density"):
         try:
+            if isinstance(defaults.get(name), str):
+                raise TypeError
             float(defaults.get(name, 0.0))
         except (TypeError, ValueError):
             raise ConfigurationError(f"{name} must be a number, not {defaults[name]!r}") from None

@@ -192,7 +192,7 @@ class Membership:
     def _join(self) -> None:
         seconds = self.settings.patience_seconds if self._joined else self.settings.connect_seconds
         self._moved = time.monotonic()
-        if self._joined:
+        if self._joined and self._loaded is None:
             for shard in self.shards:
                 shard.connection.renew()
         with WaitLine() as line:

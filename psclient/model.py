@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from psclient.errors import ConfigurationError, ModelChangedError
-from pscore.layout import ModelLayout, TensorSpec, layout_of
+from pscore.layout import ModelLayout, TensorSpec, digest_of, layout_of
 from pscore.names import tensor_name_fault
 
 
@@ -63,6 +63,7 @@ class TrainedModel:
         layout: names, shapes, dtypes.
         parameters: every parameter that the server has, each once even if tied.
         frozen: those that need no gradient: the server has their digests, in the layout's order.
+        frozen_writes: how often each of these had been written to when the server was told of it.
         places: where each parameter stands; empty without a model.
         buffers: persistent buffers, in the layout's order.
         module: the model.
@@ -71,6 +72,7 @@ class TrainedModel:
     layout: ModelLayout
     parameters: tuple[torch.Tensor, ...]
     frozen: tuple[torch.Tensor, ...]
+    frozen_writes: tuple[int, ...]
     places: tuple[Place, ...]
     buffers: NamedBuffers
     module: torch.nn.Module | None
@@ -87,6 +89,20 @@ class TrainedModel:
                     f"{spec.name!r} is in shared memory (share_memory(), or a model that torch.multiprocessing has "
                     "handed to another process): several workers would write the same parameters. In each worker make "
                     "the optimizer of a copy: model = copy.deepcopy(model)"
+                )
+
+    def check_frozen(self) -> None:
+        """Make sure that frozen parameters have the values that the server was told of; reads those written to since.
+
+        Raises:
+            ModelChangedError: one has not.
+        """
+        for parameter, known, writes in zip(self.frozen, self.layout.frozen, self.frozen_writes, strict=True):
+            if _writes(parameter) != writes and digest_of(parameter) != known.digest:
+                raise ModelChangedError(
+                    known.spec.name,
+                    "is frozen, and has other values than when the optimizer was made, which the server compares",
+                    "load what is frozen before the optimizer is made, on all workers",
                 )
 
     def check(self) -> None:
@@ -172,12 +188,17 @@ def describe(
         layout,
         parameters,
         tuple(parameter for _, parameter in frozen),
+        tuple(_writes(parameter) for _, parameter in frozen),
         tuple(places[id(parameter)] for parameter in parameters) if model is not None else (),
         NamedBuffers(layout.buffers, [place for _, place in buffers]),
         model,
     )
     found.refuse_shared()
     return found
+
+
+def _writes(parameter: torch.Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def _plain(name: str) -> str:

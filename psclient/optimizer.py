@@ -4,9 +4,11 @@ It is what a training loop sees; the steps are in :mod:`psclient.stepper`. The p
 answers.
 """
 
+import difflib
+import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar, NoReturn, SupportsIndex, TypeVar
@@ -100,8 +102,11 @@ class ParameterServerOptimizer(Optimizer, ABC):
         rounds: Rounds | None = None,
         on_load: OnLoad | None = None,
         settings: ClientSettings | None = None,
+        **unknown: Any,
     ) -> None:
         """Join the server, and upload the model or take over the server's."""
+        if unknown:
+            raise ConfigurationError(_unknown_arguments(type(self), unknown))
         if overlap and rounds is not None:
             raise ConfigurationError(
                 "overlap=True makes every gradient one step staler, and a synchronous round takes none that is stale; "
@@ -504,7 +509,15 @@ class ParameterServerOptimizer(Optimizer, ABC):
                 now.run,
                 now.version,
             )
-        if stale_residuals(mark, now, self._membership.last_push_record):
+        if mark.worker != now.worker:
+            log.warning(
+                "this state is of worker %s, and this is worker %s: its residuals are dropped, as that one may send "
+                "them too; to go on with them give this worker that name (worker=, PSCLIENT_WORKER)",
+                mark.worker,
+                now.worker,
+            )
+            self.state.clear()
+        elif stale_residuals(mark, now, self._membership.last_push_record):
             log.warning(
                 "this state was saved at step %d of worker %s, and the server has applied a later push: its residuals "
                 "were sent since and are dropped; training goes on from the server's parameters",
@@ -570,3 +583,11 @@ class ParameterServerOptimizer(Optimizer, ABC):
             raise ConfigurationError("this process was forked from the optimizer's; make an optimizer of its own here")
         if self._lifecycle.ended:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
+
+
+def _unknown_arguments(kind: type[ParameterServerOptimizer], unknown: Iterable[str]) -> str:
+    """Return what is said of arguments that a method does not have."""
+    first = next(iter(unknown))
+    known = {name for each in (kind, ParameterServerOptimizer) for name in inspect.signature(each).parameters}
+    near = difflib.get_close_matches(first, known - {"connection", "unknown", "defaults"}, 1)
+    return f"{kind.__name__} has no argument {first!r}; " + (f"did you mean {near[0]!r}?" if near else "see its docs")

@@ -5,6 +5,7 @@ Writing uses the parameters in place, so the user's references to them stay vali
 other memory, it must hold the same values: a reply says what has changed since, and nothing about the rest.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ import torch
 from psclient.errors import ModelChangedError
 from pscore.layout import ModelLayout, Span
 from pscore.segment import Segment
+
+_BLOCK = 1 << 20  # words that are summed at a time
+_ODD = 0x1E3779B97F4A7C15
 
 
 class _Known(NamedTuple):
@@ -177,13 +181,24 @@ def _edits(parameter: torch.Tensor) -> int:
 
 
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bytes in words of eight, and of what is left behind them; int64 on the host."""
+    """Return a sum of a tensor's bytes in words of eight, each times what its place gives it; int64 on the host."""
     flat = parameter.detach().contiguous().reshape(-1)
-    if flat.data_ptr() % 8:
+    each = flat.element_size()
+    if flat.data_ptr() % 8 or flat.storage_offset() * each % 8:
         flat = flat.clone()
-    end = flat.numel() - flat.numel() % (8 // flat.element_size())
-    tail = flat[end:].view(torch.int32 if flat.element_size() == 4 else torch.int16)
-    return (flat[:end].view(torch.int64).sum() + tail.sum(dtype=torch.int64)).cpu()
+    end = flat.numel() - flat.numel() % (8 // each)
+    tail = flat[end:].view(torch.int32 if each == 4 else torch.int16).to(torch.int64)
+    words, factors = flat[:end].view(torch.int64), _factors(flat.device)
+    total = (tail * factors[: tail.numel()]).sum()
+    for start in range(0, words.numel(), _BLOCK):
+        block = words[start : start + _BLOCK]
+        total = total * _ODD + (block * factors[: block.numel()]).sum()  # modulo 2^64
+    return total.cpu()
+
+
+@functools.lru_cache
+def _factors(device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * _BLOCK, 2, device=device) * _ODD
 
 
 def _kind(tensor: torch.Tensor) -> str:

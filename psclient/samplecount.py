@@ -115,12 +115,14 @@ class SampleCounter:
         with _lock:
             if module in self._watched:
                 return
-            self._watched[module] = (type(module), *_wrappers())
-            _counters[id(module)] = (*_counters.get(id(module), ()), self)
-            for kind in self._watched[module]:
+            kinds = (type(module), *_wrappers())
+            for kind in kinds:
                 if kind not in _classes:
                     _classes[kind] = _CountedClass(kind)
+            for kind in kinds:
                 _classes[kind].users += 1
+            self._watched[module] = kinds
+            _counters[id(module)] = (*_counters.get(id(module), ()), self)
 
     def _unwatch(self, module: torch.nn.Module) -> None:
         with _lock:

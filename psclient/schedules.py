@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from psclient.errors import ConfigurationError
 from psclient.merging.lags import Lags
 from psclient.node import NodeOptimizer
 from psclient.optimizer import ParameterServerOptimizer
@@ -63,7 +64,13 @@ class VersionClock:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        """Check the rate."""
+        """Check what was given."""
+        if not hasattr(self.optimizer, "version") or not hasattr(self.scheduler, "step"):
+            raise ConfigurationError(
+                "VersionClock takes a scheduler and then one of psclient's optimizers: "
+                f"VersionClock(scheduler, optimizer), not a {type(self.scheduler).__name__} and a "
+                f"{type(self.optimizer).__name__}"
+            )
         if self.versions_per_step < 1:
             raise ValueError(f"versions_per_step must be at least 1, not {self.versions_per_step}")
 

@@ -218,9 +218,11 @@ def worker_index(worker: str | None = None) -> int:
         return place.number
     if settings.server == LOCAL:
         return 0
+    found = f"the name {settings.worker!r} does not end in a number" if settings.worker else "there is no name"
     raise ConfigurationError(
-        "nothing says which of the workers this is: give each a name that ends in a number, PSCLIENT_WORKER=trainer-0, "
-        "trainer-1 and so on, or start them with torchrun, Slurm or Kubernetes"
+        f"nothing says which of the workers this is, {found}: give each one that does, PSCLIENT_WORKER=trainer-0, "
+        'trainer-1 and so on, or worker_index("trainer-0") where it stands in the code; or start them with torchrun, '
+        "Slurm or Kubernetes"
     )
 
 

@@ -3,6 +3,7 @@
 With overlap the same goes on beside the computation (:mod:`psclient.overlap`), and what is here waits for it.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -24,6 +25,8 @@ from psclient.overlap import Overlap
 from psclient.report import StepReport, Totals
 from psclient.samplecount import SampleCounter
 from psclient.session import Session
+
+log = logging.getLogger("psclient")
 
 CLOSING_SECONDS = 5.0
 """An end must not wait for a server that is gone."""
@@ -76,6 +79,7 @@ class Stepper:
         self._samples_since_exchange = 0
         self._overlap: Overlap | None = None
         self._interrupted = Interrupted()
+        self._told_of_nothing = False
         self._digest: bytes | None = None  # of the model at the beginning, until it has been compared with it
         self._end_told = False
         self._momentum_advice = MomentumAdvice()
@@ -178,11 +182,14 @@ class Stepper:
             return False
         digest = self._cluster.digest()
         changed = digest != self._digest
+        if self._digest is not None:
+            self._model.check_frozen()
         if changed:
             self.rest()
             name = name or self._model.layout.parameters[0].name
             self._cluster.offer_model(name, digest, self._membership.settings.on_load, drops=drops)
             self._fetch_and_apply()
+            self.totals.buffer_bytes += self._cluster.exchange_buffers(self._exchange.step, 0, adopt=True)
         else:
             self._cluster.accept_model()
         self._digest = None
@@ -268,6 +275,11 @@ class Stepper:
             self._settle_doubt()
             self._receive(self.report)
             return
+        if not found and not self._told_of_nothing:
+            self._told_of_nothing = True
+            log.warning(
+                "step() has found no gradient in any of its parameters: is model= the one that the loop trains?"
+            )
         gradients = finite(self._model, found)
         self._settle_doubt()
         factor = scale(list(gradients.values()), self._membership.live_workers)

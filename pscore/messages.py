@@ -13,6 +13,9 @@ from pscore.v1 import parameter_server_pb2 as pb
 
 PROTOCOL_VERSION = 1
 
+LARGEST_RATE = 1e3
+"""Of a param group of an optimizer on the server."""
+
 SHARD_HEADER = "sparseps-shard"
 """Metadata of a call: the shard that the caller takes the server for, as :func:`place_of` writes it."""
 

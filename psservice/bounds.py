@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 
 from google.protobuf.message import Message
 
-from pscore.messages import MOST_TENSORS
+from pscore.messages import LARGEST_RATE, MOST_TENSORS
 from pscore.reasons import Reason, Refusal
 from pscore.v1 import parameter_server_pb2 as pb
 from psservice.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
 from psservice.identities import require_name
-from psservice.rules.update.specs import LARGEST_RATE
 
 MOST_FIRST_VERSION = 1 << 52
 """From where at most a shard counts on whose model is uploaded; what a worker names beyond that is brought down to it,

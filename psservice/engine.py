@@ -14,6 +14,7 @@ import torch
 
 from pscore.codecs.names import VALUE_CODECS
 from pscore.frames import WireForm
+from pscore.generation import epoch
 from pscore.layout import ModelLayout
 from pscore.messages import first_difference, layout_to_message
 from pscore.reasons import Reason, Refusal
@@ -158,6 +159,9 @@ class Engine(ShardState):
         if self.installing:
             return JoinOutcome("wait", 0, 0, last_push)
         takes = loaded is not None and self.is_coordinator and self._entry.takes(loaded)
+        if model is not None and self.is_coordinator and has_replica:
+            # Another shard has a part of an upload that did not come this far: a replica of this model mends that.
+            takes |= epoch(generation_seen) > epoch(model.generation)
         if model is not None and not takes:
             refused = loaded is not None and not self._entry.began_as(loaded)
             return JoinOutcome("ready", model.generation, model.version, last_push, model.first_step, refused)

@@ -165,8 +165,11 @@ class ModelEntry:
     def finish_upload(self, upload: Upload, version: int, *, run_id: str, digest: bytes) -> int:
         """Install an uploaded model that is whole, and return its version.
 
-        That is the one which the worker names, or less where counting on from there would come to an end.
+        That is the one which the worker names; on the coordinator more, where the model before has come further; and
+        less, where counting on from there would come to an end.
         """
+        if self._state.is_coordinator and self._state.model is not None:  # a run's version does not go back
+            version = max(version, self._state.model.version)
         version = min(version, MOST_FIRST_VERSION)
         try:
             self._finish_upload(upload, version, run_id, _Origin(upload.generation, version, digest))

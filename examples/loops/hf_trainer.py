@@ -31,7 +31,6 @@ def make_optimizer(model, options):
         trained,
         "AdamW",
         {"lr": RATE, "weight_decay": 0.01},
-        density=0.1,
         model=model,
         server=options.server,
         on_load="server",  # Trainer loads its checkpoint later: a run that is further keeps the server's model

@@ -46,7 +46,7 @@ def make_optimizer(model, wrapped, options):
     adamw = {"lr": RATE, "betas": (0.9, 0.95)}
     if not options.server:
         return torch.optim.AdamW(groups, **adamw)
-    served = {"optimizer": "AdamW", "options": adamw, "density": 0.1, "model": wrapped, "server": options.server}
+    served = {"optimizer": "AdamW", "options": adamw, "model": wrapped, "server": options.server}
     if dist.is_initialized():
         return psclient.NodeOptimizer(psclient.ServerOptimizer, groups, **served)
     return psclient.ServerOptimizer(groups, **served)

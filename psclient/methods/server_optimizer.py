@@ -12,9 +12,11 @@ from torch.optim.optimizer import ParamsT
 
 from psclient.errors import ConfigurationError
 from psclient.groups import ParamGroups, Rates
+from psclient.hyperparameters import check_hyperparameters
 from psclient.methods.base import Group, Sparse, State, Step, Whole, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
 from pscore.kernels.base import Feed
+from pscore.messages import LARGEST_RATE
 
 log = logging.getLogger("psclient")
 
@@ -96,6 +98,10 @@ class ServerOptimizer(ParameterServerOptimizer):
             "lazy": "true" if lazy else "false",
         }
         self._known, default_rate = _signature(optimizer)
+        if misplaced := sorted(self._known & connection.keys()):
+            raise ConfigurationError(
+                f"{', '.join(misplaced)} of the server's optimizer stands in options=, as {{{misplaced[0]!r}: …}}"
+            )
         super().__init__(params, {"lr": (options or {}).get("lr", default_rate)}, density, **connection)
 
     def agreed_settings(self) -> dict[str, str]:
@@ -162,15 +168,27 @@ def _rates(groups: ParamGroups, known: frozenset[str], agreed: Sequence[Mapping[
         if now != then:
             changed = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
             raise ConfigurationError(
-                f"{', '.join(changed)} of param group {number} is not what the server's optimizer was made with "
-                f"({then}), and only lr can be changed in a run: set it back, or begin another run with it"
+                f"{', '.join(changed)} of param group {number} is not what the server's optimizer was made with, and "
+                "only lr can be changed in a run: set it back, or begin another run with it"
             )
-    return Rates(1.0, tuple(float(group["lr"]) for group in groups.all))
+    for group in groups.all:
+        check_hyperparameters({"lr": group["lr"]})
+    rates = tuple(float(group["lr"]) for group in groups.all)
+    for number, rate in enumerate(rates):
+        if not 0 <= rate <= LARGEST_RATE:
+            raise ConfigurationError(f"lr of param group {number} is {rate:g}; it must be 0 to {LARGEST_RATE:g}")
+    return Rates(1.0, rates)
 
 
 def _every(said: int | tuple[str, int]) -> str:
     unit, count = said if isinstance(said, tuple | list) and len(said) == 2 else ("versions", said)
-    if unit not in _COUNTED or isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if (
+        not isinstance(unit, str)
+        or unit not in _COUNTED
+        or isinstance(count, bool)
+        or not isinstance(count, int)
+        or count < 1
+    ):
         raise ConfigurationError(
             'scheduler_every= must be a number of versions or ("samples", N), at least 1; an epoch is '
             f'("samples", len(dataset)); it is {said!r}'

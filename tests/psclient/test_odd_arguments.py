@@ -38,6 +38,13 @@ def make(method=psclient.DGS, **options):
         ({"settings": {"server": NOWHERE}}, r"settings= must be psclient.ClientSettings\(...\)"),
         ({"settings": psclient.ClientSettings}, r"settings= must be psclient.ClientSettings\(...\)"),
         ({"worker": 3}, "worker= must be a name"),
+        ({"on_laod": "server"}, "DGS has no argument 'on_laod'; did you mean 'on_load'"),
+        ({"colour": "red"}, "DGS has no argument 'colour'"),
+        ({"lr": "0.1"}, "lr must be a number, not '0.1'"),
+        (
+            {"method": psclient.ServerOptimizer, "optimizer": "AdamW", "lr": 0.1},
+            "lr of the server's optimizer stands in options=",
+        ),
         ({"lr": float("inf")}, "lr must be"),
         ({"weight_decay": float("inf")}, "weight_decay must be"),
         ({"overlap": "yes"}, "overlap= must be True or False"),
@@ -141,3 +148,46 @@ def test_without_a_model_is_warned_of_once_and_named_where_models_differ(caplog)
 def test_models_that_differ_by_themselves_are_no_question_of_model():
     refusal = Refusal(Reason.FINGERPRINT_MISMATCH, "parameter 'a' [1] stands where the run has 'b' [1]", tensor="a")
     assert "model=" not in str(from_refusal(refusal))
+
+
+def test_a_clock_is_given_a_scheduler_and_an_optimizer_in_this_order():
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 1)
+    with pytest.raises(ConfigurationError, match=r"VersionClock\(scheduler, optimizer\)"):
+        psclient.VersionClock(scheduler.optimizer, scheduler)
+
+
+def test_a_step_that_finds_no_gradient_asks_for_the_model(server_optimizer, caplog):
+    _, optimizer = server_optimizer
+    optimizer.zero_grad()
+    for _ in range(2):
+        optimizer.step()
+    assert caplog.text.count("found no gradient") == 1
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), 1e9])
+def test_a_rate_that_is_set_by_hand_is_named_where_it_is_none(server_optimizer, rate):
+    model, optimizer = server_optimizer
+    optimizer.param_groups[0]["lr"] = rate
+    with pytest.raises(ConfigurationError, match=r"lr (of param group 0 is|must be)"):
+        train_step(model, optimizer, *make_data())
+
+
+def test_before_the_first_push_no_round_trip_is_told():
+    with make(server="local") as optimizer:
+        assert psclient.scalars(optimizer)["psclient/round_trip_seconds"] == 0
+
+
+def test_residuals_of_another_worker_are_dropped_aloud(caplog):
+    with LocalServer() as server:
+        states = []
+        for name in ("a", "b", "a"):
+            model = make_model()
+            options = {"density": 0.01, "model": model, "server": server, "worker": name, "settings": QUICK}
+            with psclient.DGS(model.parameters(), lr=0.1, **options) as optimizer:
+                if states:
+                    optimizer.load_state_dict(states[0])
+                    assert bool(optimizer.state) is (name == "a")
+                else:
+                    train_step(model, optimizer, *make_data())
+                    states.append(optimizer.state_dict())
+        assert caplog.text.count("this state is of worker a, and this is worker b") == 1

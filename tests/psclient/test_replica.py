@@ -231,6 +231,8 @@ def test_a_digest_tells_values_from_others_wherever_they_lie(dtype):
     )
     assert replica_of(other_start[1:].view(3, 5), torch.zeros(0), torch.zeros(())).digest() == digest
     assert replica_of(other_strides, torch.zeros(0), torch.zeros(())).digest() == digest
+    for permuted in (values.flip(0), values.flip(1), values[:, [1, 0, 2, 3, 4]]):
+        assert replica_of(permuted, torch.zeros(0), torch.zeros(())).digest() != digest
     nearly = values.clone()
     nearly[1, 2] = torch.nextafter(nearly[1, 2].float(), torch.tensor(9.0)) if dtype == torch.float32 else 9.0
     assert replica_of(nearly, torch.zeros(0), torch.zeros(())).digest() != digest

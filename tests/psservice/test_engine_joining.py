@@ -307,7 +307,7 @@ def test_a_trained_model_stays_unless_it_is_to_be_replaced():
         assert (same.state, same.load_refused) == ("ready", False), "the run began as it"
         assert torch.equal(theta(engine), before)
         granted = loads(engine, OTHER_ONE, BERT, replaces=True)
-        upload(engine, TWOS, BERT, granted.generation, version=1, digest=OTHER_ONE)
+        upload(engine, TWOS, BERT, granted.generation, version=0, digest=OTHER_ONE)
         assert (engine.model.version, theta(engine).tolist()) == (1, TWOS.tolist())
         assert loads(engine, OTHER_ONE, replaces=True).state == "ready", "once is enough"
 
@@ -326,3 +326,23 @@ def test_a_model_that_goes_on_with_a_training_is_nobodys_beginning():
     with engines() as (engine,):
         upload(engine, ONES, ANNA, join(engine, LAYOUT, has_replica=True).generation, version=7)
         assert loads(engine, CHECKPOINT).load_refused
+
+
+def test_an_upload_that_reached_one_shard_alone_is_made_good_by_a_replica():
+    with engines(2) as (first, second):
+        generation = join(first, LAYOUT).generation
+        for shard in (second, first):
+            join(shard, LAYOUT)
+            upload(shard, ONES, ANNA, generation, digest=FRESH)
+            join(shard, LAYOUT, BERT)
+        granted = loads(first, CHECKPOINT)
+        upload(second, TWOS, ANNA, granted.generation)
+        seen = join(second, LAYOUT, BERT).generation
+        assert join(first, LAYOUT, BERT, seen=seen, has_replica=True).state == "wait", "Anna is at it"
+        first.leave(ANNA)
+        assert join(first, LAYOUT, BERT, seen=seen).state == "ready", "fresh weights replace nothing"
+        mended = join(first, LAYOUT, BERT, seen=seen, has_replica=True)
+        assert (mended.state, epoch(mended.generation)) == ("upload", 3)
+        for shard in (second, first):
+            upload(shard, ONES, BERT, mended.generation)
+        assert join(first, LAYOUT, BERT, seen=mended.generation, has_replica=True).state == "ready"

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import psclient
-from psclient.errors import ConfigurationError, ModelLoadedError
+from psclient.errors import ConfigurationError, ModelChangedError, ModelLoadedError
 from psclient.local import LocalServer
+from psclient.upload import ModelUpload
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 ON_LOAD = [None, "server", "replace"]
@@ -185,7 +186,7 @@ def test_a_run_that_has_been_trained_asks_which_is_to_stay(when, on_load, method
             steps(first, one)
             one.pull()
             assert_is_at(first, server, expected)
-    assert ("goes on from its own model" in caplog.text) == (on_load != "replace")
+    assert ("goes on from its own" in caplog.text) == (on_load != "replace")
 
 
 def test_what_is_written_back_before_the_first_step_is_no_load(server, caplog):
@@ -222,6 +223,71 @@ def test_a_restart_of_a_worker_with_a_checkpoint_goes_on_at_the_server(server, c
         steps(again, optimizer)
         optimizer.pull()
         assert_is_at(again, server, 3.0)
+
+
+@pytest.mark.parametrize("shards", [2])
+def test_an_upload_that_breaks_between_two_shards_stops_nobody(server, monkeypatch):
+    first, second = make_model(batch_norm=False), make_model(seed=7, batch_norm=False)
+    options = {"density": 0.1, "server": server, "settings": QUICK}
+    with psclient.DGS(second.parameters(), lr=1e-3, model=second, worker="b", **options) as two:
+        one = psclient.DGS(first.parameters(), lr=1e-3, model=first, worker="a", on_load="replace", **options)
+        steps(second, two)
+        two.pull()
+        before = mean(second)
+        first.load_state_dict(checkpoint())
+        send = ModelUpload.send
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelUpload, "send", lambda self, patience: broken(send, self, patience))
+            with pytest.raises(KeyboardInterrupt):
+                steps(first, one, 1)
+        one.close()
+        steps(second, two)
+        two.pull()
+        assert_is_at(second, server, before)
+
+
+def broken(send, upload, patience):
+    """Send to all shards but the first, which is the last."""
+    if upload._shard.index == 0:
+        raise KeyboardInterrupt
+    return send(upload, patience)
+
+
+def test_a_replaced_model_counts_on(server):
+    first, second = make_model(batch_norm=False), make_model(seed=7, batch_norm=False)
+    with dgs(first, server, worker="a") as one, dgs(second, server, worker="b", on_load="replace") as two:
+        steps(first, one, 5)
+        second.load_state_dict(checkpoint())
+        steps(second, two, 1)
+        assert two.version == 6
+
+
+@pytest.mark.parametrize("drop", ["on_load", "pull"])
+def test_buffers_are_dropped_with_their_model(drop, server):
+    first, second = make_model(), make_model()
+    loaded = {name: torch.full_like(tensor, 7) for name, tensor in second.state_dict().items()}
+    on_load = "server" if drop == "on_load" else None
+    with dgs(first, server, worker="a") as one, dgs(second, server, worker="b", on_load=on_load) as two:
+        steps(first, one)
+        second.load_state_dict(loaded)
+        if drop == "on_load":
+            second.eval()  # which leaves the statistics alone
+            steps(second, two, 1)
+        else:
+            two.pull()
+        assert second[1].running_mean.abs().max() < 1
+
+
+def test_what_is_frozen_is_not_loaded_later(server):
+    model = make_model(batch_norm=False)
+    model[0].requires_grad_(False)
+    with dgs(model, server) as optimizer:
+        same = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(checkpoint())
+        with pytest.raises(ModelChangedError, match=r"0\.weight.*before the optimizer is made"):
+            steps(model, optimizer, 1)
+        model.load_state_dict(same)
+        steps(model, optimizer, 1)
 
 
 def test_a_choice_that_there_is_not_is_said(server):

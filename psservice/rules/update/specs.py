@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
+from pscore.messages import LARGEST_RATE
 from pscore.reasons import Reason, Refusal
 
 _CLOSURES_OR_SPARSE = frozenset({"LBFGS", "SparseAdam", "Optimizer"})
@@ -25,9 +26,6 @@ _LARGEST_NUMBER = 1e300
 
 TORCH_ERRORS = (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AttributeError)
 """What torch raises where it does not take what it is given."""
-
-LARGEST_RATE = 1e3
-"""Of a learning rate, given or scheduled."""
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
