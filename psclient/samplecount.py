@@ -29,8 +29,8 @@ class SampleCounter:
     ``torch.compile`` and ``DistributedDataParallel``, too. Until its first call in training mode, calls of its direct
     submodules stand for those of the model: each submodule has a sum of its own, and the largest sum is the step's.
 
-    Calls within a counted call, calls that recompute activations in a backward pass, and calls that are traced are not
-    counted.
+    Calls within a counted call, calls without gradients (``torch.no_grad()``), calls that recompute activations in a
+    backward pass, and calls that are traced are not counted.
 
     Args:
         model: the model; nothing is put into it.
@@ -94,7 +94,7 @@ class SampleCounter:
         if thread in self._threads or traced or in_backward:
             return False
         self._threads.add(thread)
-        if module.training:
+        if module.training and torch.is_grad_enabled():
             if module is self._model and len(self._watched) > 1:
                 for other in [other for other in self._watched if other is not module]:
                     self._unwatch(other)

@@ -160,10 +160,14 @@ class Round:
     def begin_anew(self, away: Collection[str]) -> None:
         """Drop what has come, and wait for none of these workers until it has contributed again."""
         self.close()
+        self.open_next()
         self.away = set(away)
 
     def close(self) -> tuple[Segment | None, StepInfo]:
-        """Return the means of updates and rates and the sum of samples, and begin the next round."""
+        """Return the means of updates and rates and the sum of samples.
+
+        Who has contributed waits until :meth:`open_next`, which follows when the mean has been applied.
+        """
         count = max(1, len(self.contributors))
         if self._touched is None:
             mean: Segment | None = Segment(self._span, None, self._sum / count)
@@ -175,8 +179,12 @@ class Round:
             self._sum[offsets] = 0
             self._touched[offsets] = False
         info = StepInfo(tuple(map(_mean, zip(*self._rates.values(), strict=True))), self._samples)
-        self.contributors, self.is_empty, self._rates, self._samples = set(), True, {}, 0
+        self.is_empty, self._rates, self._samples = True, {}, 0
         return mean, info
+
+    def open_next(self) -> None:
+        """Begin the next round."""
+        self.contributors = set()
 
     def export(self) -> RuleState:
         """Copy what has come so far."""

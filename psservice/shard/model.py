@@ -171,10 +171,12 @@ class ModelShard:
         """
         assert self.round is not None
         try:
-            return self.apply(*self.round.close())
+            version = self.apply(*self.round.close())
         except Refusal as error:
             log.error("a round was dropped", extra={"version": self.version + 1, "why": str(error)})
-            return self._advance(self.support_of(None))
+            version = self._advance(self.support_of(None))
+        self.round.open_next()
+        return version
 
     def waiting(self) -> set[str]:
         """Return the workers that are in an open round, or were dropped with it and have not come again."""

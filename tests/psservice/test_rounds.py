@@ -51,6 +51,22 @@ def test_the_mean_of_all_live_workers_makes_one_version(engine):
     assert theta(engine).tolist() == [-1.0, -3.0, 0.0, -4.0]
 
 
+def test_who_has_contributed_waits_until_the_mean_is_applied(engine, monkeypatch):
+    """A pull in between would be answered with the version before, and make its worker's next push too stale."""
+    begin(engine, ANNA, BERT)
+    push(engine, 1, {0: 2.0}, ANNA)
+    seen, apply = [], engine.model._rule.apply
+
+    def applied(*args):
+        seen.append(reason_of(engine._rounds.require_closed, engine.model, ANNA.worker_id))
+        return apply(*args)
+
+    monkeypatch.setattr(engine.model._rule, "apply", applied)
+    push(engine, 1, {0: 2.0}, BERT)
+    assert seen == [Reason.ROUND_OPEN]
+    assert pull(engine, ANNA, base=0).version == 1
+
+
 def test_those_who_have_contributed_wait_and_the_others_do_not(engine):
     begin(engine, ANNA, BERT)
     push(engine, 1, {0: 2.0}, ANNA)
@@ -245,6 +261,7 @@ def test_the_mean_is_that_of_the_dense_updates(pushes, again):
                 where = torch.arange(50) if update.offsets is None else update.offsets
                 expected[where] += update.values.double()
         mean, _ = gathered.close()
+        gathered.open_next()
         found = torch.zeros(50)
         if mean is not None:
             found[torch.arange(50) if mean.offsets is None else mean.offsets] = mean.values
