@@ -1,9 +1,12 @@
 """Checking hyper-parameters, and saying what the published runs used."""
 
+import inspect
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch.optim import Optimizer
 
 from psclient.errors import ConfigurationError
 
@@ -29,6 +32,12 @@ def check_hyperparameters(defaults: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"{name} must be {bound}, not {value}")
     if not 0 < float(defaults.get("density", 1.0)) <= 1:
         raise ConfigurationError(f"density must be above 0 and at most 1, not {defaults['density']}")
+
+
+def needs_closure(kind: type[Optimizer]) -> bool:
+    """Tell whether an optimizer of torch's recomputes the loss within a step, as LBFGS does."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 class MomentumAdvice:

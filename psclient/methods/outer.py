@@ -1,6 +1,5 @@
 """Outer: local steps with any torch optimizer, then one push of the difference (DiLoCo and SparseLoCo family)."""
 
-import inspect
 import json
 import logging
 import weakref
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError, SparsepsError
 from psclient.gradients import Interrupted, finite, gather
 from psclient.groups import ParamGroups, Rates
+from psclient.hyperparameters import needs_closure
 from psclient.methods.base import Group, Sparse, State, Step, Whole, memory
 from psclient.model import TrainedModel
 from psclient.optimizer import Density, ParameterServerOptimizer
@@ -85,8 +85,7 @@ class Outer(ParameterServerOptimizer):
                 "Outer takes an optimizer, not parameters: "
                 "psclient.Outer(torch.optim.AdamW(model.parameters(), lr=3e-4), period=50, ...)"
             )
-        closure = inspect.signature(inner.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
+        if needs_closure(type(inner)):
             raise ConfigurationError(
                 f"{type(inner).__name__} recomputes the loss within a step, and Outer calls inner.step() without a "
                 "closure; take an inner optimizer that steps on gradients, as torch.optim.AdamW"

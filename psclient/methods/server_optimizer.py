@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from psclient.errors import ConfigurationError
 from psclient.groups import ParamGroups, Rates
-from psclient.hyperparameters import check_hyperparameters
+from psclient.hyperparameters import check_hyperparameters, needs_closure
 from psclient.methods.base import Group, Sparse, State, Step, Whole, memory
 from psclient.optimizer import Density, ParameterServerOptimizer
 from pscore.kernels.base import Feed
@@ -153,6 +153,11 @@ def _signature(optimizer: str) -> tuple[frozenset[str], float]:
     kind = getattr(torch.optim, optimizer, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         return frozenset(), 0.0
+    if needs_closure(kind):
+        raise ConfigurationError(
+            f"{optimizer} recomputes the loss within a step, and a server has no loss to compute; take an optimizer "
+            "that steps on gradients, as AdamW"
+        )
     options = inspect.signature(kind).parameters
     return frozenset(options.keys() - {"params"}), float(options["lr"].default) if "lr" in options else 0.0
 
