@@ -6,6 +6,7 @@ import threading
 import weakref
 
 import pytest
+import torch
 
 import psclient
 from psclient.local import LocalServer
@@ -67,14 +68,19 @@ def test_no_collector_is_needed():
             gc.enable()
 
 
+class Own(torch.nn.Sequential):
+    """A class that no other test's optimizer counts."""
+
+
 def test_the_class_of_its_model_is_as_it_was():
     with LocalServer() as server:
-        model = make_model()
+        model = Own(*make_model())
         optimizer = dgs(model, server=server)
         train_step(model, optimizer, *make_data())
+        assert "__call__" in vars(Own)
         del optimizer
         gc.collect()
-        wait_until(lambda: "__call__" not in vars(type(model)))
+        wait_until(lambda: "__call__" not in vars(Own))
 
 
 def test_its_embedded_server_stops():
