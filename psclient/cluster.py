@@ -131,7 +131,7 @@ class Cluster:
         """
         membership = self.membership
         before = membership.coordinator.generation
-        offered = membership.offer(pb.LoadedModel(digest=digest, replaces=on_load == "replace"))
+        offered = membership.join(pb.LoadedModel(digest=digest, replaces=on_load == "replace"))
         if not offered and on_load == "error" and not drops:
             raise ModelLoadedError(tensor, membership.identity.run_id, membership.version)
         if not offered:

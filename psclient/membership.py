@@ -109,7 +109,7 @@ class Membership:
         self._has_asked = False
         self._loaded: pb.LoadedModel | None = None  # what is offered in the place of the server's model
         self._load_refused = False
-        self._version = 0  # of shard 0, as said at the last join
+        self.version = 0  # of shard 0, as said at the last join
         self._moved = 0.0  # when a model was last seen to get on, while joining
         self.joins = 0
         self._joining = threading.Lock()
@@ -122,11 +122,6 @@ class Membership:
     def coordinator(self) -> ShardClient:
         """Shard 0."""
         return self.shards[0]
-
-    @property
-    def version(self) -> int:
-        """Version of shard 0 at the last join."""
-        return self._version
 
     @property
     def _has_replica(self) -> bool:
@@ -161,26 +156,19 @@ class Membership:
             handshake_seconds=math.inf if self._joined else HANDSHAKE_SECONDS,  # later, a server is being set up anew
         )
 
-    def join(self) -> None:
+    def join(self, loaded: pb.LoadedModel | None = None) -> bool:
         """Join every shard, upload the model if this worker is to, and return once every shard has it.
+
+        Args:
+            loaded: offers the worker's model in the place of the server's.
+
+        Returns:
+            Whether it takes that place, or the server's began as it; without an offer it says nothing.
 
         Raises:
             SparsepsError: unreachable, another model, another method, a living worker of the same name.
         """
         with self._joining:  # a push, a fetch and a sampler may find out in three threads that they must
-            self._join()
-            self.joins += 1
-
-    def offer(self, loaded: pb.LoadedModel) -> bool:
-        """Join again, and upload the model that the worker has if it takes the place of the server's.
-
-        Returns:
-            Whether it does, or the server's began as it.
-
-        Raises:
-            SparsepsError: as :meth:`join` does.
-        """
-        with self._joining:
             self._loaded = loaded
             try:
                 self._join()
@@ -209,7 +197,7 @@ class Membership:
     def _say_joined(self) -> None:
         """Tell the log, once, where this worker is and whose parameters it trains."""
         uploaded = self.coordinator.has_base
-        run, version = shown(self.identity.run_id), self._version
+        run, version = shown(self.identity.run_id), self.version
         what = "its model was uploaded" if uploaded else "the server's parameters are taken over"
         log.info(
             "worker %s has joined run %s at %s, version %d: %s",
@@ -247,7 +235,7 @@ class Membership:
         self.leases.start()
         self.live_workers = first.live_workers
         self.run_finished = first.run_state == pb.RUN_STATE_FINISHED
-        self.first_step, self._version = first.first_step, first.version
+        self.first_step, self.version = first.first_step, first.version
         self._load_refused = first.load_refused
         if not self._joined:
             self.last_push_record = (first.last_incarnation, first.last_step) if first.last_step else None

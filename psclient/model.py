@@ -98,7 +98,7 @@ class TrainedModel:
             ModelChangedError: one has not.
         """
         for parameter, known, writes in zip(self.frozen, self.layout.frozen, self.frozen_writes, strict=True):
-            if _writes(parameter) != writes and digest_of(parameter) != known.digest:
+            if writes_to(parameter) != writes and digest_of(parameter) != known.digest:
                 raise ModelChangedError(
                     known.spec.name,
                     "is frozen, and has other values than when the optimizer was made, which the server compares",
@@ -188,7 +188,7 @@ def describe(
         layout,
         parameters,
         tuple(parameter for _, parameter in frozen),
-        tuple(_writes(parameter) for _, parameter in frozen),
+        tuple(writes_to(parameter) for _, parameter in frozen),
         tuple(places[id(parameter)] for parameter in parameters) if model is not None else (),
         NamedBuffers(layout.buffers, [place for _, place in buffers]),
         model,
@@ -197,7 +197,8 @@ def describe(
     return found
 
 
-def _writes(parameter: torch.Tensor) -> int:
+def writes_to(parameter: torch.Tensor) -> int:
+    """Return how often a tensor has been written to in place; 0 for one that keeps no count."""
     return 0 if parameter.is_inference() else parameter._version
 
 

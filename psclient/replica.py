@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from psclient.errors import ModelChangedError
+from psclient.model import writes_to
 from pscore.layout import ModelLayout, Span
 from pscore.segment import Segment
 
@@ -44,7 +45,7 @@ class Replica:
         self._fp32: dict[int, torch.Tensor] = {}
         """fp32 copies of half-precision parameters, by position; only in top-k mode."""
         self._known = [_look(parameter) for parameter in self.parameters]
-        self._edits = [_edits(parameter) for parameter in self.parameters]
+        self._edits = [writes_to(parameter) for parameter in self.parameters]
         """How often each parameter had been written to when the last write that is known here was done."""
 
     def loaded(self) -> str | None:
@@ -60,7 +61,7 @@ class Replica:
                 return self.layout.parameters[position].name
             self._known[position] = _look(self.parameters[position])
         for position, (parameter, edits) in enumerate(zip(self.parameters, self._edits, strict=True)):
-            if _edits(parameter) != edits:
+            if writes_to(parameter) != edits:
                 return self.layout.parameters[position].name
         return None
 
@@ -77,7 +78,7 @@ class Replica:
         """
         for position in self._moved():
             self._known[position] = _look(self.parameters[position])
-        self._edits = [_edits(parameter) for parameter in self.parameters]
+        self._edits = [writes_to(parameter) for parameter in self.parameters]
 
     def _moved(self) -> Iterator[int]:
         """Yield the positions of parameters with other memory than they had."""
@@ -150,9 +151,9 @@ class Replica:
 
         Parameters that are parts of one tensor count their writes together.
         """
-        known = [_edits(parameter) == edits for parameter, edits in zip(self.parameters, self._edits, strict=True)]
+        known = [writes_to(parameter) == edits for parameter, edits in zip(self.parameters, self._edits, strict=True)]
         yield
-        now = [_edits(parameter) for parameter in self.parameters]
+        now = [writes_to(parameter) for parameter in self.parameters]
         self._edits = [new if same else old for new, same, old in zip(now, known, self._edits, strict=True)]
 
     def _parts(self, segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
@@ -174,10 +175,6 @@ class Replica:
 
 def _look(parameter: torch.Tensor) -> _Known:
     return _Known(parameter.detach(), parameter.data_ptr(), parameter.stride())
-
-
-def _edits(parameter: torch.Tensor) -> int:
-    return 0 if parameter.is_inference() else parameter._version
 
 
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[Number, Number]]] = {
 }
 """By message and field: the least and the largest value."""
 
-DIGEST_BYTES = 32
+_DIGEST_BYTES = 32
 _MOST_SETTINGS = 256
 _LONGEST_SETTING = 512 << 10  # the positions of all tensors, in groups of an optimizer
 _MOST_CODECS = 64
@@ -111,8 +111,8 @@ def require_join(request: pb.JoinRequest) -> None:
 
 def require_digest(digest: bytes, *, may_be_empty: bool = False) -> None:
     """Check what tells a model from others; raises :class:`Refusal` (``BAD_REQUEST``)."""
-    if len(digest) != DIGEST_BYTES and not (may_be_empty and not digest):
-        raise Refusal(Reason.BAD_REQUEST, f"a model's digest has {len(digest)} bytes; it must have {DIGEST_BYTES}")
+    if len(digest) != _DIGEST_BYTES and not (may_be_empty and not digest):
+        raise Refusal(Reason.BAD_REQUEST, f"a model's digest has {len(digest)} bytes; it must have {_DIGEST_BYTES}")
 
 
 def _require_count(what: str, count: int, most: int) -> None:

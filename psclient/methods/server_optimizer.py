@@ -176,13 +176,13 @@ def _rates(groups: ParamGroups, known: frozenset[str], agreed: Sequence[Mapping[
                 f"{', '.join(changed)} of param group {number} is not what the server's optimizer was made with, and "
                 "only lr can be changed in a run: set it back, or begin another run with it"
             )
-    for group in groups.all:
+    for number, group in enumerate(groups.all):
         check_hyperparameters({"lr": group["lr"]})
-    rates = tuple(float(group["lr"]) for group in groups.all)
-    for number, rate in enumerate(rates):
-        if not 0 <= rate <= LARGEST_RATE:
-            raise ConfigurationError(f"lr of param group {number} is {rate:g}; it must be 0 to {LARGEST_RATE:g}")
-    return Rates(1.0, rates)
+        if not float(group["lr"]) <= LARGEST_RATE:
+            raise ConfigurationError(
+                f"lr of param group {number} is {float(group['lr']):g}; it must be 0 to {LARGEST_RATE:g}"
+            )
+    return Rates(1.0, tuple(float(group["lr"]) for group in groups.all))
 
 
 def _every(said: int | tuple[str, int]) -> str:
