@@ -134,8 +134,7 @@ def test_a_stopped_worker_holds_the_others_up_at_a_global_round_and_nowhere_else
         victim = start_victim(server, tau)
         try:
             workers = fleet(server, 2, tau=tau)
-            first = max(worker.optimizer._membership.first_step for worker in workers)
-            meeting = -(-first // (tau + 1)) * (tau + 1)  # the first global round of all three
+            meeting = next_global_round(workers, tau)
             assert together(workers, lambda worker: worker.until(meeting - 1)) == [None, None]
             wait_until(lambda: last_step(server, "victim") == meeting)  # where it waits for us
             victim.send_signal(signal.SIGSTOP)
@@ -152,13 +151,21 @@ def test_a_stopped_worker_holds_the_others_up_at_a_global_round_and_nowhere_else
             victim.wait(30)
 
 
+def next_global_round(workers, tau):
+    """Return the step of the next global round that comes after the first step of each of these workers."""
+    return (max(worker.optimizer._membership.first_step for worker in workers) // (tau + 1) + 1) * (tau + 1)
+
+
 def test_a_worker_that_dies_frees_those_who_wait_for_it_when_its_lease_ends():
+    tau = 3
     with LocalServer(lease_seconds=1.5) as server:
-        victim = start_victim(server, 3)
-        workers = fleet(server, 2, tau=3)
+        victim = start_victim(server, tau)
+        workers = fleet(server, 2, tau=tau)
         victim.kill()
         victim.wait(30)
-        all_train(workers, 8)  # over two global rounds
+        # The victim may have pushed for the first global round. The second waits for its lease; one push later:
+        last = next_global_round(workers, tau) + tau + 2
+        assert together(workers, lambda worker: worker.until(last)) == [None, None]
         assert workers[0].optimizer.live_workers == 2
 
 
