@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from benchmarks.peertask import batches, make_model
-from psclient.compression import Choice, Tally, compress
-from psclient.methods.base import State, Step
-from psclient.methods.dgs import DGS
-from pscore.selectors import SELECTORS, Selector
+from psclient.compress.compressor import Choice, Tally, compress
+from psclient.compress.method import State, Step
+from psclient.optim.dgs import DGS
+from pscore.select import SELECTORS, Selector
 
 _RATE, _MOMENTUM = 0.05, 0.7
 _DROPS = (0.5, 0.8)

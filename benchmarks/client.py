@@ -11,8 +11,8 @@ from benchmarks.layouts import noise_push
 from benchmarks.section import Plan, Section, Table
 from benchmarks.synthetic import Noise, SyntheticModel
 from benchmarks.timing import Rounds, Stat, ratio
-from psclient.optimizer import ParameterServerOptimizer
-from pscore.selectors import DEFAULT_DENSE_BELOW
+from psclient.optim.base import ParameterServerOptimizer
+from pscore.select import DEFAULT_DENSE_BELOW
 
 KEY, TITLE = "client", "Where a worker's step() spends its time"
 

@@ -9,14 +9,14 @@ import torch
 
 from benchmarks import captured, plots
 from benchmarks.section import Plan, Section, Table
-from pscore import frames
-from pscore.codecs.index import INDEX_FORMATS
-from pscore.codecs.index.format import Offsets
-from pscore.codecs.names import VALUE_CODECS
-from pscore.codecs.values import VALUE_FORMATS
-from pscore.codecs.values.format import Values
-from pscore.layout import Span
-from pscore.segment import Segment
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.codecs.index import INDEX_FORMATS
+from pscore.wire.codecs.index.format import Offsets
+from pscore.wire.codecs.names import VALUE_CODECS
+from pscore.wire.codecs.values import VALUE_FORMATS
+from pscore.wire.codecs.values.format import Values
 
 KEY, TITLE = "bytes", "Bits an entry, by codec"
 

@@ -6,9 +6,9 @@ from statistics import median
 import torch
 
 from benchmarks.section import Section, Table
-from pscore.kernels import device_selection
-from pscore.kernels.base import Feed
-from pscore.selectors import entries_for
+from pscore.select import entries_for
+from pscore.select.kernels import device_selection
+from pscore.select.kernels.base import GradientUpdate
 
 _WARMUP = 8  # steps; Triton compiles in the first, and the threshold has found its level after some
 _RATE, _KEEP, _DENSITY = 0.1, 0.7, 0.01
@@ -30,7 +30,7 @@ def measure(section: Section, n: int, rounds: int) -> None:
     passes = []
 
     def take(turn: int) -> None:
-        pending = selection.take(memory, Feed(gradients[turn % 4], _RATE), k, _KEEP, state)
+        pending = selection.take(memory, GradientUpdate(gradients[turn % 4], _RATE), k, _KEEP, state)
         pending.collect()
         passes.append(pending.passes)
 

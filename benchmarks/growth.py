@@ -7,7 +7,7 @@ from benchmarks.layouts import noise_push, one_tensor
 from benchmarks.section import Plan, Section, Table
 from benchmarks.shardserver import InProcessShard
 from benchmarks.timing import Case, Rounds, Stat, Stopwatch, interleave
-from pscore.segment import Segment
+from pscore.model.segment import Segment
 
 KEY, TITLE = "growth", "Time of a push and a pull as the model grows"
 

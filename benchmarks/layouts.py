@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from psclient.settings import ClientSettings
-from pscore.layout import ModelLayout, Span, TensorSpec
-from pscore.segment import Segment
-from pscore.selectors import entries_for
+from pscore.model.layout import ModelLayout, Span, TensorSpec
+from pscore.model.segment import Segment
+from pscore.select import entries_for
 
 GROUP_ELEMENTS: int = ClientSettings.model_fields["group_elements"].default
 """About how many elements a worker sends as one group."""

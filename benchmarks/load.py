@@ -16,11 +16,11 @@ from benchmarks.loadgenerator import write_frames
 from benchmarks.rawworker import RawWorker
 from benchmarks.section import Plan, Plot, Section, Table
 from benchmarks.streams import push_requests
-from psclient.local import LocalServer
-from pscore.frames import DEFAULT_CHUNK_BYTES, FRAMING_BYTES
-from pscore.layout import ModelLayout
-from pscore.messages import PROTOCOL_VERSION, layout_to_message
-from pscore.v1 import parameter_server_pb2 as pb
+from psclient.rpc.local_server import LocalServer
+from pscore.model.layout import ModelLayout
+from pscore.wire.frames import DEFAULT_CHUNK_BYTES, FRAMING_BYTES
+from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 KEY, TITLE = "load", "Pushes a second that one server takes"
 

@@ -20,8 +20,8 @@ from typing import Protocol
 
 import grpc
 
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 CALL_SECONDS = 120.0
 _LENGTH_BYTES = 4

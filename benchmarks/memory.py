@@ -13,10 +13,10 @@ from benchmarks.layouts import noise_push, resnet18
 from benchmarks.rawworker import RawWorker
 from benchmarks.section import Plan, Section, Table
 from benchmarks.timing import Stat
-from psclient.local import LocalServer
-from pscore.layout import ModelLayout
-from pscore.selectors import DEFAULT_DENSE_BELOW
-from psservice.upkeep import TRIM_SECONDS
+from psclient.rpc.local_server import LocalServer
+from pscore.model.layout import ModelLayout
+from pscore.select import DEFAULT_DENSE_BELOW
+from psservice.app.background import TRIM_SECONDS
 
 KEY, TITLE = "memory", "Memory of a server as workers join"
 

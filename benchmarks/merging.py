@@ -19,9 +19,9 @@ from benchmarks.mgs.models import MODELS, PaperModel
 from benchmarks.mgs.runs import RULES, Link, Run, compare
 from benchmarks.section import Plan, Section, Table
 from benchmarks.timing import Stat
-from psclient.merging import plans
-from psclient.merging.published import PublishedCosts, sent_bytes
-from psclient.merging.workload import Workload, predict
+from psclient.buckets import plans
+from psclient.buckets.published import PublishedCosts, sent_bytes
+from psclient.buckets.workload import Workload, predict
 
 KEY, TITLE = "merging", "Which tensors travel together (MGS-SGD)"
 

@@ -4,7 +4,7 @@ from multiprocessing.connection import Connection
 
 import psclient
 from benchmarks.peertask import CALL_SECONDS, LEARNING_RATE, Job, make_model, train
-from psclient.optimizer import ParameterServerOptimizer
+from psclient.optim.base import ParameterServerOptimizer
 from psclient.settings import ClientSettings
 
 _MOMENTUM = 0.7

@@ -15,7 +15,7 @@ from benchmarks.section import Plan, Section, Table
 from benchmarks.socketbytes import Traffic
 from benchmarks.timing import Stat
 from psclient.errors import SparsepsError
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 
 KEY, TITLE = "peers", "The same training with other parameter servers"
 

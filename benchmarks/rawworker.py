@@ -9,12 +9,12 @@ import torch
 
 from benchmarks.layouts import GROUP_ELEMENTS, groups
 from benchmarks.streams import push_requests
-from pscore import frames
-from pscore.layout import ModelLayout, Span
-from pscore.messages import PROTOCOL_VERSION, layout_to_message
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from pscore.model.layout import ModelLayout, Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 _CALL_SECONDS = 120.0
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pscore.layout import ModelLayout
+from pscore.model.layout import ModelLayout
 
 
 @dataclass(frozen=True, slots=True)

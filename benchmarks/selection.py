@@ -8,9 +8,9 @@ import torch
 from benchmarks import captured, cudaselection, plots
 from benchmarks.section import Plan, Plot, Section, Table
 from benchmarks.timing import Case, Stat, Stopwatch, interleave, ratio
-from pscore.kernels.base import Feed
-from pscore.selectors import SELECTORS, TOLERANCE, Recall, entries_for
-from pscore.sources import Memory
+from pscore.select import SELECTORS, TOLERANCE, SelectorState, entries_for
+from pscore.select.inputs import Memory
+from pscore.select.kernels.base import GradientUpdate
 
 KEY, TITLE = "selection", "Accumulating and selecting"
 
@@ -141,12 +141,12 @@ def _selector(
     name: str, n: int, k: int, gradients: Callable[[int], torch.Tensor], counts: dict[str, list[float]]
 ) -> Case:
     memory = torch.zeros(n)
-    recall: Recall = {}
+    recall: SelectorState = {}
 
     def measure(turn: int) -> dict[str, float]:
         gradient, watch = gradients(turn), Stopwatch()
         with watch.part("step"):
-            taken = SELECTORS[name](Memory(memory, Feed(gradient, _RATE), _KEEP), k, recall)
+            taken = SELECTORS[name](Memory(memory, GradientUpdate(gradient, _RATE), _KEEP), k, recall)
         counts.setdefault(name, []).append(taken.offsets.numel() / k)
         return watch.parts
 

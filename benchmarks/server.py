@@ -12,8 +12,8 @@ from benchmarks.section import Plan, Section, Table
 from benchmarks.shardserver import InProcessShard
 from benchmarks.timing import Case, Rounds, Stat, Stopwatch, interleave, ratio
 from benchmarks.wire import OTHER_PUSHES
-from pscore.selectors import DEFAULT_DENSE_BELOW
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.select import DEFAULT_DENSE_BELOW
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 KEY, TITLE = "server", "What the server does with a push and a pull"
 

@@ -7,19 +7,19 @@ import torch
 
 from benchmarks.layouts import GROUP_ELEMENTS, groups
 from benchmarks.streams import push_requests
-from pscore import frames
-from pscore.codecs.names import READABLE_INDEX_CODECS
-from pscore.layout import ModelLayout, Span
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.calls import Push
-from psservice.engine import Engine
-from psservice.membership import Identity, PushAnswer
-from psservice.metrics import Metrics
+from pscore.model.layout import ModelLayout, Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.codecs.names import READABLE_INDEX_CODECS
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.leases import Identity, PushAnswer
+from psservice.model.parameters import ModelShard
+from psservice.model.reply_session import Reply, ReplyMode
+from psservice.observability.metrics import Metrics
+from psservice.rpc.push_stream import PushReader, read_all, read_push
 from psservice.settings import ServerSettings
-from psservice.shard.model import ModelShard
-from psservice.shard.replies import Reply, ReplyMode
-from psservice.streams import PushReader, read_all, read_push
+from psservice.shard.shard import Engine
+from psservice.shard.types import Push
 
 _LEASE_SECONDS = 3600.0
 

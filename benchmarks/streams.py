@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from pscore import frames
-from pscore.codecs.values import CODEC_OF_DTYPE
-from pscore.layout import Span
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.codecs.values import CODEC_OF_DTYPE
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 
 def push_requests(

@@ -2,7 +2,7 @@
 
 import torch
 
-from pscore.layout import ModelLayout
+from pscore.model.layout import ModelLayout
 
 
 class SyntheticModel(torch.nn.Module):

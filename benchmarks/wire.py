@@ -11,10 +11,10 @@ from google.protobuf.message import Message
 from benchmarks.layouts import noise_push
 from benchmarks.section import Plan, Section, Table
 from benchmarks.shardserver import InProcessShard
-from pscore import frames
-from pscore.buffers import is_exchanged, packed_bytes
-from pscore.selectors import DEFAULT_DENSE_BELOW
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.model.buffers import is_exchanged, packed_bytes
+from pscore.select import DEFAULT_DENSE_BELOW
+from pscore.wire import frames
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 KEY, TITLE = "wire", "Bytes a step on the wire, against dense fp32"
 

@@ -9,7 +9,7 @@ import grpc
 
 from chaos.book import Book
 from chaos.wire import Line, Push, join_request, reason_of
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 Result = TypeVar("Result")
 

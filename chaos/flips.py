@@ -29,7 +29,7 @@ from chaos.plan import Plan, Result, Trial
 from chaos.pusher import Pusher
 from chaos.reference import judge
 from chaos.servers import Servers, StartFailedError
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _STRETCH_STEPS = 25
 _SNAPSHOTS = 3

@@ -11,7 +11,7 @@ from chaos.campaign import SNAPSHOT_SECONDS, Campaign
 from chaos.disk import Disk
 from chaos.servers import StartFailedError
 from chaos.waiting import until
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _FREE_SECONDS = 1.0, 2.0
 _FULL_SECONDS = SNAPSHOT_SECONDS, SNAPSHOT_SECONDS + 1  # long enough that a periodic snapshot is due, and fails

@@ -22,7 +22,7 @@ from chaos.book import Book, in_doubt, read
 from chaos.caller import DEADLINE_SECONDS, Caller, LeaseLostError, RefusedError, settle_for, what_failed
 from chaos.replica import Replica
 from chaos.wire import Floats, Line, Offsets, Push, Reply, reason_of
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _REPEAT_SHARE, _TWICE_SHARE = 0.10, 0.05
 _THROWN_AWAY_SHARE = 0.10

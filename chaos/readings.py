@@ -7,7 +7,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from chaos.wire import Line
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _CALL_SECONDS = 30.0
 _SECONDS = 5.0

@@ -3,7 +3,7 @@
 import numpy as np
 
 from chaos.wire import Floats, Line, Offsets, Reply, digest, entries_of
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _NO_OFFSETS: Offsets = np.empty(0, np.uint32)
 _NO_VALUES: Floats = np.empty(0, np.float32)

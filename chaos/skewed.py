@@ -46,7 +46,7 @@ def set_error(path: Path, seconds: float) -> None:
 
 def modules_with_a_clock() -> list[str]:
     """Return the server's modules that read any clock."""
-    importlib.import_module("psservice.server")
+    importlib.import_module("psservice.app.server")
     return [
         name
         for name, module in list(sys.modules.items())
@@ -68,7 +68,7 @@ def main() -> int:
     shifted = shifted_time(SkewedClock(Path(sys.argv[1])))
     for name in modules_with_a_clock():
         sys.modules[name].__dict__["time"] = shifted
-    from psservice.cli import main as serve
+    from psservice.cli.serve import main as serve
 
     return serve(sys.argv[2:])
 

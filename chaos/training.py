@@ -18,7 +18,7 @@ from chaos.servers import Servers
 from chaos.team import Team, Trainer, TrainerFailedError
 from chaos.torment import Torment
 from chaos.verdict import Verdict
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 LEASE_SECONDS = 3.0
 _HIDDEN = 64

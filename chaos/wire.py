@@ -15,8 +15,8 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 from numpy.typing import NDArray
 
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 Floats = NDArray[np.float32]
 Offsets = NDArray[np.uint32]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import psclient
-from psclient.optimizer import ParameterServerOptimizer
+from psclient.optim.base import ParameterServerOptimizer
 
 Kind = Literal["single", "asynchronous", "synchronous"]
 

@@ -6,11 +6,11 @@ pass is run: both would be lost, or lame, in a fork.
 
 import torch
 
-import psservice.server  # noqa: F401  (is here for its imports, as is the one below)
+import psservice.app.server  # noqa: F401  (is here for its imports, as is the one below)
 from compare import worker  # noqa: F401
 from compare.tasks import TASKS
-from pscore.kernels import backend_of
-from pscore.kernels.base import Feed
+from pscore.select.kernels import kernels_for
+from pscore.select.kernels.base import GradientUpdate
 from pscore.warmup import warm_up
 
 _SIZE = 8192
@@ -20,8 +20,11 @@ def _load() -> None:
     torch.set_num_threads(1)
     warm_up()
     memory, gradient = torch.zeros(_SIZE), torch.linspace(-1, 1, _SIZE)
-    kernels = backend_of(memory)
-    for added in (Feed(gradient, 1.0), Feed(gradient, 1.0, momentum=torch.zeros(_SIZE), factor=0.5)):
+    kernels = kernels_for(memory)
+    for added in (
+        GradientUpdate(gradient, 1.0),
+        GradientUpdate(gradient, 1.0, momentum=torch.zeros(_SIZE), factor=0.5),
+    ):
         kernels.feed(memory, added)
         kernels.take(memory, added, 0.5, 0.5, _SIZE)
     kernels.take(memory, None, 0.5, 0.5, _SIZE)

@@ -14,7 +14,7 @@ from compare.spec import Spec
 from compare.tasks import TASKS, loss_of
 from psclient import settings as client_settings
 from psclient.errors import NonFiniteGradientError
-from psclient.optimizer import ParameterServerOptimizer
+from psclient.optim.base import ParameterServerOptimizer
 
 CALL_SECONDS = 60.0
 """Longest wait of a worker for its server."""

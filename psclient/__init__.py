@@ -12,46 +12,46 @@ from pscore.version import __version__
 
 if TYPE_CHECKING:
     from psclient import errors, schedules
-    from psclient.export import download, save
-    from psclient.local import LocalServer
-    from psclient.methods.asgd import ASGD
-    from psclient.methods.dgc import DGC
-    from psclient.methods.dgs import DGS
-    from psclient.methods.gradient_dropping import GradientDropping
-    from psclient.methods.momentum_sgd import MomentumSGD
-    from psclient.methods.outer import Outer
-    from psclient.methods.server_optimizer import ServerOptimizer
-    from psclient.methods.ssgd import SSGD
-    from psclient.methods.wagma import WAGMA
-    from psclient.node import NodeOptimizer
-    from psclient.nodegroup import node_group
+    from psclient.data.sampler import ElasticSampler
+    from psclient.node.group import node_group
+    from psclient.node.optimizer import NodeOptimizer
+    from psclient.optim.asgd import ASGD
+    from psclient.optim.dgc import DGC
+    from psclient.optim.dgs import DGS
+    from psclient.optim.gradient_dropping import GradientDropping
+    from psclient.optim.momentum_sgd import MomentumSGD
+    from psclient.optim.outer import Outer
+    from psclient.optim.server_optimizer import ServerOptimizer
+    from psclient.optim.ssgd import SSGD
+    from psclient.optim.wagma import WAGMA
     from psclient.report import StepReport, Totals, scalars
     from psclient.rounds import Rounds
-    from psclient.sampler import ElasticSampler
+    from psclient.rpc.download import download, save
+    from psclient.rpc.local_server import LocalServer
     from psclient.schedules import VersionClock
     from psclient.settings import ClientSettings, worker_index
 
 _HOMES = {
-    "ASGD": "psclient.methods.asgd",
-    "DGC": "psclient.methods.dgc",
-    "DGS": "psclient.methods.dgs",
-    "GradientDropping": "psclient.methods.gradient_dropping",
-    "MomentumSGD": "psclient.methods.momentum_sgd",
-    "Outer": "psclient.methods.outer",
+    "ASGD": "psclient.optim.asgd",
+    "DGC": "psclient.optim.dgc",
+    "DGS": "psclient.optim.dgs",
+    "GradientDropping": "psclient.optim.gradient_dropping",
+    "MomentumSGD": "psclient.optim.momentum_sgd",
+    "Outer": "psclient.optim.outer",
     "Rounds": "psclient.rounds",
-    "SSGD": "psclient.methods.ssgd",
-    "ServerOptimizer": "psclient.methods.server_optimizer",
+    "SSGD": "psclient.optim.ssgd",
+    "ServerOptimizer": "psclient.optim.server_optimizer",
     "StepReport": "psclient.report",
     "Totals": "psclient.report",
-    "WAGMA": "psclient.methods.wagma",
+    "WAGMA": "psclient.optim.wagma",
     "ClientSettings": "psclient.settings",
-    "ElasticSampler": "psclient.sampler",
-    "LocalServer": "psclient.local",
-    "NodeOptimizer": "psclient.node",
+    "ElasticSampler": "psclient.data.sampler",
+    "LocalServer": "psclient.rpc.local_server",
+    "NodeOptimizer": "psclient.node.optimizer",
     "VersionClock": "psclient.schedules",
-    "download": "psclient.export",
-    "node_group": "psclient.nodegroup",
-    "save": "psclient.export",
+    "download": "psclient.rpc.download",
+    "node_group": "psclient.node.group",
+    "save": "psclient.rpc.download",
     "scalars": "psclient.report",
     "worker_index": "psclient.settings",
 }

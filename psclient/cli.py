@@ -28,14 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merge.add_argument("--out", type=Path, required=True, metavar="FILE")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
 
-    from psclient import export, settings  # late: the parser answers --help without loading torch
+    from psclient import settings
     from psclient.errors import SparsepsError
-    from pscore import modelfile
+    from psclient.rpc import download  # late: the parser answers --help without loading torch
+    from pscore.model import modelfile
     from pscore.names import escaped
 
     try:
         if options.command == "save":
-            export.save(options.addresses, options.out, settings.load(), patience_seconds=options.timeout)
+            download.save(options.addresses, options.out, settings.load(), patience_seconds=options.timeout)
         else:
             modelfile.write(options.out, modelfile.read_parts(options.parts), {"format": "pt"})
     except (SparsepsError, modelfile.ModelFileError, OSError) as error:

@@ -7,10 +7,10 @@ import re
 
 import grpc
 
-from pscore import errordetails
-from pscore.channels import advice
 from pscore.names import escaped, shown
-from pscore.reasons import Reason, Refusal
+from pscore.net.channels import advice
+from pscore.wire import error_details
+from pscore.wire.errors import ErrorCode, Rejected
 
 START_FIRST = "Start the server first, or raise PSCLIENT_CONNECT_SECONDS"
 STEP_AGAIN = "Nothing is lost: call step() again, or raise PSCLIENT_PATIENCE_SECONDS"
@@ -30,7 +30,9 @@ _LOST = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDE
 
 _UNNAMED = re.compile(r"parameter_\d+")
 
-_LATER = frozenset({Reason.BUSY, Reason.TOO_FAR_AHEAD, Reason.ROUND_OPEN, Reason.DRAINING, Reason.NOT_DURABLE})
+_LATER = frozenset(
+    {ErrorCode.BUSY, ErrorCode.TOO_FAR_AHEAD, ErrorCode.ROUND_OPEN, ErrorCode.DRAINING, ErrorCode.NOT_DURABLE}
+)
 """Reasons for which the same call will do later."""
 
 
@@ -187,7 +189,7 @@ class RefusedError(SparsepsError):
         reason: the reason's name, as in the protocol.
     """
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: Rejected) -> None:
         """Carry the server's words."""
         super().__init__(str(refusal))
         self.reason = refusal.reason.name
@@ -201,7 +203,7 @@ class UpdateTooLargeError(RefusedError):
         limit: the server's.
     """
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: Rejected) -> None:
         """Say both numbers and what to do."""
         super().__init__(refusal)
         self.norm = float(refusal.metadata.get("norm", "nan"))
@@ -291,7 +293,7 @@ class Transient(Exception):  # noqa: N818 - never leaves the library: it is answ
         self,
         why: str,
         retry_seconds: float | None = None,
-        reason: Reason | None = None,
+        reason: ErrorCode | None = None,
         *,
         lost: bool = False,
         advice: str = "",
@@ -308,23 +310,23 @@ class Transient(Exception):  # noqa: N818 - never leaves the library: it is answ
 
 
 def from_rpc_error(error: grpc.RpcError) -> Exception:
-    """Return what a failed call means: a :class:`Refusal`, a :class:`Transient`, or an error that ends the attempts."""
+    """Say what a failed call means: :class:`Rejected`, a :class:`Transient`, or an error that ends the attempts."""
     code, detail = error.code(), escaped(error.details() or "")
-    found = errordetails.from_error(error)
+    found = error_details.from_error(error)
     reason, retry_seconds = found.reason, found.retry_seconds
     if reason in _LATER:
         return Transient(detail, retry_seconds, reason)
-    if reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED):
+    if reason in (ErrorCode.UNAUTHENTICATED, ErrorCode.PERMISSION_DENIED):
         return AccessError(detail)  # no refusal: it says nothing about what became of an earlier attempt
-    if reason is Reason.EVICTED:
+    if reason is ErrorCode.EVICTED:
         why = detail.removesuffix(f" ({reason.name}: {reason.advice})")
         return EvictedError(why, retry_seconds or 0.0)  # likewise
     if reason is not None:
         detail = detail.removesuffix(f" ({reason.name}: {reason.advice})")  # it is put back where it is shown
-    if reason is Reason.SHARD_MISMATCH:
+    if reason is ErrorCode.SHARD_MISMATCH:
         return Transient(detail, reason=reason, lost=True)  # no refusal either: it is another server's answer
     if reason is not None:
-        return Refusal(reason, detail, retry_seconds=retry_seconds, **found.metadata)
+        return Rejected(reason, detail, retry_seconds=retry_seconds, **found.metadata)
     if code in _TRANSIENT:
         return Transient(f"{code.name}: {detail}", lost=code in _LOST, advice=advice(detail))
     if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -336,7 +338,7 @@ def out_of_patience(address: str, seconds: float, last: Transient, hint: str) ->
     """Return the error of an undertaking whose last attempt, after ``seconds`` in all, has failed like this."""
     if last.advice:
         return HandshakeError(address, seconds, str(last), last.advice)
-    held_back = last.reason in (Reason.TOO_FAR_AHEAD, Reason.ROUND_OPEN)
+    held_back = last.reason in (ErrorCode.TOO_FAR_AHEAD, ErrorCode.ROUND_OPEN)
     kind = HeldBackError if held_back else ServerUnreachableError
     return kind(address, seconds, str(last), hint)
 
@@ -348,25 +350,25 @@ _NAME_ANEW = (
 )
 
 
-def from_refusal(refusal: Refusal) -> SparsepsError:
+def from_refusal(refusal: Rejected) -> SparsepsError:
     """Return the error that a caller sees for a refusal that nobody handled."""
     text = f"{refusal.detail}; {refusal.reason.advice}"
     match refusal.reason:
-        case Reason.FINGERPRINT_MISMATCH:
+        case ErrorCode.FINGERPRINT_MISMATCH:
             if _UNNAMED.search(refusal.detail):
                 text += "; a worker without model= has called its tensors by their position: pass model= on every one"
             return FingerprintMismatchError(text, refusal.metadata.get("tensor", ""))
-        case Reason.SETTINGS_MISMATCH:
+        case ErrorCode.SETTINGS_MISMATCH:
             return SettingsMismatchError(text)
-        case Reason.WORKER_ALIVE:
+        case ErrorCode.WORKER_ALIVE:
             return WorkerAliveError(f"{refusal.detail}; {_NAME_ANEW}")
-        case Reason.LEASE_EXPIRED:
+        case ErrorCode.LEASE_EXPIRED:
             return LeaseLostError(text)
-        case Reason.RUN_FINISHED:
+        case ErrorCode.RUN_FINISHED:
             return RunFinishedError(text)
-        case Reason.NOT_INITIALISED:
+        case ErrorCode.NOT_INITIALISED:
             return ServerNotReadyError(text)
-        case Reason.UPDATE_TOO_LARGE:
+        case ErrorCode.UPDATE_TOO_LARGE:
             return UpdateTooLargeError(refusal)
         case _:
             return RefusedError(refusal)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from psclient.errors import ConfigurationError
-from pscore import tracing
+from pscore.telemetry import tracing
 from pscore.units import human_bytes
 
 PHASES = ("select", "encode", "send", "wait", "apply", "buffers")
@@ -76,7 +76,7 @@ class StepReport:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """See :mod:`psclient.exchange`: add the time of the body to a phase."""
+        """See :mod:`psclient.engine.exchange`: add the time of the body to a phase."""
         started = time.perf_counter()
         try:
             with tracing.span(phase):
@@ -85,7 +85,7 @@ class StepReport:
             self.seconds[phase] += time.perf_counter() - started
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """See :mod:`psclient.stepper`: attribute some of one phase's time to another."""
+        """See :mod:`psclient.engine.step`: attribute some of one phase's time to another."""
         moved = min(seconds, self.seconds[source])
         self.seconds[source] -= moved
         self.seconds[target] += moved
@@ -128,7 +128,7 @@ class Totals:
         return asdict(self)
 
     def add(self, report: StepReport) -> None:
-        """See :mod:`psclient.stepper`: add one step."""
+        """See :mod:`psclient.engine.step`: add one step."""
         self.push_bytes += report.push_bytes
         self.pull_bytes += report.pull_bytes
         self.buffer_bytes += report.buffer_bytes

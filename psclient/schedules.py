@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from psclient.buckets.lags import Lags
 from psclient.errors import ConfigurationError
-from psclient.merging.lags import Lags
-from psclient.node import NodeOptimizer
-from psclient.optimizer import ParameterServerOptimizer
+from psclient.node.optimizer import NodeOptimizer
+from psclient.optim.base import ParameterServerOptimizer
 
 DensitySchedule = Callable[[int], float]
 
@@ -36,7 +36,7 @@ def dgc_warmup(steps_per_epoch: int, final: float = 0.001) -> DensitySchedule:
 
 
 def lags(lowest: float = 0.001, highest: float = 0.1, start: float = 0.01) -> Lags:
-    """A density for each layer, as large as hides behind backward; see :class:`~psclient.merging.lags.Lags`."""
+    """A density for each layer, as large as hides behind backward; see :class:`~psclient.buckets.lags.Lags`."""
     return Lags(lowest, highest, start)
 
 

@@ -12,11 +12,11 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from psclient.errors import ConfigurationError
-from pscore.addresses import AddressError, expand
-from pscore.channels import Security
-from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
-from pscore.layered_settings import LayeredSettings
-from pscore.selectors import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
+from pscore.config import LayeredSettings
+from pscore.net.addresses import AddressError, expand
+from pscore.net.channels import Security
+from pscore.select import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
+from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 
 OnLoad = Literal["error", "server", "replace"]
 
@@ -154,7 +154,7 @@ def resolve(
 
 
 def addresses(server: str) -> tuple[str, ...]:
-    """Return each shard's address, or one name for all (:func:`pscore.addresses.expand`).
+    """Return each shard's address, or one name for all (:func:`pscore.net.addresses.expand`).
 
     Raises:
         ConfigurationError: the servers are named in another way.

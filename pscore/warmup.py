@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
-from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
-from pscore.frames import WireForm, decode, encode
-from pscore.kernels import backend_of
-from pscore.layout import Span
-from pscore.segment import Segment
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.select.kernels import kernels_for
+from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
+from pscore.wire.frames import WireForm, decode, encode
 
 _SIZE, _ENTRIES = 65_536, 2048  # enough entries for the compiled codecs
 
@@ -16,7 +16,7 @@ def warm_up() -> None:
     """Run every loop that a server needs once, so that no call waits for the compiler: a second or two at most."""
     theta, image = torch.zeros(_SIZE), torch.zeros(_SIZE)
     offsets = torch.arange(0, _SIZE, _SIZE // _ENTRIES)
-    kernels = backend_of(theta)
+    kernels = kernels_for(theta)
     kernels.subtract_at(theta, offsets, torch.ones(offsets.numel()))
     kernels.take_difference(theta, image, 0.5, _ENTRIES)
     kernels.tail(theta, 0.5)

@@ -2,7 +2,7 @@
 
 import sys
 
-from psservice.cli import main
+from psservice.cli.serve import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,14 +8,14 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic_settings import CliSettingsSource, SettingsConfigDict
 
-from pscore.channels import is_loopback
-from pscore.codecs.names import VALUE_CODECS
-from pscore.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
-from pscore.layered_settings import LayeredSettings
+from pscore.config import LayeredSettings
 from pscore.names import LONGEST_NAME
-from pscore.selectors import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
-from psservice.rules.staleness import StalenessScaling
-from psservice.shard.model import ShardSettings
+from pscore.net.channels import is_loopback
+from pscore.select import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
+from pscore.wire.codecs.names import VALUE_CODECS
+from pscore.wire.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from psservice.model.parameters import ShardSettings
+from psservice.policy.staleness import StalenessScaling
 
 ENVIRONMENT_PREFIX = "PSSERVICE_"
 

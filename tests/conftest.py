@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-import psclient.local
+import psclient.rpc.local_server
 from tests.forkserver import ForkServer
 
 if not torch.cuda.is_available():
@@ -31,7 +31,7 @@ def forked_servers():
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(psclient.local, "spawn", ForkServer().spawn)
+        patch.setattr(psclient.rpc.local_server, "spawn", ForkServer().spawn)
         yield
 
 

@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.01
 
 
 def spawner(fault: str, file: Path) -> Callable[[Sequence[str], int, IO[str] | None], "subprocess.Popen[bytes]"]:
-    """Return what stands in for ``psclient.local.spawn``."""
+    """Return what stands in for ``psclient.rpc.local_server.spawn``."""
 
     def spawn(flags: Sequence[str], ready_fd: int, log_to: IO[str] | None) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
@@ -97,7 +97,7 @@ def main() -> int:
         _no_listing(file)
     else:
         _slow(fault.removeprefix("slow-"), file)
-    from psservice.cli import main as serve
+    from psservice.cli.serve import main as serve
 
     return serve(sys.argv[3:])
 

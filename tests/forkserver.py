@@ -39,7 +39,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def spawn(self, flags: Sequence[str], ready_fd: int, log_to: IO[str] | None) -> "subprocess.Popen[bytes]":
-        """Stand in for :func:`psclient.local.spawn`."""
+        """Stand in for :func:`psclient.rpc.local_server.spawn`."""
         request = {
             "arguments": ["serve", *(flag for flag in flags if not flag.startswith("--ready-fd="))],
             "environment": dict(os.environ),
@@ -132,8 +132,8 @@ def _fork(listening: socket.socket) -> list[str]:
 
 def main() -> int:
     """Load what a server loads, and fork."""
-    import psservice.server  # noqa: F401
-    from psservice.cli import main as psservice_main
+    import psservice.app.server  # noqa: F401
+    from psservice.cli.serve import main as psservice_main
 
     gc.collect()
     gc.freeze()

@@ -35,8 +35,8 @@ def test_links_between_pages_lead_somewhere(page):
 
 
 def test_the_protocol_page_lists_every_reason_under_its_status():
-    from pscore.reasons import Reason
+    from pscore.wire.errors import ErrorCode
 
     rows = re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", (ROOT / "docs" / "protocol.md").read_text(), re.MULTILINE)
     told = {reason: status for status, cell in rows for reason in re.findall(r"`([A-Z_]+)`", cell)}
-    assert told == {reason.name: reason.status_name for reason in Reason}
+    assert told == {reason.name: reason.status_name for reason in ErrorCode}

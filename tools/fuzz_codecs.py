@@ -20,7 +20,10 @@ RUNS = ROOT / "runs" / "fuzz"
 MOST_BYTES = 16 << 10
 SECONDS_A_CHUNK = 5
 MOST_MEMORY_MB = 1024
-NOT_INSTRUMENTED = ["pscore.codecs.index.rice.loops", "pscore.codecs.values.loops"]  # numba compiles their bytecode
+NOT_INSTRUMENTED = [
+    "pscore.wire.codecs.index.rice.loops",
+    "pscore.wire.codecs.values.loops",
+]  # numba compiles their bytecode
 
 
 def main() -> int:
@@ -51,10 +54,10 @@ def fuzz(codec: str, seconds: int) -> int:
     """Fuzz; libFuzzer ends the process."""
     import atheris
 
-    with atheris.instrument_imports(include=["pscore.codecs", "pscore.frames"], exclude=NOT_INSTRUMENTED):
+    with atheris.instrument_imports(include=["pscore.wire.codecs", "pscore.wire.frames"], exclude=NOT_INSTRUMENTED):
         from google.protobuf.message import DecodeError
 
-        from pscore.v1 import parameter_server_pb2 as pb
+        from pscore.wire.v1 import parameter_server_pb2 as pb
         from tests.hostile.corpus_files import corpus
         from tests.hostile.mutation import good_chunks, mutate, outcome
         from tests.hostile.oracle import decode_alike
@@ -103,7 +106,7 @@ def report_findings() -> int:
     """Write every input that failed as text; return their number."""
     from google.protobuf import text_format
 
-    from pscore.v1 import parameter_server_pb2 as pb
+    from pscore.wire.v1 import parameter_server_pb2 as pb
 
     (RUNS / "findings").mkdir(parents=True, exist_ok=True)
     found = sorted((RUNS / "crashes").glob("*"))
@@ -115,8 +118,8 @@ def report_findings() -> int:
 
 def keep(most: int) -> None:
     """Add the smallest inputs with refusals that no file of the corpus has to the corpus."""
-    from pscore.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
-    from pscore.v1 import parameter_server_pb2 as pb
+    from pscore.wire.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
+    from pscore.wire.v1 import parameter_server_pb2 as pb
     from tests.hostile.corpus_files import corpus, found
     from tests.hostile.oracle import decode
 

@@ -31,7 +31,7 @@ GROUPS = {
     "Models and servers": ["download", "save", "LocalServer", "ClientSettings"],
 }
 MODULES = ("schedules", "errors")
-BASE = "psclient.optimizer.ParameterServerOptimizer"
+BASE = "psclient.optim.base.ParameterServerOptimizer"
 
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields):$")
 _ENTRY = re.compile(r"^ {4}(\S[^:]*(?::(?!\s)[^:]*)*): (.*)$")

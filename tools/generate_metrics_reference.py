@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from what psservice/metrics.py declares; ``--check`` only compares.
+"""Writes docs/metrics.md from what psservice/observability/metrics.py declares; ``--check`` only compares.
 
 Run it after changing a metric: ``make references``.
 """
@@ -9,14 +9,14 @@ from pathlib import Path
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
-from psservice.metrics import Metrics, ReadInfo
+from psservice.observability.metrics import Metrics, ReadInfo
 from tools.generated import keep
 
 TARGET = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 HEAD = """# Metrics
 
-Generated from `psservice/metrics.py` by `tools/generate_metrics_reference.py`.
+Generated from `psservice/observability/metrics.py` by `tools/generate_metrics_reference.py`.
 
 Each shard serves these at `/metrics` of its `--metrics-listen`, in the text format of Prometheus. Times of
 day are Unix seconds, and counters begin at 0 with the process. A histogram `NAME` is exposed as `NAME_bucket`,

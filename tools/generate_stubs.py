@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Regenerate the gRPC stubs in pscore/v1 from proto/sparseps/v1, or check that they have not drifted.
+"""Regenerate the gRPC stubs in pscore/wire/v1 from proto/sparseps/v1, or check that they have not drifted.
 
     python tools/generate_stubs.py            write the stubs
     python tools/generate_stubs.py --check    compare only; exit status 1 names the files that differ
@@ -25,7 +25,7 @@ from pathlib import Path
 GENERATOR_VERSION = "1.80.0"  # of grpcio-tools; writes gencode for grpcio >= 1.80.0 and protobuf >= 6.31.1
 ROOT = Path(__file__).resolve().parent.parent
 PROTO_FOLDER = ROOT / "proto" / "sparseps" / "v1"
-PACKAGE = "pscore/v1"  # where the stubs live, and so how they import one another
+PACKAGE = "pscore/wire/v1"  # where the stubs live, and so how they import one another
 GENERATOR_FOLDER = Path(sys.prefix) / f"grpcio-tools-{GENERATOR_VERSION}"
 SHOWN_LINES = 20  # of each drifted file's difference
 
@@ -99,7 +99,7 @@ def _run(command: list[str], complaint: str, **environment: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    parser = argparse.ArgumentParser(description="Regenerate the gRPC stubs in pscore/v1, or check them.")
+    parser = argparse.ArgumentParser(description="Regenerate the gRPC stubs in pscore/wire/v1, or check them.")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--check", action="store_true", help="compare only; exit status 1 names the files that differ")
     only.add_argument("--prepare", action="store_true", help="fetch the generator only")

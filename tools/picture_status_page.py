@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import psclient
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, HEIGHT = 1000, 620

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from pscore.kernels.base import Feed
-from pscore.selectors import DEFAULT_DENSE_BELOW, Recall, entries_for
-from pscore.selectors.base import take_all
-from pscore.selectors.warm import warm
-from pscore.sources import Memory
+from pscore.select import DEFAULT_DENSE_BELOW, SelectorState, entries_for
+from pscore.select.base import take_all
+from pscore.select.inputs import Memory
+from pscore.select.kernels.base import GradientUpdate
+from pscore.select.warm import warm
 
 _EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 RATE, MOMENTUM, WEIGHT_DECAY, DENSITY = 0.05, 0.7, 5e-4, 0.01
@@ -94,7 +94,7 @@ def moments(
     model.to(device).train()
     names, parameters = zip(*model.named_parameters(), strict=True)
     memories = [torch.zeros(p.numel(), device=device) for p in parameters]
-    recalls: list[Recall] = [{} for _ in parameters]
+    recalls: list[SelectorState] = [{} for _ in parameters]
     batches = _batches(images, batch_size, seed)
     for step in range(1, max(wanted) + 1):
         inputs, labels = next(batches)
@@ -107,7 +107,7 @@ def moments(
         with torch.no_grad():
             for parameter, gradient, memory, recall in zip(parameters, gradients, memories, recalls, strict=True):
                 flat = parameter.view(-1)
-                source = Memory(memory, Feed(gradient, RATE, flat, RATE * WEIGHT_DECAY), MOMENTUM)
+                source = Memory(memory, GradientUpdate(gradient, RATE, flat, RATE * WEIGHT_DECAY), MOMENTUM)
                 whole = memory.numel() < DEFAULT_DENSE_BELOW
                 taken = take_all(source) if whole else warm(source, entries_for(memory.numel(), DENSITY), recall)
                 flat[taken.offsets] -= taken.values

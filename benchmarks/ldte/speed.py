@@ -9,9 +9,9 @@ import torch
 from benchmarks.ldte import published
 from benchmarks.ldte.capture import MOMENTUM, RATE, Moment
 from benchmarks.timing import Case, Rounds, Stat, Stopwatch, interleave, ratio
-from pscore.kernels.base import Feed
-from pscore.selectors import DEFAULT_DENSE_BELOW, SELECTORS, Recall, entries_for
-from pscore.sources import Memory
+from pscore.select import DEFAULT_DENSE_BELOW, SELECTORS, SelectorState, entries_for
+from pscore.select.inputs import Memory
+from pscore.select.kernels.base import GradientUpdate
 
 TOPK, LDTE = "torch.topk", "LDTE-BS"
 PLAIN: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
@@ -105,13 +105,13 @@ def measure(
         return case
 
     def ours(name: str) -> Case:
-        recalls: list[Recall] = [{} for _ in sizes]
+        recalls: list[SelectorState] = [{} for _ in sizes]
 
         def case(turn: int) -> dict[str, float]:
             gradients, watch, count = restored(turn), Stopwatch(), 0
             with watch.part("step"):
                 for memory, gradient, k, recall in zip(memories, gradients, wanted, recalls, strict=True):
-                    found = SELECTORS[name](Memory(memory, Feed(gradient, RATE), MOMENTUM), k, recall)
+                    found = SELECTORS[name](Memory(memory, GradientUpdate(gradient, RATE), MOMENTUM), k, recall)
                     count += found.offsets.numel()
                 _wait(device)
             taken.setdefault(name, []).append(count / sum(wanted))

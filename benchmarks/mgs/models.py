@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import layouts
-from pscore.layout import ModelLayout, TensorSpec
+from pscore.model.layout import ModelLayout, TensorSpec
 
 _MARKS = {"conv1": 112, "bn1": 112}
 _STAGES = (0, 56, 28, 14, 7)

@@ -11,8 +11,8 @@ from benchmarks.mgs.models import PaperModel
 from benchmarks.mgs.quiet import QuietGate
 from benchmarks.mgs.slowlink import slow_link
 from benchmarks.synthetic import Noise, SyntheticModel
-from psclient.merging.costs import Costs
-from psclient.merging.plans import groups_of
+from psclient.buckets.costs import Costs
+from psclient.buckets.plans import groups_of
 from psclient.settings import ClientSettings
 
 RULES = ("layers", "buckets", "greedy", "pareto")

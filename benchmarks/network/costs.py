@@ -13,7 +13,7 @@ from benchmarks.network import servercosts, workercosts
 from benchmarks.network.model import Costs, Network, ReplyCosts, simulate
 from benchmarks.network.servercosts import ReplyWork, ServerCosts
 from benchmarks.network.workercosts import WorkerCosts
-from pscore.layout import ModelLayout
+from pscore.model.layout import ModelLayout
 
 VALUE_TYPES = ("fp16", "int8", "int4")
 """Of the sparse curves; fp32 is measured beside them, for what gRPC itself costs."""

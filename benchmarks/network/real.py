@@ -15,10 +15,10 @@ from benchmarks.network.costs import Curve
 from benchmarks.network.lab import Lab, enter, inside
 from benchmarks.network.model import BACKWARD, mean_step
 from benchmarks.synthetic import Noise, SyntheticModel
-from psclient.local import LocalServer
-from psclient.optimizer import ParameterServerOptimizer
+from psclient.optim.base import ParameterServerOptimizer
+from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings
-from pscore.layout import ModelLayout, TensorSpec
+from pscore.model.layout import ModelLayout, TensorSpec
 
 _WARM_STEPS = 2
 _START_SECONDS, _STEP_SECONDS, _CALL_SECONDS = 60.0, 30.0, 60.0

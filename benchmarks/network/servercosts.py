@@ -11,11 +11,11 @@ from benchmarks.layouts import noise_push
 from benchmarks.shardserver import InProcessShard
 from benchmarks.timing import Stopwatch
 from benchmarks.wire import Tally
-from pscore.layout import ModelLayout
-from pscore.segment import Segment
-from pscore.selectors import DEFAULT_DENSE_BELOW
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.shard.replies import Reply
+from pscore.model.layout import ModelLayout
+from pscore.model.segment import Segment
+from pscore.select import DEFAULT_DENSE_BELOW
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.model.reply_session import Reply
 
 _SETTLING = 2
 """Replies before any is measured: in life the number of pushes that each covers hardly changes, and thresholds fit."""

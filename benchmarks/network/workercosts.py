@@ -8,9 +8,9 @@ import torch
 
 import psclient
 from benchmarks.synthetic import Noise, SyntheticModel
-from psclient.optimizer import ParameterServerOptimizer
+from psclient.optim.base import ParameterServerOptimizer
 from psclient.settings import ClientSettings
-from pscore.layout import ModelLayout
+from pscore.model.layout import ModelLayout
 
 _WARMUP = 4  # steps until the thresholds have found their level
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import grpc
 
 from benchmarks.loadgenerator import CALL_SECONDS, read_frames, run_between_lines
-from pscore.frames import FRAMING_BYTES
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from pscore.wire.frames import FRAMING_BYTES
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 _SERVICE = "/sparseps.v1.ParameterServerService"
 

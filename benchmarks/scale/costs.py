@@ -7,10 +7,10 @@ from typing import Any
 from benchmarks.scale.fits import Curve, Line
 
 SCAN_FROM = 1 / 6
-"""Entries over elements from which the server marks and scans for a union and does not sort: psservice.shard.ledger."""
+"""Entries over elements from which the server marks and scans for a union: psservice.model.changelog."""
 
 AMONG_CHANGED = 1 / 40
-"""Changed entries over elements up to which a top-k reply looks among them alone (psservice.shard.difference)."""
+"""Changed entries over elements up to which a top-k reply looks among them alone (psservice.model.topk)."""
 
 VALUE_BYTES = 4
 """fp32."""

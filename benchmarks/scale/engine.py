@@ -20,12 +20,12 @@ from benchmarks.scale.costs import AMONG_CHANGED, SCAN_FROM
 from benchmarks.scale.fits import serial_share
 from benchmarks.shardserver import InProcessShard
 from benchmarks.wire import Tally
-from pscore.layout import ModelLayout
-from pscore.segment import Segment
-from pscore.selectors import DEFAULT_SELECTOR, SELECTORS
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.shard.difference import DifferenceSelection, DownSettings
-from psservice.shard.ledger import union
+from pscore.model.layout import ModelLayout
+from pscore.model.segment import Segment
+from pscore.select import DEFAULT_SELECTOR, SELECTORS
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.model.changelog import union
+from psservice.model.topk import DifferenceSelection, DownSettings
 
 Points = dict[str, list[tuple[float, ...]]]
 """(units, seconds) by cost, as :class:`~benchmarks.scale.costs.Costs` names them.

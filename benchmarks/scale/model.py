@@ -18,7 +18,7 @@ from benchmarks.scale.client import THINK_SPREAD
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.fits import Line
 from benchmarks.scale.replies import Replies, Reply
-from pscore.frames import DEFAULT_CHUNK_BYTES
+from pscore.wire.frames import DEFAULT_CHUNK_BYTES
 
 RENEWAL_SECONDS = 5.0
 """Between two renewals of a worker's lease: a third of its life by default."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from benchmarks.captured import Run, convnet, push
 from benchmarks.peertask import batches
-from psclient.methods.base import State
-from pscore.selectors import DEFAULT_SELECTOR, SELECTORS
+from psclient.compress.method import State
+from pscore.select import DEFAULT_SELECTOR, SELECTORS
 
 WINDOWS = (2, 4, 8, 16)
 _RATE, _DENSE_BELOW, _WARM = 0.05, 4096, 0.5

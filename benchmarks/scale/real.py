@@ -19,7 +19,7 @@ from benchmarks.layouts import one_tensor
 from benchmarks.loadgenerator import CALL_SECONDS
 from benchmarks.scale import updates
 from benchmarks.scale.client import Step
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 
 CLIENT_PROCESSES = 2
 """That the clients of a run are dealt out to."""

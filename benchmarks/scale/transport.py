@@ -13,9 +13,9 @@ from benchmarks.scale import updates
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
 from benchmarks.scale.real import Seen, Stage
-from pscore.layout import ModelLayout, TensorSpec
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 _SECONDS = 2.0
 _NEVER = 1_000_000_000

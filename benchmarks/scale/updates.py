@@ -11,14 +11,14 @@ import torch
 from benchmarks.layouts import noise_push
 from benchmarks.loadgenerator import CALL_SECONDS, write_frames
 from benchmarks.streams import push_requests
-from pscore import frames
-from pscore.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
-from pscore.frames import DEFAULT_CHUNK_BYTES
-from pscore.layout import ModelLayout, Span
-from pscore.messages import PROTOCOL_VERSION, layout_to_message
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from pscore.model.layout import ModelLayout, Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
+from pscore.wire.frames import DEFAULT_CHUNK_BYTES
+from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 UPDATES = 2
 """Different updates of a worker, in turn: between two pulls of another one each counts for the union."""

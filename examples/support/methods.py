@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import psclient
-from psclient.optimizer import ParameterServerOptimizer
+from psclient.optim.base import ParameterServerOptimizer
 
 from .launch import Place, at_least
 
@@ -115,7 +115,7 @@ def make_optimizer(
     The schedule follows the server's version: a fleet that grows, shrinks or starts again is where the training is.
 
     Raises:
-        SparsepsError: as :class:`psclient.optimizer.ParameterServerOptimizer`.
+        SparsepsError: as :class:`psclient.optim.base.ParameterServerOptimizer`.
     """
     name, parameters = options.method, model.parameters()
     momentum = MOMENTA.get(name, 0.9) if options.momentum is None else options.momentum

@@ -20,18 +20,19 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from pscore import errordetails, tracing
-from pscore.frames import FRAMING_BYTES
-from pscore.messages import SHARD_HEADER
-from pscore.reasons import Reason, Refusal
-from pscore.tracing import TRACEPARENT, TraceSpan
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice import bounds
-from psservice.inflight import InFlight, received_bytes
-from psservice.metrics import Metrics
-from psservice.rpc.call import RULES, SERVICE, Answer, Call, Handler, Lane, Rule, StreamReader
+from pscore.telemetry import tracing
+from pscore.telemetry.tracing import TRACEPARENT, TraceSpan
+from pscore.wire import error_details
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.frames import FRAMING_BYTES
+from pscore.wire.messages import SHARD_HEADER
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.observability.metrics import Metrics
+from psservice.rpc import bounds
+from psservice.rpc.auth import Authenticator
+from psservice.rpc.calls import RULES, SERVICE, Answer, Call, Handler, Lane, Rule, StreamReader
+from psservice.rpc.memory_budget import MemoryBudget, received_bytes
 from psservice.rpc.penalty import Penalty, is_fault
-from psservice.security import Gate
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class Door:
     def __init__(
         self,
         handlers: dict[str, Handler],
-        gate: Gate,
+        gate: Authenticator,
         check_place: Callable[[str], None],
         limits: Limits,
         metrics: Metrics,
@@ -124,7 +125,7 @@ class Door:
         self._silent: dict[_Open, None] = {}
         self._joins = asyncio.Semaphore(_MOST_JOINS)
         self._penalty = Penalty()
-        self._requests = InFlight(_REQUEST_BYTES)
+        self._requests = MemoryBudget(_REQUEST_BYTES)
         self._stopping = False
         self._at_work = 0
         self._serve: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -186,7 +187,7 @@ class Door:
                         answers = await self._read_one(opened, request_type, handler)
                     await self._answer(opened, answers)
                     return
-            except Refusal as refusal:
+            except Rejected as refusal:
                 nbytes = 0 if opened is None else opened.call.received_bytes
                 wait = self._penalty.seconds(context.peer(), nbytes) if is_fault(refusal) else 0.0
                 end = partial(context.abort_with_status, self._refused(context, rpc, refusal))
@@ -209,7 +210,7 @@ class Door:
 
     @asynccontextmanager
     async def _admitted(self, rpc: str, context: Any) -> AsyncIterator[_Open]:
-        """Let a call in by its headers; raises :class:`Refusal`."""
+        """Let a call in by its headers; raises :class:`Rejected`."""
         rule = RULES[rpc]
         metadata = context.invocation_metadata()
         caller = self._gate.admit(metadata, rpc, rule.role)
@@ -217,9 +218,9 @@ class Door:
         if SHARD_HEADER in headers:
             self._check_place(str(headers[SHARD_HEADER]))
         if self._stopping:
-            raise Refusal(Reason.DRAINING, "the server is stopping")
+            raise Rejected(ErrorCode.DRAINING, "the server is stopping")
         if len(self._open) >= _MOST_CALLS:
-            raise Refusal(Reason.BUSY, f"{_MOST_CALLS} calls are open", retry_seconds=1.0)
+            raise Rejected(ErrorCode.BUSY, f"{_MOST_CALLS} calls are open", retry_seconds=1.0)
         parent = headers.get(TRACEPARENT)
         span = tracing.continued(rpc, parent) if isinstance(parent, str) else tracing.NO_SPAN
         opened = _Open(Call(rpc, caller), context, rule, span, time.monotonic())
@@ -238,7 +239,7 @@ class Door:
                 yield opened
         except BaseException as error:
             if not (opened.is_answered and isinstance(error, asyncio.CancelledError)):  # who has it all may hang up
-                status = error.reason.status_name if isinstance(error, Refusal) else type(error).__name__
+                status = error.reason.status_name if isinstance(error, Rejected) else type(error).__name__
             raise
         finally:
             self._open.discard(opened)
@@ -256,7 +257,7 @@ class Door:
             if opened.rule.lane is Lane.JOIN:
                 self._joins.release()
         if raw is None:
-            raise Refusal(Reason.BAD_REQUEST, f"{opened.call.rpc} takes exactly one message")
+            raise Rejected(ErrorCode.BAD_REQUEST, f"{opened.call.rpc} takes exactly one message")
 
         def work() -> _Answers:
             answer = cast(Callable[[Call, Message], Answer], handler)
@@ -341,7 +342,7 @@ class Door:
             coming.cancel()
 
     async def _wait(self, opened: _Open, client: Awaitable[Any], what: str, seconds: float = math.inf) -> Any:
-        """Wait for the client, within the limits; raises :class:`_StalledError`, or :class:`Refusal` (``DRAINING``)."""
+        """Wait for the client, within the limits; raises :class:`_StalledError`, or ``Rejected`` (``DRAINING``)."""
         idle = min(self._limits.idle_seconds, seconds, _STOP_SECONDS if self._stopping else math.inf)
         left = self._limits.call_seconds - (time.monotonic() - opened.started)
         opened.why = f"idle_{what}" if idle <= left else "too_long"
@@ -351,7 +352,7 @@ class Door:
                 return await client
         except TimeoutError:
             if self._stopping:
-                raise Refusal(Reason.DRAINING, "the server is stopping") from None
+                raise Rejected(ErrorCode.DRAINING, "the server is stopping") from None
             raise _StalledError(opened.why) from None
         finally:
             opened.timeout = None
@@ -371,14 +372,14 @@ class Door:
         finally:
             self._at_work -= 1
 
-    def _refused(self, context: Any, rpc: str, refusal: Refusal) -> grpc.Status:
+    def _refused(self, context: Any, rpc: str, refusal: Rejected) -> grpc.Status:
         self._metrics.refusals.labels(reason=refusal.reason.name).inc()
         log.log(
             logging.DEBUG if refusal.retry_seconds is not None else logging.INFO,
             "refused",
             extra={"rpc": rpc, "peer": context.peer(), "reason": refusal.reason.name, "detail": refusal.detail},
         )
-        return errordetails.to_status(refusal)
+        return error_details.to_status(refusal)
 
 
 class _Answers:
@@ -422,12 +423,12 @@ class _Answers:
 
 
 def _parsed(request_type: type[Message], raw: bytes) -> Message:
-    """Parse a message; raises :class:`Refusal` (``BAD_REQUEST``)."""
+    """Parse a message; raises :class:`Rejected` (``BAD_REQUEST``)."""
     bounds.require_few_fields(request_type, raw)
     try:
         return request_type.FromString(raw)
     except DecodeError as error:
-        raise Refusal(Reason.BAD_REQUEST, f"a message is no {request_type.__name__}") from error
+        raise Rejected(ErrorCode.BAD_REQUEST, f"a message is no {request_type.__name__}") from error
 
 
 def _feed(call: Call, reading: StreamReader, request_type: type[Message], batch: list[tuple[bytes, int]]) -> None:

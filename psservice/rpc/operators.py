@@ -6,13 +6,13 @@ Everything that comes from outside is checked before anything is done.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pscore.reasons import Reason, Refusal
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice import bounds
-from psservice.engine import Engine
-from psservice.identities import require_name
-from psservice.rpc.call import Call, Handler
-from psservice.statusreport import StatusReport
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.rpc import bounds
+from psservice.rpc.calls import Call, Handler
+from psservice.rpc.identity import require_name
+from psservice.rpc.status import StatusReport
+from psservice.shard.shard import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class OperatorCalls:
         require_name("checkpoint", request.checkpoint or "-")
         target = request.WhichOneof("target")
         if target is None:
-            raise Refusal(Reason.BAD_REQUEST, "name a version or a checkpoint to go back to")
+            raise Rejected(ErrorCode.BAD_REQUEST, "name a version or a checkpoint to go back to")
         model = self._engine.roll_back(request.version if target == "version" else None, request.checkpoint)
         return pb.RestoreModelResponse(version=model.version, generation=model.generation)
 
@@ -119,7 +119,7 @@ class OperatorCalls:
             case pb.DRAIN_ACTION_OPEN:
                 doorway.open()
             case _:
-                raise Refusal(Reason.BAD_REQUEST, f"{request.action} is no action that this server knows")
+                raise Rejected(ErrorCode.BAD_REQUEST, f"{request.action} is no action that this server knows")
         self._process.doorway_changed()
         inside, queued = doorway.inside, engine.writer.queued
         stopping = request.action == pb.DRAIN_ACTION_STOP and not inside and not queued

@@ -4,7 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from pscore.reasons import Reason, Refusal
+from pscore.wire.errors import ErrorCode, Rejected
 
 _FREE = 100
 """Refusals of one host that are answered at once; large calls count more."""
@@ -17,7 +17,7 @@ _LONGEST_SECONDS = 5.0
 _MOST_HOSTS = 4096
 
 _FAULTS = frozenset({"INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
-_MISMATCHES = frozenset({Reason.FINGERPRINT_MISMATCH, Reason.SETTINGS_MISMATCH})
+_MISMATCHES = frozenset({ErrorCode.FINGERPRINT_MISMATCH, ErrorCode.SETTINGS_MISMATCH})
 
 
 class Penalty:
@@ -47,7 +47,7 @@ class Penalty:
         return max(0.0, self._paid_until[host] - now - _FREE / _A_SECOND)
 
 
-def is_fault(refusal: Refusal) -> bool:
+def is_fault(refusal: Rejected) -> bool:
     """Tell whether a call is refused by its caller's own fault, and not by what training meets."""
     fault = refusal.reason.status_name in _FAULTS or refusal.reason in _MISMATCHES
     return fault and refusal.retry_seconds is None

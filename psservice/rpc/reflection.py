@@ -11,9 +11,9 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from pscore import errordetails
-from pscore.reasons import Refusal
-from psservice.security import Gate, Role
+from pscore.wire import error_details
+from pscore.wire.errors import Rejected
+from psservice.rpc.auth import Authenticator, Role
 
 _V1ALPHA = reflection.SERVICE_NAME
 _V1 = _V1ALPHA.replace("v1alpha", "v1")
@@ -21,7 +21,7 @@ _SECONDS = 60.0
 _RPC = "ServerReflectionInfo"
 
 
-def handlers(services: Sequence[str], gate: Gate) -> tuple[grpc.GenericRpcHandler, ...]:
+def handlers(services: Sequence[str], gate: Authenticator) -> tuple[grpc.GenericRpcHandler, ...]:
     """Return what a gRPC server is given, to describe these services and itself.
 
     Args:
@@ -41,8 +41,8 @@ def handlers(services: Sequence[str], gate: Gate) -> tuple[grpc.GenericRpcHandle
             async with asyncio.timeout(_SECONDS):
                 async for response in servicer.ServerReflectionInfo(requests(context), context):  # type: ignore[attr-defined]
                     await context.write(response.SerializeToString())
-        except Refusal as refusal:
-            await context.abort_with_status(errordetails.to_status(refusal))
+        except Rejected as refusal:
+            await context.abort_with_status(error_details.to_status(refusal))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"reflection ends after {_SECONDS:.0f} s")
         except DecodeError:

@@ -1,46 +1,47 @@
 """The calls of workers: messages to calls of the engine and back, and nothing else.
 
-A handler runs in a thread of its lane. One that reads a stream is a generator (:mod:`psservice.streams`); what it does
-before its first message runs on the event loop and must not wait.
+A handler runs in a thread of its lane. One that reads a stream is a generator (:mod:`psservice.rpc.push_stream`);
+what it does before its first message runs on the event loop and must not wait.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pscore import frames, tracing
-from pscore.buffers import pack, packed_bytes
-from pscore.codecs.names import (
+from pscore.model.buffers import pack, packed_bytes
+from pscore.model.layout import ModelLayout
+from pscore.model.segment import Segment
+from pscore.telemetry import tracing
+from pscore.telemetry.tracing import traced_stream
+from pscore.version import __version__
+from pscore.wire import frames
+from pscore.wire.codecs.names import (
     PLAIN_INDEX_CODECS,
     PLAIN_VALUE_CODECS,
     READABLE_INDEX_CODECS,
     READABLE_VALUE_CODECS,
     VALUE_CODECS,
 )
-from pscore.frames import WireForm
-from pscore.layout import ModelLayout
-from pscore.messages import PROTOCOL_VERSION, layout_to_message, place_of
-from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
-from pscore.tracing import traced_stream
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.version import __version__
-from psservice import bounds
-from psservice.calls import Loaded, Push
-from psservice.datamessages import answer_to_message, finished_of, wish_of
-from psservice.engine import Engine
-from psservice.identities import identity_from_message, require_name
-from psservice.inflight import Charge, InFlight, charged, largest_stream
-from psservice.joinlayout import JoinLayouts
-from psservice.membership import Identity, Member
-from psservice.rpc.call import Call, Handler
-from psservice.security import require_worker
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.frames import WireForm
+from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.leases import Identity, Member
+from psservice.model.reply_session import Reply
+from psservice.observability.traffic import dense_bytes
+from psservice.rpc import bounds
+from psservice.rpc.auth import require_worker
+from psservice.rpc.calls import Call, Handler
+from psservice.rpc.identity import identity_from_message, require_name
+from psservice.rpc.memory_budget import MemoryBudget, Reservation, charged, largest_stream
+from psservice.rpc.push_stream import PushReader, Reading, read_push, read_upload, require_end
+from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
+from psservice.sampling.codec import answer_to_message, finished_of, wish_of
 from psservice.settings import ServerSettings
-from psservice.shard.replies import Reply
-from psservice.statusreport import REPLY_MODES, RUN_STATES, run_settings
-from psservice.streams import PushReader, Reading, read_push, read_upload, require_end
-from psservice.traffic import dense_bytes
-from psservice.upload import Upload
+from psservice.shard.join_layout import JoinLayouts
+from psservice.shard.shard import Engine
+from psservice.shard.types import Loaded, Push
+from psservice.shard.upload import Upload
 
 WAIT_RETRY_SECONDS = 0.2
 
@@ -62,7 +63,9 @@ def require_place(settings: ServerSettings, meant: str) -> None:
     """Refuse a call that is meant for another shard: its address may have been another's a moment ago."""
     mine = place_of(settings.shard_index, settings.num_shards)
     if meant != mine:
-        raise Refusal(Reason.SHARD_MISMATCH, f"the worker takes this server for shard {meant[:32]}; it is shard {mine}")
+        raise Rejected(
+            ErrorCode.SHARD_MISMATCH, f"the worker takes this server for shard {meant[:32]}; it is shard {mine}"
+        )
 
 
 class WorkerCalls:
@@ -76,8 +79,8 @@ class WorkerCalls:
         """Begin with nothing in flight."""
         self._engine, self._settings, self._metrics = engine, engine.settings, engine.metrics
         self._layouts = JoinLayouts(engine)
-        self._inflight = InFlight(self._settings.inflight_bytes)
-        self._downloads = InFlight(self._settings.inflight_bytes)
+        self._inflight = MemoryBudget(self._settings.inflight_bytes)
+        self._downloads = MemoryBudget(self._settings.inflight_bytes)
         self._sized = _Sized(None, largest_stream(None, 0), 0)
         self._metrics.bytes_in_flight.set_function(
             lambda: self._inflight.bytes + self._downloads.bytes + engine.upload_bytes
@@ -101,8 +104,8 @@ class WorkerCalls:
         """Grant a lease."""
         engine = self._engine
         if request.protocol_version != PROTOCOL_VERSION:
-            raise Refusal(
-                Reason.UNKNOWN_PROTOCOL,
+            raise Rejected(
+                ErrorCode.UNKNOWN_PROTOCOL,
                 f"the worker speaks protocol {request.protocol_version}, the server {PROTOCOL_VERSION}",
             )
         bounds.require_join(request)
@@ -111,8 +114,8 @@ class WorkerCalls:
         require_place(self._settings, place_of(request.shard_index, request.num_shards))
         down = VALUE_CODECS[self._settings.down_value_type]
         if down not in (request.value_codecs or PLAIN_VALUE_CODECS):
-            raise Refusal(
-                Reason.UNKNOWN_CODEC,
+            raise Rejected(
+                ErrorCode.UNKNOWN_CODEC,
                 f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, "
                 "or start the server with --down-value-type fp32",
             )
@@ -335,12 +338,12 @@ class WorkerCalls:
             self._engine.run.require_id(message.run_id)
         return identity_from_message(message)
 
-    def _read_buffers(self, call: Call, charge: Charge) -> Reading[pb.ExchangeBuffersRequest, bytes]:
+    def _read_buffers(self, call: Call, charge: Reservation) -> Reading[pb.ExchangeBuffersRequest, bytes]:
         """Read a contribution; return the packed average."""
         engine = self._engine
         first = yield
         if first is None or first.WhichOneof("message") != "header":
-            raise Refusal(Reason.BAD_REQUEST, "an exchange of buffers begins with its header")
+            raise Rejected(ErrorCode.BAD_REQUEST, "an exchange of buffers begins with its header")
         header = first.header
         bounds.require(header)
         identity = self._identity(call, header.identity)
@@ -353,12 +356,12 @@ class WorkerCalls:
         require_end((yield))
         return engine.exchange_buffers(identity, header.generation, header.step, header.samples, data)
 
-    def _stream(self, call: Call) -> Charge:
+    def _stream(self, call: Call) -> Reservation:
         """Open the charge of a stream that a worker sends."""
         call.charge = self._inflight.open(self._largest_stream, self._settings.worker_bytes or 2 * self._largest_stream)
         return call.charge
 
-    def _reply(self) -> Charge:
+    def _reply(self) -> Reservation:
         """Open the charge of an answer, which is as large as it is."""
         return self._inflight.open(most_of_worker=self._settings.worker_bytes or 2 * self._largest_stream)
 

@@ -1,1 +1,1 @@
-"""One shard of a model: parameters, ledger, images of replicas. Pure maths; no gRPC."""
+"""One shard's behaviour without gRPC: joining, pushes, pulls, uploads, rounds, the end of a run."""

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks import selection
 from benchmarks.section import Plan, Section
-from pscore.layout import layout_of
+from pscore.model.layout import layout_of
 
 
 def numbers(cell):

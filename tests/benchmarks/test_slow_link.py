@@ -8,8 +8,8 @@ import torch
 import psclient
 from benchmarks.mgs.models import MODELS
 from benchmarks.mgs.slowlink import MessageCounter, slow_link
-from psclient.export import download
-from psclient.local import LocalServer
+from psclient.rpc.download import download
+from psclient.rpc.local_server import LocalServer
 
 STARTUP = 0.2
 

@@ -8,7 +8,7 @@ import pytest
 from chaos.book import Book, in_doubt, read
 from chaos.reference import judge
 from chaos.wire import Download, Push, Reply, digest
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 LENGTH = 50
 NO_OFFSETS, NO_VALUES = np.empty(0, np.uint32), np.empty(0, np.float32)

@@ -5,8 +5,8 @@ import pytest
 
 from chaos import skewed
 from chaos.samples import look, trend
-from psservice.membership import Identity, Membership
-from psservice.rules.reply import reply_rule
+from psservice.cluster.leases import Identity, Membership
+from psservice.policy.reply_mode import reply_rule
 
 
 def judged(values, **options):
@@ -46,9 +46,9 @@ def test_the_servers_own_modules_read_the_skewed_clock_and_leases_do_not_mind(tm
     clock = skewed.SkewedClock(path)
     assert clock() == pytest.approx(time.time(), abs=5)
     changed = skewed.modules_with_a_clock()
-    assert {"psservice.persistence", "psservice.statusreport", "psservice.membership"} <= {*changed}
+    assert {"psservice.recovery.durability", "psservice.rpc.status", "psservice.cluster.leases"} <= {*changed}
     shifted = skewed.shifted_time(clock)
-    monkeypatch.setattr("psservice.membership.time", shifted)
+    monkeypatch.setattr("psservice.cluster.leases.time", shifted)
     members = Membership(60.0, lambda: reply_rule("exact", 0.1))
     members.join(Identity("w", "1"))
     for error in (-3e8, 3e8):

@@ -8,8 +8,8 @@ from itertools import pairwise
 import promql_parser
 import yaml
 
-from pscore.reasons import Reason
-from psservice.metrics import Metrics
+from pscore.wire.errors import ErrorCode
+from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
 from tests.deploy.monitoring_tools import (
     DASHBOARD,
@@ -91,7 +91,7 @@ def test_every_expression_asks_for_metrics_and_labels_that_there_are():
 def test_every_refusal_that_a_rule_waits_for_is_a_reason():
     named = {name for _, expression in EXPRESSIONS for name in re.findall(r'reason="([A-Z_]+)"', expression)}
     assert named
-    assert named <= set(Reason.__members__)
+    assert named <= set(ErrorCode.__members__)
 
 
 def test_the_runbook_has_a_section_for_every_alert_and_no_other():

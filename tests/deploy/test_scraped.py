@@ -7,7 +7,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 import psclient
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.deploy.monitoring_tools import RULES, dashboard_expressions, needs_promtool, promtool
 from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
 

@@ -16,10 +16,10 @@ import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import psclient
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings, worker_name
-from pscore.channels import Security, open_channel
-from psservice.security import CertificateFiles
+from pscore.net.channels import Security, open_channel
+from psservice.rpc.auth import CertificateFiles
 from psservice.settings import ServerSettings
 from tests.deploy import manifests
 from tests.deploy.manifests import KUBERNETES, ROOT, environment, one

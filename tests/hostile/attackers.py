@@ -17,7 +17,7 @@ from pathlib import Path
 
 import grpc
 
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 SERVICE = "/sparseps.v1.ParameterServerService/"
 HEALTH = "/grpc.health.v1.Health/"

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from google.protobuf import text_format
 
-from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
-from pscore.codecs.values import decode_values
-from pscore.reasons import Reason, Refusal
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
+from pscore.wire.codecs.values import decode_values
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 CORPUS = Path(__file__).parent / "corpus"
 FOLDERS = ("dense", *INDEX_CODECS, *VALUE_CODECS)
@@ -42,7 +42,7 @@ class Hostile:
 
     name: str
     chunk: pb.Chunk
-    reason: Reason
+    reason: ErrorCode
     says: str
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ def read(path: Path) -> Hostile:
     text = path.read_text()
     told = dict(re.findall(r"^# (\w+): (.*)$", text, re.MULTILINE))
     name = path.relative_to(CORPUS).with_suffix("").as_posix()
-    return Hostile(name, text_format.Parse(text, pb.Chunk()), Reason[told["expect"]], told["says"])
+    return Hostile(name, text_format.Parse(text, pb.Chunk()), ErrorCode[told["expect"]], told["says"])
 
 
 def corpus() -> list[Hostile]:
@@ -74,12 +74,12 @@ def corpus() -> list[Hostile]:
     return [read(path) for path in sorted(CORPUS.glob("*/*.textproto"))]
 
 
-def found(chunk: pb.Chunk, refusal: Refusal) -> Hostile:
+def found(chunk: pb.Chunk, refusal: Rejected) -> Hostile:
     """Return the file for what a fuzzer found, in the folder of the codec that refuses it."""
     folder = pb.IndexCodec.Name(chunk.index_codec)
     try:
         decode_values(chunk.value_codec, chunk.values, chunk.count)
-    except Refusal:
+    except Rejected:
         folder = pb.ValueCodec.Name(chunk.value_codec)
     name = f"{folder.partition('CODEC_')[2].lower()}/{FOUND}{zlib.crc32(chunk.SerializeToString()):08x}"
     return Hostile(name, chunk, refusal.reason, refusal.detail.partition(":")[0])

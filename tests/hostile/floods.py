@@ -21,8 +21,8 @@ import psutil
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from psclient.local import LocalServer
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.hostile.attackers import FLOODS
 from tests.system.test_raw_client import RawWorker
 

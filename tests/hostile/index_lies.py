@@ -3,9 +3,9 @@
 import struct
 from collections.abc import Iterator
 
-from pscore.codecs.names import INDEX_CODECS
-from pscore.reasons import Reason
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.codecs.names import INDEX_CODECS
+from pscore.wire.errors import ErrorCode
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.hostile.corpus_files import Hostile
 
 GIGABYTES = 2**32 - 1
@@ -18,7 +18,7 @@ def lie(codec: str, name: str, says: str, indices: bytes, count: int = 2, length
     values = struct.pack("<f", 1) * min(count, 600)
     parts = {"start": 7, "length": length, "count": count, "index_codec": number, "indices": indices}
     parts |= {"value_codec": pb.VALUE_CODEC_FP32, "values": values} | fields
-    return Hostile(f"{codec}/{name}", pb.Chunk(**parts), Reason.BAD_CHUNK, says)
+    return Hostile(f"{codec}/{name}", pb.Chunk(**parts), ErrorCode.BAD_CHUNK, says)
 
 
 def everywhere(codec: str, indices: bytes) -> Iterator[Hostile]:

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from google.protobuf import text_format
 
-from pscore import frames
-from pscore.codecs.index import INDEX_FORMATS
-from pscore.codecs.limits import MAX_ENTRIES
-from pscore.codecs.values import VALUE_FORMATS
-from pscore.layout import Span
-from pscore.reasons import Refusal
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.codecs.index import INDEX_FORMATS
+from pscore.wire.codecs.limits import MAX_ENTRIES
+from pscore.wire.codecs.values import VALUE_FORMATS
+from pscore.wire.errors import Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.hostile.corpus_files import corpus
 from tests.hostile.oracle import decode_within_memory
 
@@ -131,7 +131,7 @@ def campaign(folder: str, rounds: int, seed: int) -> Counter[str]:
 def outcome(chunk: pb.Chunk) -> str:
     """Return ``taken``, or the reason of the refusal."""
     try:
-        refusal: Refusal | None = decode_within_memory(chunk)
+        refusal: Rejected | None = decode_within_memory(chunk)
     except BaseException as error:
         raise AssertionError(f"{error!r} where a refusal should be:\n{text_format.MessageToString(chunk)}") from error
     return refusal.reason.name if refusal else "taken"

@@ -5,22 +5,22 @@ from unittest.mock import patch
 
 import numpy as np
 
-from pscore import frames
-from pscore.codecs.index import INDEX_FORMATS
-from pscore.codecs.index.rice import format as rice_format
-from pscore.codecs.index.rice import loops
-from pscore.codecs.index.rice.layout import Steps
-from pscore.codecs.limits import MAX_ENTRIES
-from pscore.codecs.values import VALUE_FORMATS, bounds
-from pscore.layout import Span
-from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.codecs.index import INDEX_FORMATS
+from pscore.wire.codecs.index.rice import format as rice_format
+from pscore.wire.codecs.index.rice import loops
+from pscore.wire.codecs.index.rice.layout import Steps
+from pscore.wire.codecs.limits import MAX_ENTRIES
+from pscore.wire.codecs.values import VALUE_FORMATS, bounds
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 ANYWHERE = Span(0, 1 << 48)
 """A model beyond any, so that a decoder is asked and not the span."""
 
-KINDS = frozenset({Reason.BAD_CHUNK, Reason.NON_FINITE, Reason.UNKNOWN_CODEC})
+KINDS = frozenset({ErrorCode.BAD_CHUNK, ErrorCode.NON_FINITE, ErrorCode.UNKNOWN_CODEC})
 """The reasons that a decoder has."""
 
 ONE_SPELLING = frozenset({pb.INDEX_CODEC_RAW32, pb.INDEX_CODEC_BITMAP})
@@ -30,10 +30,10 @@ INTERPRETED = Steps(loops._plan, loops._write, loops._read_quotients, loops._joi
 _FEW = 100
 
 
-def decode(chunk: pb.Chunk, within: Span = ANYWHERE) -> Refusal | None:
+def decode(chunk: pb.Chunk, within: Span = ANYWHERE) -> Rejected | None:
     """Decode; return the refusal, or ``None`` where the chunk was taken and is all that it should be."""
     segment = _segment_or_refusal(chunk, within)
-    if isinstance(segment, Refusal):
+    if isinstance(segment, Rejected):
         assert segment.reason in KINDS
         return segment
     assert within.start <= segment.span.start < segment.span.end <= within.end
@@ -70,7 +70,7 @@ def most_memory(chunk: pb.Chunk) -> int:
     return (64 << 10) + 40 * (len(chunk.indices) + len(chunk.values)) + (64 * chunk.count if borne_out else 0)
 
 
-def decode_within_memory(chunk: pb.Chunk, within: Span = ANYWHERE) -> Refusal | None:
+def decode_within_memory(chunk: pb.Chunk, within: Span = ANYWHERE) -> Rejected | None:
     """As :func:`decode`, and see that Python's memory stays within bounds meanwhile (tracing must be on)."""
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
@@ -92,15 +92,15 @@ def decode_alike(chunk: pb.Chunk, within: Span = ANYWHERE) -> None:
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
-def _outcome(result: Segment | Refusal) -> tuple[object, ...]:
-    if isinstance(result, Refusal):
+def _outcome(result: Segment | Rejected) -> tuple[object, ...]:
+    if isinstance(result, Rejected):
         return result.reason, result.detail
     offsets = None if result.offsets is None else result.offsets.numpy().tobytes()
     return result.span, offsets, result.values.numpy().tobytes()
 
 
-def _segment_or_refusal(chunk: pb.Chunk, within: Span) -> Segment | Refusal:
+def _segment_or_refusal(chunk: pb.Chunk, within: Span) -> Segment | Rejected:
     try:
         return frames.decode(chunk, within)
-    except Refusal as refusal:
+    except Rejected as refusal:
         return refusal

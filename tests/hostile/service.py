@@ -16,22 +16,22 @@ import grpc
 import torch
 from google.protobuf.message import DecodeError, Message
 
-from pscore import frames
-from pscore.layout import ModelLayout, Span, TensorSpec
-from pscore.messages import PROTOCOL_VERSION, layout_to_message
-from pscore.reasons import Refusal
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.engine import Engine
-from psservice.membership import Identity
-from psservice.metrics import Metrics
-from psservice.rpc.call import RULES, Call
+from pscore.model.layout import ModelLayout, Span, TensorSpec
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.errors import Rejected
+from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.leases import Identity
+from psservice.cluster.run import RunState
+from psservice.observability.metrics import Metrics
+from psservice.rpc.auth import ANONYMOUS_ADMIN
+from psservice.rpc.calls import RULES, Call
 from psservice.rpc.operators import OperatorCalls
+from psservice.rpc.push_stream import read_all
 from psservice.rpc.workers import WorkerCalls
-from psservice.run import RunState
-from psservice.security import EVERYBODY
 from psservice.settings import ServerSettings
-from psservice.streams import read_all
+from psservice.shard.shard import Engine
 from tests.hostile.mutation import good_chunks, mutate, mutate_bytes
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
@@ -57,14 +57,14 @@ def called(engine: Engine, handler: Any, rpc: str, request: Any) -> list[Any]:
     Raises:
         Ended: it was refused, or failed.
     """
-    call = Call(rpc, EVERYBODY)
+    call = Call(rpc, ANONYMOUS_ADMIN)
     try:
         with engine.doorway.entered() if RULES[rpc].changes else nullcontext():
             answer = _read(handler(call), call, request) if isinstance(request, list) else handler(call, request)
             if isinstance(answer, Message):
                 return [answer]
             return [message for message, _ in zip(answer, range(MOST_ANSWERS), strict=False)]
-    except Refusal as refusal:
+    except Rejected as refusal:
         raise Ended(grpc.StatusCode[refusal.reason.status_name], str(refusal)) from refusal
     except Exception as error:
         raise Ended(grpc.StatusCode.INTERNAL, repr(error)) from error

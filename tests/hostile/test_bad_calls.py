@@ -11,9 +11,9 @@ import torch
 
 import psclient
 from psclient.errors import Transient, from_rpc_error
-from psclient.local import LocalServer
-from pscore.reasons import Refusal
-from pscore.v1 import parameter_server_pb2 as pb
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.errors import Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.system.test_raw_client import TIMEOUT, N, RawWorker
 
 
@@ -92,7 +92,7 @@ def refusal(call) -> tuple[str, str]:
     with pytest.raises(grpc.RpcError) as caught:
         finished()
     failure = from_rpc_error(caught.value)
-    assert isinstance(failure, Refusal | Transient), failure
+    assert isinstance(failure, Rejected | Transient), failure
     assert failure.reason is not None
     return caught.value.code().name, failure.reason.name
 

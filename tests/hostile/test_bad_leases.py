@@ -5,8 +5,8 @@ import uuid
 import grpc
 import pytest
 
-from psclient.local import LocalServer
-from pscore.v1 import parameter_server_pb2 as pb
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.hostile.test_bad_calls import chunk, commit, header, push, refusal
 from tests.system.test_raw_client import TIMEOUT, RawWorker
 

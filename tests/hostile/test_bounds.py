@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psclient.errors import Transient, from_rpc_error
-from psclient.local import LocalServer
-from pscore.reasons import Refusal
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice import bounds
-from psservice.bounds import BOUNDS
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.errors import Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.rpc import bounds
+from psservice.rpc.bounds import BOUNDS
 from tests.system.test_raw_client import TIMEOUT, N, RawWorker
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
@@ -157,7 +157,7 @@ def outcome(worker, rpc, messages):
             list(answer)
     except grpc.RpcError as error:
         failure = from_rpc_error(error)
-        reason = failure.reason.name if isinstance(failure, Refusal | Transient) and failure.reason else None
+        reason = failure.reason.name if isinstance(failure, Rejected | Transient) and failure.reason else None
         return error.code().name, reason, error.details()
     return None
 
@@ -321,7 +321,7 @@ def test_a_message_of_too_many_fields_is_refused_before_it_is_parsed(fields, cut
     raw = field * fields
     raw = raw[: len(raw) - cut]
     if fields > 8193:
-        with pytest.raises(Refusal, match="fields"):
+        with pytest.raises(Rejected, match="fields"):
             bounds.require_few_fields(pb.JoinRequest, raw)
     elif fields <= 8192:
         bounds.require_few_fields(pb.JoinRequest, raw)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pscore.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.hostile.corpus_files import FOLDERS, corpus
 from tests.hostile.oracle import decode_within_memory
 

@@ -11,10 +11,10 @@ import pytest
 
 import psclient
 from psclient.errors import from_rpc_error
-from psclient.local import LocalServer
-from pscore.layout import Span
-from pscore.reasons import Reason, Refusal
-from pscore.v1 import parameter_server_pb2 as pb
+from psclient.rpc.local_server import LocalServer
+from pscore.model.layout import Span
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.hostile.corpus_files import corpus
 from tests.system.test_raw_client import TIMEOUT, RawWorker
 
@@ -74,8 +74,10 @@ def test_a_server_refuses_every_hostile_chunk_and_is_the_same_afterwards(worker)
         answer = push(worker, hostile.chunk)
         assert memory_peak(worker.process) <= most, hostile.name
         refusal = from_rpc_error(answer)
-        assert isinstance(refusal, Refusal), (hostile.name, answer)
-        if refusal.reason is Reason.BAD_REQUEST:  # more entries than a stream of this shard may hold: not even decoded
+        assert isinstance(refusal, Rejected), (hostile.name, answer)
+        if (
+            refusal.reason is ErrorCode.BAD_REQUEST
+        ):  # more entries than a stream of this shard may hold: not even decoded
             assert hostile.chunk.count > SIZE, hostile.name
             assert answer.code() is grpc.StatusCode.INVALID_ARGUMENT, hostile.name
         else:

@@ -8,7 +8,7 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.hostile.attackers import FLOODS, SERVICE
 from tests.hostile.floods import TOKEN, scene
 

@@ -3,8 +3,8 @@
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from psclient.local import LocalServer
-from psservice.healthcheck import check
+from psclient.rpc.local_server import LocalServer
+from psservice.cli.health import check
 
 WATCHES, CHANNELS = 300, 4
 

@@ -9,11 +9,11 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore import frames
-from pscore.codecs.index import INDEX_FORMATS
-from pscore.layout import Span
-from pscore.reasons import Reason, Refusal
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.model.layout import Span
+from pscore.wire import frames
+from pscore.wire.codecs.index import INDEX_FORMATS
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 WITHIN = Span(100, 200)
 many = settings(deadline=None, max_examples=400)
@@ -62,46 +62,46 @@ def test_the_unbroken_chunks_are_taken():
 @pytest.mark.parametrize(
     ("chunk", "reason"),
     [
-        (changed(good(), start=99), Reason.BAD_CHUNK),
-        (changed(good(), start=191), Reason.BAD_CHUNK),
-        (changed(good(), start=2**64 - 1), Reason.BAD_CHUNK),
-        (changed(good(), length=2**64 - 1), Reason.BAD_CHUNK),
-        (changed(good(), length=9), Reason.BAD_CHUNK),
-        (changed(good(), length=2), Reason.BAD_CHUNK),
-        (changed(good(), count=0), Reason.BAD_CHUNK),
-        (changed(good(), count=0, indices=b"", values=b""), Reason.BAD_CHUNK),
-        (changed(good(), count=2), Reason.BAD_CHUNK),
-        (changed(good(), count=4), Reason.BAD_CHUNK),
-        (changed(good(), count=2**32 - 1), Reason.BAD_CHUNK),
-        (changed(good(), indices=offsets32(0, 3, 10)), Reason.BAD_CHUNK),
-        (changed(good(), indices=offsets32(0, 3, 2**32 - 1)), Reason.BAD_CHUNK),
-        (changed(good(), indices=offsets32(3, 0, 9)), Reason.BAD_CHUNK),
-        (changed(good(), indices=offsets32(0, 9, 3)), Reason.BAD_CHUNK),
-        (changed(good(), indices=offsets32(0, 3, 3)), Reason.BAD_CHUNK),
-        (changed(good(), indices=offsets32(0, 3)), Reason.BAD_CHUNK),
-        (changed(good(), indices=offsets32(0, 3, 9, 9)), Reason.BAD_CHUNK),
-        (changed(good(), indices=offsets32(0, 3, 9)[:-1]), Reason.BAD_CHUNK),
-        (changed(good(), indices=b""), Reason.BAD_CHUNK),
-        (changed(good(), values=bytes(11)), Reason.BAD_CHUNK),
-        (changed(good(), values=bytes(16)), Reason.BAD_CHUNK),
-        (changed(good(), values=b""), Reason.BAD_CHUNK),
-        (changed(good(), value_codec=pb.VALUE_CODEC_FP16), Reason.BAD_CHUNK),
-        (changed(good(), value_codec=pb.VALUE_CODEC_UNSPECIFIED), Reason.UNKNOWN_CODEC),
-        (changed(good(), value_codec=77), Reason.UNKNOWN_CODEC),
-        (changed(good(), index_codec=pb.INDEX_CODEC_UNSPECIFIED), Reason.UNKNOWN_CODEC),
-        (changed(good(), index_codec=-5), Reason.UNKNOWN_CODEC),
-        (changed(good(), index_codec=pb.INDEX_CODEC_DENSE), Reason.BAD_CHUNK),
-        (changed(dense(), length=6), Reason.BAD_CHUNK),
-        (changed(dense(), indices=b"\0"), Reason.BAD_CHUNK),
-        (changed(good(), values=struct.pack("<3f", 1, float("nan"), 1)), Reason.NON_FINITE),
-        (changed(good(), values=struct.pack("<3f", float("inf"), 1, 1)), Reason.NON_FINITE),
-        (changed(dense(), values=struct.pack("<5f", 0, 0, 0, 0, float("-inf"))), Reason.NON_FINITE),
-        (changed(good(), value_codec=pb.VALUE_CODEC_FP16, values=b"\0\x7c" * 3), Reason.NON_FINITE),
-        (changed(good(), value_codec=pb.VALUE_CODEC_BF16, values=b"\x80\x7f" * 3), Reason.NON_FINITE),
+        (changed(good(), start=99), ErrorCode.BAD_CHUNK),
+        (changed(good(), start=191), ErrorCode.BAD_CHUNK),
+        (changed(good(), start=2**64 - 1), ErrorCode.BAD_CHUNK),
+        (changed(good(), length=2**64 - 1), ErrorCode.BAD_CHUNK),
+        (changed(good(), length=9), ErrorCode.BAD_CHUNK),
+        (changed(good(), length=2), ErrorCode.BAD_CHUNK),
+        (changed(good(), count=0), ErrorCode.BAD_CHUNK),
+        (changed(good(), count=0, indices=b"", values=b""), ErrorCode.BAD_CHUNK),
+        (changed(good(), count=2), ErrorCode.BAD_CHUNK),
+        (changed(good(), count=4), ErrorCode.BAD_CHUNK),
+        (changed(good(), count=2**32 - 1), ErrorCode.BAD_CHUNK),
+        (changed(good(), indices=offsets32(0, 3, 10)), ErrorCode.BAD_CHUNK),
+        (changed(good(), indices=offsets32(0, 3, 2**32 - 1)), ErrorCode.BAD_CHUNK),
+        (changed(good(), indices=offsets32(3, 0, 9)), ErrorCode.BAD_CHUNK),
+        (changed(good(), indices=offsets32(0, 9, 3)), ErrorCode.BAD_CHUNK),
+        (changed(good(), indices=offsets32(0, 3, 3)), ErrorCode.BAD_CHUNK),
+        (changed(good(), indices=offsets32(0, 3)), ErrorCode.BAD_CHUNK),
+        (changed(good(), indices=offsets32(0, 3, 9, 9)), ErrorCode.BAD_CHUNK),
+        (changed(good(), indices=offsets32(0, 3, 9)[:-1]), ErrorCode.BAD_CHUNK),
+        (changed(good(), indices=b""), ErrorCode.BAD_CHUNK),
+        (changed(good(), values=bytes(11)), ErrorCode.BAD_CHUNK),
+        (changed(good(), values=bytes(16)), ErrorCode.BAD_CHUNK),
+        (changed(good(), values=b""), ErrorCode.BAD_CHUNK),
+        (changed(good(), value_codec=pb.VALUE_CODEC_FP16), ErrorCode.BAD_CHUNK),
+        (changed(good(), value_codec=pb.VALUE_CODEC_UNSPECIFIED), ErrorCode.UNKNOWN_CODEC),
+        (changed(good(), value_codec=77), ErrorCode.UNKNOWN_CODEC),
+        (changed(good(), index_codec=pb.INDEX_CODEC_UNSPECIFIED), ErrorCode.UNKNOWN_CODEC),
+        (changed(good(), index_codec=-5), ErrorCode.UNKNOWN_CODEC),
+        (changed(good(), index_codec=pb.INDEX_CODEC_DENSE), ErrorCode.BAD_CHUNK),
+        (changed(dense(), length=6), ErrorCode.BAD_CHUNK),
+        (changed(dense(), indices=b"\0"), ErrorCode.BAD_CHUNK),
+        (changed(good(), values=struct.pack("<3f", 1, float("nan"), 1)), ErrorCode.NON_FINITE),
+        (changed(good(), values=struct.pack("<3f", float("inf"), 1, 1)), ErrorCode.NON_FINITE),
+        (changed(dense(), values=struct.pack("<5f", 0, 0, 0, 0, float("-inf"))), ErrorCode.NON_FINITE),
+        (changed(good(), value_codec=pb.VALUE_CODEC_FP16, values=b"\0\x7c" * 3), ErrorCode.NON_FINITE),
+        (changed(good(), value_codec=pb.VALUE_CODEC_BF16, values=b"\x80\x7f" * 3), ErrorCode.NON_FINITE),
     ],
 )
 def test_a_chunk_that_lies_is_refused(chunk, reason):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         frames.decode(chunk, WITHIN)
     assert refused.value.reason is reason
 
@@ -110,7 +110,7 @@ def taken_or_refused(chunk, within=WITHIN):
     """Decode; whatever is taken keeps every promise of a segment."""
     try:
         segment = frames.decode(chunk, within)
-    except Refusal:
+    except Rejected:
         return
     assert within.start <= segment.span.start < segment.span.end <= within.end
     assert segment.entries == chunk.count

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.codecs.index import INDEX_FORMATS, decode_offsets
-from pscore.codecs.limits import MAX_ENTRIES
-from pscore.codecs.values import VALUE_FORMATS, decode_values
-from pscore.reasons import Refusal
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets
+from pscore.wire.codecs.limits import MAX_ENTRIES
+from pscore.wire.codecs.values import VALUE_FORMATS, decode_values
+from pscore.wire.errors import Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 many = settings(deadline=None, max_examples=400)
 
@@ -28,7 +28,7 @@ def offsets_or_refusal(codec, data, count, length):
     """Decode; whatever is taken are offsets."""
     try:
         offsets = decode_offsets(codec, data, count, length)
-    except Refusal:
+    except Rejected:
         return
     assert offsets.dtype == np.int64
     assert offsets.size == count
@@ -82,7 +82,7 @@ def test_any_value_bytes_are_taken_or_refused(codec, data, count, fit):
         data = (data * 40 + bytes(1300))[: VALUE_FORMATS[codec].size(count)]
     try:
         values = decode_values(codec, data, count)
-    except Refusal:
+    except Rejected:
         return
     assert values.dtype == np.float32
     assert values.size == count
@@ -112,7 +112,7 @@ def test_decoding_takes_memory_and_time_of_the_bytes_and_the_count_only(codec, f
 def test_values_are_counted_before_anything_is_allocated(codec):
     tracemalloc.start()
     for count in (1000, MAX_ENTRIES, 2**32 - 1):
-        with pytest.raises(Refusal):
+        with pytest.raises(Rejected):
             decode_values(codec, bytes(64), count)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

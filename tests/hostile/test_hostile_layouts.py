@@ -8,11 +8,11 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.layout import ModelLayout, TensorSpec
-from pscore.messages import DATA_TYPES, layout_from_message, layout_to_message
-from pscore.reasons import Reason, Refusal
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.modelstart import fit
+from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import DATA_TYPES, layout_from_message, layout_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.recovery.init_source import fit
 
 many = settings(deadline=None, max_examples=300)
 LAYOUT = ModelLayout((TensorSpec("w", (2, 3), torch.float32),), (TensorSpec("n", (), torch.int64),))
@@ -41,7 +41,7 @@ def taken_or_refused(found):
     """Read it; whatever is taken has sizes and shapes that torch can handle."""
     try:
         layout = layout_from_message(found)
-    except Refusal:
+    except Rejected:
         return
     assert 0 < layout.size <= 2**48
     for spec in layout.tensors():
@@ -76,7 +76,7 @@ def test_any_damage_to_a_layout_is_taken_or_refused(data):
 def test_a_shape_that_no_tensor_has_is_refused_though_it_is_empty(shape, kind):
     bad, good = [("bad", shape, pb.DATA_TYPE_FLOAT32)], [("good", [2], pb.DATA_TYPE_FLOAT32)]
     found = message(good + bad) if kind == "parameter" else message(good, bad)
-    with pytest.raises(Refusal, match="'bad'"):
+    with pytest.raises(Rejected, match="'bad'"):
         layout_from_message(found)
 
 
@@ -84,7 +84,7 @@ def test_a_shape_that_no_tensor_has_is_refused_though_it_is_empty(shape, kind):
 def test_many_huge_dimensions_are_refused_without_multiplying_them_all():
     found = message([])
     found.parameters.add(name="w", shape=[2**64 - 1] * 200_000, data_type=pb.DATA_TYPE_FLOAT32)
-    with pytest.raises(Refusal, match="impossible shape"):
+    with pytest.raises(Rejected, match="impossible shape"):
         layout_from_message(found)
 
 
@@ -94,6 +94,6 @@ def test_a_model_far_larger_than_the_start_file_is_refused_without_allocating_it
     for shape in ((2**46,), (2**20, 2**26)):
         layout = ModelLayout((TensorSpec("w", shape, torch.float32),))
         assert layout.size == math.prod(shape)
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(Rejected) as refused:
             fit(layout, state, with_buffers=False)
-        assert refused.value.reason is Reason.FINGERPRINT_MISMATCH
+        assert refused.value.reason is ErrorCode.FINGERPRINT_MISMATCH

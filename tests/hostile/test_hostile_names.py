@@ -8,10 +8,10 @@ import torch
 
 import psclient
 from psclient.errors import ConfigurationError, from_rpc_error
-from psclient.local import LocalServer
-from pscore.layout import ModelLayout, TensorSpec
-from pscore.messages import layout_to_message
-from pscore.v1 import parameter_server_pb2 as pb
+from psclient.rpc.local_server import LocalServer
+from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.wire.messages import layout_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.system.test_raw_client import TIMEOUT, RawWorker
 
 F32 = torch.float32
@@ -47,7 +47,7 @@ def join(server, found, **fields):
 
 
 def RawStub(channel):  # noqa: N802
-    from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+    from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
     return ParameterServerServiceStub(channel)
 

@@ -9,22 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore import frames
-from pscore.layout import Span
-from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 WITHIN = Span(100, 200)
 many = settings(deadline=None, max_examples=300)
 
 LITTLE_MEMORY = """
 import resource, sys
-from pscore import frames
-from pscore.codecs.index import decode_offsets
-from pscore.layout import Span
-from pscore.reasons import Refusal
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire import frames
+from pscore.wire.codecs.index import decode_offsets
+from pscore.model.layout import Span
+from pscore.wire.errors import Refusal
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 def refused(call):
     try:
@@ -71,9 +71,9 @@ def test_chunks_that_overlap_or_go_back_are_refused(order):
             reader.read(chunk)
             end = start + length
         else:
-            with pytest.raises(Refusal) as refused:
+            with pytest.raises(Rejected) as refused:
                 reader.read(chunk)
-            assert refused.value.reason is Reason.BAD_CHUNK
+            assert refused.value.reason is ErrorCode.BAD_CHUNK
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1) | st.integers(0, 20), st.binary(max_size=8)), max_size=6))
@@ -86,10 +86,10 @@ def test_byte_pieces_come_whole_and_in_order_or_are_refused(pieces):
             reader.read(pb.BytesChunk(offset=offset, data=data))
             taken += data
         else:
-            with pytest.raises(Refusal):
+            with pytest.raises(Rejected):
                 reader.read(pb.BytesChunk(offset=offset, data=data))
     if len(taken) == 12:
         assert reader.finish() == taken
     else:
-        with pytest.raises(Refusal, match="of 12 bytes"):
+        with pytest.raises(Rejected, match="of 12 bytes"):
             reader.finish()

@@ -6,14 +6,14 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore import frames
-from pscore.layout import Span
-from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.membership import Identity
-from psservice.streams import PushReader, read_all, read_push, read_upload
-from psservice.upload import Upload
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.leases import Identity
+from psservice.rpc.push_stream import PushReader, read_all, read_push, read_upload
+from psservice.shard.upload import Upload
 
 SHARD = Span(10, 110)
 GROUPS = (Span(60, 110), Span(10, 60))
@@ -22,7 +22,7 @@ PUSH, UPLOAD = pb.PushSparseRequest, pb.UploadModelRequest
 
 
 def reason_of(call, *arguments):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         call(*arguments)
     return refused.value.reason
 
@@ -60,13 +60,13 @@ def take_upload(messages):
     """Read an upload that comes in one call; one that is cut is not taken."""
     header, upload, is_whole = read_all(read_upload(new_upload), messages)
     if not is_whole:
-        raise Refusal(Reason.BAD_COMMIT, "it is cut")
+        raise Rejected(ErrorCode.BAD_COMMIT, "it is cut")
     return header, [Segment(SHARD, None, upload.values)], upload.buffers()
 
 
 def new_upload(header):
     if header.buffer_bytes != 10:
-        raise Refusal(Reason.BAD_REQUEST, "the engine refuses this")
+        raise Rejected(ErrorCode.BAD_REQUEST, "the engine refuses this")
     return Upload(Identity("anna", "1"), header.generation, SHARD, header.buffer_bytes, lambda: 0.0)
 
 
@@ -95,25 +95,25 @@ def test_a_push_of_nothing_is_a_push():
 @each_stream
 def test_a_stream_that_is_cut_anywhere_is_refused(make, take):
     messages = make()
-    assert reason_of(take, []) is Reason.BAD_REQUEST
+    assert reason_of(take, []) is ErrorCode.BAD_REQUEST
     for end in range(1, len(messages)):
-        assert reason_of(take, messages[:end]) is Reason.BAD_COMMIT
+        assert reason_of(take, messages[:end]) is ErrorCode.BAD_COMMIT
 
 
 @each_stream
 def test_a_stream_that_lacks_or_repeats_any_message_is_refused(make, take):
     messages = make()
     for i in range(len(messages)):
-        assert reason_of(take, messages[:i] + messages[i + 1 :]) in Reason
+        assert reason_of(take, messages[:i] + messages[i + 1 :]) in ErrorCode
         if take is not take_upload or i != 1:  # its first chunk begins an upload anew
-            assert reason_of(take, messages[: i + 1] + messages[i:]) in Reason
+            assert reason_of(take, messages[: i + 1] + messages[i:]) in ErrorCode
 
 
 @each_stream
 def test_an_empty_message_anywhere_is_refused(make, take):
     messages = make()
     for i in range(len(messages) + 1):
-        assert reason_of(take, [*messages[:i], type(messages[0])(), *messages[i:]]) is Reason.BAD_REQUEST
+        assert reason_of(take, [*messages[:i], type(messages[0])(), *messages[i:]]) is ErrorCode.BAD_REQUEST
 
 
 @each_stream
@@ -121,7 +121,7 @@ def test_the_commit_counts_chunks_entries_and_bits(make, take):
     for field in ("chunks", "entries", "crc32"):
         messages = make()
         setattr(messages[-1].commit, field, getattr(messages[-1].commit, field) ^ 1)
-        assert reason_of(take, messages) is Reason.BAD_COMMIT
+        assert reason_of(take, messages) is ErrorCode.BAD_COMMIT
 
 
 @each_stream
@@ -132,7 +132,7 @@ def test_any_disorder_is_taken_whole_or_refused(make, take, data):
     shuffled = data.draw(st.lists(st.sampled_from(range(len(messages))), max_size=2 * len(messages)))
     try:
         taken = take([messages[i] for i in shuffled])
-    except Refusal:
+    except Rejected:
         return
     if take is take_upload:
         assert torch.equal(taken[1][0].values, torch.arange(100.0))
@@ -158,7 +158,7 @@ def test_any_damage_to_any_message_is_taken_or_refused(make, take, data):
         return
     try:
         taken = take(messages)
-    except Refusal:
+    except Rejected:
         return
     segments = taken[2] if take is take_push else taken[1]
     assert all(SHARD.start <= part.span.start and part.span.end <= SHARD.end for part in segments)
@@ -177,7 +177,7 @@ def test_any_damage_to_any_message_is_taken_or_refused(make, take, data):
     ],
 )
 def test_groups_that_leave_the_shard_or_overlap_are_refused(plan):
-    assert reason_of(PushReader, plan, SHARD) is Reason.BAD_REQUEST
+    assert reason_of(PushReader, plan, SHARD) is ErrorCode.BAD_REQUEST
 
 
 def test_a_chunk_belongs_to_a_group_of_the_plan_and_lies_inside_it():
@@ -185,7 +185,7 @@ def test_a_chunk_belongs_to_a_group_of_the_plan_and_lies_inside_it():
         chunk = pb.Chunk(group=group, start=start, length=1, count=1, index_codec=1, value_codec=1, values=bytes(4))
         messages = push_messages()
         messages.insert(1, PUSH(chunk=chunk))
-        assert reason_of(take_push, messages) is Reason.BAD_CHUNK
+        assert reason_of(take_push, messages) is ErrorCode.BAD_CHUNK
 
 
 def test_an_upload_that_leaves_elements_out_is_refused():
@@ -196,24 +196,24 @@ def test_an_upload_that_leaves_elements_out_is_refused():
         messages.append(UPLOAD(chunk=chunk))
     messages.append(UPLOAD(buffers=pb.BytesChunk(data=b"statistics")))
     messages.append(UPLOAD(commit=checksum.commit()))
-    assert reason_of(take_upload, messages) is Reason.BAD_CHUNK
+    assert reason_of(take_upload, messages) is ErrorCode.BAD_CHUNK
     del messages[2:-2]  # the first chunk alone
     messages[1] = next(m for m in upload_messages() if m.WhichOneof("message") == "chunk")
     checksum = frames.Checksum()
     checksum.add(messages[1].chunk)
     messages[-1] = UPLOAD(commit=checksum.commit())
-    with pytest.raises(Refusal, match="of 100 elements") as refused:
+    with pytest.raises(Rejected, match="of 100 elements") as refused:
         take_upload(messages)
-    assert refused.value.reason is Reason.BAD_COMMIT
+    assert refused.value.reason is ErrorCode.BAD_COMMIT
 
 
 @pytest.mark.parametrize("declared", [0, 9, 11, 2**64 - 1])
 def test_an_upload_declares_the_bytes_of_buffers_that_the_model_has(declared):
     messages = upload_messages()
     messages[0].header.buffer_bytes = declared
-    assert reason_of(take_upload, messages) is Reason.BAD_REQUEST
+    assert reason_of(take_upload, messages) is ErrorCode.BAD_REQUEST
 
 
 def test_a_huge_plan_is_checked_without_fuss():
     plan = [Span(10 + i % 100, 11 + i % 100) for i in range(100_000)]
-    assert reason_of(PushReader, plan, SHARD) is Reason.BAD_REQUEST
+    assert reason_of(PushReader, plan, SHARD) is ErrorCode.BAD_REQUEST

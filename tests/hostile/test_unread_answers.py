@@ -5,9 +5,9 @@ import urllib.request
 import grpc
 import pytest
 
-from psclient.local import LocalServer
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.system.test_raw_client import RawWorker
 from tests.system.tools import wait_until
 

@@ -3,9 +3,9 @@
 import struct
 from collections.abc import Iterator
 
-from pscore.codecs.names import VALUE_CODECS
-from pscore.reasons import Reason
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.codecs.names import VALUE_CODECS
+from pscore.wire.errors import ErrorCode
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.hostile.corpus_files import Hostile
 from tests.hostile.index_lies import GIGABYTES
 
@@ -17,7 +17,7 @@ def lie(codec: str, name: str, says: str, values: bytes, count: int = COUNT, **f
     """Return a chunk in which every element of a span has an entry."""
     parts = {"start": 7, "length": count, "count": count, "index_codec": pb.INDEX_CODEC_DENSE}
     chunk = pb.Chunk(**parts | {"value_codec": VALUE_CODECS[codec], "values": values} | fields)
-    reason = Reason.NON_FINITE if "not finite" in says else Reason.BAD_CHUNK
+    reason = ErrorCode.NON_FINITE if "not finite" in says else ErrorCode.BAD_CHUNK
     return Hostile(f"{codec}/{name}", chunk, reason, says)
 
 

@@ -5,11 +5,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from psclient.merging.costs import Costs
-from psclient.merging.plans import cuts_of
-from psclient.merging.trace import PushTiming, Trace
-from psclient.merging.workload import Workload, predict
-from pscore.layout import ModelLayout, TensorSpec
+from psclient.buckets.costs import Costs
+from psclient.buckets.plans import cuts_of
+from psclient.buckets.trace import PushTiming, Trace
+from psclient.buckets.workload import Workload, predict
+from pscore.model.layout import ModelLayout, TensorSpec
 
 DENSITY, ENTRY_BYTES = 0.01, 8
 COSTS = Costs(lead=1e-3, group=5e-4, tensor=1e-4, element=2e-9, message=2e-3, byte=1e-8, tail=5e-3)

@@ -4,15 +4,15 @@ import math
 
 import torch
 
-from psclient.compression import Choice, Tally, compress, empty
-from psclient.methods.asgd import ASGD
-from psclient.methods.base import Sent, Step, give_back
-from psclient.methods.dgc import DGC
-from psclient.methods.dgs import DGS
-from psclient.methods.gradient_dropping import GradientDropping
-from pscore.codecs.names import VALUE_CODECS
-from pscore.codecs.values import VALUE_FORMATS
-from pscore.selectors import SELECTORS
+from psclient.compress.compressor import Choice, Tally, compress, empty
+from psclient.compress.method import Sent, Step, give_back
+from psclient.optim.asgd import ASGD
+from psclient.optim.dgc import DGC
+from psclient.optim.dgs import DGS
+from psclient.optim.gradient_dropping import GradientDropping
+from pscore.select import SELECTORS
+from pscore.wire.codecs.names import VALUE_CODECS
+from pscore.wire.codecs.values import VALUE_FORMATS
 
 METHODS = {"asgd": ASGD, "gradient_dropping": GradientDropping, "dgc": DGC, "dgs": DGS}
 SPARSE = ("gradient_dropping", "dgc", "dgs")

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from psclient import connection as module
-from psclient.connection import Connection, Patience
 from psclient.errors import ServerUnreachableError, Transient
-from pscore.channels import Security
-from pscore.reasons import Reason
+from psclient.rpc import channel as module
+from psclient.rpc.channel import Connection, RetryPolicy
+from pscore.net.channels import Security
+from pscore.wire.errors import ErrorCode
 
 
 def test_a_call_that_is_under_way_outlives_one_renewal():
@@ -32,10 +32,10 @@ def test_channels_are_not_made_faster_than_they_can_dial(monkeypatch):
     connection = Connection("127.0.0.1:1", Security())
     first = connection.stub
     monkeypatch.setattr(module, "_DIAL_SECONDS", 3600.0)
-    connection.look_again()
+    connection.reconnect()
     assert connection.stub is first
     monkeypatch.setattr(module, "_DIAL_SECONDS", 0.0)
-    connection.look_again()
+    connection.reconnect()
     assert connection.stub is not first
     connection.close()
 
@@ -52,7 +52,7 @@ def test_the_last_attempt_has_a_whole_deadline_and_no_attempt_a_longer_one_than_
     deadlines = []
 
     def attempts():
-        for attempt in Patience("127.0.0.1:1", seconds=1.0, deadline_seconds=5.0):
+        for attempt in RetryPolicy("127.0.0.1:1", seconds=1.0, deadline_seconds=5.0):
             with attempt:
                 deadlines.append(attempt.timeout)
                 raise Transient("UNAVAILABLE: nobody listens")
@@ -65,16 +65,16 @@ def test_the_last_attempt_has_a_whole_deadline_and_no_attempt_a_longer_one_than_
 
 def test_a_limit_cuts_attempts_short():
     end = time.monotonic() + 2.0
-    for attempt in Patience("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0, limit=lambda: end):
+    for attempt in RetryPolicy("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0, limit=lambda: end):
         assert attempt.timeout <= 2.0
         break
 
 
 def test_a_full_disk_is_told_once_and_a_busy_server_is_not(caplog):
-    for reason, lines in ((Reason.NOT_DURABLE, 2), (Reason.BUSY, 0)):  # that it is so, and that it is over
+    for reason, lines in ((ErrorCode.NOT_DURABLE, 2), (ErrorCode.BUSY, 0)):  # that it is so, and that it is over
         caplog.clear()
         attempts = iter(range(3))
-        for attempt in Patience("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0):
+        for attempt in RetryPolicy("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0):
             with attempt:
                 if next(attempts) < 2:
                     raise Transient("no space left", 0.01, reason)

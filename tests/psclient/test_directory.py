@@ -9,18 +9,18 @@ import grpc
 import pytest
 import trustme
 
-from psclient.directory import Directory, connect
 from psclient.errors import AccessError, ConfigurationError, ServerUnreachableError
-from psclient.leases import LeaseThread
+from psclient.rpc.heartbeat import LeaseThread
+from psclient.rpc.resolver import Directory, connect
+from psclient.rpc.shard import ShardClient
 from psclient.settings import ClientSettings
-from psclient.shard import ShardClient
-from pscore import discovery
-from pscore.channels import Security
-from pscore.errordetails import to_status
-from pscore.messages import SHARD_HEADER
-from pscore.reasons import Reason, Refusal
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import (
+from pscore.net import discovery
+from pscore.net.channels import Security
+from pscore.wire.error_details import to_status
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import SHARD_HEADER
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import (
     ParameterServerServiceServicer,
     add_ParameterServerServiceServicer_to_server,
 )
@@ -196,7 +196,7 @@ def test_an_address_of_each_family_may_be_the_same_server(net):
 
 def test_a_server_that_asks_for_a_token_is_told_at_once(net):
     shard = Shard(0, 1)
-    shard.refusal = Refusal(Reason.UNAUTHENTICATED, "no token came with it")
+    shard.refusal = Rejected(ErrorCode.UNAUTHENTICATED, "no token came with it")
     net.host("127.0.0.2", shard)
     net.name = ["127.0.0.2"]
     with pytest.raises(AccessError, match="no token"):
@@ -241,7 +241,7 @@ def directory(net, monkeypatch):
         net.host(ip, Shard(index, 2))
     directory = Directory(net.address, Security())
     directory.find(30.0)
-    monkeypatch.setattr("psclient.directory._FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("psclient.rpc.resolver._FRESH_SECONDS", 0.0)
     return directory
 
 

@@ -5,15 +5,15 @@ import threading
 
 import pytest
 
-from psclient import jobs
-from psclient.jobs import JobThread
+from psclient.engine import executor
+from psclient.engine.executor import SerialExecutor
 
 SECONDS = 30.0
 
 
 @pytest.fixture
 def threads():
-    made = [JobThread("whole"), JobThread("part")]
+    made = [SerialExecutor("whole"), SerialExecutor("part")]
     yield made
     for each in made:
         each.close(SECONDS)
@@ -26,7 +26,7 @@ def test_a_part_of_a_cancelled_job_is_begun_knows_of_it_and_gives_its_own_answer
     def work():
         begun.set()
         assert cancelled.wait(SECONDS)
-        return part.submit(jobs.is_cancelled, as_part=True).result(SECONDS)
+        return part.submit(executor.is_cancelled, as_part=True).result(SECONDS)
 
     job = whole.submit(work)
     assert begun.wait(SECONDS)

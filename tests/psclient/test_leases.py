@@ -5,8 +5,8 @@ import sys
 
 LAST_JOB = """
 import time
-from psclient.leases import LeaseThread
-from pscore.v1 import parameter_server_pb2 as pb
+from psclient.rpc.heartbeat import LeaseThread
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 leases = LeaseThread([], pb.WorkerIdentity())
 leases.start()

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from merge_makers import COSTS, make_workload, trace_of
 
-from psclient.merging import plans
-from psclient.merging.costs import CostMeter
-from psclient.merging.moments import GradientMoments
-from psclient.merging.rls import RecursiveLeastSquares
+from psclient.buckets import plans
+from psclient.buckets.costs import CostMeter
+from psclient.buckets.rls import RecursiveLeastSquares
+from psclient.buckets.timeline import GradientMoments
 
 SIZES = [2_000_000, *[500, 500, 300_000] * 15, 1_000_000]
 WORKLOAD = make_workload(SIZES)

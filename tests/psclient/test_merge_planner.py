@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from merge_makers import COSTS, exposed, make_layout, make_workload, trace_of
 
+from psclient.buckets import plans
+from psclient.buckets.lags import Lags
+from psclient.buckets.planner import Planner
 from psclient.errors import ConfigurationError
-from psclient.merging import plans
-from psclient.merging.lags import Lags
-from psclient.merging.planner import Planner
 from psclient.schedules import lags
 from psclient.settings import ClientSettings
 
@@ -80,7 +80,7 @@ def test_it_does_not_while_they_have_not():
 
 
 def test_after_some_hundred_steps_it_looks_again(monkeypatch):
-    monkeypatch.setattr("psclient.merging.planner._PERIOD_STEPS", 50)
+    monkeypatch.setattr("psclient.buckets.planner._PERIOD_STEPS", 50)
     planner = make_planner()
     used = train(planner, 70)
     assert planner.plan.planned == 2
@@ -128,7 +128,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
 
 
 def test_held_groups_stay(monkeypatch):
-    monkeypatch.setattr("psclient.merging.planner._PERIOD_STEPS", 50)
+    monkeypatch.setattr("psclient.buckets.planner._PERIOD_STEPS", 50)
     planner = make_planner()
     planner.hold(plans.layers(len(SIZES)), "layers")
     planner.advance()

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merge_makers import COSTS, make_workload
 
-from psclient.merging import plans
-from psclient.merging.costs import Costs
-from psclient.merging.published import PublishedCosts, sent_bytes
-from psclient.merging.workload import Workload, predict
+from psclient.buckets import plans
+from psclient.buckets.costs import Costs
+from psclient.buckets.published import PublishedCosts, sent_bytes
+from psclient.buckets.workload import Workload, predict
 
 seconds = st.sampled_from([0.0, 1e-4, 1e-3, 5e-3]) | st.floats(0, 0.02)
 tensors = st.tuples(st.sampled_from([0.0, 1e-3, 2e-3]) | st.floats(0, 0.02), st.integers(0, 5_000_000))

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from method_makers import EPS, METHODS, come_back, dense, flush, group, push
 
-from psclient.methods.base import Sent
-from pscore.codecs.names import VALUE_CODECS
-from pscore.kernels.base import Taken
+from psclient.compress.method import Sent
+from pscore.select.kernels.base import Taken
+from pscore.wire.codecs.names import VALUE_CODECS
 
 SIZE = 40
 VALUES = tuple(VALUE_CODECS)

@@ -5,14 +5,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from psclient.compression import Choice, Tally, compress
-from psclient.methods.base import Step
-from psclient.methods.dgc import DGC
-from psclient.methods.dgs import DGS
-from psclient.methods.gradient_dropping import GradientDropping
-from psclient.methods.ssgd import SSGD
-from pscore.kernels.device import DeviceSelection
-from pscore.selectors import SELECTORS
+from psclient.compress.compressor import Choice, Tally, compress
+from psclient.compress.method import Step
+from psclient.optim.dgc import DGC
+from psclient.optim.dgs import DGS
+from psclient.optim.gradient_dropping import GradientDropping
+from psclient.optim.ssgd import SSGD
+from pscore.select import SELECTORS
+from pscore.select.kernels.cuda import DeviceSelection
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, LR, MOMENTUM, DENSITY = 2000, 0.5, 0.9, 0.05

@@ -5,9 +5,9 @@ import torch
 from method_makers import EPS, METHODS, REFERENCES, SIZES, SPARSE, come_back, dense, gradients, group, push, rates
 from torch import nn
 
-from psclient.methods.base import Sent
-from psclient.methods.dgc import DGC
-from psclient.methods.momentum_sgd import MomentumSGD
+from psclient.compress.method import Sent
+from psclient.optim.dgc import DGC
+from psclient.optim.momentum_sgd import MomentumSGD
 
 STEPS = 25
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from psclient.model import describe
+from psclient.model.module import describe
 
 
 class Tied(nn.Module):

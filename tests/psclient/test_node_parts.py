@@ -10,12 +10,12 @@ from torch import nn
 import psclient
 from psclient import errors
 from psclient.errors import ConfigurationError, NodeBrokenError, SparsepsError
-from psclient.nodegroup import inside, leader_settings, node_ranks
-from psclient.nodelink import _buckets
-from psclient.nodestatus import NodeStatus, ToldError
+from psclient.node.comm import _buckets
+from psclient.node.group import inside, leader_settings, node_ranks
+from psclient.node.status import NodeStatus, RemoteError
 from psclient.report import StepReport, Totals
 from psclient.settings import load
-from pscore.reasons import Reason, Refusal
+from pscore.wire.errors import ErrorCode, Rejected
 
 ERRORS = [
     errors.ModelChangedError("0.weight", "is gone", "put it back"),
@@ -23,8 +23,8 @@ ERRORS = [
     errors.HeldBackError("host:1", 3.5, "slow", "Try again"),
     errors.FingerprintMismatchError("differs", "0.weight"),
     errors.NonFiniteGradientError("0.weight"),
-    errors.RefusedError(Refusal(Reason.BAD_CHUNK, "too long")),
-    errors.UpdateTooLargeError(Refusal(Reason.UPDATE_TOO_LARGE, "large", norm="3.0", max_update_norm="1.0")),
+    errors.RefusedError(Rejected(ErrorCode.BAD_CHUNK, "too long")),
+    errors.UpdateTooLargeError(Rejected(ErrorCode.UPDATE_TOO_LARGE, "large", norm="3.0", max_update_norm="1.0")),
     errors.RunFinishedError("over"),
     NodeBrokenError("rank 1 is gone"),
 ]
@@ -44,7 +44,7 @@ def through(status: NodeStatus) -> NodeStatus:
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_arrives_as_what_it_was(error):
-    again = through(NodeStatus(error=ToldError.of(error))).error.again()
+    again = through(NodeStatus(error=RemoteError.of(error))).error.again()
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert vars(again) == vars(error)
@@ -54,13 +54,13 @@ def test_every_error_can_be_made_again_from_its_text():
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SparsepsError)]
     assert len(kinds) > 10
     for kind in kinds:
-        again = ToldError(kind.__name__, "what happened", {}).again()
+        again = RemoteError(kind.__name__, "what happened", {}).again()
         assert (type(again), str(again)) == (kind, "what happened")
 
 
-@pytest.mark.parametrize("kind", ["TypeError", "Refusal", "Any", "no such"])
+@pytest.mark.parametrize("kind", ["TypeError", "Rejected", "Any", "no such"])
 def test_an_error_of_another_library_says_that_the_leader_failed(kind):
-    again = ToldError(kind, "what happened", {}).again()
+    again = RemoteError(kind, "what happened", {}).again()
     assert type(again) is NodeBrokenError
     assert f"{kind}: what happened" in str(again)
 

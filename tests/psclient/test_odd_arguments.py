@@ -11,8 +11,8 @@ import torch
 
 import psclient
 from psclient.errors import ConfigurationError, from_refusal
-from psclient.local import LocalServer
-from pscore.reasons import Reason, Refusal
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.errors import ErrorCode, Rejected
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 NOWHERE = "127.0.0.1:9"
@@ -147,7 +147,7 @@ def test_without_a_model_is_warned_of_once_and_named_where_models_differ(caplog)
 
 
 def test_models_that_differ_by_themselves_are_no_question_of_model():
-    refusal = Refusal(Reason.FINGERPRINT_MISMATCH, "parameter 'a' [1] stands where the run has 'b' [1]", tensor="a")
+    refusal = Rejected(ErrorCode.FINGERPRINT_MISMATCH, "parameter 'a' [1] stands where the run has 'b' [1]", tensor="a")
     assert "model=" not in str(from_refusal(refusal))
 
 

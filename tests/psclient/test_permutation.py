@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psclient.permutation import shuffled
+from psclient.data.permutation import shuffled
 
 GOLDEN_SMALL = [2, 7, 0, 9, 1, 6, 8, 4, 3, 5]
 GOLDEN_LARGE = [419200, 761731, 681192, 1124649, 931766]

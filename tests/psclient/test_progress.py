@@ -4,8 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from psclient.progress import Progress
-from pscore.ranges import Ranges
+from psclient.data.tracker import Progress
+from pscore.model.ranges import Ranges
 
 
 def places(share):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from psclient.errors import ModelChangedError
-from psclient.replica import Replica
-from pscore.layout import Span, layout_of
-from pscore.segment import Segment
+from psclient.model.replica import Replica
+from pscore.model.layout import Span, layout_of
+from pscore.model.segment import Segment
 
 KINDS = {
     "contiguous": lambda: torch.zeros(2, 3, 4, 5),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from psclient.engine.state import PushMark, restore_memories, stale_residuals
 from psclient.errors import ConfigurationError
-from psclient.state import PushMark, restore_memories, stale_residuals
 
 mark = partial(PushMark, "dgs", "run-1", 20, "anna")
 MARK = mark("life-1", acknowledged_step=10, step=12)

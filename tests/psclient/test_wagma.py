@@ -8,11 +8,11 @@ from method_makers import EPS, dense, gradients
 from torch import nn
 
 import psclient
-from psclient.compression import Choice, Tally, compress, empty
+from psclient.compress.compressor import Choice, Tally, compress, empty
+from psclient.compress.method import Sent, Step, give_back
 from psclient.errors import ConfigurationError
-from psclient.methods.base import Sent, Step, give_back
-from psclient.methods.wagma import WAGMA
-from pscore.selectors import SELECTORS
+from psclient.optim.wagma import WAGMA
+from pscore.select import SELECTORS
 
 SIZE = 60
 

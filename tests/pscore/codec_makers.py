@@ -3,8 +3,8 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from pscore.codecs.index import INDEX_FORMATS
-from pscore.codecs.values import VALUE_FORMATS
+from pscore.wire.codecs.index import INDEX_FORMATS
+from pscore.wire.codecs.values import VALUE_FORMATS
 
 BLOCK = 512
 

@@ -9,7 +9,7 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from pscore.kernels import triton_kernels as kernels
+from pscore.select.kernels import triton_kernels as kernels
 
 INTEGERS = ("counts", "places", "whole", "offsets", "slot_offsets")
 COUNTS = ("n", "k", "blocks", "capacity")

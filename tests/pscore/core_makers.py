@@ -3,8 +3,8 @@
 import torch
 from hypothesis import strategies as st
 
-from pscore.layout import ModelLayout, Span, TensorSpec
-from pscore.segment import Segment
+from pscore.model.layout import ModelLayout, Span, TensorSpec
+from pscore.model.segment import Segment
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

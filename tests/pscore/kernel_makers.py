@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from pscore.kernels import reference
-from pscore.kernels.base import Feed
-from pscore.kernels.device import DeviceSelection
+from pscore.select.kernels import reference
+from pscore.select.kernels.base import GradientUpdate
+from pscore.select.kernels.cuda import DeviceSelection
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """A GPU where there is one; elsewhere the CPU, and Triton's interpreter (see tests/conftest.py)."""
@@ -31,8 +31,8 @@ def feed_of(kind, n, seed, momentum):
     decay = 0.01 if "decay" in kind else 0.0
     parameters = randn(n, 1000 + seed).to(dtype) if decay else None
     if "momentum" in kind:
-        return Feed(gradient, 0.3, parameters, decay, momentum, 0.9)
-    return Feed(gradient, 0.1, parameters, decay)
+        return GradientUpdate(gradient, 0.3, parameters, decay, momentum, 0.9)
+    return GradientUpdate(gradient, 0.1, parameters, decay)
 
 
 def turn_of(state):
@@ -52,7 +52,9 @@ def check_against_reference(select, memory, feed, twin_momentum, k, keep, state)
     """Take with the kernels and with the reference at the threshold that they used; return what was pending."""
     n = memory.numel()
     twin = memory.clone()
-    twin_feed = feed and Feed(feed.gradient, feed.scale, feed.parameters, feed.decay, twin_momentum, feed.factor)
+    twin_feed = feed and GradientUpdate(
+        feed.gradient, feed.scale, feed.parameters, feed.decay, twin_momentum, feed.factor
+    )
     pending = select.take(memory, feed, k, keep, state, feed and feed.momentum)
     taken = pending.collect()
     found = reference.take(twin, twin_feed, pending.threshold, keep, capacity_of(n, k), turn_of(state))

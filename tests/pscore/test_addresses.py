@@ -2,7 +2,7 @@
 
 import pytest
 
-from pscore.addresses import AddressError, expand, is_service, split
+from pscore.net.addresses import AddressError, expand, is_service, split
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 
-from pscore.channels import ChannelError, Security, open_channel, warn_of_readers
-from psservice.cli import main
-from psservice.security import CertificateFiles, TokenFile
+from pscore.net.channels import ChannelError, Security, open_channel, warn_of_readers
+from psservice.cli.serve import main
+from psservice.rpc.auth import CertificateFiles, TokenFile
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from pscore import frames
-from pscore.codecs.index import INDEX_FORMATS, decode_offsets
-from pscore.codecs.names import INDEX_CODECS, VALUE_CODECS
-from pscore.codecs.values import VALUE_FORMATS, decode_values
-from pscore.layout import ModelLayout, Span, TensorSpec
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.model.layout import ModelLayout, Span, TensorSpec
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets
+from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
+from pscore.wire.codecs.values import VALUE_FORMATS, decode_values
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 DOCUMENTS = Path(__file__).parent.parent.parent / "docs"
 VECTORS = (DOCUMENTS / "writing-a-client.md").read_text().partition("## Test vectors")[2]

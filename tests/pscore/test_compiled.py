@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pscore.kernels import compiled
-from pscore.kernels.compiled import compile_once
+from pscore import jit
+from pscore.jit import compile_once
 
 
 def double(number):
@@ -22,7 +22,7 @@ def triple(number):
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
-    monkeypatch.setattr(compiled, "_compiled", {})
+    monkeypatch.setattr(jit, "_compiled", {})
 
 
 def test_a_function_is_compiled_once_whoever_asks():
@@ -42,7 +42,7 @@ def test_where_numba_cannot_start_there_is_none(monkeypatch, caplog, error):
     def fail(name):
         raise error
 
-    monkeypatch.setattr(compiled.importlib, "import_module", fail)
+    monkeypatch.setattr(jit.importlib, "import_module", fail)
     assert compile_once(double) is None
     assert compile_once(double) is None
     assert caplog.text.count(str(error)) == 1
@@ -63,7 +63,7 @@ def in_a_fresh_process(code, *, whole=False, **environment):
 
 
 def test_where_compiling_is_switched_off_there_is_none():
-    code = "from pscore.codecs.index.rice.loops import compiled_steps; print(compiled_steps())"
+    code = "from pscore.wire.codecs.index.rice.loops import compiled_steps; print(compiled_steps())"
     assert in_a_fresh_process(code, NUMBA_DISABLE_JIT="1") == "None"
 
 
@@ -72,8 +72,8 @@ def test_without_a_directory_for_the_cache_it_compiles_all_the_same():
 import numba.core.caching
 import numpy
 numba.core.caching.CacheImpl._locator_classes = []  # as where no directory can be written
-from pscore.codecs.index.rice.loops import _plan
-from pscore.kernels.compiled import compile_once
+from pscore.wire.codecs.index.rice.loops import _plan
+from pscore.jit import compile_once
 print(compile_once(_plan)(numpy.arange(5), numpy.empty(5, numpy.uint32), numpy.zeros(1, numpy.uint8)))
 """
     assert in_a_fresh_process(code) == "(5, 0, 0)"
@@ -83,7 +83,7 @@ FULL = """
 import logging, os, sys
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr)
 import numba.core.caching as caching
-from pscore.kernels.compiled import compile_once
+from pscore.jit import compile_once
 from tests.pscore import test_compiled as loops
 
 def full(*_, **__):
@@ -143,7 +143,7 @@ def test_a_damaged_cache_is_compiled_again(suffix, damage, tmp_path):
 
 def test_the_cache_is_used(tmp_path):
     code = """
-from pscore.kernels.compiled import compile_once
+from pscore.jit import compile_once
 from tests.pscore.test_compiled import double
 loop = compile_once(double)
 loop(21)

@@ -6,9 +6,9 @@ from codec_makers import length_of, offsets_of, random_support
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pscore.codecs.cost import choose, choose_for
-from pscore.codecs.index import INDEX_FORMATS
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.codecs.cost import choose, choose_for
+from pscore.wire.codecs.index import INDEX_FORMATS
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 ALL = tuple(INDEX_FORMATS)
 COUNT = 200_000

@@ -7,14 +7,14 @@ from core_makers import as_dict, numbered, segments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore import frames
-from pscore.codecs.index import INDEX_FORMATS
-from pscore.codecs.limits import MAX_ENTRIES
-from pscore.codecs.values import VALUE_FORMATS
-from pscore.layout import Span
-from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment, merge
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.model.layout import Span
+from pscore.model.segment import Segment, merge
+from pscore.wire import frames
+from pscore.wire.codecs.index import INDEX_FORMATS
+from pscore.wire.codecs.limits import MAX_ENTRIES
+from pscore.wire.codecs.values import VALUE_FORMATS
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 many = settings(deadline=None, max_examples=150)
 chunk_sizes = st.integers(8, 2000)
@@ -150,9 +150,9 @@ def test_a_commit_that_counts_otherwise_is_refused_by_name(field):
     commit = checksum.commit()
     checksum.verify(commit)
     setattr(commit, field, getattr(commit, field) ^ 1)
-    with pytest.raises(Refusal, match=field) as refused:
+    with pytest.raises(Rejected, match=field) as refused:
         checksum.verify(commit)
-    assert refused.value.reason is Reason.BAD_COMMIT
+    assert refused.value.reason is ErrorCode.BAD_COMMIT
 
 
 @given(segments(min_entries=1, dtypes=(torch.float32,)), st.data())
@@ -177,18 +177,18 @@ def test_chunks_must_ascend():
     (first, _), (second, _) = frames.encode(Segment(Span(0, 6), None, numbered(6)), chunk_bytes=12)
     reader = frames.ChunkReader(Span(0, 6))
     reader.read(second)
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         reader.read(first)
-    assert refused.value.reason is Reason.BAD_CHUNK
+    assert refused.value.reason is ErrorCode.BAD_CHUNK
 
 
 def test_completeness_counts_every_element():
     reader = frames.ChunkReader(Span(0, 6))
     for chunk, _ in frames.encode(Segment(Span(0, 5), None, numbered(5)), chunk_bytes=64):
         reader.read(chunk)
-    with pytest.raises(Refusal, match="5 of 6") as refused:
+    with pytest.raises(Rejected, match="5 of 6") as refused:
         reader.require_complete()
-    assert refused.value.reason is Reason.BAD_COMMIT
+    assert refused.value.reason is ErrorCode.BAD_COMMIT
 
 
 @given(st.binary(max_size=300), st.integers(1, 100))

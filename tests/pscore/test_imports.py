@@ -31,7 +31,7 @@ def test_importing_a_package_loads_no_torch_and_starts_no_thread(package):
 
 LAZY = """
 import sys
-from pscore import frames
+from pscore.wire import frames
 print([name for name in ("numba", "pcodec", "libstreamvbyte") if name in sys.modules])
 """
 
@@ -43,5 +43,5 @@ def test_importing_the_codecs_loads_no_compiler_and_no_codec_library():
 
 
 def test_triton_is_loaded_by_the_first_selection_and_not_by_an_import():
-    probe = "import sys, pscore.kernels.device; sys.exit('triton' in sys.modules)"
+    probe = "import sys, pscore.select.kernels.cuda; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", probe], check=True, cwd=ROOT)

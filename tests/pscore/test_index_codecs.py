@@ -8,14 +8,14 @@ from codec_makers import each_index_format, gap_lists, length_of, offsets_of, ra
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.codecs.index import INDEX_FORMATS, decode_offsets
-from pscore.codecs.index.rice.format import decode, encode
-from pscore.codecs.index.rice.loops import BLOCK, ESCAPE, MAX_PARAMETER, compiled_steps
-from pscore.codecs.index.rice.vectorised import VECTORISED
-from pscore.codecs.limits import MAX_ENTRIES
-from pscore.kernels import compiled
-from pscore.reasons import Reason, Refusal
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore import jit
+from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets
+from pscore.wire.codecs.index.rice.format import decode, encode
+from pscore.wire.codecs.index.rice.loops import BLOCK, ESCAPE, MAX_PARAMETER, compiled_steps
+from pscore.wire.codecs.index.rice.vectorised import VECTORISED
+from pscore.wire.codecs.limits import MAX_ENTRIES
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 many = settings(deadline=None, max_examples=100)
 each_format = pytest.mark.parametrize("codec", each_index_format.values(), ids=each_index_format)
@@ -72,23 +72,23 @@ def test_an_offset_at_the_end_of_the_span_is_refused(codec):
     offsets = np.array([0, 3, 9])
     data = INDEX_FORMATS[codec].encode(offsets, 10)
     assert decode_offsets(codec, data, 3, 10).tolist() == [0, 3, 9]
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         decode_offsets(codec, data, 3, 8)
-    assert refused.value.reason is Reason.BAD_CHUNK
+    assert refused.value.reason is ErrorCode.BAD_CHUNK
 
 
 @each_format
 def test_more_entries_than_a_chunk_may_hold_are_refused(codec):
-    with pytest.raises(Refusal, match="at most") as refused:
+    with pytest.raises(Rejected, match="at most") as refused:
         decode_offsets(codec, bytes(MAX_ENTRIES), MAX_ENTRIES + 1, 1 << 30)
-    assert refused.value.reason is Reason.BAD_CHUNK
+    assert refused.value.reason is ErrorCode.BAD_CHUNK
 
 
 @pytest.mark.parametrize("codec", [pb.INDEX_CODEC_UNSPECIFIED, pb.INDEX_CODEC_DENSE, 77])
 def test_a_codec_without_index_bytes_is_refused(codec):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         decode_offsets(codec, b"", 0, 0)
-    assert refused.value.reason is Reason.UNKNOWN_CODEC
+    assert refused.value.reason is ErrorCode.UNKNOWN_CODEC
 
 
 @pytest.mark.parametrize("density", [0.5, 0.3, 0.1, 0.01, 0.001])
@@ -161,7 +161,7 @@ def test_loops_and_numpy_refuse_the_same_rice_bytes(loops, gaps, data):
     for steps in (VECTORISED, loops):
         try:
             answers.append(decode(bytes(raw), len(gaps), length, steps).tolist())
-        except Refusal as refusal:
+        except Rejected as refusal:
             answers.append(refusal.detail)
     assert answers[0] == answers[1]
 
@@ -179,8 +179,8 @@ def test_without_numba_numpy_takes_over(monkeypatch):
     def missing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(compiled, "_compiled", {})
-    monkeypatch.setattr(compiled.importlib, "import_module", missing)
+    monkeypatch.setattr(jit, "_compiled", {})
+    monkeypatch.setattr(jit.importlib, "import_module", missing)
     assert compiled_steps() is None
     offsets = random_support(0.01, 5000)
     data = INDEX_FORMATS[pb.INDEX_CODEC_RICE].encode(offsets, length_of(offsets))

@@ -8,8 +8,8 @@ from core_makers import layouts, spans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.layout import ModelLayout, Span, TensorSpec, layout_of
-from pscore.messages import first_difference, layout_to_message
+from pscore.model.layout import ModelLayout, Span, TensorSpec, layout_of
+from pscore.wire.messages import first_difference, layout_to_message
 
 A = TensorSpec("a", (2, 3), torch.float32)
 B = TensorSpec("b", (4,), torch.float32)

@@ -5,10 +5,10 @@ import torch
 from core_makers import layouts
 from hypothesis import given, settings
 
-from pscore.layout import ModelLayout, TensorSpec
-from pscore.messages import DATA_TYPES, layout_from_message, layout_to_message
-from pscore.reasons import Reason, Refusal
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import DATA_TYPES, layout_from_message, layout_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 LAYOUT = ModelLayout(
     (TensorSpec("w", (2, 3), torch.float32, ("tied.w",)), TensorSpec("b", (), torch.bfloat16)),
@@ -61,6 +61,6 @@ def broken(change):
     ],
 )
 def test_a_malformed_layout_is_refused_by_name(change, named):
-    with pytest.raises(Refusal, match=named) as refused:
+    with pytest.raises(Rejected, match=named) as refused:
         layout_from_message(broken(change))
-    assert refused.value.reason is Reason.BAD_REQUEST
+    assert refused.value.reason is ErrorCode.BAD_REQUEST

@@ -6,8 +6,8 @@ from core_makers import layouts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pscore import modelfile
-from pscore.layout import ModelLayout, TensorSpec
+from pscore.model import modelfile
+from pscore.model.layout import ModelLayout, TensorSpec
 
 LAYOUT = ModelLayout(
     (

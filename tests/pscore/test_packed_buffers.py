@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.buffers import is_exchanged, pack, packed_bytes, unpack
-from pscore.layout import TensorSpec
-from pscore.messages import DATA_TYPES
+from pscore.model.buffers import is_exchanged, pack, packed_bytes, unpack
+from pscore.model.layout import TensorSpec
+from pscore.wire.messages import DATA_TYPES
 
 
 def of_bytes(spec, seed):

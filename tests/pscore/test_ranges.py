@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pscore.ranges import Ranges
+from pscore.model.ranges import Ranges
 
 pairs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.kernels import reference
-from pscore.kernels.base import Feed
+from pscore.select.kernels import reference
+from pscore.select.kernels.base import GradientUpdate
 
 many = settings(deadline=None, max_examples=200)
 numbers = st.lists(st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, -1.0, 2.0, 2.0**-100, -(2.0**127)]), max_size=40)
@@ -39,7 +39,7 @@ def test_differences_are_those_of_a_sift(a, b):
 def test_a_step_with_momentum_and_decay():
     memory, momentum = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0.5, 4.0, 0.0])
     gradient, parameters = torch.tensor([2.0, 0.0, 4.0], dtype=torch.bfloat16), torch.tensor([8.0, 0.0, 0.0])
-    feed = Feed(gradient, 0.5, parameters, 0.25, momentum, 0.5)
+    feed = GradientUpdate(gradient, 0.5, parameters, 0.25, momentum, 0.5)
     taken, above, excess = reference.take(memory, feed, 2.0, 0.5, 1)
     # d = [3, 0, 2], u = [3.25, 2, 2], r = [4.25, 2, 4]: two above 2, room for one.
     assert (above, excess) == (2, 4.25)

@@ -7,8 +7,8 @@ from core_makers import as_dict, numbered, segments, spans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.layout import Span
-from pscore.segment import Segment, entries, merge
+from pscore.model.layout import Span
+from pscore.model.segment import Segment, entries, merge
 
 many = settings(deadline=None, max_examples=100)
 

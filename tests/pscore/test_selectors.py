@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.kernels import reference
-from pscore.kernels.base import Feed
-from pscore.selectors import DEFAULT_DENSE_BELOW, SELECTORS, entries_for
-from pscore.selectors.base import take_all
-from pscore.selectors.exact import exact
-from pscore.sources import Difference, Joined, Memory
+from pscore.select import DEFAULT_DENSE_BELOW, SELECTORS, entries_for
+from pscore.select.base import take_all
+from pscore.select.exact import exact
+from pscore.select.inputs import Difference, Joined, Memory
+from pscore.select.kernels import reference
+from pscore.select.kernels.base import GradientUpdate
 
 many = settings(deadline=None, max_examples=150)
 
@@ -115,7 +115,7 @@ def test_the_warm_threshold_keeps_the_density_over_a_run_and_mostly_in_one_pass(
     for step in range(120):
         lr = 0.1 if step < 60 else 0.01
         g = numbers("normal", n, step) * scales
-        counts.append(SELECTORS["warm"](Memory(r, Feed(g, lr), momentum), k, recall).offsets.numel())
+        counts.append(SELECTORS["warm"](Memory(r, GradientUpdate(g, lr), momentum), k, recall).offsets.numel())
     assert all(0.9 * k <= count <= 1.1 * k for count in counts)
     assert len(searches) < 90, "most steps need no pass but the one that accumulates"
 
@@ -129,7 +129,7 @@ def test_while_a_memory_fills_the_warm_threshold_hardly_ever_costs_a_second_pass
     r, u = torch.zeros(n), torch.zeros(n) if momentum else None
     for _ in range(60):
         g = torch.randn(n, generator=generator)
-        source = Counting(r, Feed(g, 1.0, momentum=u, factor=momentum))
+        source = Counting(r, GradientUpdate(g, 1.0, momentum=u, factor=momentum))
         SELECTORS["warm"](source, k, recall)
         passes.append(source.passes)
     assert sum(passes[5:]) <= 1.15 * len(passes[5:])
@@ -196,14 +196,14 @@ def test_the_compiled_pass_has_the_bits_of_the_reference(kind, n, threshold, roo
 
     def feed(momentum):
         parameters = theta if kind in ("decay", "both") else None
-        return Feed(g, 0.3, parameters, 0.01 if parameters is not None else 0.0, momentum, 0.9)
+        return GradientUpdate(g, 0.3, parameters, 0.01 if parameters is not None else 0.0, momentum, 0.9)
 
     pytest.importorskip("numba")
-    from pscore.kernels import host
+    from pscore.select.kernels import cpu
 
     ours, theirs = r.clone(), r.clone()
     mine, yours = (u.clone(), u.clone()) if kind in ("momentum", "both") else (None, None)
-    found = host.take(ours, feed(mine), threshold, 0.7, room)
+    found = cpu.take(ours, feed(mine), threshold, 0.7, room)
     expected = reference.take(theirs, feed(yours), threshold, 0.7, room)
     assert torch.equal(found.taken.offsets, expected.taken.offsets)
     assert torch.equal(found.taken.values, expected.taken.values)
@@ -211,24 +211,24 @@ def test_the_compiled_pass_has_the_bits_of_the_reference(kind, n, threshold, roo
     assert mine is None or torch.equal(mine, yours)
     assert found.above == expected.above
     assert found.excess == pytest.approx(expected.excess, rel=1e-4, abs=1e-4)
-    for one, two in ((host.take_difference(r, g, threshold, room), reference.take_difference(r, g, threshold, room)),):
+    for one, two in ((cpu.take_difference(r, g, threshold, room), reference.take_difference(r, g, threshold, room)),):
         assert torch.equal(one.taken.offsets, two.taken.offsets)
         assert torch.equal(one.taken.values, two.taken.values)
         assert one.above == two.above
-    assert host.tail(r, threshold)[0] == reference.tail(r, threshold)[0]
-    assert host.magnitude(r) == pytest.approx(reference.magnitude(r), rel=1e-5)
+    assert cpu.tail(r, threshold)[0] == reference.tail(r, threshold)[0]
+    assert cpu.magnitude(r) == pytest.approx(reference.magnitude(r), rel=1e-5)
 
 
 def test_the_result_does_not_depend_on_the_number_of_threads():
     x, g = numbers("laplace", 600_001), numbers("normal", 600_001, 1)
-    from pscore.kernels import host
+    from pscore.select.kernels import cpu
 
     found, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             r = x.clone()
-            found.append((host.take(r, Feed(g, 0.1), 3.0, 0.5, 20_000).taken, r, host.tail(x, 2.0)[0]))
+            found.append((cpu.take(r, GradientUpdate(g, 0.1), 3.0, 0.5, 20_000).taken, r, cpu.tail(x, 2.0)[0]))
     finally:
         torch.set_num_threads(before)
     for taken, r, count in found[1:]:

@@ -5,9 +5,9 @@ import socket
 import grpc
 import pytest
 
-from pscore.channels import Security, open_channel
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from pscore.net.channels import Security, open_channel
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 
 def test_a_token_for_loopback_does_not_go_through_a_proxy(monkeypatch):

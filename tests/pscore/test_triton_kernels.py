@@ -22,9 +22,9 @@ from kernel_makers import (
 
 pytest.importorskip("triton")
 
-from pscore.kernels import reference
-from pscore.kernels.base import Feed
-from pscore.kernels.device import available
+from pscore.select.kernels import reference
+from pscore.select.kernels.base import GradientUpdate
+from pscore.select.kernels.cuda import available
 
 
 def test_triton_is_known_to_be_installed():
@@ -50,7 +50,9 @@ def test_blocks_of_the_usual_size():
     select, state = selection(block=4096), {}
     memory = torch.zeros(20_001, device=DEVICE)
     for step in range(3):
-        pending = check_against_reference(select, memory, Feed(randn(20_001, step), 0.1), None, 200, 0.5, state)
+        pending = check_against_reference(
+            select, memory, GradientUpdate(randn(20_001, step), 0.1), None, 200, 0.5, state
+        )
         assert abs(pending.count - 200) <= 20
 
 
@@ -58,7 +60,7 @@ def test_the_same_calls_give_the_same_bits():
     def run():
         select, state, memory, found = selection(), {}, torch.zeros(2000, device=DEVICE), []
         for step in range(4):
-            found += select.take(memory, Feed(randn(2000, step), 0.1), 20, 0.7, state).collect()
+            found += select.take(memory, GradientUpdate(randn(2000, step), 0.1), 20, 0.7, state).collect()
         return [memory, state["threshold"].view(1), *found]
 
     for one, other in zip(run(), run(), strict=True):
@@ -85,7 +87,7 @@ def test_the_place_where_filling_starts_goes_round():
     memory = torch.ones(n, device=DEVICE)
     for _ in range(4 * n // capacity_of(n, k)):
         state["threshold"] = torch.tensor(0.5, device=DEVICE)
-        select.take(memory, Feed(torch.ones(n, device=DEVICE), 1.0), k, 0.0, state).collect()
+        select.take(memory, GradientUpdate(torch.ones(n, device=DEVICE), 1.0), k, 0.0, state).collect()
     assert float(memory.max()) <= 2 * n / capacity_of(n, k), "an entry has been passed over for long"
 
 
@@ -154,7 +156,7 @@ def test_the_threshold_follows_a_run_and_a_drop_of_the_learning_rate():
     select, state, memory = selection(block=32768), {}, torch.zeros(n, device=DEVICE)
     found = []
     for step in range(50):
-        pending = select.take(memory, Feed(randn(n, step), 0.1 if step < drop else 0.01), k, 0.7, state)
+        pending = select.take(memory, GradientUpdate(randn(n, step), 0.1 if step < drop else 0.01), k, 0.7, state)
         pending.collect()
         found.append((abs(pending.count - k) <= 0.1 * k, pending.passes))
     settled = found[10:drop]
@@ -180,19 +182,19 @@ def test_differences_are_found_and_left_alone():
 
 def test_the_state_can_be_saved_and_goes_on_with_the_same_bits():
     select, state, memory = selection(), {}, torch.zeros(2000, device=DEVICE)
-    select.take(memory, Feed(randn(2000), 0.1), 20, 0.7, state).collect()
+    select.take(memory, GradientUpdate(randn(2000), 0.1), 20, 0.7, state).collect()
     assert state["threshold"].shape == ()
     assert state["threshold"].dtype == torch.float32
     kept, kept_memory = copy.deepcopy(state), memory.clone()
     for other, own_state, own_memory in ((select, state, memory), (selection(), kept, kept_memory)):
-        other.take(own_memory, Feed(randn(2000, 1), 0.1), 20, 0.7, own_state).collect()
+        other.take(own_memory, GradientUpdate(randn(2000, 1), 0.1), 20, 0.7, own_state).collect()
     assert same_bits(memory, kept_memory)
     assert same_bits(state["threshold"].view(1), kept["threshold"].view(1))
 
 
 def test_nothing_is_asked_of_the_device_before_it_is_collected(monkeypatch):
     select, state, memory = selection(), {}, torch.zeros(600, device=DEVICE)
-    feed = Feed(randn(600), 0.1)
+    feed = GradientUpdate(randn(600), 0.1)
 
     def refuse(*_, **__):
         raise AssertionError("take() waits for the device")

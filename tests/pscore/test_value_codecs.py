@@ -7,12 +7,12 @@ from codec_makers import each_value_format, squared_error, tail
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.codecs.limits import MAX_ENTRIES
-from pscore.codecs.names import VALUE_CODECS
-from pscore.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, bounds, decode_values, host_values
-from pscore.codecs.values.bounds import BLOCK
-from pscore.reasons import Reason, Refusal
-from pscore.v1 import parameter_server_pb2 as pb
+from pscore.wire.codecs.limits import MAX_ENTRIES
+from pscore.wire.codecs.names import VALUE_CODECS
+from pscore.wire.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, bounds, decode_values, host_values
+from pscore.wire.codecs.values.bounds import BLOCK
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 many = settings(deadline=None, max_examples=100)
 each_format = pytest.mark.parametrize("codec", each_value_format.values(), ids=each_value_format)
@@ -155,9 +155,9 @@ def test_a_value_that_is_not_finite_is_refused_or_clamped_but_never_decoded(code
     if value_format.name in ("fp16", "bf16") and np.isinf(value):
         assert np.isfinite(value_format.decode(value_format.encode(values)[0], 3)).all()
         return
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         value_format.decode(value_format.encode(values)[0], 3)
-    assert refused.value.reason is Reason.NON_FINITE
+    assert refused.value.reason is ErrorCode.NON_FINITE
 
 
 def test_strided_values_are_written_in_order():
@@ -167,15 +167,15 @@ def test_strided_values_are_written_in_order():
 
 @each_format
 def test_more_entries_than_a_chunk_may_hold_are_refused(codec):
-    with pytest.raises(Refusal, match="at most"):
+    with pytest.raises(Rejected, match="at most"):
         decode_values(codec, b"", MAX_ENTRIES + 1)
 
 
 @pytest.mark.parametrize("codec", [pb.VALUE_CODEC_UNSPECIFIED, 77])
 def test_an_unknown_codec_is_refused(codec):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         decode_values(codec, b"", 0)
-    assert refused.value.reason is Reason.UNKNOWN_CODEC
+    assert refused.value.reason is ErrorCode.UNKNOWN_CODEC
 
 
 @pytest.mark.parametrize("name", ["fp16", "int8", "int4"])

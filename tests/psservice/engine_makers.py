@@ -5,15 +5,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from pscore import frames
-from pscore.buffers import pack
-from pscore.reasons import Refusal
-from pscore.segment import Segment
-from psservice.calls import Push
-from psservice.engine import Engine
-from psservice.membership import Identity
-from psservice.metrics import Metrics
+from pscore.model.buffers import pack
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.errors import Rejected
+from psservice.cluster.leases import Identity
+from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
+from psservice.shard.shard import Engine
+from psservice.shard.types import Push
 
 HOUR = 3600.0
 ANNA, BERT = Identity("anna", "1"), Identity("bert", "1")
@@ -107,7 +107,7 @@ def theta(engine):
 
 def reason_of(call, *arguments, **options):
     """Why a call is refused; it must be."""
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         call(*arguments, **options)
     return refused.value.reason
 

@@ -4,12 +4,12 @@ import torch
 from engine_makers import Clock
 from service_makers import F32, layout_of
 
-from pscore.segment import Segment
-from psservice.rules.freezing import Decision
-from psservice.rules.groups import GroupSettings
-from psservice.rules.regime import Regime
-from psservice.shard.grouped import GroupedShard
-from psservice.shard.model import ShardSettings
+from pscore.model.segment import Segment
+from psservice.model.parameters import ShardSettings
+from psservice.model.training_mode import TrainingMode
+from psservice.model.wagma.replicas import GroupedShard
+from psservice.model.wagma.rounds import Decision
+from psservice.model.wagma.schedule import GroupSettings
 
 LAYOUT = layout_of((6, F32), (4, F32))
 SIZE = LAYOUT.size
@@ -24,7 +24,7 @@ def grouped(settings, *workers, values=None, clock=None):
         generation=1,
         version=0,
         settings=ShardSettings(ledger_multiple=100.0),
-        regime=Regime(groups=settings),
+        regime=TrainingMode(groups=settings),
         groups=settings,
         clock=clock or Clock(),
     )

@@ -5,17 +5,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from psclient.replica import Replica
-from pscore import frames
-from pscore.layout import ModelLayout, Span, TensorSpec
-from pscore.segment import Segment
-from pscore.selectors import SELECTORS
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.rules.regime import Regime
-from psservice.shard.difference import DownSettings
-from psservice.shard.model import ModelShard, ShardSettings
-from psservice.shard.replies import Downlink, ReplyMode, TopKSettings, answer
-from psservice.shard.writer import Writer
+from psclient.model.replica import Replica
+from pscore.model.layout import ModelLayout, Span, TensorSpec
+from pscore.model.segment import Segment
+from pscore.select import SELECTORS
+from pscore.wire import frames
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.model.parameters import ModelShard, ShardSettings
+from psservice.model.reply_session import ReplyMode, ReplySession, TopKSettings, answer
+from psservice.model.topk import DownSettings
+from psservice.model.training_mode import TrainingMode
+from psservice.shard.apply_thread import Writer
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -38,7 +38,7 @@ def shard_of(layout, values, *, num_shards=1, index=0, ledger_multiple=100.0, ve
         generation=1,
         version=version,
         settings=ShardSettings(ledger_multiple=ledger_multiple),
-        regime=Regime(),
+        regime=TrainingMode(),
     )
 
 
@@ -101,7 +101,7 @@ class Link:
         self.model, self.writer, self.replica = model, writer, replica
         self.topk = topk_settings or topk()
         self.rule = rule or Rule()
-        self.downlink = Downlink(self.rule)
+        self.downlink = ReplySession(self.rule)
         self.base, self.acknowledged, self.image = None, 0, False
 
     def ask(self, acknowledged=None):

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_makers import F32, layout_of
 
-from pscore.layout import Span
-from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
-from psservice.membership import Identity
-from psservice.rules.admission import Admission, Pace, first_clock
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.cluster.leases import Identity
+from psservice.policy.admission import Admission, Pace, first_clock
 
 LAYOUT = layout_of((6, F32), (4, F32))
 ZEROS = torch.zeros(10)
@@ -47,9 +47,9 @@ def test_the_cut_off_refuses_what_is_staler_and_says_by_how_much(most, staleness
     if staleness <= most:
         rules.require_fresh(staleness)
         return
-    with pytest.raises(Refusal, match=str(staleness)) as refused:
+    with pytest.raises(Rejected, match=str(staleness)) as refused:
         rules.require_fresh(staleness)
-    assert refused.value.reason is Reason.TOO_STALE
+    assert refused.value.reason is ErrorCode.TOO_STALE
     assert refused.value.metadata == {"staleness": str(staleness), "max_staleness": str(most)}
 
 
@@ -59,9 +59,9 @@ def test_the_bound_holds_back_who_would_be_further_ahead_and_says_when_to_come_b
     if clock + 1 - slowest <= bound:
         rules.require_in_step(pace)
         return
-    with pytest.raises(Refusal, match="'bert'") as refused:
+    with pytest.raises(Rejected, match="'bert'") as refused:
         rules.require_in_step(pace)
-    assert refused.value.reason is Reason.TOO_FAR_AHEAD
+    assert refused.value.reason is ErrorCode.TOO_FAR_AHEAD
     assert 0 < refused.value.retry_seconds <= 1.0
 
 
@@ -97,7 +97,7 @@ def test_nothing_staler_than_the_cut_off_is_applied_and_everything_else_is(most,
             steps[who] += 1
             stale = sum(pusher != who for pusher in order[bases[who] :])
             if stale > most:
-                assert reason_of(attempt, engine, steps[who], {0: 1.0}, who, base=bases[who]) is Reason.TOO_STALE
+                assert reason_of(attempt, engine, steps[who], {0: 1.0}, who, base=bases[who]) is ErrorCode.TOO_STALE
             else:
                 answer, _ = attempt(engine, steps[who], {0: 1.0}, who, base=bases[who])
                 assert answer.staleness == stale
@@ -114,7 +114,7 @@ def test_a_repeat_is_answered_although_it_would_be_too_stale_by_now():
         for step in (1, 2, 3):
             attempt(engine, step, who=BERT, base=engine.model.version)
         assert attempt(engine, 1, {0: 1.0}) == (first, True)
-        assert reason_of(attempt, engine, 2, {0: 1.0}) is Reason.TOO_STALE
+        assert reason_of(attempt, engine, 2, {0: 1.0}) is ErrorCode.TOO_STALE
 
 
 def test_each_shard_cuts_off_its_own_part():
@@ -124,7 +124,7 @@ def test_each_shard_cuts_off_its_own_part():
         for step in (1, 2):
             attempt(second, step, who=BERT, base=step - 1)
         assert attempt(first, 1, {0: 1.0})[0].version == 1
-        assert reason_of(attempt, second, 1, {9: 1.0}) is Reason.TOO_STALE
+        assert reason_of(attempt, second, 1, {9: 1.0}) is ErrorCode.TOO_STALE
 
 
 # The bound
@@ -161,8 +161,8 @@ def test_no_worker_is_ever_further_ahead_and_the_slowest_is_never_held_back(boun
                 others = [count for other, count in model.items() if other != who]
                 before = engine.model.version
                 if others and model[who] + 1 - min(others) > bound:
-                    assert reason_of(engine.check_push, who, steps[who] + 1) is Reason.TOO_FAR_AHEAD
-                    assert reason_of(push, engine, steps[who] + 1, who=who) is Reason.TOO_FAR_AHEAD
+                    assert reason_of(engine.check_push, who, steps[who] + 1) is ErrorCode.TOO_FAR_AHEAD
+                    assert reason_of(push, engine, steps[who] + 1, who=who) is ErrorCode.TOO_FAR_AHEAD
                     assert engine.model.version == before
                     assert model[who] > min(others)
                 else:
@@ -181,7 +181,7 @@ def test_a_late_joiner_holds_nobody_back_for_its_past():
             advance(engine, BERT, 1)
         join(engine, LAYOUT, CARL)
         advance(engine, ANNA, 2)
-        assert reason_of(attempt, engine, 8, who=ANNA) is Reason.TOO_FAR_AHEAD
+        assert reason_of(attempt, engine, 8, who=ANNA) is ErrorCode.TOO_FAR_AHEAD
 
 
 def test_a_dead_worker_stops_counting_when_its_lease_ends():
@@ -190,7 +190,7 @@ def test_a_dead_worker_stops_counting_when_its_lease_ends():
         join(engine, LAYOUT, BERT)
         advance(engine, ANNA, 1)
         clock.now += HOUR - 1
-        assert reason_of(engine.check_push, ANNA, 2) is Reason.TOO_FAR_AHEAD
+        assert reason_of(engine.check_push, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
         clock.now += 2
         advance(engine, ANNA, 5)
 
@@ -199,7 +199,7 @@ def test_one_that_leaves_stops_counting_at_once():
     with serving(LAYOUT, ZEROS, ssp_bound=1) as engine:
         join(engine, LAYOUT, BERT)
         advance(engine, ANNA, 1)
-        assert reason_of(engine.check_push, ANNA, 2) is Reason.TOO_FAR_AHEAD
+        assert reason_of(engine.check_push, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
         engine.leave(BERT)
         advance(engine, ANNA, 5)
 
@@ -212,7 +212,7 @@ def test_a_long_silence_is_asked_about_seldom():
         delays = []
         for silence in (0.0, 0.9, 9.1, 900.0):
             clock.now += silence
-            with pytest.raises(Refusal) as refused:
+            with pytest.raises(Rejected) as refused:
                 engine.check_push(ANNA, 2)
             delays.append(refused.value.retry_seconds)
         assert delays == sorted(delays)
@@ -224,7 +224,7 @@ def test_the_end_of_the_run_is_told_to_one_that_waits():
         join(engine, LAYOUT, BERT)
         advance(engine, ANNA, 1)
         engine.finish()
-        assert reason_of(attempt, engine, 2) is Reason.RUN_FINISHED
+        assert reason_of(attempt, engine, 2) is ErrorCode.RUN_FINISHED
 
 
 def test_shard_0_alone_keeps_the_bound():
@@ -232,7 +232,7 @@ def test_shard_0_alone_keeps_the_bound():
         for shard in (first, second):
             join(shard, LAYOUT, BERT)
             advance(shard, ANNA, 1)
-        assert reason_of(first.check_push, ANNA, 2) is Reason.TOO_FAR_AHEAD
+        assert reason_of(first.check_push, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
         advance(second, ANNA, 1)
 
 
@@ -246,7 +246,7 @@ def test_an_update_above_the_cap_is_refused_whole(values):
     with serving(LAYOUT, ZEROS, max_update_norm=8.0) as engine:
         entries = dict(enumerate(values))
         if norm > 8.0:
-            assert reason_of(attempt, engine, 1, entries) is Reason.UPDATE_TOO_LARGE
+            assert reason_of(attempt, engine, 1, entries) is ErrorCode.UPDATE_TOO_LARGE
             assert (engine.model.version, torch.equal(theta(engine), ZEROS)) == (0, True)
             attempt(engine, 2, {0: 1.0})  # the next one is looked at by itself
         else:
@@ -261,9 +261,9 @@ def test_what_is_refused_leaves_nothing_in_the_journal(tmp_path):
         attempt(engine, 1, who=BERT, base=1)
         attempt(engine, 2, who=BERT, base=1)
         before = engine.persistence.journal_bytes
-        assert reason_of(attempt, engine, 2, {0: 1.0}) is Reason.TOO_STALE
-        assert reason_of(attempt, engine, 3, {0: 2.5}, base=3) is Reason.UPDATE_TOO_LARGE
-        assert reason_of(push, engine, 3, {0: 1.0}, base=0) is Reason.TOO_STALE
+        assert reason_of(attempt, engine, 2, {0: 1.0}) is ErrorCode.TOO_STALE
+        assert reason_of(attempt, engine, 3, {0: 2.5}, base=3) is ErrorCode.UPDATE_TOO_LARGE
+        assert reason_of(push, engine, 3, {0: 1.0}, base=0) is ErrorCode.TOO_STALE
         assert engine.persistence.journal_bytes == before
         assert engine.model.version == 3
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from psservice.rules.reply import CALM_PULLS, Auto, Exact, TopK, reply_rule
+from psservice.policy.reply_mode import CALM_PULLS, Auto, Exact, TopK, reply_rule
 
 LIMIT = 0.1
 CALM, BETWEEN, ABOVE = 0.04, 0.07, 0.2

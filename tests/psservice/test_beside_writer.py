@@ -5,7 +5,7 @@ import threading
 import torch
 from service_makers import F32, layout_of, shard_of, sparse_push
 
-from psservice.shard.ledger import UpdateLedger
+from psservice.model.changelog import UpdateLedger
 
 
 def test_a_version_is_in_the_ledger_before_it_is_seen(monkeypatch):

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.buffers import pack, unpack
-from pscore.layout import TensorSpec
-from psservice.buffers import BufferAverage
+from pscore.model.buffers import pack, unpack
+from pscore.model.layout import TensorSpec
+from psservice.model.buffers import BufferAverage
 
 MEAN = TensorSpec("mean", (5,), torch.float32)
 COUNT = TensorSpec("count", (), torch.int64)

@@ -11,14 +11,14 @@ from engine_makers import present, theta
 from service_makers import bits, sparse_push
 from test_recovery import Shard, after_a_crash, assert_same, begin, send
 
-from pscore.reasons import Refusal
-from pscore.segment import Segment
-from psservice.durability import files, lockfile, past, snapshots
-from psservice.durability import journal as journal_module
-from psservice.durability.files import StorageError
-from psservice.durability.journal import segment_numbers, segment_path
-from psservice.history import History
-from psservice.shard.model import ShardSettings
+from pscore.model.segment import Segment
+from pscore.wire.errors import Rejected
+from psservice.model.parameters import ShardSettings
+from psservice.recovery.replayer import History
+from psservice.storage import files, lock_file, recovery_source, snapshots
+from psservice.storage import journal as journal_module
+from psservice.storage.files import StorageError
+from psservice.storage.journal import segment_numbers, segment_path
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_what_a_former_life_wrote_is_forced_to_the_disk_before_it_is_served(dire
         copy = after_a_crash(directory)
         pushed = segment_path(journal_of(copy), segment_numbers(journal_of(copy))[-1])
     forced = []
-    monkeypatch.setattr(past, "sync_file", forced.append)
+    monkeypatch.setattr(recovery_source, "sync_file", forced.append)
     with Shard(copy, fsync="always"):
         assert pushed in forced
 
@@ -109,7 +109,7 @@ def test_a_push_that_was_refused_is_refused_again_by_the_next(directory):
         huge = Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38]))
         send(engine, 2, huge)
         for _ in range(2):
-            with pytest.raises(Refusal):
+            with pytest.raises(Rejected):
                 send(engine, 3, huge)
         copy = after_a_crash(directory)
         with Shard(copy) as again:
@@ -142,11 +142,11 @@ def test_a_snapshot_that_is_half_removed_goes_with_the_next(directory, monkeypat
 def test_a_segment_that_was_removed_meanwhile_is_said_to_be(directory):
     with Shard(directory) as engine:
         begin(engine)
-        kept = past.Past(directory / "shard-0-of-1")
+        kept = recovery_source.RecoverySource(directory / "shard-0-of-1")
         history = History(kept, torch.device("cpu"), ShardSettings())
-        real = past.segment_numbers
+        real = recovery_source.segment_numbers
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(past, "segment_numbers", lambda path: [*real(path), real(path)[-1] + 1])
+            patched.setattr(recovery_source, "segment_numbers", lambda path: [*real(path), real(path)[-1] + 1])
             with pytest.raises(StorageError, match="cannot read"):
                 list(history.replay())
         assert snapshots.found(directory / "shard-0-of-1" / "snapshots")
@@ -192,10 +192,10 @@ def test_a_life_is_judged_by_its_own_promise(fsync, directory, monkeypatch):
     def fsync_and_tell(descriptor):
         name = os.readlink(f"/proc/self/fd/{descriptor}")
         if name.endswith("/lock"):
-            forced[name] = lockfile.read_watermark(copy / "shard-0-of-1")
+            forced[name] = lock_file.read_watermark(copy / "shard-0-of-1")
         real(descriptor)
 
-    monkeypatch.setattr(lockfile.os, "fsync", fsync_and_tell)
+    monkeypatch.setattr(lock_file.os, "fsync", fsync_and_tell)
     with Shard(copy, fsync=fsync):
         assert [watermark.fsync for watermark in forced.values()] == [fsync]
 

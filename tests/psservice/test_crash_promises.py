@@ -8,12 +8,12 @@ from engine_makers import ANNA, BERT, join, present, reason_of
 from service_makers import sparse_push
 from test_recovery import LAYOUT, Shard, after_a_crash, assert_same, begin, send
 
-from pscore import modelfile
-from pscore.buffers import pack
-from pscore.reasons import Reason
-from pscore.segment import Segment
-from psservice.durability import journal as journal_module
-from psservice.run import RunState
+from pscore.model import modelfile
+from pscore.model.buffers import pack
+from pscore.model.segment import Segment
+from pscore.wire.errors import ErrorCode
+from psservice.cluster.run import RunState
+from psservice.storage import journal as journal_module
 from tests.system.tools import wait_until
 
 
@@ -31,7 +31,7 @@ def test_a_lease_that_could_not_be_written_down_is_not_granted(directory, monkey
 
         with monkeypatch.context() as patched:
             patched.setattr(journal_module.os, "writev", full)
-            assert reason_of(join, engine, LAYOUT, BERT) is Reason.NOT_DURABLE
+            assert reason_of(join, engine, LAYOUT, BERT) is ErrorCode.NOT_DURABLE
         join(engine, LAYOUT, BERT)
         with Shard(after_a_crash(directory)) as again:
             assert_same(again, engine)
@@ -50,7 +50,7 @@ def test_buffers_that_meet_a_rollback_go_nowhere(directory, monkeypatch):
 
         monkeypatch.setattr(engine.membership, "record", record)
         data = pack([torch.ones(3), torch.ones(2, dtype=torch.float16), torch.tensor(1)])
-        assert reason_of(engine.exchange_buffers, ANNA, generation, 1, 5, data) is Reason.STALE_GENERATION
+        assert reason_of(engine.exchange_buffers, ANNA, generation, 1, 5, data) is ErrorCode.STALE_GENERATION
         with Shard(after_a_crash(directory)) as again:
             assert_same(again, engine)
 
@@ -95,7 +95,7 @@ def test_a_push_that_is_refused_beside_another_record_takes_none_away(directory,
 
         with monkeypatch.context() as patched:
             patched.setattr(engine.model, "take", beside)
-            assert reason_of(send, engine, 2, large(engine)) is Reason.NON_FINITE
+            assert reason_of(send, engine, 2, large(engine)) is ErrorCode.NON_FINITE
         send(engine, 2, sparse_push(engine.span, 0.5, 2))
         with Shard(after_a_crash(directory)) as again:
             assert_same(again, engine)
@@ -108,7 +108,7 @@ def test_a_journal_of_refused_pushes_and_joins_is_cut_by_a_snapshot_too(director
         send(engine, 1, large(engine))
         first = engine.persistence.take(engine)
         for _ in range(12_000):
-            assert reason_of(send, engine, 2, large(engine)) is Reason.NON_FINITE
+            assert reason_of(send, engine, 2, large(engine)) is ErrorCode.NON_FINITE
         wait_until(lambda: engine.persistence.last_snapshot is not first)
         assert engine.model.version == first.manifest.version
         assert engine.persistence.last_snapshot.manifest.segment > first.manifest.segment

@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pscore.ranges import Ranges
-from pscore.reasons import Reason, Refusal
-from psservice.datamessages import brought_back, kept, record_of, redo, share_of, share_to_messages
-from psservice.dataset import MOST_DATASETS, MOST_RANGES, Dataset, Datasets, Plan, Wish
-from psservice.membership import Identity
+from pscore.model.ranges import Ranges
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.cluster.leases import Identity
+from psservice.sampling.codec import brought_back, kept, record_of, redo, share_of, share_to_messages
+from psservice.sampling.dataset import MOST_DATASETS, MOST_RANGES, Dataset, Datasets, Plan, Wish
 
 ANNA, BERT, CARL = (Identity(name, "1") for name in ("anna", "bert", "carl"))
 EMPTY = Dataset(Plan(1, 0, False), 0, {})
@@ -225,9 +225,9 @@ def test_who_joins_late_begins_at_the_newest_epoch():
 def test_workers_must_agree(other):
     datasets = Datasets()
     ask(datasets, ANNA, wish())
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         datasets.lease(BERT, Wish("train", other, 0, 4, {}), {ANNA, BERT})
-    assert refused.value.reason is Reason.SETTINGS_MISMATCH
+    assert refused.value.reason is ErrorCode.SETTINGS_MISMATCH
 
 
 def test_what_a_worker_does_not_hold_it_can_neither_finish_nor_claim():
@@ -245,7 +245,7 @@ def test_nobody_fills_the_memory():
     datasets = Datasets()
     for number in range(MOST_DATASETS):
         ask(datasets, ANNA, wish(name=f"d{number}"))
-    with pytest.raises(Refusal, match="at most"):
+    with pytest.raises(Rejected, match="at most"):
         ask(datasets, ANNA, wish(name="one more"))
     tiny = {"train": Dataset.begun(plan(1), 0)}
     datasets = Datasets(tiny)
@@ -258,7 +258,7 @@ def test_nobody_fills_the_memory():
     datasets = Datasets()
     ask(datasets, ANNA, wish(size=size, samples=size), {ANNA})
     every_second = {0: Ranges((i, i + 1) for i in range(1, size, 2))}
-    with pytest.raises(Refusal, match="pieces"):
+    with pytest.raises(Rejected, match="pieces"):
         finish(datasets, ANNA, every_second)
 
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.layout import ModelLayout, Span, TensorSpec
-from pscore.selectors import SELECTORS
-from psservice.shard.difference import DifferenceSelection, DownSettings
+from pscore.model.layout import ModelLayout, Span, TensorSpec
+from pscore.select import SELECTORS
+from psservice.model.topk import DifferenceSelection, DownSettings
 
 many = settings(deadline=None, max_examples=100)
 
@@ -117,8 +117,8 @@ def test_few_changes_are_looked_at_alone_and_many_are_not():
 
 @pytest.mark.parametrize("value", ["fp32", "int4"])
 def test_without_further_pushes_everything_arrives(value):
-    from pscore.codecs.names import VALUE_CODECS
-    from pscore.codecs.values import VALUE_FORMATS
+    from pscore.wire.codecs.names import VALUE_CODECS
+    from pscore.wire.codecs.values import VALUE_FORMATS
 
     layout = layout_of([3_000, 100])
     theta, image = torch.randn(3_100), torch.zeros(3_100)

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from service_makers import F32, layout_of
 from test_recovery import Shard, after_a_crash, begin, stream
 
-from pscore.ranges import Ranges
-from pscore.reasons import Reason
-from psservice.calls import Push
-from psservice.datamessages import finished_of, share_to_messages
-from psservice.dataset import Plan, Wish
-from psservice.membership import Identity
-from psservice.streams import PushReader, read_all, read_push
+from pscore.model.ranges import Ranges
+from pscore.wire.errors import ErrorCode
+from psservice.cluster.leases import Identity
+from psservice.rpc.push_stream import PushReader, read_all, read_push
+from psservice.sampling.codec import finished_of, share_to_messages
+from psservice.sampling.dataset import Plan, Wish
+from psservice.shard.types import Push
 
 LAYOUT = layout_of((50, F32))
 SIZE = 40
@@ -59,7 +59,7 @@ def test_a_push_that_is_refused_finishes_nothing():
             push(engine, step, {1: 0.5}, BERT)
         done = {"train": {0: Ranges([(0, 3)])}}
         late = Push(ANNA, 1, engine.model.generation, 0, 1, [], finished=done)
-        assert reason_of(engine.commit, late) is Reason.TOO_STALE
+        assert reason_of(engine.commit, late) is ErrorCode.TOO_STALE
         assert held(engine) == {0: Ranges([(0, 8)])}
 
 
@@ -77,14 +77,14 @@ def test_a_dead_workers_samples_go_to_who_asks_next():
 
 def test_who_has_no_lease_gets_no_samples():
     with serving_here() as engine:
-        assert reason_of(lease, engine, BERT) is Reason.LEASE_EXPIRED
+        assert reason_of(lease, engine, BERT) is ErrorCode.LEASE_EXPIRED
         engine.leave(ANNA)
-        assert reason_of(lease, engine) is Reason.LEASE_EXPIRED
+        assert reason_of(lease, engine) is ErrorCode.LEASE_EXPIRED
 
 
 def test_only_shard_0_hands_out_samples_and_after_the_end_nobody_does():
     with serving_shards(2, LAYOUT, torch.zeros(LAYOUT.size)) as (first, second):
-        assert reason_of(lease, second) is Reason.BAD_REQUEST
+        assert reason_of(lease, second) is ErrorCode.BAD_REQUEST
         first.finish()
         assert lease(first).granted == {}
 
@@ -92,7 +92,7 @@ def test_only_shard_0_hands_out_samples_and_after_the_end_nobody_does():
 def test_there_are_no_samples_before_there_is_a_model(tmp_path):
     with Shard(tmp_path / "live") as engine:
         join(engine, LAYOUT)
-        assert reason_of(lease, engine) is Reason.NOT_INITIALISED
+        assert reason_of(lease, engine) is ErrorCode.NOT_INITIALISED
 
 
 def test_where_a_lease_cannot_be_written_down_none_is_given(tmp_path, monkeypatch):
@@ -104,8 +104,8 @@ def test_where_a_lease_cannot_be_written_down_none_is_given(tmp_path, monkeypatc
         def full(descriptor, parts):
             raise OSError(28, "no space left")
 
-        monkeypatch.setattr("psservice.durability.journal._write_all", full)
-        assert reason_of(lease, engine, held=held(engine)) is Reason.NOT_DURABLE
+        monkeypatch.setattr("psservice.storage.journal._write_all", full)
+        assert reason_of(lease, engine, held=held(engine)) is ErrorCode.NOT_DURABLE
         assert engine.datasets.all() == before
         monkeypatch.undo()
         assert lease(engine, held=held(engine)).granted == {0: Ranges([(8, 16)])}

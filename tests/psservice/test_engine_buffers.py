@@ -5,9 +5,9 @@ import torch
 from engine_makers import ANNA, BERT, engines, full, join, present, reason_of, serving, serving_shards, upload
 from service_makers import F32, layout_of
 
-from pscore.buffers import pack
-from pscore.layout import TensorSpec
-from pscore.reasons import Reason
+from pscore.model.buffers import pack
+from pscore.model.layout import TensorSpec
+from pscore.wire.errors import ErrorCode
 
 LAYOUT = layout_of((6, F32), (4, F32), buffers=(TensorSpec("mean", (3,), F32), TensorSpec("count", (), torch.int64)))
 ONES = torch.ones(10)
@@ -57,19 +57,19 @@ def test_two_workers_at_the_same_step_both_count(engine):
 
 
 def test_another_generation_or_no_lease_is_refused(engine):
-    assert reason_of(engine.exchange_buffers, ANNA, full(2), 1, 1, data(1)) is Reason.STALE_GENERATION
-    assert reason_of(exchange, engine, BERT, 1, 1, data(1)) is Reason.LEASE_EXPIRED
+    assert reason_of(engine.exchange_buffers, ANNA, full(2), 1, 1, data(1)) is ErrorCode.STALE_GENERATION
+    assert reason_of(exchange, engine, BERT, 1, 1, data(1)) is ErrorCode.LEASE_EXPIRED
 
 
 def test_the_other_shards_keep_none():
     with serving_shards(2, LAYOUT, ONES, START) as (_, shard):
-        assert reason_of(exchange, shard, ANNA, 1, 1, data(1)) is Reason.BAD_REQUEST
+        assert reason_of(exchange, shard, ANNA, 1, 1, data(1)) is ErrorCode.BAD_REQUEST
 
 
 def test_the_policy_none_keeps_none():
     with engines(buffers="none") as (engine,):
         upload(engine, ONES, ANNA, join(engine, LAYOUT).generation)
-        assert reason_of(exchange, engine, ANNA, 1, 1, data(1)) is Reason.BAD_REQUEST
+        assert reason_of(exchange, engine, ANNA, 1, 1, data(1)) is ErrorCode.BAD_REQUEST
 
 
 def test_the_upload_brings_all_buffers(engine):
@@ -87,7 +87,7 @@ def test_a_repeat_after_a_lost_lease_is_not_counted_again(engine):
 
 def test_a_contribution_that_is_no_number_is_refused_and_does_no_harm(engine):
     before = exchange(engine, ANNA, 1, 30, data(3))
-    assert reason_of(exchange, engine, ANNA, 2, 30, data(float("nan"))) is Reason.NON_FINITE
+    assert reason_of(exchange, engine, ANNA, 2, 30, data(float("nan"))) is ErrorCode.NON_FINITE
     assert exchange(engine, ANNA, 0, 0, data(0)) == before
 
 

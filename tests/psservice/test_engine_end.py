@@ -5,10 +5,10 @@ import torch
 from engine_makers import ANNA, BERT, engines, join, pull, push, reason_of, serving, serving_shards, theta
 from service_makers import F32, layout_of
 
-from pscore import modelfile
-from pscore.layout import TensorSpec
-from pscore.reasons import Reason
-from psservice.run import RunState
+from pscore.model import modelfile
+from pscore.model.layout import TensorSpec
+from pscore.wire.errors import ErrorCode
+from psservice.cluster.run import RunState
 
 LAYOUT = layout_of((6, F32), (4, F32))
 WITH_BUFFERS = layout_of((6, F32), (4, F32), buffers=(TensorSpec("mean", (2,), F32),))
@@ -22,7 +22,7 @@ def test_a_run_ends_at_a_version_or_after_samples(ending, samples):
         assert engine.run.state is RunState.TRAINING
         last, _ = push(engine, 2, {0: 1.0}, samples=samples)
         assert engine.run.state is RunState.FINISHED
-        assert reason_of(push, engine, 3, {0: 1.0}) is Reason.RUN_FINISHED
+        assert reason_of(push, engine, 3, {0: 1.0}) is ErrorCode.RUN_FINISHED
         assert push(engine, 2, {0: 1.0}) == (last, True), "a repeat is answered after the end too"
         assert engine.model.version == 2
 
@@ -33,7 +33,7 @@ def test_only_the_coordinator_counts():
         push(shard, 2)
         assert shard.run.state is RunState.TRAINING
         shard.finish()
-        assert reason_of(push, shard, 3) is Reason.RUN_FINISHED
+        assert reason_of(push, shard, 3) is ErrorCode.RUN_FINISHED
 
 
 def test_after_the_end_everyone_can_fetch_the_model():
@@ -59,7 +59,7 @@ def test_finishing_twice_is_finishing_once(tmp_path):
 
 def test_there_is_no_end_without_a_model():
     with engines() as (engine,):
-        assert reason_of(engine.finish) is Reason.NOT_INITIALISED
+        assert reason_of(engine.finish) is ErrorCode.NOT_INITIALISED
 
 
 def test_the_final_model_is_that_of_the_last_version_with_its_buffers(tmp_path):

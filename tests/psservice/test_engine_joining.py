@@ -19,13 +19,13 @@ from engine_makers import (
 )
 from service_makers import BF16, F32, layout_of
 
-from pscore import modelfile
-from pscore.generation import epoch
-from pscore.layout import TensorSpec
-from pscore.reasons import Reason, Refusal
-from psservice.calls import Loaded
-from psservice.membership import Identity
-from psservice.shard.replies import ReplyMode
+from pscore.model import modelfile
+from pscore.model.layout import TensorSpec
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.generation import epoch
+from psservice.cluster.leases import Identity
+from psservice.model.reply_session import ReplyMode
+from psservice.shard.types import Loaded
 
 LAYOUT = layout_of((6, F32), (4, BF16))
 OTHER = layout_of((6, F32), (5, BF16))
@@ -37,7 +37,7 @@ def test_the_first_uploads_and_the_others_wait_until_it_is_there():
         first, second = join(engine, LAYOUT, ANNA), join(engine, LAYOUT, BERT)
         assert (first.state, epoch(first.generation)) == ("upload", 1)
         assert second.state == "wait"
-        assert reason_of(upload, engine, TWOS, BERT, first.generation) is Reason.STALE_GENERATION
+        assert reason_of(upload, engine, TWOS, BERT, first.generation) is ErrorCode.STALE_GENERATION
         upload(engine, ONES, ANNA, first.generation)
         assert (join(engine, LAYOUT, BERT).state, join(engine, LAYOUT, ANNA).state) == ("ready", "ready")
         assert join(engine, LAYOUT, BERT).generation == first.generation
@@ -56,9 +56,9 @@ def test_the_next_to_poll_uploads_when_the_holder(how):
         second = join(engine, LAYOUT, BERT)
         assert (second.state, epoch(second.generation)) == ("upload", 2)
         join(engine, LAYOUT, ANNA)
-        assert reason_of(upload, engine, ONES, ANNA, first.generation) is Reason.STALE_GENERATION
+        assert reason_of(upload, engine, ONES, ANNA, first.generation) is ErrorCode.STALE_GENERATION
         upload(engine, TWOS, BERT, second.generation)
-        assert reason_of(upload, engine, ONES, ANNA, first.generation) is Reason.STALE_GENERATION
+        assert reason_of(upload, engine, ONES, ANNA, first.generation) is ErrorCode.STALE_GENERATION
         assert torch.equal(theta(engine), TWOS)
 
 
@@ -116,10 +116,10 @@ def test_a_slow_first_uploader_cannot_overwrite_the_second_at_any_shard():
     with engines(2) as (_, shard):
         for who in (ANNA, BERT):
             assert join(shard, LAYOUT, who).state == "wait"
-        assert reason_of(upload, shard, ONES, ANNA, 0) is Reason.STALE_GENERATION
+        assert reason_of(upload, shard, ONES, ANNA, 0) is ErrorCode.STALE_GENERATION
         upload(shard, TWOS, BERT, full(2))
-        assert reason_of(upload, shard, ONES, ANNA, full(1, nonce=9)) is Reason.STALE_GENERATION
-        assert reason_of(upload, shard, ONES, ANNA, full(2, nonce=9)) is Reason.ALREADY_UPLOADED
+        assert reason_of(upload, shard, ONES, ANNA, full(1, nonce=9)) is ErrorCode.STALE_GENERATION
+        assert reason_of(upload, shard, ONES, ANNA, full(2, nonce=9)) is ErrorCode.ALREADY_UPLOADED
         assert torch.equal(theta(shard), TWOS[5:])
         upload(shard, ONES, ANNA, full(3))
         assert shard.model.generation == full(3)
@@ -157,7 +157,7 @@ def test_a_worker_with_a_replica_goes_before_one_with_fresh_weights():
         assert replica.state == "upload"
         assert join(engine, LAYOUT, ANNA).state == "wait"
         assert join(engine, LAYOUT, ANNA, has_replica=True).state == "wait", "one replica is as good as another"
-        assert reason_of(upload, engine, ONES, ANNA, fresh.generation) is Reason.STALE_GENERATION
+        assert reason_of(upload, engine, ONES, ANNA, fresh.generation) is ErrorCode.STALE_GENERATION
         upload(engine, TWOS, BERT, replica.generation, version=17)
         assert engine.model.version == 17
 
@@ -166,7 +166,7 @@ def test_without_a_lease_nothing_is_uploaded():
     with engines() as (engine,):
         generation = join(engine, LAYOUT, ANNA).generation
         engine.leave(ANNA)
-        assert reason_of(upload, engine, ONES, ANNA, generation) is Reason.LEASE_EXPIRED
+        assert reason_of(upload, engine, ONES, ANNA, generation) is ErrorCode.LEASE_EXPIRED
 
 
 def test_a_new_upload_begins_another_history():
@@ -175,8 +175,8 @@ def test_a_new_upload_begins_another_history():
         upload(shard, ONES, ANNA, full(1))
         push(shard, 1)
         upload(shard, TWOS, ANNA, full(2))
-        assert reason_of(push, shard, 2, generation=full(1)) is Reason.STALE_GENERATION
-        assert reason_of(pull, shard, base=1, generation=full(1)) is Reason.STALE_GENERATION
+        assert reason_of(push, shard, 2, generation=full(1)) is ErrorCode.STALE_GENERATION
+        assert reason_of(pull, shard, base=1, generation=full(1)) is ErrorCode.STALE_GENERATION
         assert pull(shard).version == 0
 
 
@@ -197,15 +197,15 @@ def test_a_new_upload_frees_every_image():
 def test_a_model_smaller_than_the_number_of_shards_is_refused():
     with engines(2) as shards:
         for shard in shards:
-            assert reason_of(join, shard, layout_of((1, F32))) is Reason.BAD_REQUEST
+            assert reason_of(join, shard, layout_of((1, F32))) is ErrorCode.BAD_REQUEST
             join(shard, layout_of((2, F32)))
 
 
 def test_another_model_is_refused_by_tensor():
     with serving(LAYOUT, ONES) as engine:
-        with pytest.raises(Refusal, match="t1") as refused:
+        with pytest.raises(Rejected, match="t1") as refused:
             join(engine, OTHER, BERT)
-        assert refused.value.reason is Reason.FINGERPRINT_MISMATCH
+        assert refused.value.reason is ErrorCode.FINGERPRINT_MISMATCH
         assert refused.value.metadata == {"tensor": "t1"}
         assert len(engine.membership) == 1
 
@@ -216,19 +216,19 @@ def test_one_who_is_alone_before_any_upload_may_change_the_model():
         engine.leave(ANNA)
         upload(engine, ONES, BERT, join(engine, LAYOUT, BERT, method="asgd").generation)
         assert engine.layout == LAYOUT
-        assert reason_of(join, engine, LAYOUT, ANNA, method="dgs") is Reason.SETTINGS_MISMATCH
+        assert reason_of(join, engine, LAYOUT, ANNA, method="dgs") is ErrorCode.SETTINGS_MISMATCH
 
 
 def test_other_settings_are_refused_and_give_no_lease():
     with serving(LAYOUT, ONES) as engine:
-        assert reason_of(join, engine, LAYOUT, BERT, method="asgd") is Reason.SETTINGS_MISMATCH
-        assert reason_of(join, engine, LAYOUT, BERT, method_settings={"m": "1"}) is Reason.SETTINGS_MISMATCH
+        assert reason_of(join, engine, LAYOUT, BERT, method="asgd") is ErrorCode.SETTINGS_MISMATCH
+        assert reason_of(join, engine, LAYOUT, BERT, method_settings={"m": "1"}) is ErrorCode.SETTINGS_MISMATCH
         assert len(engine.membership) == 1
 
 
 def test_a_living_name_is_taken():
     with serving(LAYOUT, ONES) as engine:
-        assert reason_of(join, engine, LAYOUT, Identity("anna", "2")) is Reason.WORKER_ALIVE
+        assert reason_of(join, engine, LAYOUT, Identity("anna", "2")) is ErrorCode.WORKER_ALIVE
 
 
 STATE = {"t0": torch.arange(6.0), "t1": torch.arange(4.0).bfloat16()}
@@ -252,21 +252,21 @@ def test_a_start_file_makes_every_shard_ready_at_the_first_join(tmp_path, num_sh
 @pytest.mark.parametrize("state", [{"t0": STATE["t0"]}, STATE | {"x": torch.ones(1)}, STATE | {"t1": torch.ones(5)}])
 def test_a_start_file_that_does_not_fit_is_refused(tmp_path, state):
     with engines(init=write_init(tmp_path / "start.safetensors", state)) as (engine,):
-        assert reason_of(join, engine, LAYOUT) is Reason.FINGERPRINT_MISMATCH
+        assert reason_of(join, engine, LAYOUT) is ErrorCode.FINGERPRINT_MISMATCH
 
 
 def test_a_start_file_without_the_buffers_is_refused_unless_there_are_to_be_none(tmp_path):
     init = write_init(tmp_path / "start.safetensors", STATE)
     layout = layout_of((6, F32), (4, BF16), buffers=(TensorSpec("mean", (2,), F32),))
     with engines(init=init) as (engine,):
-        assert reason_of(join, engine, layout) is Reason.FINGERPRINT_MISMATCH
+        assert reason_of(join, engine, layout) is ErrorCode.FINGERPRINT_MISMATCH
     with engines(init=init, buffers="none") as (engine,):
         assert join(engine, layout).state == "ready"
 
 
 def test_a_join_that_is_refused_leaves_no_trace(tmp_path):
     with engines(init=write_init(tmp_path / "start.safetensors", STATE)) as (engine,):
-        assert reason_of(join, engine, OTHER, BERT, method="asgd") is Reason.FINGERPRINT_MISMATCH
+        assert reason_of(join, engine, OTHER, BERT, method="asgd") is ErrorCode.FINGERPRINT_MISMATCH
         assert join(engine, LAYOUT, ANNA, method="dgs").state == "ready"
 
 

@@ -23,10 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_makers import F32, layout_of
 
-from pscore.layout import Span
-from pscore.reasons import Reason
-from pscore.segment import Segment
-from psservice.membership import Identity
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire.errors import ErrorCode
+from psservice.cluster.leases import Identity
 
 LAYOUT = layout_of((6, F32), (4, F32))
 ZEROS = torch.zeros(10)
@@ -54,7 +54,7 @@ def test_each_identity_is_applied_exactly_once(schedule):
         for who, step in schedule:
             entries = {step: float(step), 5 if who is ANNA else 6: 1.0}
             if step < last.get(who, 0):
-                assert reason_of(push, engine, step, entries, who) is Reason.STEP_OUT_OF_ORDER
+                assert reason_of(push, engine, step, entries, who) is ErrorCode.STEP_OUT_OF_ORDER
                 continue
             answer, repeated = push(engine, step, entries, who)
             assert repeated == (step == last.get(who))
@@ -87,7 +87,7 @@ def test_a_repeat_that_races_its_first_attempt_is_applied_once(engine):
 def test_steps_rise_with_gaps_allowed(engine):
     push(engine, 3, {0: 1.0})
     push(engine, 10, {0: 1.0})
-    assert reason_of(push, engine, 4, {0: 1.0}) is Reason.STEP_OUT_OF_ORDER
+    assert reason_of(push, engine, 4, {0: 1.0}) is ErrorCode.STEP_OUT_OF_ORDER
     assert engine.model.version == 2
     assert theta(engine)[0].item() == -2
 
@@ -129,7 +129,7 @@ def test_a_repeat_after_a_lost_lease_is_recognised(engine):
     clock = with_clock(engine)
     first, _ = push(engine, 1, {0: 1.0})
     clock.now += HOUR
-    assert reason_of(push, engine, 1, {0: 1.0}) is Reason.LEASE_EXPIRED
+    assert reason_of(push, engine, 1, {0: 1.0}) is ErrorCode.LEASE_EXPIRED
     assert join(engine, LAYOUT, ANNA).last_push == (ANNA.incarnation, 1)
     assert push(engine, 1, {0: 1.0}) == (first, True)
     assert theta(engine)[0].item() == -1
@@ -138,12 +138,12 @@ def test_a_repeat_after_a_lost_lease_is_recognised(engine):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"generation": full(2)}, Reason.STALE_GENERATION),
-        ({"generation": full(1, nonce=0)}, Reason.STALE_GENERATION),
-        ({"generation": 0}, Reason.STALE_GENERATION),
-        ({"base": 1}, Reason.VERSION_IN_FUTURE),
-        ({"who": Identity("carl", "1")}, Reason.LEASE_EXPIRED),
-        ({"who": Identity("anna", "2")}, Reason.LEASE_EXPIRED),
+        ({"generation": full(2)}, ErrorCode.STALE_GENERATION),
+        ({"generation": full(1, nonce=0)}, ErrorCode.STALE_GENERATION),
+        ({"generation": 0}, ErrorCode.STALE_GENERATION),
+        ({"base": 1}, ErrorCode.VERSION_IN_FUTURE),
+        ({"who": Identity("carl", "1")}, ErrorCode.LEASE_EXPIRED),
+        ({"who": Identity("anna", "2")}, ErrorCode.LEASE_EXPIRED),
     ],
 )
 def test_a_refused_push_changes_nothing_and_its_step_stays_free(engine, options, reason):
@@ -155,16 +155,16 @@ def test_a_refused_push_changes_nothing_and_its_step_stays_free(engine, options,
 
 def test_before_the_upload_there_is_nothing_to_push_to():
     with engines() as (engine,):
-        assert reason_of(push, engine, 1) is Reason.NOT_INITIALISED
+        assert reason_of(push, engine, 1) is ErrorCode.NOT_INITIALISED
         join(engine, LAYOUT)
-        assert reason_of(push, engine, 1) is Reason.NOT_INITIALISED
-        assert reason_of(pull, engine) is Reason.NOT_INITIALISED
+        assert reason_of(push, engine, 1) is ErrorCode.NOT_INITIALISED
+        assert reason_of(pull, engine) is ErrorCode.NOT_INITIALISED
 
 
 def test_a_draining_server_takes_no_new_push(engine):
     engine.doorway.close()
-    assert reason_of(engine.check_push, ANNA, 1) is Reason.DRAINING
-    assert reason_of(join, engine, LAYOUT, Identity("carl", "1")) is Reason.DRAINING
+    assert reason_of(engine.check_push, ANNA, 1) is ErrorCode.DRAINING
+    assert reason_of(join, engine, LAYOUT, Identity("carl", "1")) is ErrorCode.DRAINING
 
 
 def test_segments_may_come_in_any_order_dense_and_sparse(engine):

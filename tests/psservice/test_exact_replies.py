@@ -18,9 +18,9 @@ from service_makers import (
     writing,
 )
 
-from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
-from psservice.shard.replies import ReplyMode
+from pscore.model.segment import Segment
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.model.reply_session import ReplyMode
 
 LAYOUTS = {
     "fp32": layout_of((40, F32), ((3, 5), F32)),
@@ -108,9 +108,9 @@ def test_a_version_ahead_of_the_server_is_refused():
     with writing() as writer:
         link = linked(writer, version=5)
         link.base = 6
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(Rejected) as refused:
             link.ask()
-        assert refused.value.reason is Reason.VERSION_IN_FUTURE
+        assert refused.value.reason is ErrorCode.VERSION_IN_FUTURE
 
 
 def test_dense_pushes_are_answered_densely_and_exactly():

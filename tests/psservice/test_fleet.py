@@ -2,15 +2,15 @@
 
 import pytest
 
-from pscore.reasons import Reason
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.operate.calls import OperateError, Outcome, exit_status
-from psservice.operate.fleet import Look, Shard, disagreement, saved_share
-from psservice.operate.frames import frame, frame_plain
-from psservice.operate.shown import new_console
+from pscore.wire.errors import ErrorCode
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.operator.client import OperateError, Outcome, exit_status
+from psservice.operator.fleet import Look, Shard, disagreement, saved_share
+from psservice.operator.render import new_console
+from psservice.operator.top_view import frame, frame_plain
 
 NO_ANSWER = OperateError("b: UNAVAILABLE")
-REFUSED = OperateError("b: NOT_FOUND", refused=True, reason=Reason.NO_SUCH_WORKER)
+REFUSED = OperateError("b: NOT_FOUND", refused=True, reason=ErrorCode.NO_SUCH_WORKER)
 
 
 def status(index, *workers, **fields):

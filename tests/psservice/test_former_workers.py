@@ -5,7 +5,7 @@ from engine_makers import ANNA, join, present, push, with_clock
 from service_makers import sparse_push
 from test_recovery import LAYOUT, Shard, after_a_crash, begin, send
 
-from psservice.membership import MOST_RECORDS, RECORD_SECONDS, Identity
+from psservice.cluster.leases import MOST_RECORDS, RECORD_SECONDS, Identity
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from engine_makers import Clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psservice.rules.freezing import Freezing, Frozen
-from psservice.rules.groups import GroupSettings
+from psservice.model.wagma.rounds import Frozen, WagmaRounds
+from psservice.model.wagma.schedule import GroupSettings
 
 PAIRS = GroupSettings(size=2, tau=3)
 ALL = ("a", "b", "c", "d")
@@ -13,7 +13,7 @@ ALL = ("a", "b", "c", "d")
 
 def rounds_of(*workers, settings_=PAIRS):
     clock = Clock()
-    rounds = Freezing(settings_, clock)
+    rounds = WagmaRounds(settings_, clock)
     for worker in workers:
         rounds.enter(worker)
     return rounds, clock
@@ -164,7 +164,7 @@ def test_whatever_comes_and_goes_nobody_waits_for_ever_and_a_copy_goes_on_alike(
             rounds.arrive(worker, steps[worker])
             steps[worker] += 1
         freeze_all(rounds)
-    again = Freezing(GroupSettings(size=size, tau=tau), clock)
+    again = WagmaRounds(GroupSettings(size=size, tau=tau), clock)
     again.restore(rounds.export())
     assert again.export() == rounds.export()
     # Nobody gets ahead of the slowest by more than a period: the global round in between has stopped it. Who enters

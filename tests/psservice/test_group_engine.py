@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from service_makers import F32, bits, layout_of, sparse_push
 from test_recovery import Shard, after_a_crash, send
 
-from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
-from psservice.membership import Identity
-from psservice.rules.groups import StepTimes
-from psservice.run import RunState
+from pscore.model.segment import Segment
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.cluster.leases import Identity
+from psservice.cluster.run import RunState
+from psservice.model.wagma.schedule import StepTimes
 
 LAYOUT = layout_of((6, F32), (4, F32))
 CARL = Identity("carl", "1")
@@ -135,9 +135,9 @@ def test_the_first_is_told_to_come_back_until_the_grace_is_over(site):
     steady(site, (ANNA, BERT), 8)
     site.clock.now += 1.0
     site.push(ANNA, 100)
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         site.pull(ANNA)
-    assert refused.value.reason is Reason.ROUND_OPEN
+    assert refused.value.reason is ErrorCode.ROUND_OPEN
     assert 0.002 <= refused.value.retry_seconds < 0.5
     site.clock.now += refused.value.retry_seconds + 1e-6
     before = own(site, BERT).clone()
@@ -155,7 +155,7 @@ def test_in_a_global_round_only_the_end_of_a_lease_helps(site):
     for _ in range(5):
         leases.now += HOUR / 5.5
         site.clock.now += HOUR
-        assert reason_of(site.pull, ANNA) is Reason.ROUND_OPEN
+        assert reason_of(site.pull, ANNA) is ErrorCode.ROUND_OPEN
     leases.now += HOUR / 5.5
     assert not engine.membership.is_live(BERT)
     site.pull(ANNA)
@@ -167,8 +167,8 @@ def test_while_its_round_is_open_a_worker_may_repeat_its_push_and_not_make_the_n
     answer, _ = site.push(ANNA, 4)  # the fourth is global
     assert site.push(ANNA, 4, step=4) == (answer, True)
     engine = site.engines[0]
-    assert reason_of(site.push, ANNA, 5, step=5) is Reason.ROUND_OPEN
-    assert reason_of(engine.check_push, ANNA, 5) is Reason.ROUND_OPEN
+    assert reason_of(site.push, ANNA, 5, step=5) is ErrorCode.ROUND_OPEN
+    assert reason_of(engine.check_push, ANNA, 5) is ErrorCode.ROUND_OPEN
     engine.check_push(ANNA, 4)
     assert engine.model.version == 7
     site.push(BERT, 4)
@@ -186,7 +186,7 @@ def test_a_lost_lease_begins_anew_with_the_mean_although_the_version_is_the_same
     leases.now += 0.9 * HOUR
     site.pull(ANNA)
     leases.now += 0.2 * HOUR
-    assert reason_of(site.pull, BERT) is Reason.LEASE_EXPIRED
+    assert reason_of(site.pull, BERT) is ErrorCode.LEASE_EXPIRED
     site.pull(ANNA)
     base, _ = site.links[BERT, engine]
     join(engine, LAYOUT, BERT, "wagma", site.chosen)
@@ -249,7 +249,7 @@ def test_a_push_that_is_refused_changes_nothing_and_its_step_stays_free():
         site.push(ANNA, 0, entries={0: -3.4e38})
         site.pull(ANNA)
         before = bits(own(site, ANNA))
-        assert reason_of(site.push, ANNA, 0, entries={0: -3.4e38, 1: 1.0}, step=2) is Reason.NON_FINITE
+        assert reason_of(site.push, ANNA, 0, entries={0: -3.4e38, 1: 1.0}, step=2) is ErrorCode.NON_FINITE
         assert (bits(own(site, ANNA)), engine.model.version) == (before, 1)
         assert site.push(ANNA, 0, entries={1: 1.0})[0].version == 2
         assert site.pull(ANNA) == 1
@@ -324,7 +324,7 @@ def act(engine, clock, steps, number, action, who):
             }[action]()
             send(engine, steps.get(who, 1), segment, who, base=engine.model.version)
             steps[who] = steps.get(who, 1) + 1
-    except Refusal:
+    except Rejected:
         pass
 
 
@@ -400,7 +400,7 @@ def test_nobody_waits_for_one_whose_push_was_dropped_by_going_back(tmp_path):
         three_steps(site)
         at = engine.model.version
         kept(site, BERT, 3)  # the global iteration: it waits for Anna
-        assert reason_of(site.pull, BERT) is Reason.ROUND_OPEN
+        assert reason_of(site.pull, BERT) is ErrorCode.ROUND_OPEN
         engine.roll_back(at, "")
         site.links = dict.fromkeys(site.links, (None, 0))
         kept(site, ANNA, 3)
@@ -410,7 +410,7 @@ def test_nobody_waits_for_one_whose_push_was_dropped_by_going_back(tmp_path):
             for who in (BERT, ANNA):
                 kept(site, who, step)
                 if step == 7 and who is BERT:  # the next global one: they wait for one another again
-                    assert reason_of(site.pull, BERT) is Reason.ROUND_OPEN
+                    assert reason_of(site.pull, BERT) is ErrorCode.ROUND_OPEN
             for who in (ANNA, BERT):
                 site.pull(who)
         assert bits(site.replicas[ANNA]) == bits(site.replicas[BERT])

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_makers import bits
 
-from psservice.rules.freezing import Decision
-from psservice.rules.update.base import RuleState
+from psservice.model.update.base import RuleState
+from psservice.model.wagma.rounds import Decision
 
 
 def names(count):
@@ -159,7 +159,7 @@ def test_the_end_gives_everybody_the_mean():
     shard.finish()
     assert shard.rounds.waits("a") is None
     assert {bits(theta) for theta in models(shard, "abc").values()} == {bits(mean)} == {bits(shard.current())}
-    assert set(shard.strangers) == set("abc")  # what their replicas are called says nothing about this
+    assert set(shard.unsynced) == set("abc")  # what their replicas are called says nothing about this
 
 
 def test_what_makes_no_sense_is_no_decision():
@@ -229,7 +229,7 @@ def test_a_copy_made_at_any_moment_goes_on_to_the_same_bits(history, late, cut):
         assert bits(each.current()) == bits(shard.current())
         mine, theirs = each.export(), shard.export()
         assert mine.plain == theirs.plain
-        assert set(each.strangers) == set(shard.strangers)
+        assert set(each.unsynced) == set(shard.unsynced)
         assert {name: bits(t) for name, t in mine.tensors.items()} == {n: bits(t) for n, t in theirs.tensors.items()}
     held = sum(len(kept) for kept in shard._kept.values())
     assert held <= 4 * (3 + 1)  # no worker is late for more rounds than there are between two global ones

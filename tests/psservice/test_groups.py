@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.reasons import Reason, Refusal
-from psservice.rules.groups import GroupSettings, StepTimes, cut, default_size
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.model.wagma.schedule import GroupSettings, StepTimes, cut, default_size
 
 
 def names(count):
@@ -74,9 +74,9 @@ def test_settings_that_make_no_sense_are_refused(wrong):
     assert GroupSettings.parse(right) == GroupSettings(4, 5, "paper")
     assert GroupSettings.parse({"momentum": "0.9"}) is None
     for settings_ in (right | wrong, {key: value for key, value in right.items() if key not in wrong}):
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(Rejected) as refused:
             GroupSettings.parse(settings_)
-        assert refused.value.reason is Reason.BAD_REQUEST
+        assert refused.value.reason is ErrorCode.BAD_REQUEST
 
 
 def test_grace_is_bounded_by_the_step_and_by_the_jitter():

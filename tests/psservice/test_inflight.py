@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_makers import F32, layout_of
 
-from pscore import frames
-from pscore.layout import Span
-from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.inflight import InFlight, charged, decoded_bytes, largest_stream, received_bytes
-from psservice.membership import Identity
-from psservice.streams import PushReader, read_all, read_push, read_upload
-from psservice.upload import Upload
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.leases import Identity
+from psservice.rpc.memory_budget import MemoryBudget, charged, decoded_bytes, largest_stream, received_bytes
+from psservice.rpc.push_stream import PushReader, read_all, read_push, read_upload
+from psservice.shard.upload import Upload
 
 MOST, WORKER, LARGEST = 100, 60, 50
 
@@ -41,14 +41,14 @@ def refused(call, *arguments):
     """Why a call is refused; ``None`` if it is not."""
     try:
         call(*arguments)
-    except Refusal as refusal:
+    except Rejected as refusal:
         return refusal.reason
     return None
 
 
 @given(moves)
 def test_the_limits_hold_whatever_comes_and_what_ends_leaves_nothing(script):
-    ledger, calls, owners = InFlight(MOST), {}, {}
+    ledger, calls, owners = MemoryBudget(MOST), {}, {}
     for move, number, nbytes, worker in script:
         if move == "open" and number not in calls:
             calls[number] = ledger.open(LARGEST, WORKER)
@@ -71,10 +71,10 @@ def test_the_limits_hold_whatever_comes_and_what_ends_leaves_nothing(script):
                 assert total + nbytes <= MOST or oldest
                 continue
             assert ledger.bytes == total  # nothing is charged where it is refused
-            if why is Reason.BAD_REQUEST:
+            if why is ErrorCode.BAD_REQUEST:
                 assert call.bytes + nbytes > LARGEST
             else:
-                assert why is Reason.BUSY
+                assert why is ErrorCode.BUSY
                 assert (total + nbytes > MOST and not oldest) or (held + nbytes > WORKER and mine)
         assert ledger.bytes == sum(call.bytes for call in calls.values())
         assert ledger.bytes <= MOST + LARGEST
@@ -84,29 +84,29 @@ def test_the_limits_hold_whatever_comes_and_what_ends_leaves_nothing(script):
 
 
 def test_the_oldest_gets_through_although_it_needs_more_than_the_total():
-    ledger = InFlight(10)
+    ledger = MemoryBudget(10)
     with ledger.open() as first, ledger.open() as second:
         first.add(1_000)
-        with pytest.raises(Refusal, match="inflight-bytes"):
+        with pytest.raises(Rejected, match="inflight-bytes"):
             second.add(1)
     with ledger.open() as third:
         third.add(1_000)
 
 
 def test_the_oldest_of_a_worker_gets_through_and_other_workers_are_not_concerned():
-    ledger = InFlight(10_000)
+    ledger = MemoryBudget(10_000)
     with ExitStack() as stack:
         first, second, other = (stack.enter_context(ledger.open(most_of_worker=10)) for _ in range(3))
         for call, name in ((first, "anna"), (second, "anna"), (other, "bert")):
             call.belongs_to(name)
         first.add(1_000)
         other.add(1_000)
-        with pytest.raises(Refusal, match="'anna'"):
+        with pytest.raises(Rejected, match="'anna'"):
             second.add(1)
 
 
 def test_a_stream_is_charged_before_it_is_looked_at_and_given_back_however_it_ends():
-    ledger = InFlight(1 << 30)
+    ledger = MemoryBudget(1 << 30)
     messages = [pb.PushSparseRequest(chunk=pb.Chunk(count=5, length=5)), pb.PushSparseRequest(commit=pb.Commit())]
     with ledger.open() as charge:
         seen = []
@@ -190,11 +190,11 @@ def test_a_horde_of_tiny_chunks_is_refused_while_it_is_small():
             charge.add(received_bytes(len(kept[-1])))
             yield message
 
-    ledger = InFlight(1 << 40)
+    ledger = MemoryBudget(1 << 40)
     before = resident_bytes()
-    with ledger.open(limit) as charge, pytest.raises(Refusal, match="stream-bytes") as refused:
+    with ledger.open(limit) as charge, pytest.raises(Rejected, match="stream-bytes") as refused:
         read_all(charged(read_push(lambda header: PushReader([span], span)), charge), received())
-    assert refused.value.reason is Reason.BAD_REQUEST
+    assert refused.value.reason is ErrorCode.BAD_REQUEST
     assert 1000 < len(kept) < 20_000
     assert resident_bytes() - before < limit  # what is charged is not less than what it takes
 
@@ -203,7 +203,7 @@ def test_a_horde_of_empty_groups_is_refused_before_they_are_read():
     header = pb.PushHeader(step=1, plan=[pb.Group()] * 500_000)
     request = pb.PushSparseRequest(header=header)
     assert request.ByteSize() < 1_100_000  # well within a message
-    with InFlight(1 << 40).open(largest_stream(layout_of((1000, F32)), 1000)) as charge, pytest.raises(Refusal):
+    with MemoryBudget(1 << 40).open(largest_stream(layout_of((1000, F32)), 1000)) as charge, pytest.raises(Rejected):
         read_all(charged(read_push(lambda header: pytest.fail("it was read")), charge), [request])
 
 
@@ -211,12 +211,12 @@ def test_a_false_count_is_refused_for_what_it_is():
     chunk = pb.Chunk(length=10, count=(1 << 32) - 1, index_codec=1, value_codec=1, values=b"")
     header = pb.UploadHeader(generation=1)
     messages = [pb.UploadModelRequest(header=header), pb.UploadModelRequest(chunk=chunk)]
-    with InFlight(1 << 30).open(1 << 20) as charge, pytest.raises(Refusal) as refused:
+    with MemoryBudget(1 << 30).open(1 << 20) as charge, pytest.raises(Rejected) as refused:
         read_all(
             charged(read_upload(lambda header: Upload(Identity("anna", "1"), 1, Span(0, 10), 0, lambda: 0.0)), charge),
             messages,
         )
-    assert refused.value.reason is Reason.BAD_CHUNK
+    assert refused.value.reason is ErrorCode.BAD_CHUNK
 
 
 def resident_bytes():

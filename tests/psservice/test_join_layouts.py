@@ -7,10 +7,10 @@ import torch
 from engine_makers import ANNA, BERT, engines, join, serving
 from service_makers import F32, layout_of
 
-from pscore.layout import ModelLayout, TensorSpec
-from pscore.messages import layout_to_message
-from pscore.reasons import Reason, Refusal
-from psservice import joinlayout
+from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import layout_to_message
+from psservice.shard import join_layout
 
 LAYOUT = layout_of((6, F32), (4, F32), buffers=(TensorSpec("count", (), torch.int64),))
 
@@ -22,7 +22,7 @@ def engine(monkeypatch):
         def read(message):
             raise AssertionError("a layout is read although the run has one")
 
-        monkeypatch.setattr(joinlayout, "layout_from_message", read)
+        monkeypatch.setattr(join_layout, "layout_from_message", read)
         yield running
 
 
@@ -33,7 +33,7 @@ def changed(layout, position, **fields):
 
 
 def test_the_same_model_is_the_runs_own(engine):
-    layouts = joinlayout.JoinLayouts(engine)
+    layouts = join_layout.JoinLayouts(engine)
     assert layouts.read(BERT, layout_to_message(LAYOUT)) is engine.layout
     tied = layout_to_message(changed(LAYOUT, 1, aliases=("head",)))
     assert layouts.read(BERT, tied) is engine.layout
@@ -50,9 +50,9 @@ def test_the_same_model_is_the_runs_own(engine):
     ],
 )
 def test_another_model_is_refused_by_its_first_tensor_that_differs(engine, other, tensor):
-    with pytest.raises(Refusal) as refused:
-        joinlayout.JoinLayouts(engine).read(BERT, layout_to_message(other))
-    assert refused.value.reason is Reason.FINGERPRINT_MISMATCH
+    with pytest.raises(Rejected) as refused:
+        join_layout.JoinLayouts(engine).read(BERT, layout_to_message(other))
+    assert refused.value.reason is ErrorCode.FINGERPRINT_MISMATCH
     assert refused.value.metadata == {"tensor": tensor}
 
 
@@ -60,8 +60,8 @@ def test_a_name_of_any_length_makes_a_short_answer(engine):
     message = layout_to_message(LAYOUT)
     message.parameters[0].name = "\x1b" * 1_000_000
     message.parameters[1].shape.extend(range(200_000))
-    with pytest.raises(Refusal) as refused:
-        joinlayout.JoinLayouts(engine).read(BERT, message)
+    with pytest.raises(Rejected) as refused:
+        join_layout.JoinLayouts(engine).read(BERT, message)
     assert len(str(refused.value)) < 2000
     assert str(refused.value).isprintable()
 
@@ -69,16 +69,16 @@ def test_a_name_of_any_length_makes_a_short_answer(engine):
 def test_a_fingerprint_that_is_not_the_models_is_refused(engine):
     message = layout_to_message(LAYOUT)
     message.fingerprint = bytes(32)
-    with pytest.raises(Refusal, match="fingerprint") as refused:
-        joinlayout.JoinLayouts(engine).read(BERT, message)
-    assert refused.value.reason is Reason.BAD_REQUEST
+    with pytest.raises(Rejected, match="fingerprint") as refused:
+        join_layout.JoinLayouts(engine).read(BERT, message)
+    assert refused.value.reason is ErrorCode.BAD_REQUEST
 
 
 def test_before_there_is_a_model_one_who_is_alone_brings_another():
     other = layout_of((5, F32))
     with engines() as (engine,):
         join(engine, LAYOUT, ANNA)
-        layouts = joinlayout.JoinLayouts(engine)
+        layouts = join_layout.JoinLayouts(engine)
         assert layouts.read(ANNA, layout_to_message(other)) == other
-        with pytest.raises(Refusal):
+        with pytest.raises(Rejected):
             layouts.read(BERT, layout_to_message(other))

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psservice.durability import journal as journal_module
-from psservice.durability.files import StorageError, publish
-from psservice.durability.journal import Journal, JournalError, segment_numbers, segment_path
-from psservice.durability.lockfile import LockFile
-from psservice.durability.records import HEAD_BYTES, Body, DamagedError, Segment
+from psservice.storage import journal as journal_module
+from psservice.storage.files import StorageError, publish
+from psservice.storage.journal import Journal, JournalError, segment_numbers, segment_path
+from psservice.storage.journal_format import HEAD_BYTES, Body, DamagedError, Segment
+from psservice.storage.lock_file import LockFile
 
 many = settings(deadline=None, max_examples=60)
 bodies = st.lists(st.tuples(st.integers(0, 9), st.lists(st.binary(max_size=200), max_size=3)), max_size=12)

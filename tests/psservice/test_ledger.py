@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psservice.shard.ledger import UpdateLedger, union
+from psservice.model.changelog import UpdateLedger, union
 
 SIZE = 40
 many = settings(deadline=None, max_examples=150)

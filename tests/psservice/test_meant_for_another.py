@@ -5,11 +5,11 @@ import threading
 import grpc
 import pytest
 
-from pscore.messages import SHARD_HEADER, place_of
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psservice.rpc.call import SERVICE
-from psservice.server import Server
+from pscore.wire.messages import SHARD_HEADER, place_of
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psservice.app.server import Server
+from psservice.rpc.calls import SERVICE
 from psservice.settings import ServerSettings
 
 TIMEOUT = 20.0

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pscore.reasons import Reason, Refusal
-from psservice.membership import Identity, Membership, PushAnswer
-from psservice.rules.reply import Exact
-from psservice.rules.staleness import OwnVersions
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.cluster.leases import Identity, Membership, PushAnswer
+from psservice.policy.reply_mode import Exact
+from psservice.policy.staleness import OwnVersions
 
 LEASE = 10.0
 ANNA, ANNA_AGAIN, BERT = Identity("anna", "1"), Identity("anna", "2"), Identity("bert", "1")
@@ -31,7 +31,7 @@ def world():
 
 
 def reason_of(call):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         call()
     return refused.value.reason
 
@@ -75,19 +75,19 @@ def test_the_end_frees_what_is_kept_and_is_told_once(world):
 
 
 def test_without_a_lease_one_must_join_first(world):
-    assert reason_of(lambda: world.members.require(ANNA)) is Reason.LEASE_EXPIRED
+    assert reason_of(lambda: world.members.require(ANNA)) is ErrorCode.LEASE_EXPIRED
     world.members.join(ANNA)
-    assert reason_of(lambda: world.members.require(ANNA_AGAIN)) is Reason.LEASE_EXPIRED
+    assert reason_of(lambda: world.members.require(ANNA_AGAIN)) is ErrorCode.LEASE_EXPIRED
     world.clock.now += LEASE
-    assert reason_of(lambda: world.members.require(ANNA)) is Reason.LEASE_EXPIRED
+    assert reason_of(lambda: world.members.require(ANNA)) is ErrorCode.LEASE_EXPIRED
 
 
 def test_a_living_name_belongs_to_one_incarnation(world):
     world.members.join(ANNA)
     world.clock.now += 4
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         world.members.join(ANNA_AGAIN)
-    assert refused.value.reason is Reason.WORKER_ALIVE
+    assert refused.value.reason is ErrorCode.WORKER_ALIVE
     assert float(refused.value.metadata["lease_seconds"]) == pytest.approx(LEASE - 4)
     assert 0 < refused.value.retry_seconds <= LEASE
 

@@ -7,16 +7,16 @@ import torch
 from engine_makers import ANNA, BERT, HOUR, join, push, reason_of, upload
 from service_makers import BF16, F32, layout_of
 
-from pscore.layout import Span
-from pscore.reasons import Reason
-from psservice import readings
-from psservice.durability import journal as journal_module
-from psservice.durability import snapshots
-from psservice.engine import Engine
-from psservice.metrics import Metrics
-from psservice.persistence import Persistence
+from pscore.model.layout import Span
+from pscore.wire.errors import ErrorCode
+from psservice.app import metric_bindings
+from psservice.observability.metrics import Metrics
+from psservice.observability.traffic import dense_bytes
+from psservice.recovery.durability import Durability
 from psservice.settings import ServerSettings
-from psservice.traffic import dense_bytes
+from psservice.shard.shard import Engine
+from psservice.storage import journal as journal_module
+from psservice.storage import snapshots
 
 LAYOUT = layout_of((6, F32), (4, BF16))
 
@@ -27,7 +27,7 @@ def running(tmp_path):
     settings = ServerSettings(lease_seconds=HOUR, data_dir=tmp_path, fsync="never", snapshot_seconds=HOUR, run_id="r")
     engine = Engine(settings, torch.device("cpu"), Metrics())
     try:
-        readings.follow(engine, lambda: 0)
+        metric_bindings.follow(engine, lambda: 0)
         upload(engine, torch.zeros(10), ANNA, join(engine, LAYOUT, ANNA).generation)
         yield engine
     finally:
@@ -54,8 +54,8 @@ def test_bounds_and_size_are_told(running):
 
 def test_a_shard_that_follows_waits_longer_for_its_own_snapshot(tmp_path):
     settings = {"num_shards": 2, "shard_index": 1, "snapshot_seconds": 10}
-    assert Persistence(ServerSettings(**settings), print).snapshot_interval_seconds == 0
-    kept = Persistence(ServerSettings(**settings, data_dir=tmp_path), print)
+    assert Durability(ServerSettings(**settings), print).snapshot_interval_seconds == 0
+    kept = Durability(ServerSettings(**settings, data_dir=tmp_path), print)
     assert kept.snapshot_interval_seconds == 30
     kept.abandon()
 
@@ -93,14 +93,14 @@ def test_failed_writes_are_counted(running, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(journal_module.os, "writev", full)
-        assert reason_of(join, running, LAYOUT, BERT) is Reason.NOT_DURABLE
+        assert reason_of(join, running, LAYOUT, BERT) is ErrorCode.NOT_DURABLE
     assert value(running, "psservice_journal_errors_total") == 1
     before = value(running, "psservice_journal_bytes_total")
     push(running, 1, {2: 1.0})
     assert value(running, "psservice_journal_bytes_total") > before
     with monkeypatch.context() as patched:
         patched.setattr(snapshots, "write", full)
-        assert reason_of(running.persistence.take_asked, running, "") is Reason.NOT_DURABLE
+        assert reason_of(running.persistence.take_asked, running, "") is ErrorCode.NOT_DURABLE
     assert value(running, "psservice_snapshot_errors_total") == 1
 
 

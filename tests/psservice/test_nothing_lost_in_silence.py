@@ -8,8 +8,8 @@ from engine_makers import BERT, join, present, serving_shards
 from service_makers import bits, sparse_push
 from test_recovery import LAYOUT, START, Shard, after_a_crash, assert_same, begin, send, theta, values
 
-from psservice.durability.files import StorageError
-from psservice.durability.journal import segment_numbers, segment_path
+from psservice.storage.files import StorageError
+from psservice.storage.journal import segment_numbers, segment_path
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_torn_tail_after_a_power_cut_begins_a_new_history(directory, monkeypat
     shutil.copytree(copy, whole)
     with path.open("ab") as file:
         file.write(path.read_bytes()[20:60])
-    monkeypatch.setattr("psservice.durability.lockfile.boot_id", lambda: "another")
+    monkeypatch.setattr("psservice.storage.lock_file.boot_id", lambda: "another")
     with Shard(copy, fsync="always") as again:
         assert again.model.version == 1
         assert present(again) != generation
@@ -121,7 +121,7 @@ def test_what_was_on_the_disk_before_a_power_cut_and_is_gone_is_refused(director
         copy, generation = after_a_crash(directory), present(engine)
     path = newest_segment(copy)
     os.truncate(path, path.stat().st_size // 2)
-    monkeypatch.setattr("psservice.durability.lockfile.boot_id", lambda: "another")
+    monkeypatch.setattr("psservice.storage.lock_file.boot_id", lambda: "another")
     with pytest.raises(StorageError, match=path.name):
         Shard(copy, fsync="always")
     assert_goes_back_when_told_to(copy, generation)

@@ -8,13 +8,13 @@ import torch
 from engine_makers import ANNA, BERT, HOUR, engines, join, pull, push, reason_of, serving, theta, with_clock
 from service_makers import F32, layout_of
 
-from pscore.reasons import Reason, Refusal
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.dataset import Plan, Wish
-from psservice.doorway import Doorway
-from psservice.membership import Identity
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.drain_gate import DrainGate
+from psservice.cluster.leases import Identity
 from psservice.rpc.operators import OperatorCalls, Process
-from psservice.shard.writer import Writer
+from psservice.sampling.dataset import Plan, Wish
+from psservice.shard.apply_thread import Writer
 from tests.hostile.service import Ended, called
 
 LAYOUT = layout_of((6, F32), (4, F32))
@@ -36,25 +36,25 @@ def calls_of(engine):
 
 
 def test_a_door_counts_who_is_inside_and_lets_nobody_in_while_it_is_closed():
-    door = Doorway()
+    door = DrainGate()
     with door.entered():
         door.require_open()
         door.close()
         assert door.inside == 1
-        assert reason_of(door.require_open) is Reason.DRAINING
+        assert reason_of(door.require_open) is ErrorCode.DRAINING
     assert (door.inside, door.is_closed) == (0, True)
     door.open()
     door.require_open()
 
 
 def test_nothing_comes_in_behind_a_count_that_has_reached_zero():
-    door, acted, counts = Doorway(), [], []
+    door, acted, counts = DrainGate(), [], []
 
     def call():
         with door.entered():
             try:
                 door.require_open()
-            except Refusal:
+            except Rejected:
                 return
             acted.append(1)
 
@@ -85,7 +85,7 @@ def test_a_closed_shard_refuses_what_changes_it_and_answers_the_rest(engine):
         lambda: engine.open_upload(ANNA, 1, 0),
         lambda: engine.require_buffers(ANNA, 1),
     ):
-        assert reason_of(refused) is Reason.DRAINING
+        assert reason_of(refused) is ErrorCode.DRAINING
     assert pull(engine, base=0).version == 1
     engine.membership.require(ANNA)
     call("Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN))
@@ -121,7 +121,7 @@ def test_an_unknown_action_changes_nothing(action, engine):
 def test_an_evicted_worker_has_lost_its_lease_and_not_its_record(engine):
     first, _ = push(engine, 1, {0: 1.0})
     assert engine.evict("anna", 0.0).identity == ANNA
-    assert reason_of(push, engine, 2, {0: 1.0}) is Reason.LEASE_EXPIRED
+    assert reason_of(push, engine, 2, {0: 1.0}) is ErrorCode.LEASE_EXPIRED
     assert join(engine, LAYOUT, ANNA).last_push == ("1", 1)
     assert push(engine, 1, {0: 1.0}) == (first, True), "a repeat is answered, not applied"
     assert push(engine, 2, {0: 1.0})[0].version == 2
@@ -137,7 +137,7 @@ def test_a_push_that_waits_for_the_writer_is_refused_behind_an_eviction(engine, 
         return run(writer, job)
 
     monkeypatch.setattr(Writer, "run", evict_first)
-    assert reason_of(push, engine, 1, {0: 1.0}) is Reason.EVICTED
+    assert reason_of(push, engine, 1, {0: 1.0}) is ErrorCode.EVICTED
     assert torch.equal(theta(engine), before)
 
 
@@ -145,11 +145,11 @@ def test_a_ban_is_on_the_name_and_ends_by_itself_or_by_another_call(engine):
     clock = with_clock(engine)
     engine.evict("anna", 60.0)
     for who in (ANNA, Identity("anna", "2")):
-        assert reason_of(join, engine, LAYOUT, who) is Reason.EVICTED
-    assert reason_of(engine.membership.require, ANNA) is Reason.EVICTED
+        assert reason_of(join, engine, LAYOUT, who) is ErrorCode.EVICTED
+    assert reason_of(engine.membership.require, ANNA) is ErrorCode.EVICTED
     join(engine, LAYOUT, BERT)
     clock.now = 59.0
-    with pytest.raises(Refusal) as told:
+    with pytest.raises(Rejected) as told:
         join(engine, LAYOUT, ANNA)
     assert told.value.retry_seconds == pytest.approx(1.0)
     clock.now = 60.0
@@ -168,7 +168,7 @@ def test_samples_of_an_evicted_worker_are_handed_to_others(engine):
 
 
 def test_nobody_of_that_name_is_told(engine):
-    assert reason_of(engine.evict, "nobody", 0.0) is Reason.NO_SUCH_WORKER
+    assert reason_of(engine.evict, "nobody", 0.0) is ErrorCode.NO_SUCH_WORKER
     assert engine.membership.evicted() == {}
 
 

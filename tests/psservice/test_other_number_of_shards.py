@@ -8,13 +8,13 @@ import torch
 from engine_makers import ANNA, BERT, engines, join, present, upload
 from service_makers import F32, layout_of
 
-from pscore.layout import Span, TensorSpec
-from pscore.ranges import Ranges
-from pscore.segment import Segment
-from psservice.dataset import Plan, Wish
-from psservice.durability.files import StorageError
-from psservice.engine import Push
-from psservice.rules.update.recut import PieceMemory, recut
+from pscore.model.layout import Span, TensorSpec
+from pscore.model.ranges import Ranges
+from pscore.model.segment import Segment
+from psservice.model.update.reshard import PieceMemory, recut
+from psservice.sampling.dataset import Plan, Wish
+from psservice.shard.shard import Push
+from psservice.storage.files import StorageError
 
 LAYOUT = layout_of((7, F32), ((2, 5), F32), (9, F32), buffers=(TensorSpec("mean", (3,), F32),))
 SAMPLES = 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pscore.reasons import Reason, Refusal
+from pscore.wire.errors import ErrorCode, Rejected
 from psservice.rpc.penalty import Penalty, is_fault
 
 
@@ -40,15 +40,17 @@ def test_a_large_call_counts_as_many(clock):
     assert waits[2] == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize("reason", [Reason.STALE_GENERATION, Reason.BUSY, Reason.ROUND_OPEN, Reason.LEASE_EXPIRED])
+@pytest.mark.parametrize(
+    "reason", [ErrorCode.STALE_GENERATION, ErrorCode.BUSY, ErrorCode.ROUND_OPEN, ErrorCode.LEASE_EXPIRED]
+)
 def test_what_training_meets_is_no_fault(reason):
-    assert not is_fault(Refusal(reason, "why"))
+    assert not is_fault(Rejected(reason, "why"))
 
 
-@pytest.mark.parametrize("reason", [Reason.UNAUTHENTICATED, Reason.BAD_REQUEST, Reason.FINGERPRINT_MISMATCH])
+@pytest.mark.parametrize("reason", [ErrorCode.UNAUTHENTICATED, ErrorCode.BAD_REQUEST, ErrorCode.FINGERPRINT_MISMATCH])
 def test_what_a_caller_has_to_mend_is_one_unless_it_ends_by_itself(reason):
-    assert is_fault(Refusal(reason, "why"))
-    assert not is_fault(Refusal(reason, "why", retry_seconds=1.0))
+    assert is_fault(Rejected(reason, "why"))
+    assert not is_fault(Rejected(reason, "why", retry_seconds=1.0))
 
 
 def test_hosts_are_forgotten_beyond_a_number(clock):

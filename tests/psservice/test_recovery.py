@@ -10,22 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_makers import BF16, F16, F32, bits, layout_of, sparse_push
 
-from pscore import frames
-from pscore.buffers import pack
-from pscore.layout import TensorSpec
-from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.calls import Push
-from psservice.durability import journal as journal_module
-from psservice.durability.files import StorageError
-from psservice.durability.journal import segment_numbers, segment_path
-from psservice.durability.records import DamagedError
-from psservice.engine import Engine
-from psservice.metrics import Metrics
-from psservice.run import RunState
+from pscore.model.buffers import pack
+from pscore.model.layout import TensorSpec
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.run import RunState
+from psservice.observability.metrics import Metrics
+from psservice.rpc.push_stream import PushReader, read_all, read_push
 from psservice.settings import ServerSettings
-from psservice.streams import PushReader, read_all, read_push
+from psservice.shard.shard import Engine
+from psservice.shard.types import Push
+from psservice.storage import journal as journal_module
+from psservice.storage.files import StorageError
+from psservice.storage.journal import segment_numbers, segment_path
+from psservice.storage.journal_format import DamagedError
 from tests.system.tools import wait_until
 
 BUFFERS = (TensorSpec("mean", (3,), F32), TensorSpec("half", (2,), F16), TensorSpec("count", (), torch.int64))
@@ -190,7 +190,7 @@ def perform(engine, script):
                 engine.persistence.take(engine)
             elif action == "finish":
                 engine.finish()
-        except Refusal:
+        except Rejected:
             pass
 
 
@@ -288,7 +288,7 @@ def test_a_new_history_begins_where_versions_that_workers_saw_may_be_gone(durabi
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
         copy = after_a_crash(directory)
         generation = present(engine)
-    monkeypatch.setattr("psservice.durability.lockfile.boot_id", lambda: "another")  # power was cut
+    monkeypatch.setattr("psservice.storage.lock_file.boot_id", lambda: "another")  # power was cut
     with Shard(copy, durability=durability) as again:
         assert present(again) != generation
         assert present(again) >> 32 == generation >> 32
@@ -303,7 +303,7 @@ def test_with_fsync_always_a_power_cut_keeps_the_history(directory, monkeypatch)
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
         copy, generation, before = after_a_crash(directory), present(engine), bits(theta(engine))
-    monkeypatch.setattr("psservice.durability.lockfile.boot_id", lambda: "another")
+    monkeypatch.setattr("psservice.storage.lock_file.boot_id", lambda: "another")
     with Shard(copy, fsync="always") as again:
         assert (present(again), bits(theta(again))) == (generation, before)
 
@@ -397,7 +397,7 @@ def test_a_full_disk_refuses_pushes_until_there_is_room_and_changes_nothing(dire
 
         with monkeypatch.context() as patched:
             patched.setattr(journal_module.os, "writev", full)
-            assert reason_of(send, engine, 2, sparse_push(engine.span, 0.5, 2)) is Reason.NOT_DURABLE
+            assert reason_of(send, engine, 2, sparse_push(engine.span, 0.5, 2)) is ErrorCode.NOT_DURABLE
             assert shard.said == [False]
             assert (bits(theta(engine)), engine.model.version) == (before, version)
         answer, repeated = send(engine, 2, sparse_push(engine.span, 0.5, 2))
@@ -415,8 +415,8 @@ def test_an_upload_that_cannot_be_kept_is_not_taken(directory, monkeypatch):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr("psservice.durability.snapshots.save", full)
-            assert reason_of(upload, engine, values(), ANNA, generation, buffers=START) is Reason.NOT_DURABLE
+            patched.setattr("psservice.storage.snapshots.save", full)
+            assert reason_of(upload, engine, values(), ANNA, generation, buffers=START) is ErrorCode.NOT_DURABLE
         assert engine.model is None
         upload(engine, values(), ANNA, generation, buffers=START)
         assert engine.model is not None

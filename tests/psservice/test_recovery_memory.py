@@ -10,8 +10,8 @@ from engine_makers import ANNA, join, upload
 from service_makers import F32, layout_of, sparse_push
 from test_recovery import Shard, after_a_crash, send
 
-from psclient.local import LocalServer
-from pscore.v1 import parameter_server_pb2 as pb
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 LAYOUT = layout_of((400_000, F32))
 PUSHES, DENSITY = 300, 0.5

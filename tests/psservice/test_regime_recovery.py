@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from service_makers import bits, sparse_push
 from test_recovery import LAYOUT, START, Shard, after_a_crash, send, values
 
-from pscore.reasons import Refusal
-from pscore.segment import Segment
-from psservice.replay import histories
+from pscore.model.segment import Segment
+from pscore.wire.errors import Rejected
+from psservice.recovery.export import histories
 
 ADAM = {"update": "torch", "optimizer": json.dumps({"name": "Adam", "options": {"lr": 0.01}})}
 RMSPROP = {
@@ -80,7 +80,7 @@ def play(engine, script, method_settings, steps):
                 base = max(0, engine.model.version - stale)
                 rates = [] if seed % 2 or "update" not in method_settings else [seed / 700]
                 send(engine, steps[who], segment, who, base=base, samples=1 + seed, learning_rate=0.1, rates=rates)
-        except Refusal:
+        except Rejected:
             pass
 
 
@@ -112,7 +112,7 @@ def test_a_push_with_rates_for_other_groups_is_refused_and_changes_nothing(metho
     with Shard(tmp_path / "live") as engine:
         begin_regime(engine, method_settings)
         before = bits(theta(engine))
-        with pytest.raises(Refusal, match="group_rates"):
+        with pytest.raises(Rejected, match="group_rates"):
             send(engine, 1, Segment(engine.span, None, values(1)), rates=[0.1, 0.2])
         assert bits(theta(engine)) == before
         with Shard(after_a_crash(tmp_path / "live")) as again:

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_makers import F32, layout_of, sparse_push
 
-from pscore.layout import Span
-from pscore.ranges import Ranges
-from pscore.reasons import Reason
-from pscore.segment import Segment
-from psservice.dataset import Plan, Wish
-from psservice.membership import Identity
-from psservice.metrics import Metrics
-from psservice.rules.rounds import Round, RoundSettings
-from psservice.run import RunState
+from pscore.model.layout import Span
+from pscore.model.ranges import Ranges
+from pscore.model.segment import Segment
+from pscore.wire.errors import ErrorCode
+from psservice.cluster.leases import Identity
+from psservice.cluster.run import RunState
+from psservice.model.rounds import Round, RoundSettings
+from psservice.observability.metrics import Metrics
+from psservice.sampling.dataset import Plan, Wish
 
 CARL = Identity("carl", "1")
 LAYOUT = layout_of((4, F32))
@@ -63,14 +63,14 @@ def test_who_has_contributed_waits_until_the_mean_is_applied(engine, monkeypatch
 
     monkeypatch.setattr(engine.model._rule, "apply", applied)
     push(engine, 1, {0: 2.0}, BERT)
-    assert seen == [Reason.ROUND_OPEN]
+    assert seen == [ErrorCode.ROUND_OPEN]
     assert pull(engine, ANNA, base=0).version == 1
 
 
 def test_those_who_have_contributed_wait_and_the_others_do_not(engine):
     begin(engine, ANNA, BERT)
     push(engine, 1, {0: 2.0}, ANNA)
-    assert reason_of(pull, engine, ANNA, base=0) is Reason.ROUND_OPEN
+    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN
     assert pull(engine, BERT, base=0).version == 0
     push(engine, 1, {0: 2.0}, BERT)
     reply = pull(engine, ANNA, base=0)
@@ -82,7 +82,7 @@ def test_a_push_for_a_closed_round_is_too_stale(engine):
     push(engine, 1, {0: 3.0}, ANNA)
     push(engine, 1, {0: 1.0}, BERT)
     assert (engine.model.version, theta(engine)[0]) == (1, -2.0), "the mean is over the two that contributed"
-    assert reason_of(push, engine, 1, {0: 9.0}, CARL, base=0) is Reason.TOO_STALE
+    assert reason_of(push, engine, 1, {0: 9.0}, CARL, base=0) is ErrorCode.TOO_STALE
     assert theta(engine)[0] == -2.0
     push(engine, 2, {0: 9.0}, CARL, base=1)
     assert engine.model.version == 1
@@ -93,7 +93,7 @@ def test_the_death_of_the_last_one_closes_the_round(engine):
     clock = with_clock(engine)
     push(engine, 1, {0: 2.0}, ANNA)
     clock.now += 1800
-    assert reason_of(pull, engine, ANNA, base=0) is Reason.ROUND_OPEN  # and Anna's lease is renewed
+    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN  # and Anna's lease is renewed
     clock.now += 1801
     assert pull(engine, ANNA, base=0).version == 1
     assert theta(engine)[0] == -2.0
@@ -121,7 +121,7 @@ def test_a_round_ends_some_time_after_its_first_contribution(engine):
     engine.model.round._clock = clock
     push(engine, 1, {0: 2.0}, ANNA)
     clock.now = 4.9
-    assert reason_of(pull, engine, ANNA, base=0) is Reason.ROUND_OPEN
+    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN
     clock.now = 5.0
     assert pull(engine, ANNA, base=0).version == 1
 
@@ -129,7 +129,7 @@ def test_a_round_ends_some_time_after_its_first_contribution(engine):
 def test_the_first_round_waits_for_its_workers(engine):
     begin(engine, ANNA, start_workers=2)
     push(engine, 1, {0: 2.0}, ANNA)
-    assert reason_of(pull, engine, ANNA, base=0) is Reason.ROUND_OPEN
+    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN
     begin(engine, BERT, start_workers=2)
     push(engine, 1, {0: 4.0}, BERT)
     assert theta(engine)[0] == -3.0
@@ -199,7 +199,7 @@ def test_a_flush_is_added_and_neither_counted_nor_waited_for(engine):
 def test_a_flush_is_never_too_late_for_a_round(engine):
     begin(engine, ANNA, BERT, quorum=1)
     push(engine, 1, {0: 1.0}, ANNA)
-    assert reason_of(push, engine, 1, {0: 2.0}, BERT, base=0) is Reason.TOO_STALE
+    assert reason_of(push, engine, 1, {0: 2.0}, BERT, base=0) is ErrorCode.TOO_STALE
     push(engine, 2, {0: 2.0}, BERT, base=0, samples=0)
     engine.leave(BERT)
     push(engine, 2, {0: 1.0}, ANNA, base=1)
@@ -228,13 +228,13 @@ def test_what_was_flushed_last_is_in_the_model_at_the_end(engine):
     ],
 )
 def test_rounds_that_make_no_sense_are_refused(engine, text):
-    assert reason_of(join, engine, LAYOUT, ANNA, "ssgd", {"rounds": text}) is Reason.BAD_REQUEST
+    assert reason_of(join, engine, LAYOUT, ANNA, "ssgd", {"rounds": text}) is ErrorCode.BAD_REQUEST
     assert not engine.run.method, "nothing was agreed"
 
 
 def test_a_value_that_would_spoil_the_sum_is_refused_before_it_counts(engine):
     begin(engine, ANNA, BERT)
-    assert reason_of(push, engine, 1, {0: 1e38}, ANNA) is Reason.NON_FINITE
+    assert reason_of(push, engine, 1, {0: 1e38}, ANNA) is ErrorCode.NON_FINITE
     assert not engine.model.round.contributors
 
 
@@ -305,6 +305,6 @@ def test_nobody_waits_for_a_worker_that_waits_for_samples_itself(engine):
     assert pull(engine, BERT, base=0).version == 1
     assert lease(ANNA, epoch=1)
     push(engine, 2, {0: 2.0}, BERT, base=1)
-    assert reason_of(pull, engine, BERT, base=1) is Reason.ROUND_OPEN
+    assert reason_of(pull, engine, BERT, base=1) is ErrorCode.ROUND_OPEN
     push(engine, 1, {0: 4.0}, ANNA, base=1)
     assert theta(engine)[0] == -5.0

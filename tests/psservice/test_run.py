@@ -2,12 +2,12 @@
 
 import pytest
 
-from pscore.reasons import Reason, Refusal
-from psservice.run import Run, RunState
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.cluster.run import Run, RunState
 
 
 def refusal_of(call):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         call()
     return refused.value
 
@@ -24,7 +24,7 @@ def test_only_a_join_may_leave_the_run_open():
     run.require_id("", may_be_empty=True)
     for named, may_be_empty in (("other", True), ("other", False), ("", False)):
         refusal = refusal_of(lambda named=named, free=may_be_empty: run.require_id(named, may_be_empty=free))
-        assert refusal.reason is Reason.RUN_MISMATCH
+        assert refusal.reason is ErrorCode.RUN_MISMATCH
         assert "'mine'" in refusal.detail
 
 
@@ -52,7 +52,7 @@ def test_the_first_worker_decides_and_the_same_again_is_fine():
 def test_whoever_differs_is_refused_by_name(method, settings, named):
     run = agreed()
     refusal = refusal_of(lambda: run.agree(method, settings, replace=False))
-    assert refusal.reason is Reason.SETTINGS_MISMATCH
+    assert refusal.reason is ErrorCode.SETTINGS_MISMATCH
     assert refusal.metadata == {"setting": named}
     run.agree("dgs", {"momentum": "0.7"}, replace=False)
 
@@ -70,7 +70,7 @@ def test_pushes_are_taken_until_the_end():
     assert run.state_with_model is RunState.TRAINING
     run.require_open()
     run.state = RunState.FINISHED
-    assert refusal_of(run.require_open).reason is Reason.RUN_FINISHED
+    assert refusal_of(run.require_open).reason is ErrorCode.RUN_FINISHED
     assert run.state_with_model is RunState.FINISHED, "a new upload does not reopen a run"
 
 
@@ -99,14 +99,14 @@ def test_only_the_coordinator_names_a_run_and_the_others_follow_it():
         assert run.run_id == ""
     run.follow("mine")
     assert run.run_id == "mine"
-    assert refusal_of(lambda: run.require_id("other")).reason is Reason.RUN_MISMATCH
+    assert refusal_of(lambda: run.require_id("other")).reason is ErrorCode.RUN_MISMATCH
 
 
 @pytest.mark.parametrize("coordinator", [True, False])
 def test_a_run_that_was_named_follows_no_other(coordinator):
     run = Run("mine", coordinator=coordinator)
     run.require_upload("mine")
-    assert refusal_of(lambda: run.require_upload("other")).reason is Reason.RUN_MISMATCH
+    assert refusal_of(lambda: run.require_upload("other")).reason is ErrorCode.RUN_MISMATCH
     run.follow("other")
     assert run.run_id == "mine"
 
@@ -114,7 +114,7 @@ def test_a_run_that_was_named_follows_no_other(coordinator):
 def test_a_shard_that_follows_compares_with_what_it_has_taken_and_follows_another_upload():
     run = Run("", coordinator=False)
     run.follow("first")
-    assert refusal_of(lambda: run.require_id("other")).reason is Reason.RUN_MISMATCH
+    assert refusal_of(lambda: run.require_id("other")).reason is ErrorCode.RUN_MISMATCH
     run.require_upload("after-a-new-upload")
     run.follow("after-a-new-upload")
     assert run.run_id == "after-a-new-upload"

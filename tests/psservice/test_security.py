@@ -4,18 +4,18 @@ import hashlib
 
 import pytest
 
-from pscore.reasons import Reason, Refusal
-from psservice.rpc.call import RULES, SERVICE
-from psservice.security import (
-    EVERYBODY,
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.rpc.auth import (
+    ANONYMOUS_ADMIN,
+    Authenticator,
     CertificateFiles,
-    Gate,
     Role,
     SecurityError,
     TokenFile,
     read_tokens,
     require_worker,
 )
+from psservice.rpc.calls import RULES, SERVICE
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def shown(token, scheme="Bearer"):
 
 
 def reason_of(call, *arguments):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         call(*arguments)
     assert "token" in str(refused.value)
     assert not any(word in str(refused.value) for word in ("w-token", "wrong"))
@@ -46,12 +46,12 @@ def test_every_call_of_the_service_needs_a_role():
     ("token", "role"), [("r-token", Role.READER), ("w-token", Role.WORKER), ("a-token", Role.ADMIN)]
 )
 def test_a_token_allows_what_its_role_may(rpc, token, role, tokens):
-    gate = Gate(TokenFile(tokens))
+    gate = Authenticator(TokenFile(tokens))
     needed = RULES[rpc].role
     if role >= needed:
         assert gate.admit(shown(token), rpc, needed).role is role
     else:
-        assert reason_of(gate.admit, shown(token), rpc, needed) is Reason.PERMISSION_DENIED
+        assert reason_of(gate.admit, shown(token), rpc, needed) is ErrorCode.PERMISSION_DENIED
 
 
 @pytest.mark.parametrize(
@@ -59,23 +59,26 @@ def test_a_token_allows_what_its_role_may(rpc, token, role, tokens):
     [[], shown("wrong"), shown(""), shown("w-token", "Basic"), [("authorization", "w-token")], shown("W-TOKEN")],
 )
 def test_nobody_gets_in_without_a_known_token(metadata, tokens):
-    assert reason_of(Gate(TokenFile(tokens)).admit, metadata, "GetStatus", Role.READER) is Reason.UNAUTHENTICATED
+    assert (
+        reason_of(Authenticator(TokenFile(tokens)).admit, metadata, "GetStatus", Role.READER)
+        is ErrorCode.UNAUTHENTICATED
+    )
 
 
 def test_without_a_token_file_everybody_gets_in():
-    assert Gate(None).admit([], "RestoreModel", Role.ADMIN) is EVERYBODY
+    assert Authenticator(None).admit([], "RestoreModel", Role.ADMIN) is ANONYMOUS_ADMIN
 
 
 def test_a_token_may_be_that_of_one_worker(tokens):
-    caller = Gate(TokenFile(tokens)).admit(shown("bound-token"), "Join", Role.WORKER)
+    caller = Authenticator(TokenFile(tokens)).admit(shown("bound-token"), "Join", Role.WORKER)
     require_worker(caller, "anna")
-    assert reason_of(require_worker, caller, "bert") is Reason.PERMISSION_DENIED
+    assert reason_of(require_worker, caller, "bert") is ErrorCode.PERMISSION_DENIED
 
 
 def test_a_token_may_stand_as_its_hash(tmp_path):
     path = tmp_path / "tokens"
     path.write_text(f"admin sha256:{hashlib.sha256(b'secret').hexdigest()}")
-    assert Gate(TokenFile(path)).admit(shown("secret"), "FinishRun", Role.ADMIN).role is Role.ADMIN
+    assert Authenticator(TokenFile(path)).admit(shown("secret"), "FinishRun", Role.ADMIN).role is Role.ADMIN
 
 
 @pytest.mark.parametrize(
@@ -105,12 +108,12 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_a_changed_file_is_read_again_and_a_broken_one_leaves_the_old_tokens(tokens):
     now = [0.0]
-    gate = Gate(TokenFile(tokens, lambda: now[0]))
+    gate = Authenticator(TokenFile(tokens, lambda: now[0]))
     tokens.write_text("worker another-token\n")
     assert gate.admit(shown("w-token"), "Join", Role.WORKER)
     now[0] += 2
     assert gate.admit(shown("another-token"), "Join", Role.WORKER)
-    assert reason_of(gate.admit, shown("w-token"), "Join", Role.WORKER) is Reason.UNAUTHENTICATED
+    assert reason_of(gate.admit, shown("w-token"), "Join", Role.WORKER) is ErrorCode.UNAUTHENTICATED
     tokens.write_text("nonsense")
     now[0] += 2
     assert gate.admit(shown("another-token"), "Join", Role.WORKER)

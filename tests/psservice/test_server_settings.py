@@ -2,7 +2,7 @@
 
 import pytest
 
-from pscore.channels import is_loopback
+from pscore.net.channels import is_loopback
 from psservice.settings import SettingsError, load, shown, split_address
 
 

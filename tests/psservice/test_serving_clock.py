@@ -2,7 +2,7 @@
 
 import pytest
 
-from psservice.servingclock import ServingClock
+from psservice.app.serving_clock import ServingClock
 
 
 class Clock:

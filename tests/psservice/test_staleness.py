@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_makers import F32, bits, layout_of, sparse_push
 
-from pscore.layout import Span
-from pscore.segment import Segment
-from psservice.calls import Push
-from psservice.rules.regime import Regime
-from psservice.rules.staleness import StalenessScaling
-from psservice.shard.model import Correction, ModelShard, ShardSettings
-from psservice.shard.past_values import Overwritten, PastValues
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from psservice.model.parameters import ModelShard, PushContext, ShardSettings
+from psservice.model.training_mode import TrainingMode
+from psservice.model.undo_log import Overwritten, PastValues
+from psservice.policy.staleness import StalenessScaling
+from psservice.shard.types import Push
 
 LAYOUT = layout_of((8, F32))
 ADAPTIVE, BY_SPEED = StalenessScaling(adaptive=True), StalenessScaling(by_speed=True)
@@ -96,7 +96,7 @@ def shard(strength, ledger_multiple=100.0, size=8):
         generation=1,
         version=0,
         settings=ShardSettings(ledger_multiple, strength),
-        regime=Regime(),
+        regime=TrainingMode(),
     )
 
 
@@ -109,7 +109,7 @@ def test_compensation_is_the_papers_formula_on_what_was_sent():
     now = model.theta.clone()
     p = torch.tensor([0.3, -0.2, 0.1])
     offsets = torch.tensor([0, 1, 4])
-    model.take("bert", Segment(Span(0, 8), offsets, p), Correction(1.0, 0, lr))
+    model.take("bert", Segment(Span(0, 8), offsets, p), PushContext(1.0, 0, lr))
     g = p / lr
     expected = now.clone()
     expected[offsets] -= lr * (g + strength * g * g * (now - base)[offsets])
@@ -117,7 +117,7 @@ def test_compensation_is_the_papers_formula_on_what_was_sent():
 
 
 def test_a_fresh_push_and_one_of_unknown_rate_are_not_compensated():
-    for correction in (Correction(1.0, 1, 0.1), Correction(1.0, 0, 0.0), Correction(1.0, None, 0.1)):
+    for correction in (PushContext(1.0, 1, 0.1), PushContext(1.0, 0, 0.0), PushContext(1.0, None, 0.1)):
         model, plain = shard(0.5), shard(0.0)
         for each in (model, plain):
             each.take("anna", Segment(Span(0, 8), None, torch.ones(8)))
@@ -130,14 +130,14 @@ def test_a_base_that_is_forgotten_leaves_the_push_as_it_came():
     for each in (model, plain):
         for _ in range(5):
             each.take("anna", Segment(Span(0, 8), None, torch.ones(8)))
-        each.take("bert", Segment(Span(0, 8), None, torch.ones(8)), Correction(1.0, 0, 0.1))
+        each.take("bert", Segment(Span(0, 8), None, torch.ones(8)), PushContext(1.0, 0, 0.1))
     assert bits(model.theta) == bits(plain.theta)
 
 
 def test_what_would_not_be_finite_is_not_compensated():
     model = shard(0.5)
     model.take("anna", Segment(Span(0, 8), torch.tensor([2]), torch.tensor([1e30])))
-    model.take("bert", Segment(Span(0, 8), torch.tensor([2]), torch.tensor([1e10])), Correction(1.0, 0, 1e-9))
+    model.take("bert", Segment(Span(0, 8), torch.tensor([2]), torch.tensor([1e10])), PushContext(1.0, 0, 1e-9))
     assert bool(model.theta.isfinite().all())
 
 

@@ -22,10 +22,10 @@ from service_makers import (
     topk,
 )
 
-from pscore.segment import Segment
-from psservice.rules.reply import Auto
-from psservice.shard.replies import Downlink, ReplyMode
-from psservice.shard.writer import Writer
+from pscore.model.segment import Segment
+from psservice.model.reply_session import ReplyMode, ReplySession
+from psservice.policy.reply_mode import Auto
+from psservice.shard.apply_thread import Writer
 
 LAYOUTS = [layout_of((9, F32), (12, F32)), layout_of((5, F32), (7, BF16), (9, F16), (1, F32)), layout_of((1, BF16))]
 
@@ -105,7 +105,7 @@ class TopKWorker(RuleBasedStateMachine):
 
     @rule()
     def the_server_forgets_the_worker(self):
-        self.link.downlink = Downlink(self.link.rule)
+        self.link.downlink = ReplySession(self.link.rule)
         self.owed = None
         wire, _ = self.ask()
         assert wire.mode is ReplyMode.EXACT

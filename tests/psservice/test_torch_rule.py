@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_makers import F32, bits, layout_of
 
-from pscore.layout import Span
-from pscore.reasons import Reason, Refusal
-from pscore.segment import Segment
-from psservice.rules.update import rule_maker
-from psservice.rules.update.base import Place
-from psservice.rules.update.specs import ELEMENTWISE, LAZY, optimizers, schedulers
-from psservice.shard.replies import ReplyMode
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.model.reply_session import ReplyMode
+from psservice.model.update import rule_maker
+from psservice.model.update.base import Place
+from psservice.model.update.specs import ELEMENTWISE, LAZY, optimizers, schedulers
 
 LAYOUT = layout_of(((3, 4), F32), (5, F32), ((2, 2), F32))
 SHAPES = [spec.shape for spec in LAYOUT.parameters]
@@ -63,7 +63,7 @@ def refused(call, *arguments):
     """Why a call is refused; ``None`` where it is not."""
     try:
         call(*arguments)
-    except Refusal as refusal:
+    except Rejected as refusal:
         return refusal.reason
     return None
 
@@ -93,9 +93,9 @@ def test_an_optimizer_for_matrices_takes_a_model_of_matrices():
         server.apply(dense(some_values(step + 1, 16)))
         local_step(optimizer, parameters, some_values(step + 1, 16))
     assert bits(theta) == bits(flat(parameters))
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         rule(said("Muon"), some_values())
-    assert refused.value.reason is Reason.BAD_REQUEST
+    assert refused.value.reason is ErrorCode.BAD_REQUEST
 
 
 SCHEDULES = {
@@ -186,9 +186,9 @@ def test_cut_into_shards_it_does_the_same(name):
 
 
 def test_one_that_looks_at_whole_tensors_refuses_cut_ones():
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         rule(said("Adafactor"), some_values(), Span(0, 6))
-    assert refused.value.reason is Reason.BAD_REQUEST
+    assert refused.value.reason is ErrorCode.BAD_REQUEST
     assert "one shard" in str(refused.value)
 
 
@@ -268,7 +268,7 @@ def test_no_gradient_that_is_taken_leads_out_of_fp32(name, exponents, steps):
     for _ in range(steps):
         before = theta.clone()
         if (reason := refused(server.apply, dense(gradient))) is not None:
-            assert reason is Reason.NON_FINITE
+            assert reason is ErrorCode.NON_FINITE
             assert bits(theta) == bits(before)
         assert bool(theta.isfinite().all())
 
@@ -318,7 +318,7 @@ def test_what_is_no_optimizer_is_refused_before_anything_is_agreed(settings):
             reason = refused(upload, engine, some_values(), ANNA, generation)
         else:
             assert not engine.run.method
-        assert reason is Reason.BAD_REQUEST
+        assert reason is ErrorCode.BAD_REQUEST
         assert engine.model is None
 
 
@@ -369,7 +369,7 @@ def test_a_push_without_entries_is_no_step():
     ids=lambda words: next(iter(words)),
 )
 def test_nonsense_is_a_bad_request_and_no_fault_of_the_server(words):
-    assert refused(rule_maker, said("SGD", lr=0.1) | words) is Reason.BAD_REQUEST
+    assert refused(rule_maker, said("SGD", lr=0.1) | words) is ErrorCode.BAD_REQUEST
 
 
 def test_a_scheduler_may_have_a_number_for_each_group():
@@ -437,6 +437,6 @@ def test_a_lazy_step_looks_at_what_was_sent_and_at_nothing_else():
     assert server.apply(sparse).tolist() == [0, 3]
     assert theta[[0, 3]].tolist() == [0.5, 0.5]
     touching = Segment(Span(0, LAYOUT.size), torch.tensor([3, 20]), torch.ones(2))
-    assert refused(server.apply, touching) is Reason.NON_FINITE
-    assert refused(server.apply, dense(torch.ones(LAYOUT.size))) is Reason.NON_FINITE
+    assert refused(server.apply, touching) is ErrorCode.NON_FINITE
+    assert refused(server.apply, dense(torch.ones(LAYOUT.size))) is ErrorCode.NON_FINITE
     assert theta[3] == 0.5

@@ -4,14 +4,14 @@ import threading
 
 import pytest
 
-from psservice import upkeep
+from psservice.app import background
 
 
 def test_it_warms_up_trims_and_ends(monkeypatch):
     trimmed = threading.Event()
-    monkeypatch.setattr(upkeep, "TRIM_SECONDS", 0.01)
-    monkeypatch.setattr(upkeep, "_malloc_trim", lambda: trimmed.set)
-    chores = upkeep.Upkeep(lambda: 10**6)
+    monkeypatch.setattr(background, "TRIM_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_malloc_trim", lambda: trimmed.set)
+    chores = background.Upkeep(lambda: 10**6)
     assert trimmed.wait(60)
     chores.close()
     assert "upkeep" not in [thread.name for thread in threading.enumerate()]
@@ -21,29 +21,29 @@ def test_a_failing_warm_up_is_logged_and_no_more(monkeypatch, caplog):
     def fail():
         raise OSError("no compiler")
 
-    monkeypatch.setattr(upkeep, "warm_up", fail)
+    monkeypatch.setattr(background, "warm_up", fail)
     trimmed = threading.Event()
-    monkeypatch.setattr(upkeep, "TRIM_SECONDS", 0.01)
-    monkeypatch.setattr(upkeep, "_malloc_trim", lambda: trimmed.set)
-    chores = upkeep.Upkeep(lambda: 10**6)
+    monkeypatch.setattr(background, "TRIM_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_malloc_trim", lambda: trimmed.set)
+    chores = background.Upkeep(lambda: 10**6)
     assert trimmed.wait(60)
     chores.close()
     assert "could not be compiled ahead" in caplog.text
 
 
 def test_a_small_model_compiles_nothing_and_an_unknown_one_is_waited_for(monkeypatch):
-    monkeypatch.setattr(upkeep, "warm_up", lambda: pytest.fail("compiled"))
-    monkeypatch.setattr(upkeep, "_malloc_trim", lambda: None)
+    monkeypatch.setattr(background, "warm_up", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(background, "_malloc_trim", lambda: None)
     for size in (0, 100):
-        chores = upkeep.Upkeep(lambda size=size: size)
+        chores = background.Upkeep(lambda size=size: size)
         chores.close()
 
 
 def test_a_c_library_without_trimming_is_no_reason_to_fail(monkeypatch):
-    monkeypatch.setattr(upkeep.ctypes, "CDLL", lambda name: object())
-    assert upkeep._malloc_trim() is None
+    monkeypatch.setattr(background.ctypes, "CDLL", lambda name: object())
+    assert background._malloc_trim() is None
 
 
 def test_this_c_library_trims():
-    trim = upkeep._malloc_trim()
+    trim = background._malloc_trim()
     assert trim is None or trim() in (0, 1)

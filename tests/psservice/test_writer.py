@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from pscore.reasons import Reason, Refusal
-from psservice.shard.writer import Writer
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.shard.apply_thread import Writer
 
 
 def in_thread(job):
@@ -53,9 +53,9 @@ def test_a_full_queue_is_busy_and_says_when_to_come_back():
     waiting = in_thread(lambda: writer.run(lambda: None))
     while writer.queued < 1:
         pass
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Rejected) as refused:
         writer.run(lambda: None)
-    assert refused.value.reason is Reason.BUSY
+    assert refused.value.reason is ErrorCode.BUSY
     assert refused.value.retry_seconds > 0
     release.set()
     waiting.join()
@@ -83,8 +83,8 @@ def test_a_job_after_the_end_is_refused_and_leaves_nobody_waiting():
     def late():
         try:
             writer.run(lambda: None)
-        except Refusal as refusal:
+        except Rejected as refusal:
             refusals.append(refusal.reason)
 
     in_thread(late).join(timeout=10)
-    assert refusals == [Reason.DRAINING]
+    assert refusals == [ErrorCode.DRAINING]

@@ -13,11 +13,11 @@ import torch
 
 import psclient
 from psclient.errors import HeldBackError, UpdateTooLargeError, from_rpc_error
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings
-from pscore.reasons import Reason
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.operate import call
+from pscore.wire.errors import ErrorCode
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.operator import call
 from tests.system.test_raw_client import RawWorker
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
 
@@ -147,7 +147,7 @@ def test_who_is_held_back_is_told_at_the_header_and_a_repeat_is_answered_all_the
         done.set()
         failure = from_rpc_error(caught.value)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (failure.reason, 0 < failure.retry_seconds <= 1) == (Reason.TOO_FAR_AHEAD, True)
+        assert (failure.reason, 0 < failure.retry_seconds <= 1) == (ErrorCode.TOO_FAR_AHEAD, True)
         fast.step -= 1
         again = fast.push([1], [1.0])
         assert (again.version, again.repeated_push) == (first.version, True)

@@ -9,7 +9,7 @@ from torch.nn.utils import prune
 
 import psclient
 from psclient.errors import ModelChangedError
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
 
 

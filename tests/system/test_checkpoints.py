@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import psclient
-from psclient.local import LocalServer
-from psservice import cli
+from psclient.rpc.local_server import LocalServer
+from psservice.cli import serve
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
 
 KEPT = 2
@@ -31,7 +31,7 @@ def shards(tmp_path):
 
 def run(capsys, *words):
     capsys.readouterr()
-    code = cli.main([*words])
+    code = serve.main([*words])
     return code, capsys.readouterr()
 
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_nobody_has_named_goes_by_itself(shards, capsys):
     assert code == 3
     assert "--keep-snapshots" in printed.err
     with pytest.raises(SystemExit) as ended:
-        cli.main(["snapshot", server.server, "--name", drawn])
+        serve.main(["snapshot", server.server, "--name", drawn])
     assert ended.value.code == 2
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import psclient
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 
 # Accumulates every gradient that the optimizer has taken in, and says at the end what it has moved and what it holds.
 WORKER = """

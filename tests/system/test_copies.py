@@ -9,7 +9,7 @@ import torch
 
 import psclient
 from psclient.errors import CopyRefusedError
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 COPIES = {

@@ -7,10 +7,10 @@ import torch
 
 import psclient
 from psclient.errors import ModelChangedError
-from psclient.local import LocalServer
-from pscore.kernels import reference
-from pscore.kernels.base import Feed
-from pscore.kernels.device import DeviceSelection
+from psclient.rpc.local_server import LocalServer
+from pscore.select.kernels import reference
+from pscore.select.kernels.base import GradientUpdate
+from pscore.select.kernels.cuda import DeviceSelection
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 pytestmark = pytest.mark.cuda
@@ -113,10 +113,10 @@ def test_device_selection_has_the_bits_of_the_reference(dtype, momentum, no_wait
     for step in range(10):
         gradient = torch.randn(n, device=cuda).to(dtype)
         with no_waiting():
-            pending = select.take(memory, Feed(gradient, 0.1, parameters, 1e-4, u, 0.9), k, 0.5, state, u)
+            pending = select.take(memory, GradientUpdate(gradient, 0.1, parameters, 1e-4, u, 0.9), k, 0.5, state, u)
         taken = pending.collect()
         turn = state["turn"] * (5**0.5 - 1) / 2 % 1.0
-        feed = Feed(gradient, 0.1, parameters, 1e-4, twin_u, 0.9)
+        feed = GradientUpdate(gradient, 0.1, parameters, 1e-4, twin_u, 0.9)
         expected, hits, _ = reference.take(twin, feed, pending.threshold, 0.5, int(1.25 * k), turn)
         if twin_u is not None:
             twin_u[expected.offsets] = 0
@@ -133,14 +133,14 @@ def test_device_selection_follows_its_inputs_and_waits_for_nothing_later(no_wait
     select, state = DeviceSelection(cuda), {}
     memory = torch.zeros(n, device=cuda)
     for _ in range(2):  # compiles; fills the allocators
-        select.take(memory, Feed(torch.randn(n, device=cuda), 1.0), k, 0.0, state).collect()
+        select.take(memory, GradientUpdate(torch.randn(n, device=cuda), 1.0), k, 0.0, state).collect()
     twin, kept = memory.clone(), torch.randn(n, device=cuda)
     torch.cuda.synchronize()
     later = torch.cuda.Event()
     with no_waiting():
         torch.cuda._sleep(second // 10)
         gradient = kept * 2  # is there only after the sleep
-        pending = select.take(memory, Feed(gradient, 1.0), k, 0.0, state)
+        pending = select.take(memory, GradientUpdate(gradient, 1.0), k, 0.0, state)
         del gradient
         overwritten = torch.full((n,), 7.0, device=cuda)  # may get the gradient's memory, but not too soon
         torch.cuda._sleep(second)
@@ -148,7 +148,7 @@ def test_device_selection_follows_its_inputs_and_waits_for_nothing_later(no_wait
     taken = pending.collect()
     assert not later.query(), "collecting waited for work that was launched after the selection"
     turn = state["turn"] * (5**0.5 - 1) / 2 % 1.0
-    expected = reference.take(twin, Feed(kept, 2.0), pending.threshold, 0.0, int(1.25 * k), turn).taken
+    expected = reference.take(twin, GradientUpdate(kept, 2.0), pending.threshold, 0.0, int(1.25 * k), turn).taken
     assert torch.equal(taken.offsets, expected.offsets.cpu())
     assert torch.equal(taken.values, expected.values.cpu())
     assert torch.equal(memory, twin)

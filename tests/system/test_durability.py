@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 import psclient
-from psclient.local import LocalServer
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.cli import main
-from psservice.operate import call
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cli.serve import main
+from psservice.operator import call
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
 
 

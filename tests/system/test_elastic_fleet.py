@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import wait_until
 
 SAMPLES, EPOCHS = 320, 2

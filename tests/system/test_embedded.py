@@ -10,9 +10,9 @@ import time
 import pytest
 
 import psclient
-from psclient import local
 from psclient.errors import ConfigurationError
-from psclient.local import LocalServer
+from psclient.rpc import local_server
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import make_data, make_model, train_step, wait_until
 
 SCRIPT = """
@@ -126,7 +126,7 @@ def test_momentum_sgd_needs_no_server():
 
 
 def test_shards_that_hang_are_stopped_together(monkeypatch):
-    monkeypatch.setattr(local, "_STOP_SECONDS", 4.0)
+    monkeypatch.setattr(local_server, "_STOP_SECONDS", 4.0)
     server = LocalServer(shards=3)
     for process in server.processes:
         process.send_signal(signal.SIGSTOP)
@@ -137,7 +137,7 @@ def test_shards_that_hang_are_stopped_together(monkeypatch):
 
 
 def test_a_shard_that_hangs_does_not_keep_the_others_from_ending_in_order(monkeypatch):
-    monkeypatch.setattr(local, "_STOP_SECONDS", 10.0)
+    monkeypatch.setattr(local_server, "_STOP_SECONDS", 10.0)
     server = LocalServer(shards=2)
     server.processes[0].send_signal(signal.SIGSTOP)
     server.stop()

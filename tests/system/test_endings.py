@@ -13,10 +13,10 @@ import torch
 import trustme
 
 import psclient
-from psclient import local
 from psclient.errors import ConfigurationError, HandshakeError, SparsepsError
-from psclient.local import LocalServer
-from psclient.membership import Membership
+from psclient.rpc import local_server
+from psclient.rpc.local_server import LocalServer
+from psclient.rpc.membership import Membership
 from psclient.settings import ClientSettings
 from tests.system.test_interruptions import status
 from tests.system.test_secured import issue
@@ -84,8 +84,8 @@ def test_a_worker_that_cannot_join_leaves_no_server_behind_and_the_programs_draw
     authority = trustme.CA()
     authority.cert_pem.write_to_path(directory / "unused.pem")
     started = []
-    spawn = local.spawn
-    monkeypatch.setattr(local, "spawn", lambda *given: started.append(spawn(*given)) or started[-1])
+    spawn = local_server.spawn
+    monkeypatch.setattr(local_server, "spawn", lambda *given: started.append(spawn(*given)) or started[-1])
     random.seed(7)
     draws = random.getstate()
     settings = ClientSettings(connect_seconds=1, tls_ca=directory / "unused.pem")  # the embedded server has no TLS

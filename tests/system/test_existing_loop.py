@@ -9,7 +9,7 @@ import torch
 
 import psclient
 from psclient.errors import ServerUnreachableError
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.scripts import EXAMPLES, accuracies, run_example
 
 FOLDER = EXAMPLES / "loops"

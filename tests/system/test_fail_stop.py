@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import psclient
-import psclient.local
+import psclient.rpc.local_server
 from psclient.errors import ConfigurationError
-from psclient.local import LocalServer
-from pscore.layout import ModelLayout, TensorSpec
-from pscore.messages import layout_to_message
-from pscore.v1 import parameter_server_pb2 as pb
+from psclient.rpc.local_server import LocalServer
+from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.wire.messages import layout_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.faults import spawner
 from tests.system.test_raw_client import TIMEOUT, RawWorker
 from tests.system.tools import wait_until
@@ -53,7 +53,7 @@ class Worker(RawWorker):
 def broken(tmp_path, monkeypatch):
     """The file whose existence breaks an update half-way."""
     file = tmp_path / "broken"
-    monkeypatch.setattr(psclient.local, "spawn", spawner("half-step", file))
+    monkeypatch.setattr(psclient.rpc.local_server, "spawn", spawner("half-step", file))
     return file
 
 

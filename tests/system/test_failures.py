@@ -12,10 +12,10 @@ import torch
 
 import psclient
 from psclient.errors import ServerUnreachableError
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.operate import call
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.operator import call
 from tests.system.tools import (
     QUICK,
     assert_same_parameters,
@@ -312,8 +312,8 @@ def test_sigterm_in_a_step_with_a_dead_server_ends_within_the_grace_period():
 
 FORKING = """
 import gc, os, sys, psclient
-from psservice.operate import call
-from pscore.v1 import parameter_server_pb2 as pb
+from psservice.operator import call
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.system.tools import QUICK, make_data, make_model, train_step
 model = make_model(batch_norm=False)
 optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model, server=sys.argv[1], worker="w", settings=QUICK)

@@ -7,9 +7,9 @@ import grpc
 import pytest
 
 import psclient
-from psclient.local import LocalServer
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 TIMEOUT = 20.0

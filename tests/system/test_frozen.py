@@ -11,9 +11,9 @@ from torch import nn
 import psclient
 from psclient.cli import main
 from psclient.errors import ConfigurationError, FingerprintMismatchError, ModelChangedError
-from psclient.local import LocalServer
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.system.tools import QUICK, make_data, train_step
 
 TRAINED = 4 * 8 + 4

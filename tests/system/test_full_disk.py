@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import psclient
-from psclient.local import LocalServer
-from pscore import modelfile
-from psservice.cli import main
+from psclient.rpc.local_server import LocalServer
+from pscore.model import modelfile
+from psservice.cli.serve import main
 from tests.system.tools import QUICK, train_step, wait_until
 
 ROOM_BYTES = 256 << 10

@@ -6,7 +6,7 @@ from torch import nn
 
 import psclient
 from psclient.errors import ServerUnreachableError
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, go_on, stop
 
 METHODS = {

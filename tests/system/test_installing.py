@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 import psclient
-import psclient.local
-from psclient.local import LocalServer
-from pscore.layout import ModelLayout, TensorSpec
-from pscore.messages import layout_to_message
-from pscore.v1 import parameter_server_pb2 as pb
+import psclient.rpc.local_server
+from psclient.rpc.local_server import LocalServer
+from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.wire.messages import layout_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.faults import spawner
 from tests.system.test_raw_client import TIMEOUT, N, RawWorker
 from tests.system.tools import wait_until
@@ -27,7 +27,7 @@ LAYOUT = layout_to_message(ModelLayout((TensorSpec("w", (N,), torch.float32),)))
 def slow(tmp_path, monkeypatch):
     """The file whose existence keeps snapshots from getting to the disk."""
     file = tmp_path / "slow"
-    monkeypatch.setattr(psclient.local, "spawn", spawner("slow-snapshots", file))
+    monkeypatch.setattr(psclient.rpc.local_server, "spawn", spawner("slow-snapshots", file))
     yield file
     file.unlink(missing_ok=True)
 
@@ -188,7 +188,7 @@ def test_a_server_killed_while_an_upload_is_written_begins_without_a_model(slow,
 
 def test_a_rollback_holds_where_old_snapshots_cannot_be_looked_for_behind_it(options, tmp_path, monkeypatch):
     file = tmp_path / "fault"
-    monkeypatch.setattr(psclient.local, "spawn", spawner("no-listing", file))
+    monkeypatch.setattr(psclient.rpc.local_server, "spawn", spawner("no-listing", file))
     with LocalServer(**options) as server:
         worker = trained(server)
         file.touch()

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 import psclient
-from psclient.local import LocalServer
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice.operate import call
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.operator import call
 
 INTERRUPTS = 250
 

@@ -3,7 +3,7 @@
 import logging
 
 import psclient
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import psclient
-from psclient import lifecycle
+from psclient.engine import lifecycle
 from psclient.errors import WorkerAliveError
 from tests.system.tools import make_model
 

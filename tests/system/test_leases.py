@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-import psclient.local
-from psclient.local import LocalServer
-from pscore.v1 import parameter_server_pb2 as pb
+import psclient.rpc.local_server
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.faults import spawner
 from tests.system.test_raw_client import TIMEOUT, RawWorker
 from tests.system.tools import wait_until
@@ -35,7 +35,7 @@ def renew(worker):
 
 def test_two_thousand_leases_are_renewed_while_the_end_of_one_waits_for_the_disk(tmp_path, monkeypatch):
     slow = tmp_path / "slow"
-    monkeypatch.setattr(psclient.local, "spawn", spawner("slow-journal", slow))
+    monkeypatch.setattr(psclient.rpc.local_server, "spawn", spawner("slow-journal", slow))
     with LocalServer(data_dir=tmp_path / "data", lease_seconds=20.0) as server:
         late, *others = crowd(server, CROWD + 1)
         slow.touch()

@@ -7,8 +7,8 @@ import torch
 
 import psclient
 from psclient.errors import ConfigurationError, ModelChangedError, ModelLoadedError
-from psclient.local import LocalServer
-from psclient.upload import ModelUpload
+from psclient.rpc.local_server import LocalServer
+from psclient.rpc.upload import ModelUpload
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 ON_LOAD = [None, "server", "replace"]

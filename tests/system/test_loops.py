@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tools import run_loops
 from tools.run_loops import LOOPS
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import psclient
 from psclient.errors import ConfigurationError
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 SIZES = (40, 7, 300, 1, 120, 60)

@@ -3,14 +3,14 @@
 import pytest
 
 import psclient
-from psclient import membership
 from psclient.errors import ConfigurationError, RefusedError
-from psclient.local import LocalServer
-from pscore import frames
-from pscore.codecs.names import PLAIN_INDEX_CODECS
-from pscore.v1 import parameter_server_pb2 as pb
+from psclient.rpc import membership
+from psclient.rpc.local_server import LocalServer
+from pscore.wire import frames
+from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.app.server import Server
 from psservice.rpc import workers
-from psservice.server import Server
 from psservice.settings import ServerSettings
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import psclient
 from psclient.errors import FingerprintMismatchError, ServerNotReadyError
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 

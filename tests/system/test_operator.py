@@ -17,14 +17,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import psclient
 from psclient.cli import main as psclient_main
 from psclient.errors import EvictedError
-from psclient.local import LocalServer
-from pscore.frames import Checksum, WireForm, encode
-from pscore.layout import Span, layout_of
-from pscore.messages import PROTOCOL_VERSION, layout_to_message
-from pscore.segment import Segment
-from pscore.v1 import parameter_server_pb2 as pb
-from psservice import cli
-from psservice.operate import call
+from psclient.rpc.local_server import LocalServer
+from pscore.model.layout import Span, layout_of
+from pscore.model.segment import Segment
+from pscore.wire.frames import Checksum, WireForm, encode
+from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cli import serve
+from psservice.operator import call
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
 
 NOWHERE = "127.0.0.1:9"
@@ -60,7 +60,7 @@ def versions(server):
 def run(capsys, *words):
     """Run a command in this process; return its exit status and what it has printed."""
     capsys.readouterr()
-    code = cli.main([*words])
+    code = serve.main([*words])
     return code, capsys.readouterr()
 
 
@@ -160,7 +160,7 @@ def test_exit_statuses_tell_unreachable_wrong_refused_and_partial(two_shards, wo
         ["restore", NOWHERE, "--version", str(2**64)],
     ):
         with pytest.raises(SystemExit) as ended:
-            cli.main(wrong)
+            serve.main(wrong)
         assert ended.value.code == 2, wrong
 
 
@@ -264,7 +264,7 @@ def test_names_that_are_no_utf_8_are_wrong_usage(two_shards, capsys):
     name = os.fsdecode(b"worker-\xff")
     for words in (["evict", name, two_shards.server], ["restore", "--checkpoint", name, two_shards.server]):
         with pytest.raises(SystemExit) as ended:
-            cli.main(words)
+            serve.main(words)
         assert ended.value.code == 2
         assert "not valid UTF-8" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import psclient
-from psclient import lifecycle
+from psclient.engine import lifecycle
 from psclient.errors import (
     ConfigurationError,
     FingerprintMismatchError,
@@ -19,7 +19,7 @@ from psclient.errors import (
     SettingsMismatchError,
     WorkerAliveError,
 )
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import psclient
 from psclient.errors import ConfigurationError, FingerprintMismatchError
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 TRAINING = Path(__file__).parents[2] / "docs" / "training.md"

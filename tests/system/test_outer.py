@@ -353,14 +353,14 @@ def test_handing_in_is_a_push_like_any_other_and_keeps_the_error():
             train_step(mine, optimizer, *make_data(seed=step, count=32))
         version, after_a_period = optimizer.version, optimizer.report.push_entries
         train_step(mine, optimizer, *make_data(seed=4, count=32))
-        optimizer.hand_in()
+        optimizer.flush_on_exit()
         assert optimizer.local_steps == 0
         assert optimizer.version == version + 1
         assert optimizer.report.push_entries <= 1.3 * after_a_period
         assert all(bool(optimizer.state[p]["residual"].any()) for p in mine.parameters() if p.numel() > 10)
         for ours, servers in zip(values(mine), psclient.download(optimizer.server).values(), strict=True):
             assert torch.equal(ours, servers)
-        optimizer.hand_in()  # nothing is left to hand in
+        optimizer.flush_on_exit()  # nothing is left to hand in
         assert optimizer.version == version + 1
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import psclient
 from psclient.errors import ConfigurationError, NonFiniteGradientError, RunFinishedError, ServerUnreachableError
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings
 from tests.system.tools import (
     QUICK,

@@ -9,11 +9,11 @@ import grpc
 import pytest
 import torch
 
-from psclient.local import LocalServer
-from pscore.layout import ModelLayout, TensorSpec
-from pscore.messages import layout_to_message
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psclient.rpc.local_server import LocalServer
+from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.wire.messages import layout_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.system.tools import wait_until
 
 TIMEOUT, CHUNK = 20.0, 250_000

@@ -9,9 +9,9 @@ import grpc
 import numpy as np
 import pytest
 
-from psclient.local import LocalServer
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 N, LR, TIMEOUT = 400, 0.2, 20.0
 

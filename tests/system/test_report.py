@@ -9,7 +9,7 @@ import pytest
 
 import psclient
 from psclient.errors import ConfigurationError
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -13,7 +13,7 @@ import torch._dynamo
 from torch import nn
 
 import psclient
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
 
 X, Y = make_data(count=6)

@@ -13,9 +13,9 @@ from torch import nn
 
 import psclient
 from psclient.errors import ServerUnreachableError
-from psclient.local import LocalServer
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.system.line import Line
 from tests.system.test_installing import slow  # noqa: F401
 from tests.system.tools import QUICK, assert_same_parameters, wait_until
@@ -156,7 +156,7 @@ def test_the_upload_moves_on_when_its_worker_lives_and_sends_nothing(tmp_path):
 
 
 def held_up_join(model, address, hangs):
-    from psclient.replica import Replica
+    from psclient.model.replica import Replica
 
     class Slow(Replica):
         def read(self, span):
@@ -165,7 +165,7 @@ def held_up_join(model, address, hangs):
             yield from super().read(span)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("psclient.session.Replica", Slow)
+        patch.setattr("psclient.optim.session.Replica", Slow)
         return join(model, address)
 
 

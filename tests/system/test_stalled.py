@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 import psclient
 from psclient.errors import Transient, from_rpc_error
-from psclient.local import LocalServer
-from pscore.reasons import Reason
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psservice.server import Server
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.errors import ErrorCode
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psservice.app.server import Server
 from psservice.settings import ServerSettings
 from tests.system.test_raw_client import TIMEOUT, N, RawWorker
 from tests.system.tools import QUICK, assert_same_parameters, wait_until
@@ -94,7 +94,7 @@ def busy(call):
     with pytest.raises(grpc.RpcError) as caught:
         call()
     failure = from_rpc_error(caught.value)
-    return isinstance(failure, Transient) and failure.reason is Reason.BUSY and failure.retry_seconds > 0
+    return isinstance(failure, Transient) and failure.reason is ErrorCode.BUSY and failure.retry_seconds > 0
 
 
 # Stalled

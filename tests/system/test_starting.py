@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import save_file
 
 import psclient
-from psclient.local import LocalServer
-from psservice.server import Server
+from psclient.rpc.local_server import LocalServer
+from psservice.app.server import Server
 from psservice.settings import ServerSettings
 from tests.system.test_raw_client import RawWorker
 from tests.system.tools import QUICK, make_data, make_model, train_step

@@ -250,8 +250,8 @@ def test_a_killed_server_comes_back_with_the_open_round(tmp_path):
 def psclient_status(server):
     import grpc
 
-    from pscore.v1 import parameter_server_pb2 as pb
-    from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+    from pscore.wire.v1 import parameter_server_pb2 as pb
+    from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
     with grpc.insecure_channel(server.addresses[0]) as channel:
         return ParameterServerServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10)

@@ -12,8 +12,8 @@ import torch
 
 import psclient
 from psclient.errors import SparsepsError
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import (
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import (
     ParameterServerServiceServicer,
     add_ParameterServerServiceServicer_to_server,
 )

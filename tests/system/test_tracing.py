@@ -14,12 +14,12 @@ import torch
 
 import psclient
 from psclient.errors import ConfigurationError
-from psclient.local import LocalServer
-from pscore import tracing
-from pscore.tracing import TracingError
-from pscore.v1 import parameter_server_pb2 as pb
-from pscore.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psservice.server import Server, StartError
+from psclient.rpc.local_server import LocalServer
+from pscore.telemetry import tracing
+from pscore.telemetry.tracing import TracingError
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psservice.app.server import Server, StartError
 from psservice.settings import ServerSettings
 from tests.system.scripts import ROOT
 from tests.system.tools import wait_until
@@ -194,7 +194,7 @@ def test_without_the_setting_nothing_is_loaded_and_nothing_sent(server, collecto
     said, _ = worker.communicate("\n", timeout=60)
     assert (said, worker.returncode) == ("False\n", 0)
     assert {span.trace for span in collector.spans} == before
-    probe = "import sys, psservice.server, psclient.session; sys.exit('opentelemetry' in sys.modules)"
+    probe = "import sys, psservice.app.server, psclient.optim.session; sys.exit('opentelemetry' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, timeout=60).returncode == 0
 
 
@@ -202,7 +202,7 @@ def test_without_the_setting_nothing_is_loaded_and_nothing_sent(server, collecto
 def without_opentelemetry(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "pscore.spans", raising=False)
+    monkeypatch.delitem(sys.modules, "pscore.telemetry.spans", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
 
 
@@ -223,7 +223,7 @@ def test_an_exporter_that_there_is_not_is_named_with_those_that_there_are(monkey
 
 
 def test_a_collector_that_does_not_answer_keeps_no_process_from_ending(monkeypatch):
-    from pscore import spans
+    from pscore.telemetry import spans
 
     monkeypatch.setattr(spans, "_LAST_SECONDS", 0.2)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "120")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import psclient
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
 
 METHODS = {

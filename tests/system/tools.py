@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import psclient
-from psclient.local import LocalServer
+from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings
 
 QUICK = ClientSettings(deadline_seconds=5, connect_seconds=30, patience_seconds=30, dense_below=0)

@@ -1,0 +1,1 @@
+"""Samples: the elastic sampler, its leases, and the count of a step's samples."""

@@ -1,0 +1,192 @@
+"""Threads that run jobs in the order in which they come, and waiting for them that any signal may interrupt."""
+
+import _thread
+import math
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from pscore.telemetry import tracing
+
+Result = TypeVar("Result")
+
+INTERRUPTED_SECONDS = 2.0
+"""How long a caller who is interrupted waits for the end of the work that was cut short."""
+
+_TURN_SECONDS = 0.5  # a signal that comes just before a lock is waited for is heard only after that
+
+_here = threading.local()
+
+
+class Job(Generic[Result]):
+    """Work for another thread, and its end.
+
+    Not a :class:`concurrent.futures.Future`: an exception that a signal raises inside its ``Condition`` leaves that
+    locked for ever. Here the waiting thread holds nothing at any moment.
+
+    Args:
+        work: what is to be done.
+        parent: the job that this one is a part of, and is cancelled with.
+
+    Attributes:
+        finished: whether it has ended.
+        cancelled: set by a caller who no longer waits: work that has not begun is left out.
+    """
+
+    def __init__(self, work: Callable[[], Result], parent: "Job[Any] | None" = None) -> None:
+        """Prepare, in the thread whose context the work is to have."""
+        self.finished = False
+        self.cancelled = False
+        self._parent = parent
+        self._work: Callable[[], Result] | None = tracing.carried(work)
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        self._running = _thread.allocate_lock()
+        self._running.acquire()
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for this job, or for the one that it is a part of."""
+        return self.cancelled or (self._parent is not None and self._parent.is_cancelled)
+
+    def run(self) -> None:
+        """Do the work, unless that was done."""
+        if self.finished:
+            return
+        work, self._work = self._work, None
+        _here.job = self
+        try:
+            if work is not None and not self.cancelled:  # a part of a cancelled job ends as the job itself does
+                self._result = work()
+        except BaseException as error:
+            self._error = error
+        _here.job = None
+        running = self._running
+        self.finished = True
+        del self  # an error's traceback refers to this frame: only a collector would end that circle
+        running.release()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the end, no longer than ``seconds``; tell whether it has come."""
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        while not self.finished:
+            left = end - time.monotonic()
+            if self._running.acquire(timeout=min(max(0.0, left), _TURN_SECONDS)):
+                self._running.release()
+            elif left <= _TURN_SECONDS:
+                break
+        return self.finished
+
+    def exception(self, seconds: float | None = None) -> BaseException | None:
+        """Wait for the end and return the work's error, if it has met one.
+
+        Raises:
+            TimeoutError: it has not ended within ``seconds``.
+        """
+        if not self.wait(seconds):
+            raise TimeoutError
+        return self._error
+
+    def result(self, seconds: float | None = None) -> Result:
+        """Wait for the end and return the result, or raise the work's error.
+
+        Raises:
+            TimeoutError: it has not ended within ``seconds``.
+        """
+        error = self.exception(seconds)
+        if error is None:
+            return self._result  # type: ignore[return-value]
+        try:
+            raise error
+        finally:
+            del error, self  # likewise
+
+
+def current() -> Job[Any] | None:
+    """Return the job that the calling thread runs; ``None`` outside of a :class:`SerialExecutor`."""
+    return getattr(_here, "job", None)
+
+
+def is_cancelled() -> bool:
+    """Tell whether nobody waits any longer for what the calling thread does."""
+    job = current()
+    return job is not None and job.is_cancelled
+
+
+class _UnderWay:
+    """What a thread does now; apart from the thread's owner, whom it must not keep alive."""
+
+    job: Job[Any] | None = None
+
+
+class SerialExecutor:
+    """Runs jobs one after another, beside the thread that submits them.
+
+    A daemon thread, unlike those of :mod:`concurrent.futures`: the end of a program must not wait for a server.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Start the thread."""
+        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self._under_way = _UnderWay()
+        self._thread = threading.Thread(target=_run, args=(self._jobs, self._under_way), name=name, daemon=True)
+        self._thread.start()
+        # Who drops this without closing it leaves no thread behind; at exit it must still work, so not then.
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+
+    def submit(self, work: Callable[[], Result], *, as_part: bool = False) -> Job[Result]:
+        """Run a job after those before it; ``as_part`` of the calling thread's, it is cancelled with that."""
+        job = Job(work, current() if as_part else None)
+        self._jobs.put(job)
+        return job
+
+    def call(self, work: Callable[[], Result], cut: Callable[[], object], seconds: float | None = None) -> Result:
+        """Run a job after those before it and wait for it; in the thread itself, run it at once.
+
+        Where the waiting ends early, by a signal's exception or after ``seconds``, the job is cancelled, and the one
+        before it that it may still wait for; ``cut`` has their calls ended, and the wait goes on until the job has come
+        to a rest, but for two seconds at most.
+
+        Raises:
+            TimeoutError: it has not ended within ``seconds``.
+        """
+        if threading.get_ident() == self._thread.ident:
+            return work()
+        job = Job(work)
+        try:
+            self._jobs.put(job)
+            if not job.wait(seconds):
+                raise TimeoutError
+        except BaseException:
+            job.cancelled = True
+            self._jobs.put(job)  # it may not have been; none is run twice
+            self.cancel()
+            cut()
+            job.wait(INTERRUPTED_SECONDS)
+            raise
+        try:
+            return job.result()
+        finally:
+            del job, work  # likewise
+
+    def cancel(self) -> None:
+        """Cancel the job that is under way, if one is."""
+        job = self._under_way.job
+        if job is not None:
+            job.cancelled = True
+
+    def close(self, seconds: float) -> None:
+        """Stop after what has been submitted, waiting for it no longer than this."""
+        self._jobs.put(None)
+        self._thread.join(seconds)
+
+
+def _run(jobs: "queue.SimpleQueue[Job[Any] | None]", under_way: _UnderWay) -> None:
+    while (job := jobs.get()) is not None:
+        under_way.job = job
+        job.run()
+        under_way.job = None
+        del job  # or the thread keeps what it refers to until the next one

@@ -1,0 +1,310 @@
+"""Overlap: pushing while backward goes on, and fetching the reply while the next step computes.
+
+Gradient hooks hand a group over the moment its last gradient is ready; one thread selects, encodes and sends it. At the
+end of a step a second thread waits for the acknowledgement and fetches the reply, which is applied at the end of the
+*next* step: parameters never change under a forward or backward pass, and each gradient is one step staler.
+
+::
+
+    main      forward t │ backward t           │ step t │ forward t+1 │ backward t+1        │ step t+1
+    compress            │ group 1, 2, … commit │        │             │ group 1, 2, …       │
+    exchange   … reply t−1                     │ settle t, reply t ─────────────────────────▶ applied
+"""
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from psclient.buckets.timeline import GradientMoments
+from psclient.engine.checks import Gradients
+from psclient.engine.exchange import Exchange, Replies
+from psclient.engine.executor import Job, SerialExecutor, is_cancelled
+from psclient.errors import ConfigurationError, ServerUnreachableError
+from psclient.report import StepReport
+
+_CLOSING_SECONDS = 10.0
+_POLL_SECONDS = 0.05
+
+
+class Overlap:
+    """Drives an exchange from gradient hooks.
+
+    Args:
+        exchange: what is driven.
+        trained: returns the trained parameters by position in the layout, as they are now.
+        begin: opens the push of a new step; called on the compressing thread.
+        gather: collects the gradients of a group, at once.
+        finite: checks them; called on the compressing thread.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        trained: Callable[[], Mapping[int, torch.Tensor]],
+        begin: Callable[[], StepReport],
+        gather: Callable[[range], Gradients],
+        finite: Callable[[Gradients], Gradients],
+    ) -> None:
+        """Register the hooks and start the threads."""
+        self._owner = os.getpid()
+        self._exchange, self._trained = exchange, trained
+        self._begin, self._gather, self._finite = begin, gather, finite
+        self._compressing, self._exchanging = SerialExecutor("psclient-compress"), SerialExecutor("psclient-exchange")
+        self._paused = False
+        self._report: StepReport | None = None
+        self._round: Job[Replies] | None = None
+        self._unsettled: ServerUnreachableError | None = None
+        self._settled = threading.Event()
+        self._settled.set()
+        devices = {p.device for p in trained().values()}
+        device = next((device for device in devices if device.type == "cuda"), None)
+        self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._moments = GradientMoments(device if len(devices) == 1 else None)
+        self._handles: dict[int, RemovableHandle] = {}
+        self._committed: Job[StepReport | None] | None = None
+        self._reset()
+        self._count_members()
+
+    @property
+    def in_child(self) -> bool:
+        """True in a process forked from the one that made it: the threads are not there."""
+        return os.getpid() != self._owner
+
+    @property
+    def begun(self) -> bool:
+        """True from the first gradient of a backward pass until the step's end."""
+        return bool(self._seen)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Leave the gradients of the backward passes in the body alone: they are not the step's last."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def finish(self) -> StepReport:
+        """Send the groups that no hook has completed, commit the push, and wait until all is handed over.
+
+        Raises:
+            NonFiniteGradientError: the push is broken off; groups before it have kept their gradients as residual.
+            ConfigurationError: a gradient was changed after it had been handed over; likewise.
+            SparsepsError: the push before this one is in doubt still.
+            TimeoutError: nobody waits any longer; called again, this goes on.
+        """
+        if any(gradient._version != version for gradient, version in self._versions):
+            self.forget()
+            raise ConfigurationError(
+                "a gradient was changed between backward() and step() (clipping, GradScaler); with overlap=True it was "
+                "handed over during backward, as it was then. Leave overlap out, or change it in a hook of the loss"
+            )
+        for number in range(len(self._exchange.groups)):
+            if number not in self._jobs:
+                self._hand_over(number)
+        committed = self._committed = self._committed or self._compressing.submit(self._commit)
+        jobs: list[Job[Any]] = [*self._jobs.values(), committed]
+        for job in jobs:
+            _await(job)
+        errors = [error for job in jobs if (error := job.exception()) is not None]
+        moments = self._moments.take()
+        self._reset()
+        if errors:
+            raise errors[0]
+        report = committed.result()
+        assert report is not None
+        self._exchange.note_gradients(moments)
+        return report
+
+    def launch(self, report: StepReport) -> None:
+        """Begin to wait for the push's acknowledgement and to fetch its reply."""
+        self._settled.clear()
+
+        def job() -> Replies:
+            try:
+                self._exchange.settle(report)
+            except ServerUnreachableError as error:
+                self._unsettled = error
+                raise
+            finally:
+                self._settled.set()
+            return self._exchange.fetch()
+
+        self._round = self._exchanging.submit(job)
+
+    def collect(self, seconds: float | None = None) -> Replies | None:
+        """Wait for the reply to the last step's push and return it; ``None`` if none is awaited.
+
+        Raises:
+            SparsepsError: what settling or fetching has met.
+            TimeoutError: it has not come within ``seconds``, or nobody waits any longer: it is still awaited.
+        """
+        if self._round is None:
+            return None
+        _await(self._round, seconds)
+        awaited, self._round, self._unsettled = self._round, None, None
+        return awaited.result()
+
+    def break_off(self, seconds: float | None = None) -> None:
+        """Take a push back that has begun and has no commit.
+
+        Groups that were handed over have their gradients in their residuals then, and the step leaves them out; those
+        that could not be sent (no server, a gradient that is not finite) are handed over again by the step.
+
+        Raises:
+            TimeoutError: what goes on has not ended within ``seconds``.
+        """
+        for number, job in list(self._jobs.items()):
+            if job.exception(seconds) is not None or not job.result():
+                del self._jobs[number]
+        self._compressing.submit(self._abandon).result(seconds)
+
+    def forget(self) -> None:
+        """Break off, and begin the next step as if this one had not been."""
+        self.break_off()
+        self._reset()
+
+    def close(self) -> None:
+        """Remove the hooks and stop the threads."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._compressing.close(_CLOSING_SECONDS)
+        self._exchanging.close(_CLOSING_SECONDS)
+
+    def ready(self, position: int) -> None:
+        """Note that a gradient is whole; called by its hook, during backward."""
+        if self._paused:
+            return
+        if position in self._seen:
+            raise ConfigurationError(
+                "with overlap=True gradients are handed over during backward, and this is a second backward before "
+                "step(); wrap all but the last in `with optimizer.accumulating():`, or skip a batch with "
+                "optimizer.zero_grad()"
+            )
+        if not self._seen:
+            self._count_members()
+        self._seen.add(position)
+        self._moments.note(position)
+        number = self._group_of[position]
+        self._missing[number] -= 1
+        if not self._missing[number] and number not in self._jobs:
+            self._hand_over(number)
+
+    def _reset(self) -> None:
+        self._jobs: dict[int, Job[bool]] = {}
+        self._committed = None
+        self._seen: set[int] = set()
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._moments.take()
+
+    def _count_members(self) -> None:
+        """Look which parameters are trained now, and hook those that were frozen before."""
+        trained = self._trained()
+        for position, parameter in trained.items():
+            if position not in self._handles:
+                hook = _hook(self, position)
+                self._handles[position] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._group_of = {position: n for n, group in enumerate(self._exchange.groups) for position in group}
+        self._missing = [sum(position in trained for position in group) for group in self._exchange.groups]
+
+    def _hand_over(self, number: int) -> None:
+        event = None
+        if self._stream is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        gradients = self._gather(self._exchange.groups[number])
+        self._versions += [(gradient, gradient._version) for gradient in gradients.values()]
+        self._jobs[number] = self._compressing.submit(lambda: self._send(number, gradients, event))
+
+    @torch.no_grad()
+    def _send(self, number: int, gradients: Gradients, ready: "torch.cuda.Event | None") -> bool:
+        """Send a group; tell whether that was done, or left because another one has failed."""
+        if self._failed():
+            return False
+        report = self._opened()
+        self._exchange.begin_group(number)
+        try:
+            with _after(ready, self._stream):
+                self._exchange.send_gradients(report, number, self._finite(gradients), 1.0)
+        except BaseException:
+            self._abandon()
+            raise
+        return True
+
+    def _commit(self) -> StepReport | None:
+        if self._failed():
+            return None
+        report = self._opened()
+        self._exchange.commit(report)
+        self._report = None  # only an answer ends the doubt now: who interrupts the step must not take the push back
+        return report
+
+    def _abandon(self) -> None:
+        """Break off the push that is open, if there is one; on the compressing thread, so after what was submitted."""
+        if self._report is not None:
+            self._report = None
+            self._exchange.abandon()
+
+    def _failed(self) -> bool:
+        return any(job.finished and job.exception() is not None for job in list(self._jobs.values()))
+
+    def _opened(self) -> StepReport:
+        """Return the report of the push that is open, and open one if there is none.
+
+        Raises:
+            ServerUnreachableError: the push before is in doubt still, and has had its patience. It is said once, here;
+                whoever tries again settles with new patience.
+        """
+        if self._report is None:
+            self._settled.wait()
+            error, self._unsettled = self._unsettled, None
+            if error is not None:
+                self._round = None  # it has met the same
+                raise error
+            self._report = self._begin()
+        return self._report
+
+
+def _await(job: Job[Any], seconds: float | None = None) -> None:
+    """Wait for a job's end.
+
+    Raises:
+        TimeoutError: it has not come within ``seconds``, or nobody waits for the calling job any longer.
+    """
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    while not job.wait(min(_POLL_SECONDS, end - time.monotonic())):
+        if is_cancelled() or time.monotonic() >= end:
+            raise TimeoutError
+    if is_cancelled():
+        raise TimeoutError
+
+
+def _hook(overlap: Overlap, position: int) -> Callable[[torch.Tensor], None]:
+    """Make a hook that does not keep the optimizer alive."""
+    reference = weakref.ref(overlap)
+
+    def hook(_: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None and not alive.in_child:  # a forked child's gradients are its own
+            alive.ready(position)
+
+    return hook
+
+
+@contextmanager
+def _after(ready: "torch.cuda.Event | None", stream: "torch.cuda.Stream | None") -> Iterator[None]:
+    """Run the body on a stream of its own, after an event; on the host there is nothing to order."""
+    if ready is None or stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        yield

@@ -1,0 +1,176 @@
+"""Saving and restoring an optimizer's memories (residuals, momentum), and telling when they are out of date."""
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from psclient.compress.hyperparameters import check_hyperparameters
+from psclient.compress.method import State
+from psclient.engine.exchange import Exchange
+from psclient.errors import ConfigurationError
+from psclient.rpc.membership import Membership
+
+
+@dataclass(frozen=True, slots=True)
+class PushMark:
+    """Which method and which push a saved state belongs to.
+
+    Attributes:
+        method: name of the training method that saved it.
+        run: the run's id.
+        version: the coordinator's, as the worker knew it.
+        worker: name of the worker that saved it.
+        incarnation: its life.
+        acknowledged_step: the last push that it knew to be applied.
+        step: its last step.
+    """
+
+    method: str
+    run: str
+    version: int
+    worker: str
+    incarnation: str
+    acknowledged_step: int
+    step: int
+
+    @classmethod
+    def now(cls, method: str, membership: Membership, exchange: Exchange) -> "PushMark":
+        """Return where a worker stands."""
+        identity, version = membership.identity, membership.coordinator.version
+        return cls(
+            method,
+            identity.run_id,
+            version,
+            identity.worker_id,
+            identity.incarnation,
+            exchange.acknowledged_step,
+            exchange.step,
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """Return plain values for a state dict."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "PushMark":
+        """Read what :meth:`plain` wrote; raises :class:`ConfigurationError` where an earlier version wrote it."""
+        if plain.keys() != set(cls.__dataclass_fields__):
+            raise ConfigurationError(f"another version of psclient has saved this state; {_MODEL_ALONE}")
+        return cls(**plain)
+
+
+_MODEL_ALONE = "load the model's weights alone, and begin with an empty optimizer state"
+
+
+def split(state_dict: Mapping[str, Any], method: str | None) -> tuple[PushMark | None, dict[str, Any]]:
+    """Return the mark of a state dict, and the rest of it, which is torch's.
+
+    Args:
+        state_dict: what is to be loaded.
+        method: name of the training method that loads it; ``None`` for any.
+
+    Returns:
+        The mark, ``None`` where no optimizer of this library has saved the state; and the state without it.
+
+    Raises:
+        ConfigurationError: another method saved it, or a hyper-parameter is out of its range.
+    """
+    if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("param_groups"), list):
+        raise ConfigurationError("this is no state of an optimizer: load what optimizer.state_dict() has returned")
+    plain = {name: value for name, value in state_dict.items() if name != "psclient"}
+    for group in plain["param_groups"]:
+        check_hyperparameters(group)
+    mark = PushMark.from_plain(state_dict["psclient"]) if "psclient" in state_dict else None
+    if mark is not None and mark.method != (method or mark.method):
+        raise ConfigurationError(
+            f"method {mark.method!r} has saved this state, and its memories mean something else to {method!r}: go on "
+            f"with {mark.method!r}, or {_MODEL_ALONE}"
+        )
+    return mark, plain
+
+
+def from_sgd(
+    state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], method: str, *, keeps_momentum: bool
+) -> dict[str, Any]:
+    """Return a state of ``torch.optim.SGD`` as one of a method.
+
+    Rates and weight decay are taken over. Momentum buffers are where the method has the same recurrence
+    (``u = m·u + g``, ``dampening=0``, the same ``m`` and ``nesterov``). A state without momentum leaves the method
+    its own.
+
+    Args:
+        state: of torch.
+        groups: the param groups of the optimizer that loads it.
+        method: its name.
+        keeps_momentum: whether it has that recurrence.
+
+    Raises:
+        ConfigurationError: another optimizer's state, or momentum that the method does not go on with.
+    """
+    saved = state["param_groups"]
+    if not all({"lr", "momentum", "dampening", "nesterov"} <= group.keys() for group in saved):
+        raise ConfigurationError(
+            f"this state is of another optimizer, and {method!r} has no place for its memories: {_MODEL_ALONE}. "
+            "torch.optim.SGD's state is taken over, and psclient.Outer(inner, …) goes on with any: load it into inner"
+        )
+    if len(saved) != len(groups):
+        raise ConfigurationError(f"this state has {len(saved)} param groups; make the optimizer with these, as it was")
+    memories: dict[int, dict[str, Any]] = {}
+    taken = []
+    for theirs, ours in zip(saved, groups, strict=True):
+        alike = keeps_momentum and not theirs["dampening"]
+        alike &= (theirs["momentum"], theirs["nesterov"]) == (ours.get("momentum"), ours.get("nesterov", False))
+        if (theirs["momentum"] and not alike) or theirs.get("maximize"):
+            raise ConfigurationError(
+                f"this state of SGD has momentum {theirs['momentum']:g}, dampening {theirs['dampening']:g}, nesterov "
+                f"{theirs['nesterov']} and maximize {theirs.get('maximize')}, and {method!r} as made here does not go "
+                f"on with that: {_MODEL_ALONE}, or go on with psclient.ASGD, SSGD or WAGMA and the same momentum and "
+                "nesterov; none has dampening or maximize"
+            )
+        for key in theirs["params"]:
+            buffer = state["state"].get(key, {}).get("momentum_buffer")
+            if buffer is not None:
+                memories[key] = {"momentum": buffer.float().reshape(-1)}
+        same = {name: theirs[name] for name in ("params", "lr", "weight_decay", "initial_lr") if name in theirs}
+        taken.append({**ours, **same})
+    return {"state": memories, "param_groups": taken}
+
+
+def stale_residuals(mark: PushMark, now: PushMark, record: tuple[str, int] | None) -> bool:
+    """Tell whether residuals saved at ``mark`` were sent since.
+
+    Args:
+        mark: when they were saved.
+        now: where the worker stands.
+        record: (incarnation, step) of the last push under this worker's name that the server had applied when the
+            worker joined; ``None`` if it knew none.
+    """
+    if now.acknowledged_step or mark.incarnation == now.incarnation:
+        record = now.incarnation, now.acknowledged_step
+    return record is not None and record != (mark.incarnation, mark.acknowledged_step)
+
+
+def taken_back(
+    memories: MutableMapping[torch.Tensor, State], exchange: Exchange, state_dict: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a state dict as if a push in doubt had been refused; the memories stay as they are."""
+    if not exchange.in_doubt:
+        return state_dict()
+    kept = {parameter: copy.deepcopy(memory) for parameter, memory in memories.items()}
+    exchange.give_back(exchange.held_parts())
+    state = copy.deepcopy(state_dict())
+    memories.update(kept)
+    return state
+
+
+def restore_memories(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Put every saved tensor back in fp32: ``torch`` has cast it to its parameter's dtype, which may be narrower."""
+    for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        for key, parameter in zip(saved_group["params"], group["params"], strict=True):
+            for name, value in saved["state"].get(key, {}).items():
+                if isinstance(value, torch.Tensor):
+                    optimizer.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)

@@ -1,0 +1,1 @@
+"""The user's model as the server sees it: names, layout, replica."""

@@ -1,0 +1,226 @@
+"""What of a user's model is trained: names, layout, buffers; found from ``model`` or from bare parameters."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from psclient.errors import ConfigurationError, ModelChangedError
+from pscore.model.layout import ModelLayout, TensorSpec, digest_of, layout_of
+from pscore.names import tensor_name_fault
+
+
+class Place(NamedTuple):
+    """Where a tensor stands: a module, and its name there."""
+
+    module: torch.nn.Module
+    name: str
+
+
+class NamedBuffers:
+    """Buffers that are looked up when they are needed: a module may put a new tensor in the place of one.
+
+    Args:
+        specs: what they are.
+        places: where each stands.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], places: Sequence[Place]) -> None:
+        """Keep the places."""
+        self.specs, self._places = tuple(specs), tuple(places)
+
+    def only(self, wanted: Callable[[TensorSpec], bool]) -> "NamedBuffers":
+        """Return some of them."""
+        found = [(spec, place) for spec, place in zip(self.specs, self._places, strict=True) if wanted(spec)]
+        return NamedBuffers([spec for spec, _ in found], [place for _, place in found])
+
+    def now(self) -> list[torch.Tensor]:
+        """Return the tensors that stand there now.
+
+        Raises:
+            ModelChangedError: one is gone, or has another shape or dtype than it had.
+        """
+        found = []
+        for spec, (module, name) in zip(self.specs, self._places, strict=True):
+            tensor = module._buffers.get(name)
+            if tensor is None or tensor.dtype != spec.dtype or tensor.shape != spec.shape:
+                is_now = "is gone" if tensor is None else f"is {list(tensor.shape)} {tensor.dtype} now"
+                raise ModelChangedError(
+                    spec.name,
+                    f"{is_now}, and the run has {spec.describe()}",
+                    "put a tensor like that in its place, or close() this optimizer and make a new one",
+                )
+            found.append(tensor)
+        return found
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model's tensors in layout order.
+
+    Attributes:
+        layout: names, shapes, dtypes.
+        parameters: every parameter that the server has, each once even if tied.
+        frozen: those that need no gradient: the server has their digests, in the layout's order.
+        frozen_writes: how often each of these had been written to when the server was told of it.
+        places: where each parameter stands; empty without a model.
+        buffers: persistent buffers, in the layout's order.
+        module: the model.
+    """
+
+    layout: ModelLayout
+    parameters: tuple[torch.Tensor, ...]
+    frozen: tuple[torch.Tensor, ...]
+    frozen_writes: tuple[int, ...]
+    places: tuple[Place, ...]
+    buffers: NamedBuffers
+    module: torch.nn.Module | None
+
+    def refuse_shared(self) -> None:
+        """Make sure that no other process has these parameters in its memory; on CUDA that cannot be told.
+
+        Raises:
+            ConfigurationError: one of them is in shared memory, where several workers would write one replica.
+        """
+        for spec, parameter in zip(self.layout.parameters, self.parameters, strict=True):
+            if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
+                raise ConfigurationError(
+                    f"{spec.name!r} is in shared memory (share_memory(), or a model that torch.multiprocessing has "
+                    "handed to another process): several workers would write the same parameters. In each worker make "
+                    "the optimizer of a copy: model = copy.deepcopy(model)"
+                )
+
+    def check_frozen(self) -> None:
+        """Make sure that frozen parameters have the values that the server was told of; reads those written to since.
+
+        Raises:
+            ModelChangedError: one has not.
+        """
+        for parameter, known, writes in zip(self.frozen, self.layout.frozen, self.frozen_writes, strict=True):
+            if writes_to(parameter) != writes and digest_of(parameter) != known.digest:
+                raise ModelChangedError(
+                    known.spec.name,
+                    "is frozen, and has other values than when the optimizer was made, which the server compares",
+                    "load what is frozen before the optimizer is made, on all workers",
+                )
+
+    def check(self) -> None:
+        """Make sure that the parameters are still the model's; costs a look-up for each.
+
+        Raises:
+            ModelChangedError: a parameter is gone, and another one stands in its place; or one that was frozen is not.
+        """
+        for parameter, known in zip(self.frozen, self.layout.frozen, strict=True):
+            if parameter.requires_grad:
+                raise ModelChangedError(
+                    known.spec.name,
+                    "needed no gradient when the optimizer was made, and needs one now: the server does not have it",
+                    "make the optimizer anew, in a run of its own, or set upload_frozen=True (PSCLIENT_UPLOAD_FROZEN) "
+                    "on all workers where parameters are to be thawed later",
+                )
+        if self.module is None:
+            return
+        missing = [
+            position
+            for position, (module, name) in enumerate(self.places)
+            if module._parameters.get(name) is not self.parameters[position]
+        ]
+        if not missing:
+            return
+        present = {id(parameter) for parameter in self.module.parameters()}
+        for position in missing:
+            if id(self.parameters[position]) not in present:
+                raise ModelChangedError(
+                    self.layout.parameters[position].name,
+                    "is no longer in its module: another Parameter stands there (load_state_dict(assign=True), say), "
+                    "which this optimizer does not train",
+                    "copy values into the old one, or make a new optimizer",
+                )
+
+
+def describe(
+    model: torch.nn.Module | None, trained: Sequence[torch.Tensor], *, upload_frozen: bool = False
+) -> TrainedModel:
+    """Find the tensors of a model; without one, of bare parameters, which are then named by position.
+
+    Args:
+        model: the module.
+        trained: the parameters that the optimizer was given.
+        upload_frozen: whether parameters that need no gradient are the server's, too.
+
+    Raises:
+        ConfigurationError: a trained parameter is not the model's, a dtype cannot be trained, or a parameter is in
+            shared memory.
+    """
+    places: dict[int, Place] = {}
+    buffers: list[tuple[str, Place]] = []
+    aliases: dict[str, tuple[str, ...]] = {}
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ConfigurationError(f"model= must be a torch.nn.Module, not {type(model).__name__}")
+    if model is None:
+        named = [(f"parameter_{i}", parameter) for i, parameter in enumerate(trained)]
+    else:
+        named = [(_plain(name), parameter) for name, parameter in model.named_parameters()]
+        buffers = _persistent_buffers(model)
+        aliases = _aliases(model)
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                places.setdefault(id(parameter), Place(module, name))
+        if any(id(parameter) not in places for parameter in trained):
+            raise ConfigurationError("params holds a parameter that model does not have; pass the model they come from")
+    tensors = [(name, place.module.get_buffer(place.name)) for name, place in buffers]
+    frozen = [] if upload_frozen else [each for each in named if not each[1].requires_grad]
+    if frozen:
+        named = [each for each in named if each[1].requires_grad]
+    try:
+        layout = layout_of(named, tensors, aliases, frozen)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    for spec in layout.tensors():
+        for name in (spec.name, *spec.aliases):
+            if fault := tensor_name_fault(name):
+                raise ConfigurationError(fault)
+    if layout.size == 0:
+        raise ConfigurationError("there is nothing to train: no parameter that needs a gradient has any element")
+    parameters = tuple(parameter for _, parameter in named)
+    found = TrainedModel(
+        layout,
+        parameters,
+        tuple(parameter for _, parameter in frozen),
+        tuple(writes_to(parameter) for _, parameter in frozen),
+        tuple(places[id(parameter)] for parameter in parameters) if model is not None else (),
+        NamedBuffers(layout.buffers, [place for _, place in buffers]),
+        model,
+    )
+    found.refuse_shared()
+    return found
+
+
+def writes_to(parameter: torch.Tensor) -> int:
+    """Return how often a tensor has been written to in place; 0 for one that keeps no count."""
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def _plain(name: str) -> str:
+    """Return a tensor's name without what ``torch.compile`` puts before it: compiled or not, it is the same model."""
+    return name.replace("_orig_mod.", "")
+
+
+def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Place]]:
+    found: list[tuple[str, Place]] = []
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, tensor in module._buffers.items():
+            if tensor is None or name in module._non_persistent_buffers_set or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            found.append((_plain(f"{prefix}.{name}" if prefix else name), Place(module, name)))
+    return found
+
+
+def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(_plain(name))
+    return {first: tuple(others) for first, *others in names.values() if others}

@@ -1,0 +1,214 @@
+"""The replica: the model's parameters as places in the flat layout.
+
+Between replies the replica never changes: a worker does not apply its own update, which comes back from the server.
+Writing uses the parameters in place, so the user's references to them stay valid. Where the user gives a parameter
+other memory, it must hold the same values: a reply says what has changed since, and nothing about the rest.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from psclient.errors import ModelChangedError
+from psclient.model.module import writes_to
+from pscore.model.layout import ModelLayout, Span
+from pscore.model.segment import Segment
+
+_BLOCK = 1 << 20  # words that are summed at a time
+_ODD = 0x1E3779B97F4A7C15
+
+
+class _Known(NamedTuple):
+    """Where a parameter lay when it was last looked at; kept alive, because it tells a copy from a change."""
+
+    values: torch.Tensor
+    pointer: int
+    strides: tuple[int, ...]
+
+
+class Replica:
+    """Reads and writes a model's parameters through flat indices.
+
+    Args:
+        layout: where each parameter lies.
+        parameters: the tensors, in layout order, on any devices.
+    """
+
+    def __init__(self, layout: ModelLayout, parameters: Sequence[torch.Tensor]) -> None:
+        """Keep references to the parameters."""
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self._fp32: dict[int, torch.Tensor] = {}
+        """fp32 copies of half-precision parameters, by position; only in top-k mode."""
+        self._known = [_look(parameter) for parameter in self.parameters]
+        self._edits = [writes_to(parameter) for parameter in self.parameters]
+        """How often each parameter had been written to when the last write that is known here was done."""
+
+    def loaded(self) -> str | None:
+        """Return the name of a parameter that somebody else has written to since; costs next to nothing.
+
+        The values may still be the same. Writing through ``parameter.data`` leaves no trace.
+
+        Raises:
+            ModelChangedError: one has another dtype, shape or device.
+        """
+        for position in self._moved():
+            if not torch.equal(self.parameters[position], self._known[position].values):
+                return self.layout.parameters[position].name
+            self._known[position] = _look(self.parameters[position])
+        for position, (parameter, edits) in enumerate(zip(self.parameters, self._edits, strict=True)):
+            if writes_to(parameter) != edits:
+                return self.layout.parameters[position].name
+        return None
+
+    def digest(self) -> bytes:
+        """Return 32 bytes that are equal where the values are, and else all but surely not; reads all parameters."""
+        sums = [_checksum(parameter) for parameter in self.parameters]
+        return hashlib.sha256(torch.stack(sums).numpy().tobytes()).digest()
+
+    def accept(self) -> None:
+        """Take the parameters for what was last written, wherever they lie.
+
+        Raises:
+            ModelChangedError: one has another dtype, shape or device.
+        """
+        for position in self._moved():
+            self._known[position] = _look(self.parameters[position])
+        self._edits = [writes_to(parameter) for parameter in self.parameters]
+
+    def _moved(self) -> Iterator[int]:
+        """Yield the positions of parameters with other memory than they had."""
+        for position, (parameter, known) in enumerate(zip(self.parameters, self._known, strict=True)):
+            values, pointer, strides = known
+            alike = parameter.dtype is values.dtype
+            if alike and parameter.data_ptr() == pointer and parameter.stride() == strides:
+                continue
+            if not alike or parameter.shape != values.shape or parameter.device != values.device:
+                raise ModelChangedError(
+                    self.layout.parameters[position].name,
+                    f"is {_kind(parameter)} now, and was {_kind(values)} when the optimizer was made",
+                    "convert and move models before: change it back, or close() this optimizer and make a new one",
+                )
+            yield position
+
+    def read(self, span: Span) -> Iterator[Segment]:
+        """Yield the values inside a span, tensor by tensor, dense, fp32 on the host."""
+        for position, common in self.layout.overlapping(span):
+            offset = self.layout.offsets[position]
+            flat = self.parameters[position].detach().reshape(-1)
+            yield Segment(common, None, flat[common.start - offset : common.end - offset].float().cpu())
+
+    def write(self, segments: Sequence[Segment]) -> None:
+        """Write an exact reply's values over the parameters'."""
+        with self._writing():
+            for position, part in self._parts(segments):
+                with _flat(self.parameters[position]) as flat:
+                    values = part.values.to(flat.device, flat.dtype)
+                    if part.offsets is None:
+                        flat[self._within(position, part.span)] = values
+                    else:
+                        flat[self._offsets(position, part)] = values
+
+    def add(self, segments: Sequence[Segment]) -> None:
+        """Add a top-k reply's differences, in fp32; half-precision parameters follow their fp32 copies."""
+        with self._writing():
+            for position, part in self._parts(segments):
+                with _flat(self.parameters[position]) as flat:
+                    self._add(position, part, flat)
+
+    def _add(self, position: int, part: Segment, flat: torch.Tensor) -> None:
+        master = self._fp32[position] if flat.dtype != torch.float32 else flat
+        values = part.values.to(flat.device)
+        if part.offsets is None:
+            where = self._within(position, part.span)
+            master[where] += values
+            if master is not flat:
+                flat[where] = master[where].to(flat.dtype)
+            return
+        offsets = self._offsets(position, part)
+        master.index_add_(0, offsets, values)
+        if master is not flat:
+            flat[offsets] = master[offsets].to(flat.dtype)
+
+    def open_fp32(self, span: Span) -> None:
+        """Begin to keep fp32 copies of the half-precision parameters inside a span, equal to what they hold now."""
+        for position, common in self.layout.overlapping(span):
+            parameter = self.parameters[position]
+            if parameter.dtype == torch.float32:
+                continue
+            flat = parameter.detach().reshape(-1)
+            copy = self._fp32.setdefault(position, flat.float())
+            where = self._within(position, common)
+            copy[where] = flat[where].float()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Count the body's writes as known; what others have written before stays to be told.
+
+        Parameters that are parts of one tensor count their writes together.
+        """
+        known = [writes_to(parameter) == edits for parameter, edits in zip(self.parameters, self._edits, strict=True)]
+        yield
+        now = [writes_to(parameter) for parameter in self.parameters]
+        self._edits = [new if same else old for new, same, old in zip(now, known, self._edits, strict=True)]
+
+    def _parts(self, segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
+        for segment in segments:
+            for position, common in self.layout.overlapping(segment.span):
+                part = segment.clip(common)
+                if part is not None:
+                    yield position, part
+
+    def _within(self, position: int, span: Span) -> slice:
+        offset = self.layout.offsets[position]
+        return slice(span.start - offset, span.end - offset)
+
+    def _offsets(self, position: int, part: Segment) -> torch.Tensor:
+        assert part.offsets is not None
+        shifted = part.offsets + (part.span.start - self.layout.offsets[position])
+        return shifted.to(self.parameters[position].device)
+
+
+def _look(parameter: torch.Tensor) -> _Known:
+    return _Known(parameter.detach(), parameter.data_ptr(), parameter.stride())
+
+
+def _checksum(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a sum of a tensor's bytes in words of eight, each times what its place gives it; int64 on the host."""
+    flat = parameter.detach().contiguous().reshape(-1)
+    each = flat.element_size()
+    if flat.data_ptr() % 8 or flat.storage_offset() * each % 8:
+        flat = flat.clone()
+    end = flat.numel() - flat.numel() % (8 // each)
+    tail = flat[end:].view(torch.int32 if each == 4 else torch.int16).to(torch.int64)
+    words, factors = flat[:end].view(torch.int64), _factors(flat.device)
+    total = (tail * factors[: tail.numel()]).sum()
+    for start in range(0, words.numel(), _BLOCK):
+        block = words[start : start + _BLOCK]
+        total = total * _ODD + (block * factors[: block.numel()]).sum()  # modulo 2^64
+    return total.cpu()
+
+
+@functools.lru_cache
+def _factors(device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * _BLOCK, 2, device=device) * _ODD
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+@contextmanager
+def _flat(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Give a one-dimensional view in logical order; a copy that is written back where strides do not allow a view."""
+    data = parameter.detach()
+    if data.is_contiguous():
+        yield data.view(-1)
+        return
+    copy = data.reshape(-1)
+    yield copy
+    data.copy_(copy.view(data.shape))

@@ -1,0 +1,298 @@
+"""A node as one worker: its processes average gradients among themselves, and one of them speaks to the server.
+
+The leader, rank 0 of the node's group, owns the optimizer that has joined; the others own the same param groups and
+nothing else. Every call that reaches the server is made by all of them together::
+
+    every process   what is called, samples of its own  ──▶  all
+    leader          the call itself                          (the others wait)
+    leader          where the run is, or the error      ──▶  the others, who raise it too
+    leader          the tensors that have changed       ──▶  the others
+
+So all have the same parameters and have met the same end after each call, whatever became of it.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from psclient import settings as client_settings
+from psclient.compress.groups import ParamGroups
+from psclient.compress.hyperparameters import check_hyperparameters
+from psclient.data.counter import SampleCounter
+from psclient.engine.checks import Interrupted, gather
+from psclient.engine.state import split
+from psclient.errors import ConfigurationError, CopyRefusedError
+from psclient.model.module import describe
+from psclient.node.comm import NodeLink
+from psclient.node.group import inside, leader_settings
+from psclient.node.leader_call import Call, LeaderCalls
+from psclient.optim.base import ParameterServerOptimizer
+from psclient.optim.session import Server, server_string
+from psclient.report import StepReport, Totals
+from psclient.settings import ClientSettings
+
+
+class NodeOptimizer(Optimizer):
+    """One worker of several processes; made, stepped and pulled by all processes of a node together.
+
+    >>> ddp = DistributedDataParallel(model, process_group=psclient.node_group())
+    >>> optimizer = psclient.NodeOptimizer(psclient.DGS, model.parameters(), lr=0.1, model=ddp, server="host:50051")
+
+    Args:
+        method: a training method, as ``psclient.DGS``; only the leader makes one.
+        params: parameters or param groups, the same on every process.
+        model: the module, or the ``DistributedDataParallel`` around it, whose process group is then the node's.
+        group: the processes of this node; the default group if neither this nor a DDP says otherwise.
+        server: as for the method, without ``"local"``.
+        worker: the node's name; by default the leader's place in the job.
+        settings: everything else about the connection.
+        timeout_seconds: how long a process of the node may let the others wait; by default what the settings give the
+            leader to wait for a server, three times over, and a minute.
+        **options: the method's own arguments, as ``lr``.
+
+    Raises:
+        SparsepsError: as the method does, on every process.
+        NodeBrokenError: another process of this node is gone or silent.
+    """
+
+    def __init__(
+        self,
+        method: Callable[..., ParameterServerOptimizer],
+        params: ParamsT,
+        *,
+        model: torch.nn.Module | None = None,
+        group: dist.ProcessGroup | None = None,
+        server: Server | None = None,
+        worker: str | None = None,
+        settings: ClientSettings | None = None,
+        timeout_seconds: float | None = None,
+        **options: Any,
+    ) -> None:
+        """Join as one worker; see the class."""
+        if options.get("overlap"):
+            raise ConfigurationError(
+                "overlap=True sends gradients when they come out of backward(), which is before DDP has averaged them "
+                "over the node; leave it out with NodeOptimizer"
+            )
+        if isinstance(params, Optimizer):
+            raise ConfigurationError(
+                "NodeOptimizer takes parameters; psclient.Outer, which takes an optimizer, is not for it"
+            )
+        module, group = inside(model, group)
+        resolved = leader_settings(client_settings.resolve(settings, server_string(server), worker), group)
+        self._leader: ParameterServerOptimizer | None = None
+        self._joined = False
+        super().__init__(params, {})
+        for listed in self.param_groups:
+            listed.pop("param_names", None)  # torch takes names with the parameters only
+        given = [p for listed in self.param_groups for p in listed["params"]]
+        self._model = describe(module, given, upload_frozen=resolved.upload_frozen)
+        self._interrupted = Interrupted()  # on every process, as each has to know whether to call a closure
+        self._loss: Any = None
+        self._uncounted = 0
+        self._closed = False
+        patience = max(resolved.connect_seconds, resolved.patience_seconds)
+        self._node = LeaderCalls(NodeLink(group, timeout_seconds or 3 * patience + 60), self._model)
+        self._samples = SampleCounter(model) if model is not None else None
+        if self._samples is not None:
+            weakref.finalize(self, self._samples.close)
+
+        def join(_: int) -> None:
+            self._leader = self._node.leader = method(self.param_groups, model=module, settings=resolved, **options)
+            self._leader.gradients_are_its_own = True  # the node's, which pushes them once
+
+        try:
+            self._node.call(Call.JOIN, int.from_bytes(self._model.layout.fingerprint[:6]), join)
+        except BaseException:
+            self.close()
+            raise
+        self._joined = True
+        self._share()
+
+    # What a training loop uses
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks to the server."""
+        return self._node.leads
+
+    @property
+    def report(self) -> StepReport:
+        """What the node's last step did."""
+        return self._node.status.report
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all steps of the node."""
+        return self._node.status.totals
+
+    @property
+    def version(self) -> int:
+        """The coordinator's version that this node has seen: updates applied from all workers."""
+        return self._node.status.version
+
+    @property
+    def finished(self) -> bool:
+        """True once the run is over, on all processes after the same step; leave the loop then."""
+        return self._node.status.finished
+
+    @property
+    def live_workers(self) -> int:
+        """Workers alive, as last heard; a node is one."""
+        return self._node.status.live_workers
+
+    @property
+    def worker(self) -> str:
+        """The node's name."""
+        return self._node.status.worker
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self._node.status.run_id
+
+    @property
+    def server(self) -> str:
+        """The addresses of the shards, separated by commas."""
+        return self._node.status.server
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
+        """Push the node's update and bring the parameters of all its processes up to the server's.
+
+        Args:
+            closure: recomputes the loss; see :meth:`ParameterServerOptimizer.step`.
+            samples: how many samples this process has contributed; counted at the calls of ``model`` if not given.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            SparsepsError: what the leader has met, on every process.
+            NodeBrokenError: another process of this node is gone or silent.
+        """
+        if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
+            raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
+        if closure is not None and not self._interrupted.holds(self._gradients()):
+            with torch.enable_grad():
+                self._loss = closure()
+        if samples is None:
+            samples = self._uncounted = self._uncounted + (self._samples.take() if self._samples is not None else 1)
+        before = self.totals.samples
+        try:
+            self._together(Call.STEP, samples, lambda leader, total: leader.step(samples=total))
+        except BaseException:
+            if self.totals.samples != before:  # else they were not pushed, and count with the next step
+                self._uncounted = 0
+            if self._node.status.unfinished:
+                self._interrupted.note(self._gradients())
+            raise
+        self._interrupted.clear()
+        self._uncounted = 0
+        loss, self._loss = self._loss, None
+        return loss
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Push everything that the leader still holds; see the method's ``flush()``."""
+        self._together(Call.FLUSH, 0, lambda leader, _: leader.flush())
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Make the parameters the server's without pushing; see :meth:`ParameterServerOptimizer.pull`."""
+        self._together(Call.PULL, 0, lambda leader, _: leader.pull())
+
+    def close(self) -> None:
+        """Leave the run; harmless twice. Processes of the node that still wait for this one get an error."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._samples is not None:
+            self._samples.close()
+        try:
+            if self._leader is not None:
+                self._leader.close()
+        finally:
+            self._node.close()
+
+    def __enter__(self) -> "NodeOptimizer":
+        """Return the optimizer."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the run."""
+        self.close()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, on every process; its parameters must belong to ``model``.
+
+        Raises:
+            ConfigurationError: a parameter is not part of what was joined with, or a value is out of its range.
+        """
+        if self._leader is not None:
+            self._leader.add_param_group(param_group)
+            return
+        super().add_param_group(param_group)
+        if not self._joined:
+            return
+        known = {id(parameter) for parameter in self._model.parameters}
+        try:
+            check_hyperparameters(self.param_groups[-1])
+            if any(id(parameter) not in known for parameter in self.param_groups[-1]["params"]):
+                raise ConfigurationError("a parameter that is not part of the model cannot be added after joining")
+        except ConfigurationError:
+            self.param_groups.pop()
+            raise
+
+    # State: each process by itself, since a script saves on one and loads on all
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the leader's state, residuals included; on the other processes, hyper-parameters only."""
+        return super().state_dict() if self._leader is None else self._leader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state of the leader over; the other processes take the hyper-parameters of it."""
+        if self._leader is None:
+            _, plain = split(state_dict, None)
+            super().load_state_dict(plain | {"state": {}})
+            return
+        self._leader.load_state_dict(state_dict)
+        self._share()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would have no place in the run.
+
+        Raises:
+            CopyRefusedError: always.
+        """
+        raise CopyRefusedError(type(self).__name__)
+
+    # Inner parts
+
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        return gather(self._model, ParamGroups(self.param_groups), range(len(self._model.parameters)))
+
+    def _together(self, call: Call, value: int, work: Callable[[ParameterServerOptimizer, int], None]) -> None:
+        if self._closed:
+            raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
+
+        def lead(total: int) -> None:
+            assert self._leader is not None
+            work(self._leader, total)
+
+        self._node.call(call, value, lead)
+
+    def _share(self) -> None:
+        """Let both of the leader's optimizers have the same groups, so that a scheduler on the outer one is heeded."""
+        if self._leader is not None:
+            self.defaults, self.state = self._leader.defaults, self._leader.state
+            self.param_groups = self._leader.param_groups
+            return
+        self.defaults = self._node.status.defaults
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)

@@ -1,0 +1,50 @@
+"""ASGD: asynchronous stochastic gradient descent with dense pushes, the baseline of every sparse method."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from psclient.compress.method import Group, State, Step, Whole, memory
+from psclient.optim.base import ParameterServerOptimizer
+
+
+class ASGD(ParameterServerOptimizer):
+    """ASGD: every element of every gradient is sent; the server subtracts it on arrival.
+
+    Per tensor::
+
+        u = m·u + (g + wd·θ)                 # m = 0: u = g + wd·θ
+        send d = lr·u
+
+    What does not arrive, a refused push or a quantisation error, is carried to the next push.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate.
+        momentum: local momentum ``m``.
+        weight_decay: L2 penalty, added to the gradient.
+        **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`.
+    """
+
+    name: ClassVar[str] = "asgd"
+    momentum_is_torchs: ClassVar[bool] = True
+
+    def __init__(
+        self, params: ParamsT, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, **connection: Any
+    ) -> None:
+        """Join the server; see the class."""
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, 1.0, **connection)
+
+    @staticmethod
+    def accumulate(state: State, group: Group, step: Step) -> Whole:
+        """``d = lr·u``, and what is carried, in the residual."""
+        u = step.gradient.float()
+        if step.parameters is not None:
+            u = u.add(step.parameters.float(), alpha=group["weight_decay"])
+        if group["momentum"]:
+            u = memory(state, "momentum", u).mul_(group["momentum"]).add_(u)
+        d: torch.Tensor = group["lr"] * u
+        if "residual" in state:
+            d.add_(state.pop("residual"))
+        return Whole(d)

@@ -1,0 +1,86 @@
+"""DGC: Deep Gradient Compression (Lin et al., ICLR 2018)."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from psclient.compress.method import Group, Sparse, State, Step, memory
+from psclient.errors import ConfigurationError
+from psclient.optim.base import Density, ParameterServerOptimizer
+from pscore.select.kernels.base import GradientUpdate
+
+
+class DGC(ParameterServerOptimizer):
+    """DGC: momentum correction, momentum factor masking, local gradient clipping, density warm-up.
+
+    Per tensor::
+
+        g ← g·min(1, (clip/√W) / ‖all g‖)            # local clipping (section 3.2), W = live workers
+        u = m·u + (g + wd·θ);  r += u                # momentum correction (equation 4)
+        send s = Q(lr·p) of p = top ρ of |r|
+        r[sent] = 0;  u[sent] = 0                    # factor masking (equation 8)
+
+    Tensors below ``dense_below`` elements are sent whole and keep their momentum, as in the reference implementation.
+    What does not arrive, a refused push or a quantisation error, comes back as ``r += s/lr``.
+
+    For the paper's warm-up pass ``density=psclient.schedules.dgc_warmup(steps_per_epoch)``.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate.
+        momentum: ``m``.
+        weight_decay: L2 penalty, added to the clipped gradient.
+        density: ``ρ``; a number, or a function of the step.
+        clip_norm: ``clip``, the bound on the norm of the whole gradient summed over workers; ``None`` for no clipping.
+        **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`.
+    """
+
+    name: ClassVar[str] = "dgc"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        density: Density = 0.001,
+        clip_norm: float | None = None,
+        **connection: Any,
+    ) -> None:
+        """Join the server; see the class."""
+        if clip_norm is not None and connection.get("overlap"):
+            raise ConfigurationError(
+                "clip_norm needs the norm of the whole gradient, and overlap=True sends its first part before the last "
+                "is known; leave one of them out"
+            )
+        self.clip_norm = clip_norm
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults, density, **connection)
+
+    def agreed_settings(self) -> dict[str, str]:
+        """Workers must agree on the clipping too."""
+        return {**super().agreed_settings(), "clip_norm": str(self.clip_norm)}
+
+    def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
+        """Return the factor of the local clipping."""
+        if self.clip_norm is None:
+            return 1.0
+        norm = math.sqrt(sum(float(torch.linalg.vector_norm(g.float())) ** 2 for g in gradients))
+        bound = self.clip_norm / math.sqrt(max(1, live_workers))
+        return min(1.0, bound / norm) if norm > 0 else 1.0
+
+    @staticmethod
+    def accumulate(state: State, group: Group, step: Step) -> Sparse:
+        """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is selected."""
+        u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
+        wd, m = group["weight_decay"], group["momentum"]
+        added = GradientUpdate(step.gradient, 1.0, step.parameters, wd, momentum=u, factor=m)
+        return Sparse(r, added, unit=group["lr"], masked=u)
+
+    @staticmethod
+    def held(state: State, group: Group) -> Sparse:
+        """Return the residual; the momentum that is left would be new movement and stays unsent."""
+        return Sparse(state["residual"], unit=group["lr"])

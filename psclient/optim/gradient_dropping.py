@@ -1,0 +1,45 @@
+"""Gradient Dropping (Aji and Heafield, EMNLP 2017)."""
+
+from typing import Any, ClassVar
+
+from torch.optim.optimizer import ParamsT
+
+from psclient.compress.method import Group, Sparse, State, Step, memory
+from psclient.optim.base import Density, ParameterServerOptimizer
+from pscore.select.kernels.base import GradientUpdate
+
+
+class GradientDropping(ParameterServerOptimizer):
+    """Gradient Dropping: what is not sent stays in a residual; no momentum.
+
+    Per tensor::
+
+        r += lr·(g + wd·θ)
+        send s = Q(p) of p = top ρ of |r|
+        r[sent] = 0
+
+    What does not arrive, a refused push or a quantisation error, comes back whole: ``Σ lr·g = Σ applied + r``.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate.
+        weight_decay: L2 penalty, added to the gradient.
+        density: ``ρ``; a number, or a function of the step.
+        **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`.
+    """
+
+    name: ClassVar[str] = "gradient_dropping"
+
+    def __init__(
+        self, params: ParamsT, lr: float, weight_decay: float = 0.0, density: Density = 0.01, **connection: Any
+    ) -> None:
+        """Join the server; see the class."""
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, density, **connection)
+
+    @staticmethod
+    def accumulate(state: State, group: Group, step: Step) -> Sparse:
+        """``r += lr·(g + wd·θ)``."""
+        lr, wd = group["lr"], group["weight_decay"]
+        return Sparse(
+            memory(state, "residual", step.gradient), GradientUpdate(step.gradient, lr, step.parameters, lr * wd)
+        )

@@ -1,0 +1,43 @@
+"""MomentumSGD: the single-node baseline."""
+
+from typing import Any
+
+from torch.optim import SGD
+from torch.optim.optimizer import ParamsT
+
+from psclient.engine.state import split
+
+
+class MomentumSGD(SGD):
+    """SGD with momentum on one machine, without a server: ``torch.optim.SGD`` itself, with the usual momentum.
+
+    It is here so that a script can change its method by one name; everything it does is ``torch.optim.SGD``'s.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate.
+        momentum: momentum factor.
+        weight_decay: L2 penalty.
+        dampening: dampening of the momentum.
+        nesterov: Nesterov momentum.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        """See the class."""
+        super().__init__(
+            params, lr=lr, momentum=momentum, weight_decay=weight_decay, dampening=dampening, nesterov=nesterov
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state of ``torch.optim.SGD`` over; raises :class:`ConfigurationError` for one of another method."""
+        if "psclient" in state_dict:
+            split(state_dict, "momentum_sgd")
+        super().load_state_dict(state_dict)

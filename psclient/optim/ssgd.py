@@ -1,0 +1,74 @@
+"""SSGD: synchronous SGD over the live workers, dense or sparse."""
+
+from typing import Any, ClassVar
+
+from torch.optim.optimizer import ParamsT
+
+from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
+from psclient.optim.base import Density, ParameterServerOptimizer
+from psclient.rounds import Rounds
+from pscore.select.kernels.base import GradientUpdate
+
+
+class SSGD(ParameterServerOptimizer):
+    """SSGD: each version of the model is one step with the mean of the live workers' updates.
+
+    Per tensor, on every worker::
+
+        u = m·u + (g + wd·θ);  r += u
+        send s = Q(lr·p) of p = top ρ of |r|;  r[sent] = 0
+        server: θ −= mean of s over those who contributed
+
+    With ρ = 1 and everybody in time ``r`` is empty after each step, and the whole is SGD with momentum on the batches
+    of all workers together. What does not arrive, an update that is late for its round or a quantisation error, comes
+    back as ``r += s/lr``.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate.
+        momentum: ``m``.
+        weight_decay: L2 penalty, added to the gradient.
+        density: ``ρ``; a number, or a function of the step.
+        rounds: when a round closes; by default with the update of the last live worker.
+        **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`.
+    """
+
+    name: ClassVar[str] = "ssgd"
+    momentum_is_torchs: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        density: Density = 1.0,
+        rounds: Rounds | None = None,
+        **connection: Any,
+    ) -> None:
+        """Join the server; see the class."""
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults, density, rounds=rounds or Rounds(), **connection)
+
+    @staticmethod
+    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
+        """``u = m·u + (g + wd·θ);  r += u``; at ρ = 1 all of ``lr·r`` is sent."""
+        wd, m = group["weight_decay"], group["momentum"]
+        if group["density"] < 1:
+            u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
+            return Sparse(
+                r, GradientUpdate(step.gradient, 1.0, step.parameters, wd, momentum=u, factor=m), unit=group["lr"]
+            )
+        u = step.gradient.float()
+        if step.parameters is not None:
+            u = u.add(step.parameters.float(), alpha=wd)
+        if m:
+            u = memory(state, "momentum", u).mul_(m).add_(u)
+        if "residual" in state:
+            u = state.pop("residual").add_(u)
+        return Whole(group["lr"] * u, unit=group["lr"])
+
+    @staticmethod
+    def held(state: State, group: Group) -> Sparse:
+        """Return the residual, at the rate of now."""
+        return Sparse(state["residual"], unit=group["lr"])

@@ -1,0 +1,1 @@
+"""A worker's calls: channels, retries, joining, pushing, pulling, heartbeats, uploads, downloads."""

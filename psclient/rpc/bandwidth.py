@@ -1,0 +1,24 @@
+"""How fast the way from a server is, as far as its replies show."""
+
+from collections import deque
+
+_SMALLEST_BYTES = 64 << 10  # below it, a time says more about delay than about speed
+_REMEMBERED = 16
+
+
+class Bandwidth:
+    """The fastest of the last large transfers: a lower bound, because other things may have slowed each of them."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._recent: deque[float] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """The estimate; ``None`` before the first large transfer."""
+        return max(self._recent, default=None)
+
+    def saw(self, nbytes: int, seconds: float) -> None:
+        """Take a transfer into account: from its first byte to its last, without the time for decoding."""
+        if nbytes >= _SMALLEST_BYTES and seconds > 0:
+            self._recent.append(nbytes / seconds)

@@ -1,0 +1,170 @@
+"""The server's model for anyone: as a state dict, or as a file. Needs no lease and disturbs no worker."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import grpc
+import torch
+
+from psclient import settings as client_settings
+from psclient.engine.executor import SerialExecutor
+from psclient.errors import ConfigurationError, Transient, from_refusal
+from psclient.optim.session import server_string
+from psclient.rpc.channel import Connection, RetryPolicy
+from psclient.rpc.resolver import connect
+from psclient.rpc.stall import Watch
+from psclient.settings import ClientSettings
+from pscore.model import modelfile
+from pscore.model.buffers import packed_bytes, unpack
+from pscore.model.layout import ModelLayout, Span
+from pscore.names import is_url, shown
+from pscore.wire import frames
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.generation import epoch
+from pscore.wire.messages import layout_from_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+log = logging.getLogger("psclient")
+
+_WAIT_LONGER = "Raise --timeout (patience_seconds) to wait longer"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    header: pb.DownloadHeader
+    layout: ModelLayout
+    values: torch.Tensor
+    buffers: list[torch.Tensor]
+
+
+def download(
+    server: str | Sequence[str],
+    settings: ClientSettings | None = None,
+    *,
+    patience_seconds: float = 30.0,
+    deadline_seconds: float = 30.0,
+) -> modelfile.StateDict:
+    """Fetch the server's model as a state dict: ``model.load_state_dict(psclient.download("host:50051"))``.
+
+    Args:
+        server: the address of each shard, as for an optimizer.
+        settings: how the connection is secured; the default comes from the environment.
+        patience_seconds: how long to try.
+        deadline_seconds: how long nothing may come.
+
+    Returns:
+        Every parameter that the server has, in its own dtype, under all its names, and the buffers if the run has them.
+        Parameters that were frozen are not among them; the log says so.
+
+    Raises:
+        ServerUnreachableError: no answer.
+        ServerNotReadyError: the server has no model yet.
+        ConfigurationError: the addresses are not those of all shards of one model.
+        AccessError: the server asks for another token.
+    """
+    resolved = client_settings.resolve(settings, server_string(server), None)
+    threads = [SerialExecutor("psclient-download")]
+    connections = threads[0].call(
+        lambda: connect(resolved.server, resolved.security, patience_seconds, _WAIT_LONGER, announce=False),
+        lambda: None,
+    )
+    threads += [SerialExecutor("psclient-download") for _ in connections[1:]]
+    fetching = [
+        thread.submit(partial(_fetch, each, patience_seconds, deadline_seconds))
+        for thread, each in zip(threads, connections, strict=True)
+    ]
+    parts = [each.result() for each in fetching]  # an interrupt leaves threads behind that end with their calls
+    first = parts[0]
+    if any(
+        part.header.num_shards != len(parts)
+        or part.header.shard_index != i
+        or part.header.run_id not in (first.header.run_id, "")  # a shard that nobody has pushed to may not know it
+        or epoch(part.header.generation) != epoch(first.header.generation)
+        for i, part in enumerate(parts)
+    ):
+        seen = ", ".join(
+            f"{each.address} is shard {part.header.shard_index} of {part.header.num_shards} of run {part.header.run_id}"
+            for each, part in zip(connections, parts, strict=True)
+        )
+        raise ConfigurationError(f"give every shard of one run once, in order; {seen}")
+    if first.layout.frozen:
+        log.warning(
+            "%d frozen parameters (%s, ...) are not on the server: what it has are the trained tensors; load them over "
+            "the weights that the workers began with, by model.load_state_dict(state, strict=False)",
+            len(first.layout.frozen),
+            shown(first.layout.frozen[0].spec.name),
+        )
+    state = modelfile.assemble(first.layout, torch.cat([part.values for part in parts]), first.buffers)
+    for spec in first.layout.parameters:
+        for alias in spec.aliases:
+            state[alias] = state[spec.name]
+    return state
+
+
+def save(
+    server: str | Sequence[str], path: str | Path, settings: ClientSettings | None = None, **limits: float
+) -> Path:
+    """Write the server's model to a safetensors file that loads into the plain model.
+
+    Args:
+        server: the address of each shard.
+        path: where to write; replaced at once when the file is whole.
+        settings: as for :func:`download`.
+        **limits: as for :func:`download`.
+
+    Raises:
+        ConfigurationError: the path is a URL; or see :func:`download`.
+    """
+    if is_url(path):
+        raise ConfigurationError(f"{str(path)!r} is a URL; name a file on this machine")
+    state = download(server, settings, **limits)
+    path = Path(path)
+    modelfile.write(path, {name: tensor.clone() for name, tensor in state.items()}, {"format": "pt"})
+    return path
+
+
+def _fetch(connection: Connection, patience_seconds: float, deadline_seconds: float) -> _Part:
+    address = connection.address
+    try:
+        patience = RetryPolicy(
+            address, patience_seconds, deadline_seconds, _WAIT_LONGER, reconnect=connection.reconnect
+        )
+        watch = Watch(deadline_seconds)
+
+        def start(seconds: float) -> "grpc._CallIterator[pb.DownloadModelResponse]":
+            nonlocal watch
+            watch = Watch(seconds)
+            return watch.follow(connection.stub.DownloadModel(pb.DownloadModelRequest()))
+
+        part = connection.ask(patience, start, lambda responses: _read(watch.messages(responses)))
+        if isinstance(part, Rejected):
+            raise from_refusal(part) from None
+        return part
+    finally:
+        connection.close()
+
+
+def _read(responses: Iterator[pb.DownloadModelResponse]) -> _Part:
+    first = next(responses, None)
+    if first is None or first.WhichOneof("message") != "header":
+        raise Rejected(ErrorCode.BAD_REQUEST, "a download begins with its header")
+    header = first.header
+    layout = layout_from_message(header.layout)
+    specs = layout.buffers if header.buffer_bytes else ()
+    reader = frames.ChunkReader(Span(header.start, header.start + header.length))
+    raw = frames.BytesReader(header.buffer_bytes, packed_bytes(specs))
+    for response in responses:
+        kind = response.WhichOneof("message")
+        if kind == "chunk":
+            reader.read(response.chunk)
+        elif kind == "buffers":
+            raw.read(response.buffers)
+        elif kind == "commit":
+            reader.checksum.verify(response.commit)
+            reader.require_complete()
+            values = [segment.values for segment in reader.segments]
+            return _Part(header, layout, torch.cat(values) if values else torch.empty(0), unpack(raw.finish(), specs))
+    raise Transient("the model ended without a commit")

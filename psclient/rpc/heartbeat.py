@@ -1,0 +1,158 @@
+"""The thread that keeps a worker's leases while there is a worker, and ends them where nobody else does."""
+
+import atexit
+import functools
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import grpc
+
+from psclient.errors import Transient, from_rpc_error
+from psclient.rpc.channel import suppress_errors
+from psclient.rpc.shard import ShardClient
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+log = logging.getLogger("psclient")
+
+_LAST_JOB_SECONDS = 20.0
+_ending: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+"""Threads that are to end; until they have, they free tensors and channels."""
+
+
+_SAME_BATCHES = (
+    "worker %s began with the same batches in the same order as %d other live worker(s): they train the same samples, "
+    "and together learn no more than one. Give each its own: torch.manual_seed(seed + psclient.worker_index()) before "
+    "a loader that shuffles is made, DistributedSampler(dataset, num_replicas=WORKERS, rank=psclient.worker_index()), "
+    "or psclient.ElasticSampler. Outside of torchrun, Slurm and Kubernetes, worker_index() needs a name that ends in a "
+    "number: PSCLIENT_WORKER=trainer-3"
+)
+
+
+class LeaseThread:
+    """Renews the leases at all shards, and tells them of shard 0's checkpoints.
+
+    Renewals have connections of their own: they are a few bytes, and never wait behind a model.
+
+    It refers to neither the optimizer nor the model, so that it does not keep alive what nobody else wants any more.
+
+    Args:
+        shards: every shard's client.
+        identity: what every call carries; read at each renewal.
+
+    Attributes:
+        renewal_seconds: time between two renewals.
+        uploaded: share of the model that this worker has sent, while it uploads; told with each renewal.
+        first_batches: fingerprint of this worker's first batches, or 0; told with each renewal.
+        is_started: whether it has begun.
+    """
+
+    def __init__(self, shards: Sequence[ShardClient], identity: pb.WorkerIdentity) -> None:
+        """Prepare; :meth:`start` follows the first join."""
+        self.renewal_seconds = 5.0
+        self.uploaded: float | None = None
+        self.first_batches = 0
+        self.is_started = False
+        self._shards, self._identity = tuple(shards), identity
+        self._warned = False  # of workers with the same batches
+        self._checkpoint = ""  # the newest that shard 0 has told of, for the other shards
+        self._last_job: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: list[tuple[ShardClient, grpc._CallFuture[pb.RenewLeaseResponse]]] = []
+        self._thread = threading.Thread(target=self._run, name="psclient-lease", daemon=True)
+
+    def start(self) -> None:
+        """Begin to renew; harmless twice."""
+        if self.is_started:
+            return
+        self.is_started = True
+        _await_at_exit()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Renew no longer, and wait for no answer."""
+        _ending.add(self._thread)
+        self._last_job.put(None)
+        for _, call in self._calls:
+            call.cancel()
+
+    def hand_over(self, job: Callable[[], None]) -> None:
+        """Renew no longer, and run a last job in this thread.
+
+        A finalizer may call this in any thread, wherever it is interrupted: it waits for nothing and takes no lock.
+        """
+        _ending.add(self._thread)
+        self._last_job.put(job)
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the thread's end, as long as a renewal that is under way may take, or ``seconds``."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(2 * self.renewal_seconds + 1.0 if seconds is None else seconds)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                every = self.renewal_seconds if self.uploaded is None else min(1.0, self.renewal_seconds)
+                job = self._last_job.get(timeout=every)
+                break
+            except queue.Empty:
+                self._renew()
+        if job is not None:
+            job()
+
+    def _renew(self) -> None:
+        before = self._checkpoint
+        self._renew_at(self._shards)
+        if self._checkpoint != before:
+            self._renew_at(self._shards[1:])
+
+    def _renew_at(self, shards: Sequence[ShardClient]) -> None:
+        """Renew at all of these at once: one that does not answer must not cost the leases at the others."""
+        request = pb.RenewLeaseRequest(
+            identity=self._identity,
+            checkpoint=self._checkpoint,
+            uploaded=self.uploaded or 0.0,
+            first_batches=self.first_batches,
+        )
+        seconds = max(0.5, self.renewal_seconds)
+        calls = self._calls = []
+
+        def send(shard: ShardClient) -> None:
+            calls.append((shard, shard.lease_connection.stub.RenewLease.future(request, timeout=seconds)))
+
+        for shard in shards:
+            suppress_errors(partial(send, shard))
+        for shard, call in calls:
+            suppress_errors(partial(self._hear, shard, call))
+
+    def _hear(self, shard: ShardClient, call: "grpc._CallFuture[pb.RenewLeaseResponse]") -> None:
+        try:
+            answer = call.result()
+            self._checkpoint = answer.checkpoint or self._checkpoint
+            shard.heard(answer.received_bytes, is_at_work=answer.installing)
+            if answer.same_batches and not self._warned:
+                self._warned = True
+                log.warning(_SAME_BATCHES, self._identity.worker_id, answer.same_batches)
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error)
+            if isinstance(failure, Transient) and failure.lost:
+                shard.lease_connection.reconnect()
+            raise
+
+
+@functools.cache
+def _await_at_exit() -> None:
+    """See to it, once, that the interpreter does not end under a thread that is ending.
+
+    One that wants the interpreter back then is unwound where it stands, and in a destructor of C++ that aborts the
+    process: "terminate called without an active exception".
+    """
+    atexit.register(_await_ends)
+
+
+def _await_ends() -> None:
+    for thread in list(_ending):
+        if thread.is_alive():
+            thread.join(_LAST_JOB_SECONDS)

@@ -1,0 +1,1 @@
+"""A model's flat layout, and what is cut from it: segments, ranges, buffers, checkpoints."""

@@ -1,0 +1,193 @@
+"""A model's flat layout: every parameter laid end to end, in ``named_parameters()`` order.
+
+An *index* is a position in this layout. Worker and server compare layouts by fingerprint before the first push.
+"""
+
+import bisect
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from pscore.names import shown
+
+PARAMETER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What a parameter may be on a worker. The server's master copy is fp32, so fp64 would lose bits and is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a model: its name as in ``state_dict()``, shape, dtype, and other names of the same tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the tensor's own dtype."""
+        return self.numel * self.dtype.itemsize
+
+    def describe(self) -> str:
+        """Say name, shape and dtype in one phrase, for messages."""
+        return f"{shown(self.name)} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenTensor:
+    """A parameter that is not trained, and the SHA-256 of its values; the values stay with the workers."""
+
+    spec: TensorSpec
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The half-open range ``[start, end)`` of the flat layout."""
+
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """Elements in the span."""
+        return self.end - self.start
+
+    def intersect(self, other: "Span") -> "Span":
+        """Return the common part; empty (length 0) if there is none."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.end, other.end)))
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The tensors of a model in order.
+
+    Args:
+        parameters: what is trained; laid out flat in this order.
+        buffers: persistent buffers; not part of the flat layout (see :mod:`pscore.model.buffers`).
+        frozen: parameters that are not trained; compared only.
+
+    Raises:
+        ValueError: a name occurs twice, or a parameter has a dtype outside :data:`PARAMETER_DTYPES`.
+    """
+
+    parameters: tuple[TensorSpec, ...]
+    buffers: tuple[TensorSpec, ...] = ()
+    frozen: tuple[FrozenTensor, ...] = ()
+    offsets: tuple[int, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check names and dtypes, and place the tensors."""
+        names = [spec.name for spec in self.tensors()]
+        if len(set(names)) != len(names):
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"tensor name {shown(duplicate)!r} occurs twice")
+        for spec in self.parameters:
+            if spec.dtype not in PARAMETER_DTYPES:
+                raise ValueError(
+                    f"parameter {spec.describe()}: only float32, float16 and bfloat16 can be trained; "
+                    "convert it with model.float()"
+                )
+        offsets = [0]
+        for spec in self.parameters:
+            offsets.append(offsets[-1] + spec.numel)
+        object.__setattr__(self, "offsets", tuple(offsets))
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Yield parameters, then buffers, then frozen parameters."""
+        yield from self.parameters
+        yield from self.buffers
+        yield from (frozen.spec for frozen in self.frozen)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of all parameters together (``n``)."""
+        return self.offsets[-1]
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """SHA-256 over kind, name, sizes and dtype of every tensor, in order, each behind its length (uint32).
+
+        For frozen ones, their digests too.
+        """
+        digest = hashlib.sha256()
+
+        def add(kind: str, spec: TensorSpec, *more: bytes) -> None:
+            sizes, dtype = ",".join(map(str, spec.shape)), str(spec.dtype).removeprefix("torch.")
+            for data in (*(part.encode() for part in (kind, spec.name, sizes, dtype)), *more):
+                digest.update(len(data).to_bytes(4, "little") + data)
+
+        for spec in self.parameters:
+            add("parameter", spec)
+        for spec in self.buffers:
+            add("buffer", spec)
+        for tensor in self.frozen:
+            add("frozen", tensor.spec, tensor.digest)
+        return digest.digest()
+
+    def span(self, position: int) -> Span:
+        """Return where parameter number ``position`` lies."""
+        return Span(self.offsets[position], self.offsets[position + 1])
+
+    def shard_spans(self, num_shards: int) -> tuple[Span, ...]:
+        """Cut the layout into contiguous spans of equal bytes: fp32 masters, so of equal length within one element."""
+        cuts = [self.size * shard // num_shards for shard in range(num_shards + 1)]
+        return tuple(Span(start, end) for start, end in pairwise(cuts))
+
+    def overlapping(self, span: Span) -> Iterator[tuple[int, Span]]:
+        """Yield (position, common span) of each parameter that shares elements with ``span``, in order."""
+        position = max(0, bisect.bisect_right(self.offsets, span.start) - 1)
+        while position < len(self.parameters) and self.offsets[position] < span.end:
+            common = self.span(position).intersect(span)
+            if common.length:
+                yield position, common
+            position += 1
+
+    def dtype_runs(self, span: Span) -> Iterator[tuple[torch.dtype, Span]]:
+        """Yield the longest pieces of ``span`` over which the parameters have one dtype, in order."""
+        run: tuple[torch.dtype, Span] | None = None
+        for position, common in self.overlapping(span):
+            dtype = self.parameters[position].dtype
+            if run is not None and run[0] == dtype:
+                run = (dtype, Span(run[1].start, common.end))
+                continue
+            if run is not None:
+                yield run
+            run = (dtype, common)
+        if run is not None:
+            yield run
+
+
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """Return the SHA-256 of a tensor's values, in its dtype and the order of its dimensions; about 1 GB a second."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
+
+
+def layout_of(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    buffers: Iterable[tuple[str, torch.Tensor]] = (),
+    aliases: dict[str, tuple[str, ...]] | None = None,
+    frozen: Iterable[tuple[str, torch.Tensor]] = (),
+) -> ModelLayout:
+    """Build the layout of named tensors; ``aliases`` maps a name to other names of the same tensor."""
+
+    def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+        return TensorSpec(name, tuple(tensor.shape), tensor.dtype, (aliases or {}).get(name, ()))
+
+    return ModelLayout(
+        tuple(spec(name, tensor) for name, tensor in parameters),
+        tuple(spec(name, tensor) for name, tensor in buffers),
+        tuple(FrozenTensor(spec(name, tensor), digest_of(tensor)) for name, tensor in frozen),
+    )

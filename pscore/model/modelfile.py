@@ -1,0 +1,169 @@
+"""Models as safetensors files: whole, or one part a shard.
+
+A whole file is what ``model.state_dict()`` would give, so it loads anywhere. A part holds the flat pieces of the
+tensors that its shard owns (names ``tensor@start``), with the layout in its metadata, and :func:`read_parts` joins all
+parts into a whole again.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from pscore.model.layout import ModelLayout, Span
+from pscore.names import is_url
+
+StateDict = dict[str, torch.Tensor]
+
+
+class ModelFileError(Exception):
+    """A model file cannot be read or does not fit; the message names the file."""
+
+
+def assemble(layout: ModelLayout, flat: torch.Tensor, buffers: Iterable[torch.Tensor] = ()) -> StateDict:
+    """Cut a flat fp32 tensor ``[n]`` into the model's tensors, in their own dtypes, and add the buffers."""
+    state = {
+        spec.name: flat[layout.offsets[i] : layout.offsets[i + 1]].reshape(spec.shape).to(spec.dtype)
+        for i, spec in enumerate(layout.parameters)
+    }
+    state.update(zip((spec.name for spec in layout.buffers), buffers, strict=False))
+    return state
+
+
+def flatten(layout: ModelLayout, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Lay a state dict's parameters flat, as fp32 ``[n]``; aliases of tied weights are looked up too.
+
+    Raises:
+        ModelFileError: a tensor is missing or has another shape.
+    """
+    pieces = []
+    for spec in layout.parameters:
+        tensor = next((state[name] for name in (spec.name, *spec.aliases) if name in state), None)
+        if tensor is None:
+            raise ModelFileError(f"parameter {spec.describe()} is missing")
+        if tuple(tensor.shape) != spec.shape:
+            raise ModelFileError(f"parameter {spec.describe()} has shape {list(tensor.shape)} in the file")
+        pieces.append(tensor.reshape(-1).float())
+    return torch.cat(pieces)
+
+
+def save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write contiguous tensors on the host as a safetensors file.
+
+    Raises:
+        OSError: that is not possible. The library has an error of its own for that, also for a full disk.
+    """
+    try:
+        save_file(dict(tensors), path, None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from error
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file under a temporary name, then rename it, so that no reader sees half a file.
+
+    Raises:
+        ModelFileError: the path is a URL.
+        OSError: it cannot be written; what was there stays.
+    """
+    if is_url(path):
+        raise ModelFileError(f"{path} is a URL; name a file on this machine")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode  # as the umask has it; safetensors would leave 0600
+        save(temporary, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, metadata)
+        temporary.chmod(mode)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def part_path(path: Path, shard_index: int, num_shards: int) -> Path:
+    """Return where a shard writes its part: ``model.safetensors`` → ``model-00001-of-00002.safetensors``."""
+    if num_shards == 1:
+        return path
+    return path.with_name(f"{path.stem}-{shard_index + 1:05d}-of-{num_shards:05d}{path.suffix}")
+
+
+def write_part(
+    path: Path, layout: ModelLayout, span: Span, flat: torch.Tensor, buffers: StateDict, metadata: Mapping[str, str]
+) -> None:
+    """Write the piece ``flat`` (fp32, ``[span.length]``) of the layout, and the buffers that the shard has."""
+    pieces = {
+        f"{layout.parameters[i].name}@{common.start - layout.offsets[i]}": flat[
+            common.start - span.start : common.end - span.start
+        ].to(layout.parameters[i].dtype)
+        for i, common in layout.overlapping(span)
+    }
+    shapes = {spec.name: list(spec.shape) for spec in layout.parameters}
+    write(path, {**pieces, **buffers}, {**metadata, "shapes": json.dumps(shapes)})
+
+
+def read(path: Path) -> StateDict:
+    """Read a whole model file.
+
+    Raises:
+        ModelFileError: it is missing, damaged, or a part of a sharded model.
+    """
+    state, metadata = _open(path)
+    if "shapes" in metadata:
+        raise ModelFileError(f"{path} is one shard's part; join all parts with `psclient merge`")
+    return state
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Read what a model file, or a part, says of itself; raises :class:`ModelFileError` where it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise ModelFileError(f"cannot read {path}: {error}") from error
+
+
+def read_parts(paths: Iterable[Path]) -> StateDict:
+    """Join the parts of all shards into one state dict.
+
+    Raises:
+        ModelFileError: a part is missing, damaged, or of another run.
+    """
+    runs: set[str] = set()
+    pieces: dict[str, dict[int, torch.Tensor]] = {}
+    whole: StateDict = {}
+    shapes: dict[str, list[int]] = {}
+    for path in paths:
+        state, metadata = _open(path)
+        if "shapes" not in metadata:
+            raise ModelFileError(f"{path} is not a part of a sharded model")
+        shapes = json.loads(metadata["shapes"])
+        runs.add(metadata.get("run_id", ""))
+        if len(runs) > 1:
+            raise ModelFileError(f"{path} belongs to another run than the parts before it ({', '.join(sorted(runs))})")
+        for name, tensor in state.items():
+            base, separator, start = name.rpartition("@")
+            if separator and base in shapes:
+                pieces.setdefault(base, {})[int(start)] = tensor
+            else:
+                whole[name] = tensor
+    for name, shape in shapes.items():
+        found = pieces.get(name, {})
+        flat = torch.cat([found[start] for start in sorted(found)]) if found else torch.empty(0)
+        if flat.numel() != torch.Size(shape).numel():
+            raise ModelFileError(f"parameter {name!r}: {flat.numel()} of {torch.Size(shape).numel()} elements found")
+        whole[name] = flat.reshape(shape)
+    return whole
+
+
+def _open(path: Path) -> tuple[StateDict, dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ModelFileError(f"cannot read {path}: {error}") from error

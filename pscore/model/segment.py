@@ -1,0 +1,99 @@
+"""The one representation of an update inside the system: entries of a span of the flat layout."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pscore.model.layout import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some or all elements of a span, with a value each.
+
+    Attributes:
+        span: where it lies in the flat layout.
+        offsets: int64 ``[k]``, strictly increasing, counted from ``span.start``; ``None`` means every element.
+        values: ``[k]``, floating point; on the same device as ``offsets``.
+    """
+
+    span: Span
+    offsets: torch.Tensor | None
+    values: torch.Tensor
+
+    @property
+    def entries(self) -> int:
+        """Number of values (``k``)."""
+        return self.values.numel()
+
+    def cpu(self) -> "Segment":
+        """Return the same entries on the host."""
+        return Segment(self.span, None if self.offsets is None else self.offsets.cpu(), self.values.cpu())
+
+    def clip(self, span: Span) -> "Segment | None":
+        """Return the part inside ``span`` as views of the same memory; ``None`` if nothing lies there."""
+        common = self.span.intersect(span)
+        if not common.length:
+            return None
+        if common == self.span:
+            return self
+        low, high = common.start - self.span.start, common.end - self.span.start
+        if self.offsets is None:
+            return Segment(common, None, self.values[low:high])
+        bounds = torch.searchsorted(self.offsets, torch.tensor([low, high], device=self.offsets.device))
+        first, last = (int(bound) for bound in bounds)
+        if first == last:
+            return None
+        return Segment(common, self.offsets[first:last] - low, self.values[first:last])
+
+
+def entries(segments: Iterable[Segment]) -> int:
+    """Count the entries of several segments."""
+    return sum(segment.entries for segment in segments)
+
+
+def merge(span: Span, segments: Iterable[Segment]) -> Segment | None:
+    """Join segments, which must be ascending and inside ``span``, into one; ``None`` if they hold no entry.
+
+    All-dense neighbours that fill the span stay dense; otherwise dense ones are written out as offsets.
+    """
+    parts = [segment for segment in segments if segment.entries]
+    if not parts:
+        return None
+    values = _join([part.values for part in parts])
+    if all(part.offsets is None for part in parts) and values.numel() == span.length:
+        return Segment(span, None, values)
+    return Segment(span, _offsets_within(parts, span), values)
+
+
+def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    if tensors[0].device.type == "cpu" and tensors[0].dtype != torch.bfloat16:
+        # numpy stays on this thread; torch would start a pool of threads for each thread that calls it.
+        return torch.from_numpy(np.concatenate([tensor.numpy() for tensor in tensors]))
+    return torch.cat(tensors)
+
+
+def _offsets_within(parts: list[Segment], span: Span) -> torch.Tensor:
+    """Return the offsets of all parts, counted from the start of ``span``."""
+    device = parts[0].values.device
+    joined = torch.empty(sum(part.entries for part in parts), dtype=torch.int64, device=device)
+    first = 0
+    for part in parts:
+        place = joined[first : first + part.entries]
+        shift = part.span.start - span.start
+        if device.type == "cpu":  # in numpy, which stays on this thread
+            array = place.numpy()
+            if part.offsets is None:
+                array[:] = np.arange(shift, shift + part.entries)
+            else:
+                np.add(part.offsets.numpy(), shift, out=array)
+        elif part.offsets is None:
+            torch.arange(shift, shift + part.entries, out=place)
+        else:
+            torch.add(part.offsets, shift, out=place)
+        first += part.entries
+    return joined

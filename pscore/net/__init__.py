@@ -1,0 +1,1 @@
+"""Channels, addresses and how shards are found."""

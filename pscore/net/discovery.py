@@ -1,0 +1,205 @@
+"""Finding all shards behind one DNS name: ask each address which shard it is.
+
+A headless Service of Kubernetes has one record a shard, in no order, and only of those that are there now.
+"""
+
+import queue
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import grpc
+
+from pscore.net.addresses import MOST_SHARDS, expand, is_service, split
+from pscore.net.channels import Security, explain, open_channel
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+
+
+class DiscoveryError(Exception):
+    """Not all shards behind a name were found; the message says which, and why."""
+
+
+def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ...], Security]:
+    """Return every shard's address, and how it is called; one name for all shards is looked up, once.
+
+    Args:
+        server: in any form of :func:`pscore.net.addresses.expand`.
+        security: how servers are called.
+        seconds: how long the name, and then the servers, may take to answer.
+
+    Raises:
+        AddressError: the servers are named in another way.
+        DiscoveryError: shards behind a name are missing.
+        ChannelError: no channel can be secured as asked.
+    """
+    addresses = expand(server)
+    if not is_service(addresses[0]):
+        return addresses, security
+    service = Service(addresses[0], security)
+    sighting = service.look(seconds)
+    if sighting.addresses is None:
+        raise DiscoveryError(f"{service.address}: {sighting.describe()}")
+    return sighting.addresses, service.security
+
+
+@dataclass(frozen=True)
+class DiscoveryResult:
+    """What one look has found.
+
+    Attributes:
+        shards: address by shard, of those of which there is no doubt.
+        num_shards: how many there should be; 0 where nobody has said so.
+        troubles: what is in the way, for a person.
+        errors: failed calls, by address.
+    """
+
+    shards: Mapping[int, str]
+    num_shards: int
+    troubles: Sequence[str] = ()
+    errors: Mapping[str, grpc.RpcError] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        """Shards without an address."""
+        return [index for index in range(self.num_shards) if index not in self.shards]
+
+    @property
+    def addresses(self) -> tuple[str, ...] | None:
+        """The address of each shard, in order, where all are found and nothing speaks against it."""
+        if not self.num_shards or self.missing:
+            return None
+        return tuple(self.shards[index] for index in range(self.num_shards))
+
+    def describe(self) -> str:
+        """Say what is missing, and why."""
+        if self.num_shards:
+            several = len(self.missing) > 1
+            numbers = ", ".join(map(str, self.missing))
+            what = f"shard{'s' * several} {numbers} of {self.num_shards} {'are' if several else 'is'} missing"
+        else:
+            what = "no shard is found"
+        return f"{what}; {'; '.join(self.troubles)}" if self.troubles else what
+
+
+class Service:
+    """All shards of a run, behind one name.
+
+    Args:
+        address: ``dns:///HOST:PORT``.
+        security: how each is called. With TLS, each certificate must have the service's name, or
+            ``security.server_name``.
+    """
+
+    def __init__(self, address: str, security: Security) -> None:
+        """Note the name; nothing is resolved yet."""
+        self.address = address
+        self.host, self.port = split(address)
+        self.security = replace(security, server_name=security.server_name or self.host)
+        self._lookup: queue.SimpleQueue[list[str] | OSError] | None = None
+
+    def look(self, seconds: float) -> DiscoveryResult:
+        """Resolve the name and ask every address; each of the two takes at most ``seconds``.
+
+        Raises:
+            ChannelError: no channel can be secured as asked.
+        """
+        try:
+            found = self.resolve(seconds)
+        except OSError as error:
+            return DiscoveryResult({}, 0, [str(error)])
+        return self.ask(found, seconds)
+
+    def resolve(self, seconds: float) -> list[str]:
+        """Return every address of the name, as ``IP:PORT``.
+
+        Raises:
+            OSError: there is none now, or no answer in time.
+        """
+        if self._lookup is None:  # else the one before has not returned yet: the system takes its time
+            self._lookup = queue.SimpleQueue()
+            threading.Thread(
+                target=_resolve, args=(self.host, self.port, self._lookup), name="resolve", daemon=True
+            ).start()
+        try:
+            found = self._lookup.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"the name {self.host} is not resolved after {seconds:g} s") from None
+        self._lookup = None
+        if isinstance(found, OSError):
+            raise OSError(f"the name {self.host} does not resolve ({found.strerror or found})") from found
+        return found
+
+    def ask(self, addresses: Sequence[str], seconds: float, num_shards: int = 0) -> DiscoveryResult:
+        """Ask addresses which shard they are, all at once.
+
+        Args:
+            addresses: to be asked.
+            seconds: how long to wait for an answer.
+            num_shards: of the run, where that is known; who says another number belongs to another.
+        """
+        channels: list[grpc.Channel] = []
+        calls: list[grpc._CallFuture[pb.GetStatusResponse]] = []
+        try:
+            for address in addresses:
+                channels.append(open_channel(address, self.security, (("grpc.use_local_subchannel_pool", 1),)))
+                stub = ParameterServerServiceStub(channels[-1])
+                calls.append(stub.GetStatus.future(pb.GetStatusRequest(brief=True), timeout=seconds))
+            answers: dict[str, pb.GetStatusResponse] = {}
+            errors: dict[str, grpc.RpcError] = {}
+            for address, call in zip(addresses, calls, strict=True):
+                try:
+                    answers[address] = call.result()
+                except grpc.RpcError as error:
+                    errors[address] = error
+        finally:
+            for channel in channels:
+                channel.close()
+        return _sort(answers, errors, num_shards)
+
+
+def _sort(
+    answers: Mapping[str, pb.GetStatusResponse], errors: Mapping[str, grpc.RpcError], num_shards: int
+) -> DiscoveryResult:
+    """Give each shard its address; one that two servers claim has none."""
+    troubles = [
+        f"{address} does not answer ({e.code().name}: {explain(e.details() or '')})" for address, e in errors.items()
+    ]
+    answers = {address: answer for address, answer in answers.items() if answer.shard_index < answer.num_shards}
+    totals = {num_shards} if num_shards else {answer.num_shards for answer in answers.values()}
+    if len(totals) > 1:
+        claims = ", ".join(f"{a} is shard {s.shard_index} of {s.num_shards}" for a, s in answers.items())
+        return DiscoveryResult({}, 0, [*troubles, f"the servers belong to different runs: {claims}"], errors)
+    total = totals.pop() if totals else 0
+    if total > MOST_SHARDS:
+        troubles.append(f"the servers say that they are {total}; at most {MOST_SHARDS} are possible")
+        return DiscoveryResult({}, 0, troubles, errors)
+    shards: dict[int, str] = {}
+    doubtful: set[int] = set()
+    for address, answer in answers.items():
+        index = answer.shard_index
+        if answer.num_shards != total:
+            troubles.append(f"{address} is shard {index} of {answer.num_shards}, of another run")
+        elif index not in shards:
+            shards[index] = address
+        elif not _is_the_same(shards[index], answers[shards[index]], address, answer):
+            doubtful.add(index)
+            troubles.append(f"{shards[index]} and {address} are both shard {index}; stop one of them")
+    return DiscoveryResult({i: a for i, a in shards.items() if i not in doubtful}, total, troubles, errors)
+
+
+def _is_the_same(one: str, of_one: pb.GetStatusResponse, other: str, of_other: pb.GetStatusResponse) -> bool:
+    """Tell whether two addresses are one server's: its IPv4 and its IPv6 address."""
+    families_differ = one.startswith("[") != other.startswith("[")
+    return families_differ and (of_one.run_id, of_one.generation) == (of_other.run_id, of_other.generation)
+
+
+def _resolve(host: str, port: int, answer: "queue.SimpleQueue[list[str] | OSError]") -> None:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        answer.put(error)
+        return
+    ips = [str(entry[4][0]) for entry in found]
+    answer.put(list(dict.fromkeys(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in ips)))

@@ -1,0 +1,39 @@
+"""Selectors: which entries of a tensor, of a merged group, or of a difference are sent; one file each."""
+
+from pscore.select.base import TOLERANCE, Selector, SelectorState
+from pscore.select.exact import exact
+from pscore.select.ldte import ldte
+from pscore.select.reuse import reuse
+from pscore.select.sampled import sampled
+from pscore.select.trimmed import trimmed
+from pscore.select.warm import warm
+
+__all__ = [
+    "DEFAULT_DENSE_BELOW",
+    "DEFAULT_SELECTOR",
+    "SELECTORS",
+    "TOLERANCE",
+    "Selector",
+    "SelectorState",
+    "entries_for",
+]
+
+SELECTORS: dict[str, Selector] = {
+    "exact": exact,
+    "sampled": sampled,
+    "trimmed": trimmed,
+    "ldte": ldte,
+    "warm": warm,
+    "reuse": reuse,
+}
+"""Every selector by name."""
+
+DEFAULT_SELECTOR = "warm"
+
+DEFAULT_DENSE_BELOW = 4096
+"""Tensors with fewer elements (biases, norms) are sent whole: they cost little and matter much. 0 exempts nothing."""
+
+
+def entries_for(numel: int, density: float) -> int:
+    """Return ``k = max(1, ⌊ρ·n⌋)`` (0 for an empty tensor): even a one-element tensor is updated."""
+    return min(numel, max(1, int(density * numel)))

@@ -1,0 +1,98 @@
+"""What the selection kernels do, whatever runs them.
+
+Everything is flat and contiguous. A *memory* is the fp32 tensor from which entries are selected: a residual ``r``, or
+on the server the difference between the model and an image.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class GradientUpdate:
+    """What a step adds to a memory before it is selected from.
+
+    With ``d = scale·g + decay·θ``::
+
+        r += d                        # momentum is None
+        u = factor·u + d;  r += u     # otherwise
+
+    Attributes:
+        gradient: ``g``, ``[n]``, floating point, on the memory's device.
+        scale: what the gradient is multiplied by.
+        parameters: ``θ``, ``[n]``, floating point; ``None`` where ``decay`` is 0.
+        decay: what the parameters are multiplied by.
+        momentum: ``u``, fp32 ``[n]``, changed in place.
+        factor: momentum ``m``.
+    """
+
+    gradient: torch.Tensor
+    scale: float
+    parameters: torch.Tensor | None = None
+    decay: float = 0.0
+    momentum: torch.Tensor | None = None
+    factor: float = 0.0
+
+
+class Taken(NamedTuple):
+    """What was taken out of a memory.
+
+    Attributes:
+        offsets: int64 ``[c]``, strictly increasing.
+        values: fp32 ``[c]``: what the memory held there when it was taken.
+    """
+
+    offsets: torch.Tensor
+    values: torch.Tensor
+
+
+class ThresholdResult(NamedTuple):
+    """What a pass has found.
+
+    Attributes:
+        taken: what was taken; no more than the capacity.
+        above: how many were above the threshold.
+        excess: ``Σ (|x| − threshold)`` over them.
+    """
+
+    taken: Taken
+    above: int
+    excess: float
+
+
+class Kernels(Protocol):
+    """A backend: a module with these functions."""
+
+    def feed(self, memory: torch.Tensor, added: GradientUpdate) -> None:
+        """Accumulate."""
+
+    def take(
+        self, memory: torch.Tensor, added: GradientUpdate | None, threshold: float, keep: float, capacity: int
+    ) -> ThresholdResult:
+        """Accumulate, take out what is above the threshold (the first ``capacity``), leave ``keep`` of it behind."""
+
+    def take_difference(self, a: torch.Tensor, b: torch.Tensor, threshold: float, capacity: int) -> ThresholdResult:
+        """Copy out ``a − b`` where its magnitude is above the threshold."""
+
+    def tail(self, x: torch.Tensor, threshold: float) -> tuple[int, float]:
+        """Count the magnitudes above the threshold, and sum what they exceed it by."""
+
+    def subtract_at(self, x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
+        """``x[offsets] −= values``; offsets int64, each once."""
+
+    def exceeding(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offsets: torch.Tensor,
+        ends: NDArray[np.int64],
+        bounds: NDArray[np.float32],
+    ) -> torch.Tensor:
+        """Return those of ``offsets`` (ascending) where ``|a − b|`` exceeds the bound of its tensor, as int64."""
+
+    def magnitude(self, x: torch.Tensor) -> tuple[float, float]:
+        """Return mean and largest of ``|x|``; ``(0, 0)`` of nothing."""

@@ -1,0 +1,102 @@
+"""Searching a threshold above which about ``k`` entries lie, by counting passes."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pscore.select.base import TOLERANCE
+from pscore.select.inputs import Source
+
+_MOST_PASSES = 8
+_UNTIL_ZERO = 3
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(slots=True)
+class TailSearch:
+    """Finds a threshold by the secant of the logarithm of the count: magnitudes thin out exponentially in the tail.
+
+    With ``c`` entries above ``t`` and ``s`` the sum of their excess, the tail's scale is ``β = s/c`` at first, then
+    ``β = (t − t′)/ln(c′/c)`` between two passes, and the next threshold ``t + β·ln(c/k)``; where that leaves the
+    bracket of what is known, the bracket is halved, geometrically: magnitudes may span sixty orders.
+
+    Attributes:
+        k: how many entries should lie above.
+        threshold: the last one tried.
+        count: how many lie above it.
+        passes: counting passes so far.
+    """
+
+    k: int
+    threshold: float = 0.0
+    count: int = -1
+    passes: int = 0
+    _low: float = 0.0
+    _high: float = math.inf
+    _scale: float = 0.0
+    _plunge: int = field(default=1)
+
+    def saw(self, threshold: float, count: int, excess: float) -> None:
+        """Take a pass into account."""
+        if self.count > 0 and count > 0 and count != self.count and threshold != self.threshold:
+            self._scale = (threshold - self.threshold) / math.log(self.count / count)
+        elif count > 0:
+            self._scale = excess / count
+        self.threshold, self.count = threshold, count
+        self.passes += 1
+        if count > self.k:
+            self._low = max(self._low, threshold)
+        elif count < self.k:
+            self._high = min(self._high, threshold)
+
+    @property
+    def close(self) -> bool:
+        """True where the last count is within the tolerance."""
+        return abs(self.count - self.k) <= TOLERANCE * self.k
+
+    def run(self, source: Source, first: float | None = None) -> float | None:
+        """Search from ``first`` (``None``: from what was seen) and return a threshold.
+
+        Returns:
+            Where no more than ``k`` entries are not zero, 0. ``None`` where the search has found nothing within its
+            passes: equal magnitudes lie on both sides of ``k``, or a few are out of all proportion to the rest.
+        """
+        if first is not None:
+            self.saw(first, *source.tail(first))
+        if math.isinf(self._high) and self.count > self.k:
+            self._high = source.magnitude()[1]
+        started = self.passes
+        while not self.close:
+            tried = self.passes - started + 1
+            following = self._next()
+            if tried == _UNTIL_ZERO and self._low == 0:
+                following = 0.0  # still too few: perhaps there are no more that are not zero
+            elif tried > _MOST_PASSES or not self._low < following < self._high:
+                return None
+            self.saw(following, *source.tail(following))
+            if following == 0 and self.count <= self.k:
+                return 0.0
+        return self.threshold
+
+    def _next(self) -> float:
+        """Return where to look next, as the kernels compare: in fp32."""
+        if self.count > 0 and self._scale > 0:
+            following = _single(self.threshold + self._scale * math.log(self.count / self.k))
+            if self._low < following < self._high:
+                return following
+        if math.isinf(self._high):
+            return _single(2 * self.threshold)
+        if self._low > 0:
+            return _single(math.sqrt(self._low) * math.sqrt(self._high))
+        self._plunge *= 2  # nothing is known below: fall faster and faster
+        return _single(self._high * 2.0 ** (-self._plunge / 2))
+
+
+def _single(x: float) -> float:
+    return float(np.float32(min(x, _LARGEST)))
+
+
+def laplace_threshold(mean: float, numel: int, k: int) -> float:
+    """Return ``b·ln(n/k)``: the threshold where magnitudes are Laplace distributed with scale ``b``, their mean."""
+    return mean * math.log(numel / k)

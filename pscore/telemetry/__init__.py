@@ -1,0 +1,1 @@
+"""Traces of a step over worker and servers."""

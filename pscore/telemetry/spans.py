@@ -1,0 +1,153 @@
+"""Spans by OpenTelemetry; imported by :func:`pscore.telemetry.tracing.start` alone."""
+
+import atexit
+import contextvars
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from typing import Any
+
+from opentelemetry import context as contexts
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from pscore.telemetry.tracing import NO_SPAN, TRACEPARENT, Headers, Result, TraceSpan, TracingError
+from pscore.version import __version__
+
+Attributes = Mapping[str, str | int | float]
+
+_EXPORTERS = "opentelemetry_traces_exporter"
+"""The entry points under which installed packages offer exporters."""
+
+_LAST_SECONDS = 5.0
+"""For the last spans at a process's end. OpenTelemetry would take 30 s, where a collector does not answer."""
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class Spans:
+    """Makes the spans of this process, and exports them.
+
+    The provider is our own: a program's global one is left as it is. A span that is current there is a parent all the
+    same.
+    """
+
+    def __init__(self, service: str, instance: str) -> None:
+        """Begin; see :func:`pscore.telemetry.tracing.start`.
+
+        Raises:
+            TracingError: there is no such exporter, or it cannot be made.
+        """
+        described = {"service.instance.id": instance}
+        if not os.environ.get("OTEL_SERVICE_NAME"):
+            described["service.name"] = service
+        exporter = _exporter(os.environ.get("OTEL_TRACES_EXPORTER", "otlp"))
+        self._provider = TracerProvider(resource=Resource.create(described), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("sparseps", __version__)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Export what is left, as far as that can be done soon; the end of a process waits for no collector."""
+        atexit.unregister(self.close)
+        ending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        ending.start()
+        ending.join(_LAST_SECONDS)
+
+    def begin(self, name: str, attributes: Attributes, *, root: bool = False) -> TraceSpan:
+        """Begin a span below the current one; without one, only a root."""
+        if not root and not trace.get_current_span().is_recording():
+            return NO_SPAN
+        kind = SpanKind.CLIENT if name in ("push", "pull") else SpanKind.INTERNAL
+        return _OpenSpan.of(self._tracer.start_span(name, kind=kind, attributes=_named(attributes)))
+
+    @contextmanager
+    def body(self, name: str, attributes: Attributes) -> Iterator[TraceSpan]:
+        """Let the body be a span."""
+        opened = self.begin(name, attributes)
+        with opened.active():
+            try:
+                yield opened
+            except BaseException as error:
+                opened.end(type(error).__name__)
+                raise
+            finally:
+                opened.end()
+
+    def continued(self, name: str, traceparent: str) -> TraceSpan:
+        """Begin a server's span below a caller's."""
+        parent = _PROPAGATOR.extract({TRACEPARENT: traceparent}, contexts.Context())
+        if not trace.get_current_span(parent).get_span_context().is_valid:
+            return NO_SPAN
+        described = {"rpc.system": "grpc", "rpc.method": name}
+        return _OpenSpan.of(self._tracer.start_span(name, parent, SpanKind.SERVER, described))
+
+
+class _OpenSpan(TraceSpan):
+    """A span that is recorded."""
+
+    def __init__(self, opened: trace.Span) -> None:
+        self._span = opened
+        self._context = trace.set_span_in_context(opened)
+
+    @classmethod
+    def of(cls, opened: trace.Span) -> TraceSpan:
+        """Return a span of ours; one that does nothing where this trace is not sampled."""
+        return cls(opened) if opened.is_recording() else NO_SPAN
+
+    @property
+    def headers(self) -> Headers | None:
+        """The ``traceparent`` alone: what else a trace carries is not for the servers."""
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, self._context)
+        return ((TRACEPARENT, carrier[TRACEPARENT]),)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        token = contexts.attach(self._context)
+        try:
+            yield
+        finally:
+            contexts.detach(token)
+
+    def run(self, function: Callable[..., Result], *arguments: object) -> Result:
+        context = contextvars.copy_context()
+        context.run(contexts.attach, self._context)
+        return context.run(function, *arguments)
+
+    def note(self, **attributes: str | int | float) -> None:
+        self._span.set_attributes(_named(attributes))
+
+    def end(self, error: str = "") -> None:
+        if error and self._span.is_recording():
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        if self._span.is_recording():
+            self._span.end()
+
+
+def _named(attributes: Attributes) -> dict[str, Any]:
+    return {f"sparseps.{name}": value for name, value in attributes.items()}
+
+
+def _exporter(name: str) -> SpanExporter:
+    """Make the exporter that ``OTEL_TRACES_EXPORTER`` names: OTLP over gRPC, or one of an installed package."""
+    try:
+        if name in ("otlp", "otlp_proto_grpc"):
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+            return OTLPSpanExporter()
+        offered = {point.name: point for point in entry_points(group=_EXPORTERS)}
+        if name not in offered:
+            raise TracingError(f"OTEL_TRACES_EXPORTER={name}: use one of otlp, {', '.join(sorted(offered))}")
+        made: SpanExporter = offered[name].load()()
+    except (ValueError, OSError) as error:
+        raise TracingError(
+            f"the exporter {name} of traces cannot be made, check the OTEL_ variables: {error}"
+        ) from error
+    return made

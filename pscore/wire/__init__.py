@@ -1,0 +1,1 @@
+"""The protocol: stubs, chunks, codecs, errors."""

@@ -1,0 +1,79 @@
+"""Why a call is refused: the one table that binds a reason to a gRPC status and to advice.
+
+The names are those of ``RefusalReason`` in the proto. The server raises :class:`Rejected` anywhere below its RPC layer
+and maps it to a status there; the client maps it back (``psclient.errors``). Neither side names a status elsewhere.
+"""
+
+from enum import Enum
+
+DOMAIN = "sparseps"
+"""``domain`` of the ``google.rpc.ErrorInfo`` that carries a reason."""
+
+
+class ErrorCode(Enum):
+    """A reason, the name of its gRPC status code, and what to do about it."""
+
+    BAD_CHUNK = ("INVALID_ARGUMENT", "the sender's encoder is broken; nothing was applied")
+    BAD_COMMIT = ("INVALID_ARGUMENT", "the stream was cut, or its sender counts wrongly; nothing was applied")
+    NON_FINITE = ("INVALID_ARGUMENT", "look for a diverging loss; nothing was applied")
+    BAD_REQUEST = ("INVALID_ARGUMENT", "mend what the message names")
+    UNKNOWN_CODEC = ("UNIMPLEMENTED", "choose a codec that this server knows, or upgrade it")
+    UNKNOWN_PROTOCOL = ("UNIMPLEMENTED", "use client and server versions that are at most one release apart")
+    FINGERPRINT_MISMATCH = ("FAILED_PRECONDITION", "build the same model on every worker")
+    SETTINGS_MISMATCH = ("FAILED_PRECONDITION", "give every worker the same method and settings")
+    SHARD_MISMATCH = ("FAILED_PRECONDITION", "list every shard's address once, in the order of --shard-index")
+    NOT_INITIALISED = ("FAILED_PRECONDITION", "start a worker, which uploads its model, or give the server --init")
+    STALE_GENERATION = ("FAILED_PRECONDITION", "the model was uploaded anew; join again and pull")
+    RUN_MISMATCH = ("FAILED_PRECONDITION", "the server serves another run; check its address and --run-id")
+    RUN_FINISHED = ("FAILED_PRECONDITION", "the run is over; fetch the model with psclient.save or download")
+    STEP_OUT_OF_ORDER = ("FAILED_PRECONDITION", "steps of one incarnation must rise")
+    WORKER_ALIVE = ("ALREADY_EXISTS", "choose another worker id, or wait until the other's lease ends")
+    ALREADY_UPLOADED = ("ALREADY_EXISTS", "another worker was first; join again and pull")
+    LEASE_EXPIRED = ("NOT_FOUND", "join again with the same incarnation and repeat the call")
+    VERSION_IN_FUTURE = ("OUT_OF_RANGE", "the replica belongs to another history; join again and pull everything")
+    BUSY = ("RESOURCE_EXHAUSTED", "come back after the delay")
+    UNAUTHENTICATED = ("UNAUTHENTICATED", "give the caller a token that the server's --tokens file has")
+    PERMISSION_DENIED = ("PERMISSION_DENIED", "use a token with the role, or of the worker, that the call is for")
+    NOT_DURABLE = ("UNAVAILABLE", "come back after the delay; see to the server's disk (--data-dir) if it stays so")
+    TOO_STALE = ("ABORTED", "give the update back to the residual, pull, and go on")
+    TOO_FAR_AHEAD = ("RESOURCE_EXHAUSTED", "come back after the delay; slower workers catch up meanwhile")
+    ROUND_OPEN = ("RESOURCE_EXHAUSTED", "come back after the delay; the round waits for other workers")
+    UPDATE_TOO_LARGE = ("INVALID_ARGUMENT", "lower the learning rate or clip gradients, or raise --max-update-norm")
+    DRAINING = ("UNAVAILABLE", "wait until the server is back, or until `psservice drain --undo`")
+    EVICTED = ("PERMISSION_DENIED", "come back after the delay; what is in doubt stays in doubt")
+    NO_SUCH_WORKER = ("NOT_FOUND", "look at `psservice workers` for the names")
+    NO_SUCH_CHECKPOINT = ("NOT_FOUND", "look at `psservice checkpoints` for those there are")
+
+    def __init__(self, status_name: str, advice: str) -> None:
+        """Name the members' two parts."""
+        self.status_name = status_name
+        self.advice = advice
+
+    @property
+    def wire_name(self) -> str:
+        """The name in the proto's ``RefusalReason``."""
+        return f"REFUSAL_REASON_{self.name}"
+
+    @classmethod
+    def from_wire_name(cls, wire_name: str) -> "ErrorCode | None":
+        """Return the reason with this wire name; ``None`` for one that this version does not know."""
+        return cls.__members__.get(wire_name.removeprefix("REFUSAL_REASON_"))
+
+
+class Rejected(Exception):  # noqa: N818 - the protocol's word: nothing is wrong with the one who raises it
+    """A call is refused and nothing was changed.
+
+    Attributes:
+        reason: why.
+        detail: what exactly was wrong, for a person.
+        metadata: machine-readable particulars, for instance ``{"tensor": "fc.weight"}``.
+        retry_seconds: when to come back, for back-pressure.
+    """
+
+    def __init__(self, reason: ErrorCode, detail: str, *, retry_seconds: float | None = None, **metadata: str) -> None:
+        """Say why and what."""
+        super().__init__(f"{detail} ({reason.name}: {reason.advice})")
+        self.reason = reason
+        self.detail = detail
+        self.metadata = metadata
+        self.retry_seconds = retry_seconds

@@ -1,0 +1,182 @@
+"""Translation between the proto's messages and :mod:`pscore.model.layout` and :mod:`pscore.model.ranges`."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from pscore.model.layout import FrozenTensor, ModelLayout, TensorSpec
+from pscore.model.ranges import Ranges
+from pscore.names import shown, tensor_name_fault
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+PROTOCOL_VERSION = 1
+
+LARGEST_RATE = 1e3
+"""Of a param group of an optimizer on the server."""
+
+SHARD_HEADER = "sparseps-shard"
+"""Metadata of a call: the shard that the caller takes the server for, as :func:`place_of` writes it."""
+
+DATA_TYPES: dict[torch.dtype, "pb.DataType.ValueType"] = {
+    torch.float32: pb.DATA_TYPE_FLOAT32,
+    torch.float16: pb.DATA_TYPE_FLOAT16,
+    torch.bfloat16: pb.DATA_TYPE_BFLOAT16,
+    torch.float64: pb.DATA_TYPE_FLOAT64,
+    torch.int64: pb.DATA_TYPE_INT64,
+    torch.int32: pb.DATA_TYPE_INT32,
+    torch.int16: pb.DATA_TYPE_INT16,
+    torch.int8: pb.DATA_TYPE_INT8,
+    torch.uint8: pb.DATA_TYPE_UINT8,
+    torch.bool: pb.DATA_TYPE_BOOL,
+}
+_DTYPES = {code: dtype for dtype, code in DATA_TYPES.items()}
+
+MOST_TENSORS = 1 << 16
+"""Parameters and buffers of a model together; their aliases together are at most as many."""
+
+_MAX_DIMENSIONS = 64  # torch's own limit
+_MAX_ELEMENTS = 1 << 48  # beyond any model; keeps a hostile shape from overflowing arithmetic
+
+
+def place_of(index: int, num_shards: int) -> str:
+    """Write which shard of how many."""
+    return f"{index} of {num_shards}"
+
+
+def layout_to_message(layout: ModelLayout) -> pb.ModelLayout:
+    """Write a layout with its fingerprint.
+
+    Raises:
+        ValueError: a tensor has a dtype that the protocol cannot carry.
+    """
+
+    def write(spec: TensorSpec) -> pb.TensorSpec:
+        if spec.dtype not in DATA_TYPES:
+            raise ValueError(
+                f"{spec.describe()}: a tensor of this dtype cannot be described to a server; register a buffer as "
+                "non-persistent, and leave a frozen parameter out of model="
+            )
+        return pb.TensorSpec(name=spec.name, shape=spec.shape, data_type=DATA_TYPES[spec.dtype], aliases=spec.aliases)
+
+    return pb.ModelLayout(
+        parameters=[write(spec) for spec in layout.parameters],
+        buffers=[write(spec) for spec in layout.buffers],
+        fingerprint=layout.fingerprint,
+        frozen=[pb.FrozenTensor(spec=write(each.spec), digest=each.digest) for each in layout.frozen],
+    )
+
+
+def layout_from_message(message: pb.ModelLayout) -> ModelLayout:
+    """Read a layout that another side has sent: its names, and that it has the fingerprint which it states.
+
+    Raises:
+        Refusal: ``BAD_REQUEST``, saying which tensor is malformed.
+    """
+    specs = [*message.parameters, *message.buffers, *(each.spec for each in message.frozen)]
+    for what, count in (("tensors", len(specs)), ("aliases", sum(len(spec.aliases) for spec in specs))):
+        if count > MOST_TENSORS:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"a model has at most {MOST_TENSORS} {what}, not {count}")
+    for spec in specs:
+        for name in (spec.name, *spec.aliases):
+            if fault := tensor_name_fault(name):
+                raise Rejected(ErrorCode.BAD_REQUEST, fault)
+    layout = kept_layout_from_message(message)
+    if layout.fingerprint != message.fingerprint:
+        raise Rejected(ErrorCode.BAD_REQUEST, "the layout does not have the fingerprint that it states")
+    return layout
+
+
+def kept_layout_from_message(message: pb.ModelLayout) -> ModelLayout:
+    """Read a layout that this side has written, perhaps by an older release, which took other names.
+
+    Raises:
+        Refusal: ``BAD_REQUEST``, saying which tensor is malformed.
+    """
+    try:
+        layout = ModelLayout(
+            tuple(map(_spec_from_message, message.parameters)),
+            tuple(map(_spec_from_message, message.buffers)),
+            tuple(FrozenTensor(_spec_from_message(each.spec), each.digest) for each in message.frozen),
+        )
+    except ValueError as error:
+        raise Rejected(ErrorCode.BAD_REQUEST, str(error)) from error
+    if layout.size == 0:
+        raise Rejected(ErrorCode.BAD_REQUEST, "the model has no parameters")
+    if layout.size > _MAX_ELEMENTS:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"a model of {layout.size} parameters is beyond what can be served")
+    return layout
+
+
+def _spec_from_message(spec: pb.TensorSpec) -> TensorSpec:
+    dtype = _DTYPES.get(spec.data_type)
+    if dtype is None:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"tensor {shown(spec.name)!r} has unknown data type {spec.data_type}")
+    sizes = tuple(spec.shape[: _MAX_DIMENSIONS + 1])  # bounded before anything is multiplied
+    if len(sizes) > _MAX_DIMENSIONS or any(size > _MAX_ELEMENTS for size in sizes):
+        raise Rejected(ErrorCode.BAD_REQUEST, f"tensor {shown(spec.name)!r} has an impossible shape")
+    if math.prod(max(1, size) for size in sizes) > _MAX_ELEMENTS:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"tensor {shown(spec.name)!r} has an impossible shape")
+    return TensorSpec(spec.name, sizes, dtype, tuple(spec.aliases))
+
+
+def first_difference(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> tuple[str, str] | None:
+    """Return the name of the first tensor in which ``theirs`` differs, and how; ``None`` if none does.
+
+    Two lists of messages are walked side by side up to there; nothing is made of them, whatever ``theirs`` holds.
+    """
+    for kind, mine, yours in (
+        ("parameter", ours.parameters, theirs.parameters),
+        ("buffer", ours.buffers, theirs.buffers),
+        ("frozen parameter", [each.spec for each in ours.frozen], [each.spec for each in theirs.frozen]),
+    ):
+        for one, other in zip(mine, yours, strict=False):
+            if one == other:
+                continue
+            if (one.name, one.data_type) != (other.name, other.data_type) or one.shape != other.shape:
+                how = f"{kind} {_described(other)} stands where the run has {_described(one)}"
+                return _frozen_on_one_side(ours, theirs, one, other) or (shown(other.name), how)
+        if len(mine) != len(yours):
+            longer, which = (mine, "lacks") if len(mine) > len(yours) else (yours, "has in addition")
+            extra = longer[min(len(mine), len(yours))]
+            how = f"the worker {which} {kind} {_described(extra)}"
+            return _frozen_on_one_side(ours, theirs, extra, extra) or (shown(extra.name), how)
+    for known, told in zip(ours.frozen, theirs.frozen, strict=True):
+        if known.digest != told.digest:
+            return shown(told.spec.name), (
+                f"frozen parameter {_described(told.spec)} has other values than the run's: load the same weights "
+                "before the optimizer is made, or set upload_frozen (PSCLIENT_UPLOAD_FROZEN) on all workers"
+            )
+    return None
+
+
+def _frozen_on_one_side(
+    ours: pb.ModelLayout, theirs: pb.ModelLayout, stored: pb.TensorSpec, brought: pb.TensorSpec
+) -> tuple[str, str] | None:
+    """Return the name of a tensor that only one side has frozen, and what to do; ``None`` if neither is one."""
+    if any(each.spec.name == stored.name for each in theirs.frozen):
+        spec, where = stored, "frozen in this worker and stored by the run"
+    elif any(each.spec.name == brought.name for each in ours.frozen):
+        spec, where = brought, "frozen in the run and not in this worker"
+    else:
+        return None
+    return shown(spec.name), (
+        f"parameter {_described(spec)} is {where}: set requires_grad before the optimizer is made, and upload_frozen "
+        "(PSCLIENT_UPLOAD_FROZEN), alike on all workers; a run that stores frozen parameters needs upload_frozen=True"
+    )
+
+
+def _described(spec: pb.TensorSpec) -> str:
+    sizes = list(spec.shape[:_MAX_DIMENSIONS])
+    dtype = str(_DTYPES.get(spec.data_type, spec.data_type)).removeprefix("torch.")
+    return f"{shown(spec.name)} {sizes} {dtype}"
+
+
+def share_to_messages(share: Mapping[int, Ranges]) -> list[pb.SampleRange]:
+    """Write places of a dataset by epoch, oldest epoch first."""
+    return [
+        pb.SampleRange(epoch=epoch, start=start, count=end - start)
+        for epoch, ranges in sorted(share.items())
+        for start, end in ranges
+    ]

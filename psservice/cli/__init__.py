@@ -1,0 +1,1 @@
+"""The commands: ``psservice serve``, ``psservice health`` and what they start."""

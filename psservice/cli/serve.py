@@ -1,0 +1,358 @@
+"""``psservice``: serve, health, replay, and the commands for running servers."""
+
+import argparse
+import gc
+import io
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pscore.names import escaped
+from pscore.version import __version__
+
+EXIT_DONE, EXIT_UNABLE, EXIT_USAGE = 0, 1, 2
+EXIT_INTERRUPTED, EXIT_NO_READER = 128 + signal.SIGINT, 128 + 13  # as shells have it; not every system has SIGPIPE
+EXIT_FAILED = 70  # EX_SOFTWARE of sysexits.h
+EXIT_NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
+
+_MOST_VERSION_DIGITS = 18  # always fits into 64 bits
+
+_STATUSES = """\
+exit status:
+  0  done, at every shard
+  1  no shard can be reached
+  2  wrong usage, or addresses that do not belong together; nothing was done
+  3  refused by the server, or nothing of that name (a worker, a checkpoint)
+  4  in part: done at some shards and not at others, or not yet
+  74 the output could not be written, 130 interrupted, 141 nobody read the output: what was asked of the servers
+     may be done
+"""
+
+_ADDRESSES = """\
+addresses:
+  HOST:PORT of each shard, in any order; several in one word with commas, or as a range: ps-{0..3}.ps:50051;
+  or one name for all shards, looked up once: dns:///ps:50051
+"""
+
+_COMMANDS = {
+    "status": ("show versions, workers and bytes of each shard", 10.0),
+    "top": ("watch shards and workers; q ends it", 3.0),
+    "workers": ("show the workers of all shards in one table", 10.0),
+    "finish": ("end the run: pushes are refused, the final model is written", 10.0),
+    "snapshot": ("take a checkpoint over all shards now", 300.0),
+    "checkpoints": ("list the checkpoints that the shards keep, or delete one that has a name", 30.0),
+    "restore": ("take the shards back to a version or a checkpoint; workers follow", 300.0),
+    "drain": ("close the shards to what is new, finish what is under way, take a last checkpoint", 300.0),
+    "evict": ("end a worker's lease, and perhaps keep it out for a time", 10.0),
+}
+"""What each does, and the deadline of its calls, seconds."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 unreachable or unable, 2 usage, 3 refused, 4 in part."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["serve"]:
+        return _serve(words[1:])
+    parser = _parser()
+    options = parser.parse_args(words)
+    if options.command == "replay":
+        return _replay(options)
+    if options.command == "health":
+        return _health(options)
+    return _for_a_reader(lambda: _operate(options, parser.error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="psservice", description="A sparse parameter server for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"psservice {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("serve", help="run a server (see psservice serve --help)")
+    made = {name: _operating(commands, name, what, seconds) for name, (what, seconds) in _COMMANDS.items()}
+    top, restore, drain, evict = made["top"], made["restore"], made["drain"], made["evict"]
+    made["snapshot"].add_argument(
+        "--name",
+        type=_checkpoint_name,
+        default=None,
+        metavar="NAME",
+        help="keep it under this name until it is deleted",
+    )
+    made["checkpoints"].add_argument("--delete", type=_name, default=None, metavar="NAME", help="delete this one")
+    top.add_argument("--once", action="store_true", help="show one frame; the same where stdout is no terminal")
+    top.add_argument(
+        "--interval-seconds", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks (default 2)"
+    )
+    health = commands.add_parser("health", help="ask a server's health port; exit status 0 if it serves, 1 if not")
+    health.add_argument(
+        "address", metavar="ADDRESS", help="HOST:PORT: its --health-listen, or its --listen without TLS"
+    )
+    health.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
+    target = restore.add_mutually_exclusive_group(required=True)
+    target.add_argument("--version", type=_version, metavar="V", help="version of each shard to go back to")
+    target.add_argument("--checkpoint", type=_name, default=None, metavar="ID", help="checkpoint to go back to")
+    after = drain.add_mutually_exclusive_group()
+    after.add_argument("--stop", action="store_true", help="then end the processes, as SIGTERM does")
+    after.add_argument("--undo", action="store_true", help="open the shards again")
+    evict.add_argument(
+        "--ban-seconds",
+        type=_seconds_or_none,
+        default=0.0,
+        metavar="N",
+        help="keep the worker out for so long (default 0: it may join again at once; also ends a ban); at most a week",
+    )
+    replay = commands.add_parser("replay", help="write the model at any version that a data directory covers")
+    replay.add_argument(
+        "directory", type=Path, metavar="DIR", help="the servers' --data-dir, with every shard's folder"
+    )
+    target = replay.add_mutually_exclusive_group()
+    target.add_argument("--to", type=_version, metavar="VERSION", help="version of each shard (default: the last)")
+    target.add_argument("--checkpoint", default="", metavar="ID", help="checkpoint instead of a version")
+    replay.add_argument("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
+    return parser
+
+
+def _operating(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str, seconds: float
+) -> argparse.ArgumentParser:
+    """Add a command for running servers, with what all of them have."""
+    command = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.",
+        epilog=f"{_ADDRESSES}\n{_STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if name == "evict":
+        command.add_argument("worker", type=_name, metavar="WORKER", help="its name, as psservice workers shows it")
+    command.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    _add_security(command)
+    command.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=seconds,
+        metavar="SECONDS",
+        help=f"deadline of each call (default {seconds:g})",
+    )
+    return command
+
+
+def _seconds(text: str) -> float:
+    """Read a time above 0."""
+    seconds = _seconds_or_none(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError("it must be above 0")
+    return seconds
+
+
+def _seconds_or_none(text: str) -> float:
+    """Read a time, which may be 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+def _version(text: str) -> int:
+    """Read a version."""
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_VERSION_DIGITS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version, a whole number of 0 or more")
+    return int(text)
+
+
+def _name(text: str) -> str:
+    """Read a name that travels to a server; bytes that are no UTF-8 come here as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8") from None
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty, which is no name")
+    return text
+
+
+def _checkpoint_name(text: str) -> str:
+    """Read a name for a checkpoint, which must not look like an id that a server draws."""
+    from psservice.cluster.checkpoints import place_of
+
+    if place_of(text) is not None:
+        raise argparse.ArgumentTypeError(f"{text!r} looks like an id that a server draws")
+    return _name(text)
+
+
+def _add_security(command: argparse.ArgumentParser) -> None:
+    """Add how a server is reached that asks for TLS or a token; the environment is that of the workers."""
+    for name, what, metavar in (
+        ("tls-ca", "CA certificates (PEM) of the server; turns on TLS", "FILE"),
+        ("tls-cert", "own certificate (PEM), for mutual TLS", "FILE"),
+        ("tls-key", "its key (PEM)", "FILE"),
+        ("token-file", "file that holds a bearer token; or PSCLIENT_TOKEN", "FILE"),
+        ("tls-server-name", "name in the server's certificate, where the address has another", "NAME"),
+    ):
+        variable = f"PSCLIENT_{name.upper().replace('-', '_')}"
+        found = os.environ.get(variable) or None
+        kind = Path if metavar == "FILE" else str
+        default = kind(found) if found else ("" if kind is str else None)
+        command.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{what} ({variable})")
+
+
+def _for_a_reader(command: Callable[[], int]) -> int:
+    """Run a command that prints, whatever its terminal, pipe or file can take and however long somebody reads."""
+    if sys.stderr is None:  # closed: print() would take stdout instead, which may be JSON
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without a dash shows a question mark
+    try:
+        status = command()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as of `| head -1`
+        _drop_output()
+        return EXIT_NO_READER
+    except OSError as error:  # a full disk; reading has errors of its own
+        _drop_output()
+        print(
+            f"psservice: the output could not be written: {error}; psservice status shows what was done",
+            file=sys.stderr,
+        )
+        return EXIT_NOT_WRITTEN
+    except KeyboardInterrupt:
+        print("psservice: interrupted; psservice status shows what was done", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _drop_output() -> None:
+    """Let what is not written yet go nowhere, or else the interpreter complains of it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines on stderr; the error that follows says the same
+
+    from pscore.net.addresses import AddressError  # late: the parser answers --help without loading gRPC
+    from pscore.net.channels import ChannelError, Security
+    from pscore.net.discovery import DiscoveryError, find
+    from pscore.variables import unknown_variables
+    from psservice.operator import checkpoints, commands, drain, render
+    from psservice.operator.client import Lines, OperateError
+    from psservice.operator.top import top
+
+    mistyped = [
+        *unknown_variables("PSCLIENT_TLS_", ("ca", "cert", "key", "server_name")),
+        *unknown_variables("PSCLIENT_TOKEN", ("", "_file")),
+    ]
+    if mistyped:
+        render.say("\n".join(mistyped), failed=True)
+        return EXIT_USAGE
+    security = Security(
+        options.tls_ca,
+        options.tls_cert,
+        options.tls_key,
+        options.tls_server_name,
+        os.environ.get("PSCLIENT_TOKEN", ""),
+        options.token_file,
+    )
+    run: dict[str, Callable[[Lines], int]] = {
+        "status": lambda lines: commands.status(lines, as_json=options.json),
+        "top": lambda lines: top(
+            lines, as_json=options.json, once=options.once, interval_seconds=options.interval_seconds
+        ),
+        "workers": lambda lines: commands.workers(lines, as_json=options.json),
+        "finish": lambda lines: commands.finish(lines, as_json=options.json),
+        "snapshot": lambda lines: commands.snapshot(lines, as_json=options.json, name=options.name or ""),
+        "checkpoints": lambda lines: (
+            checkpoints.delete(lines, as_json=options.json, checkpoint=options.delete)
+            if options.delete
+            else checkpoints.show(lines, as_json=options.json)
+        ),
+        "restore": lambda lines: commands.restore(
+            lines, as_json=options.json, version=options.version, checkpoint=options.checkpoint or ""
+        ),
+        "drain": lambda lines: (
+            drain.undrain(lines, as_json=options.json)
+            if options.undo
+            else drain.drain(lines, as_json=options.json, stop=options.stop)
+        ),
+        "evict": lambda lines: commands.evict(
+            lines, as_json=options.json, worker_id=options.worker, ban_seconds=options.ban_seconds
+        ),
+    }
+    try:
+        addresses, security = find(",".join(options.addresses), security, options.timeout)
+        with Lines(addresses, options.timeout, security) as lines:
+            return run[options.command](lines)
+    except AddressError as error:
+        wrong(str(error))
+    except DiscoveryError as error:
+        render.say(f"{error}; name the shards one by one to ask those that are there", failed=True)
+        return EXIT_UNABLE
+    except (commands.MixedShardsError, ChannelError, OperateError) as error:  # the last two: TLS or token files
+        render.say(str(error), failed=True)
+    return EXIT_USAGE
+
+
+def _health(options: argparse.Namespace) -> int:
+    from psservice.cli import health
+
+    try:
+        health.check(options.address, options.timeout)
+    except health.UnhealthyError as error:
+        print(f"psservice health: {escaped(str(error))}", file=sys.stderr)
+        return EXIT_UNABLE
+    print(f"{options.address}: serving")
+    return EXIT_DONE
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from psservice.recovery import export
+    from psservice.storage.files import StorageError
+
+    try:
+        export.replay(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
+    except StorageError as error:
+        print(f"psservice replay: {escaped(str(error))}", file=sys.stderr)
+        return EXIT_UNABLE
+    return EXIT_DONE
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    # Until Server.run heeds it: the first process of a container ignores a signal without a handler, and would be
+    # killed at the end of its grace period. What was opened is closed on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_DONE))
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
+
+    if sys.stderr and sys.stderr.isatty():
+        print("psservice: loading PyTorch", file=sys.stderr)  # seconds, in which nothing else can be said
+
+    from psservice import settings
+    from psservice.observability import logging  # late: see above
+
+    try:
+        loaded = settings.load(arguments)
+    except settings.SettingsError as error:
+        print(f"psservice serve: {escaped(str(error))}", file=sys.stderr)
+        return EXIT_USAGE
+    logging.configure(loaded.log_level, loaded.log_format)
+
+    from pscore.model.modelfile import ModelFileError
+    from psservice.app.server import Server, ShardFailedError, StartError
+
+    # The interpreter's last collection would go through all of torch: half a second of each restart. Modules that are
+    # imported later must be collected: torch's optimizers import Triton, whose bindings print what is left at exit.
+    gc.freeze()
+    try:
+        Server(loaded).run()
+    except (StartError, ModelFileError) as error:
+        print(f"psservice serve: {escaped(str(error))}", file=sys.stderr)
+        return EXIT_UNABLE
+    except ShardFailedError as error:
+        print(f"psservice serve: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_DONE

@@ -1,0 +1,93 @@
+"""Which checkpoints the shards of a run share: shard 0 draws an id, workers carry it, and the others take part once.
+
+An id is ``e<epoch>-v<version>-<history>-<number>``. The number is that of the journal's segment that shard 0 began
+with it, which rises for as long as its data directory lives, so (epoch, number) is an order of checkpoints that no
+restart forgets. A shard takes part in the next one only, and in none twice.
+
+Where tokens are asked for, what workers carry is ``ID.PROOF``: an HMAC under a key that shards have and workers have
+not, the hash of an admin's token. So a worker can pass an id on, and can make none.
+"""
+
+import hashlib
+import hmac
+import re
+import threading
+from collections.abc import Callable, Sequence
+
+from pscore.wire.generation import epoch, nonce
+
+_ID = re.compile(r"e(\d{1,10})-v\d{1,20}-[0-9a-f]{8}-(\d{1,18})", re.ASCII)
+
+Place = tuple[int, int]
+"""Epoch and number: where a checkpoint is in the order of all."""
+
+
+def new_id(generation: int, number: int, version: int) -> str:
+    """Return the id of a checkpoint that shard 0 draws. With the history, since going back repeats versions."""
+    return f"e{epoch(generation)}-v{version}-{nonce(generation):08x}-{number}"
+
+
+def place_of(checkpoint: str) -> Place | None:
+    """Return where a checkpoint is in the order; ``None`` for a name that an operator has made up."""
+    found = _ID.fullmatch(checkpoint)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+class Checkpoints:
+    """What one shard knows of checkpoints. Thread-safe.
+
+    Attributes:
+        keys: returns those that prove an id, the one to sign with first; ``None`` where nobody has to prove anything,
+            and none where ids cannot be proved, so that none is followed.
+        last: the newest that this shard has taken part in.
+        wanted: the newest that it was told of; empty where it has taken part in that.
+    """
+
+    def __init__(self) -> None:
+        """Know of none."""
+        self.keys: Callable[[], Sequence[bytes] | None] = lambda: None
+        self.last: Place = (0, 0)
+        self.wanted = ""
+        self._lock = threading.Lock()
+
+    def told(self, run_id: str, checkpoint: str) -> str:
+        """Return what workers carry to the other shards; empty where there is nothing to carry."""
+        if place_of(checkpoint) is None:
+            return ""
+        keys = self.keys()
+        if keys is None:
+            return checkpoint
+        return f"{checkpoint}.{_proof(keys[0], run_id, checkpoint)}" if keys else ""
+
+    def hear(self, run_id: str, generation: int, told: str) -> bool:
+        """Take in what a worker carries; return True where that is a checkpoint to take part in."""
+        checkpoint, _, proof = told.partition(".")
+        place, keys = place_of(checkpoint), self.keys()
+        if place is None or place[0] != epoch(generation):
+            return False
+        if keys is not None and not any(
+            hmac.compare_digest(_proof(key, run_id, checkpoint), proof if proof.isascii() else "") for key in keys
+        ):
+            return False
+        with self._lock:
+            if place <= max(self.last, place_of(self.wanted) or self.last):
+                return False
+            self.wanted = checkpoint
+        return True
+
+    def up_to(self, checkpoint: str) -> Place:
+        """Return what is the newest that this shard has taken part in, once it has in this one too."""
+        with self._lock:
+            return max(self.last, place_of(checkpoint) or self.last)
+
+    def taken(self, checkpoint: str) -> None:
+        """Note that this shard takes part in a checkpoint."""
+        with self._lock:
+            self.last = max(self.last, place_of(checkpoint) or self.last)
+            if (place_of(self.wanted) or self.last) <= self.last:
+                self.wanted = ""
+
+
+def _proof(key: bytes, run_id: str, checkpoint: str) -> str:
+    message = f"{len(run_id)}:{run_id}{checkpoint}".encode()
+    return hmac.new(key, b"sparseps checkpoint\0" + message, hashlib.sha256).hexdigest()[:32]

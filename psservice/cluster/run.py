@@ -1,0 +1,134 @@
+"""The run: its id, what its workers must agree on, and its end."""
+
+import secrets
+from collections.abc import Mapping
+from enum import Enum
+
+from pscore.names import shown
+from pscore.wire.errors import ErrorCode, Rejected
+
+MOST_COUNT = (1 << 63) - 1
+"""Where sums end that are kept: what a snapshot's manifest and any client's signed integer can carry."""
+
+
+def added(count: int, more: int) -> int:
+    """Return a sum that ends at :data:`MOST_COUNT`, live and in a replay alike."""
+    return min(count + more, MOST_COUNT)
+
+
+class RunState(Enum):
+    """Where a run is."""
+
+    EMPTY = "empty"
+    TRAINING = "training"
+    FINISHED = "finished"
+
+
+class Run:
+    """One training run as one shard sees it.
+
+    Args:
+        run_id: its name; empty draws a random one on the coordinator, and elsewhere takes that of the model which the
+            shard takes: of the upload, or, where it began with a model of its own, of the first push to that.
+        coordinator: whether this is shard 0.
+        end_versions: version of this shard at which it ends; 0 for no such end.
+        end_samples: samples after which it ends; 0 for no such end.
+    """
+
+    def __init__(self, run_id: str, *, coordinator: bool = True, end_versions: int = 0, end_samples: int = 0) -> None:
+        """Begin a run without a model."""
+        self._follows = not run_id and not coordinator
+        self.run_id = run_id or (secrets.token_hex(4) if coordinator else "")
+        self.end_versions = end_versions
+        self.end_samples = end_samples
+        self.state = RunState.EMPTY
+        self.samples = 0
+        self.method = ""
+        self.method_settings: dict[str, str] = {}
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it is over."""
+        return self.state is RunState.FINISHED
+
+    def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
+        """Check the run that a caller names; raises :class:`Rejected` (``RUN_MISMATCH``).
+
+        A shard that follows the coordinator and is of no run yet has nothing to compare with, and takes none from here:
+        a name proves nothing.
+        """
+        if (may_be_empty and not run_id) or (self._follows and not self.run_id):
+            return
+        if run_id != self.run_id:
+            raise Rejected(
+                ErrorCode.RUN_MISMATCH,
+                f"the caller belongs to run {shown(run_id)!r}, this server to {shown(self.run_id)!r}",
+            )
+
+    def require_upload(self, run_id: str) -> None:
+        """Check the run that an upload names: one of another run replaces that of a shard which follows.
+
+        Raises:
+            Refusal: ``RUN_MISMATCH``.
+        """
+        if not self._follows:
+            self.require_id(run_id)
+
+    def follow(self, run_id: str) -> None:
+        """Take the run of an installed model, or of a push to it; nothing where the run was named at the start."""
+        self.run_id = self.following(run_id)
+
+    def following(self, run_id: str) -> str:
+        """Return the run of a shard that has followed."""
+        return run_id if self._follows and run_id else self.run_id
+
+    def agree(self, method: str, settings: Mapping[str, str], *, replace: bool) -> None:
+        """Take the first worker's method as the run's, and compare every later worker's with it.
+
+        Raises:
+            Refusal: ``SETTINGS_MISMATCH``, naming the first setting that differs.
+        """
+        if not self.method or replace:
+            self.method, self.method_settings = method, dict(settings)
+            return
+        if method != self.method:
+            raise Rejected(
+                ErrorCode.SETTINGS_MISMATCH,
+                f"the worker trains with {shown(method)!r}, the run with {shown(self.method)!r}",
+                setting="method",
+            )
+        for name in sorted({*settings, *self.method_settings}):
+            mine, theirs = self.method_settings.get(name, "unset"), settings.get(name, "unset")
+            if mine != theirs:
+                raise Rejected(
+                    ErrorCode.SETTINGS_MISMATCH,
+                    f"the worker has {shown(name)} = {shown(theirs)}, the run {shown(name)} = {shown(mine)}",
+                    setting=shown(name),
+                )
+
+    def restore(self, run_id: str, state: RunState, method: str, settings: Mapping[str, str], samples: int) -> None:
+        """Continue a run after a restart."""
+        self.run_id, self.state, self.samples = run_id, state, samples
+        self.method, self.method_settings = method, dict(settings)
+
+    @property
+    def state_with_model(self) -> RunState:
+        """Where it is once there is a model; a finished run stays finished."""
+        return RunState.TRAINING if self.state is RunState.EMPTY else self.state
+
+    def require_open(self) -> None:
+        """Check that pushes are taken; raises :class:`Rejected` (``RUN_FINISHED``)."""
+        if self.state is RunState.FINISHED:
+            raise Rejected(ErrorCode.RUN_FINISHED, f"run {self.run_id!r} is over")
+
+    def count(self, version: int, samples: int) -> bool:
+        """Count a push; return True if it has brought the run to its end."""
+        self.samples = added(self.samples, samples)
+        return self.is_over(version)
+
+    def is_over(self, version: int) -> bool:
+        """Tell whether what was counted brings the run to its end."""
+        return bool(
+            (self.end_versions and version >= self.end_versions)
+            or (self.end_samples and self.samples >= self.end_samples)
+        )

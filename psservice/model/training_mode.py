@@ -1,0 +1,34 @@
+"""What a run's method asks of the server: which update rule, and whether updates are gathered in rounds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.model.rounds import RoundSettings
+from psservice.model.update import rule_maker
+from psservice.model.update.base import RuleMaker
+from psservice.model.update.subtract import Subtract
+from psservice.model.wagma.schedule import GroupSettings
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMode:
+    """How the updates of a run are taken.
+
+    Attributes:
+        rule: makes what is done with an update.
+        rounds: when a synchronous round closes; ``None`` for asynchronous training.
+        groups: who averages with whom; ``None`` where workers share one model.
+    """
+
+    rule: RuleMaker = Subtract
+    rounds: RoundSettings | None = None
+    groups: GroupSettings | None = None
+
+    @classmethod
+    def of(cls, method_settings: Mapping[str, str]) -> "TrainingMode":
+        """Read the settings in which workers agree; raises :class:`~pscore.wire.errors.Rejected` (``BAD_REQUEST``)."""
+        rounds, groups = RoundSettings.parse(method_settings), GroupSettings.parse(method_settings)
+        if rounds is not None and groups is not None:
+            raise Rejected(ErrorCode.BAD_REQUEST, "models are averaged in groups or updates in rounds, not both")
+        return cls(rule_maker(method_settings), rounds, groups)

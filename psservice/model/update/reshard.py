@@ -1,0 +1,76 @@
+"""An optimizer's memory for shards that are cut in other places than those that remember it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pscore.model.layout import Span
+
+
+@dataclass(frozen=True, slots=True)
+class PieceMemory:
+    """What an optimizer remembers of one tensor, or of the part of it inside one shard.
+
+    Attributes:
+        span: which entries of the flat layout.
+        shape: of the tensor that the optimizer stepped.
+        state: by name, as ``torch.optim`` has it.
+    """
+
+    span: Span
+    shape: tuple[int, ...]
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RuleMemory:
+    """What one shard's rule remembers, in words that mean the same on every shard.
+
+    Attributes:
+        kind: which rule; another one has no use for it.
+        updates: steps taken.
+        samples: counted.
+        pieces: of each tensor.
+    """
+
+    kind: str
+    updates: int = 0
+    samples: int = 0
+    pieces: Sequence[PieceMemory] = ()
+
+
+def recut(pieces: Sequence[PieceMemory], span: Span, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the state of one piece, put together from all that overlap it.
+
+    A piece that was cut in the same places keeps everything as it is. Of others, what has a value for each entry is
+    cut; what counts steps is taken from the furthest, because shards need not have taken the same pushes.
+
+    Args:
+        pieces: of all shards that remember.
+        span: of the piece.
+        shape: of its tensor.
+    """
+    found = sorted((p for p in pieces if p.span.intersect(span).length), key=lambda piece: piece.span.start)
+    if len(found) == 1 and found[0].span == span:
+        return dict(found[0].state)
+    furthest = max((piece.state for piece in found), key=lambda state: float(state.get("step", 0)), default={})
+    state: dict[str, Any] = {}
+    for name in dict.fromkeys(name for piece in found for name in piece.state):
+        values = [(piece, piece.state[name]) for piece in found if name in piece.state]
+        if all(_is_by_entry(piece, value) for piece, value in values):
+            whole = torch.zeros(span.length, dtype=values[0][1].dtype)
+            for piece, value in values:
+                part = piece.span.intersect(span)
+                whole[part.start - span.start : part.end - span.start] = value.reshape(-1)[
+                    part.start - piece.span.start : part.end - piece.span.start
+                ]
+            state[name] = whole.reshape(shape)
+        else:
+            state[name] = furthest.get(name, values[0][1])
+    return state
+
+
+def _is_by_entry(piece: PieceMemory, value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == piece.shape

@@ -1,0 +1,223 @@
+"""Naming a ``torch.optim`` optimizer and its scheduler in words that a worker may send: names and numbers, no code."""
+
+import inspect
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer, lr_scheduler
+
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import LARGEST_RATE
+
+_CLOSURES_OR_SPARSE = frozenset({"LBFGS", "SparseAdam", "Optimizer"})
+_NOT_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+_NEEDS_CODE = frozenset({"LambdaLR", "MultiplicativeLR"})
+_NEEDS_A_METRIC = frozenset({"ReduceLROnPlateau"})
+_NOT_SCHEDULERS = frozenset({"LRScheduler", "_LRScheduler"})
+_MOST_NESTED = 4
+_MOST_BYTES = 64 << 10
+_MOST_SCHEDULERS = 16
+_LARGEST_NUMBER = 1e300
+
+TORCH_ERRORS = (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AttributeError)
+"""What torch raises where it does not take what it is given."""
+
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
+)
+"""Optimizers that treat every element by itself: tensors may be joined, and cut."""
+
+LAZY = ELEMENTWISE - {"ASGD", "Rprop"}
+"""Those whose state begins at zero everywhere, so that an entry's may begin when it is first sent."""
+
+
+def optimizers() -> dict[str, type[Optimizer]]:
+    """Return every optimizer of ``torch.optim`` that works from gradients alone, by name."""
+    found = inspect.getmembers(torch.optim, inspect.isclass)
+    return {name: kind for name, kind in found if issubclass(kind, Optimizer) and name not in _CLOSURES_OR_SPARSE}
+
+
+def schedulers() -> dict[str, type[lr_scheduler.LRScheduler]]:
+    """Return every scheduler that needs no function and no metric, by name."""
+    left_out = _NEEDS_CODE | _NEEDS_A_METRIC | _NOT_SCHEDULERS
+    found = inspect.getmembers(lr_scheduler, inspect.isclass)
+    return {n: kind for n, kind in found if issubclass(kind, lr_scheduler.LRScheduler) and n not in left_out}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """An optimizer by name, with its options."""
+
+    name: str
+    options: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> "OptimizerSpec":
+        """Read ``{"name": "RMSprop", "options": {"lr": 0.01}}``; raises :class:`Rejected` (``BAD_REQUEST``)."""
+        found = _mapping(text, "optimizer", {"name", "options"})
+        name = _name(found)
+        if name not in optimizers():
+            raise _bad(f"there is no optimizer {name!r} here; there are {', '.join(optimizers())}")
+        return cls(name, check_options(name, found.get("options", {})))
+
+    @property
+    def rate(self) -> float:
+        """Its learning rate where a param group has none of its own."""
+        return float(
+            self.options.get("lr", inspect.signature(optimizers()[self.name].__init__).parameters["lr"].default)
+        )
+
+    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Make it over param groups; raises :class:`Rejected` (``BAD_REQUEST``) with torch's words."""
+        try:
+            return optimizers()[self.name](groups, **self.options)
+        except TORCH_ERRORS as error:
+            raise _bad(f"torch.optim.{self.name} does not take that: {error}") from error
+
+    def try_out(self, groups: Sequence[Mapping[str, Any]], scheduler: "SchedulerSpec | None") -> None:
+        """Make both over one element a group and step them: on the writer thread it is too late to find a mistake.
+
+        Args:
+            groups: the own options of each param group.
+            scheduler: to be stepped too.
+
+        Raises:
+            Refusal: ``BAD_REQUEST``.
+        """
+        elements = [torch.zeros(1, 1) for _ in groups]
+        distinct = {json.dumps(own, sort_keys=True): number for number, own in enumerate(groups)}
+        for number in distinct.values():  # torch checks the options of a group only where they are the optimizer's
+            OptimizerSpec(self.name, {**self.options, **groups[number]}).make([{"params": [elements[number]]}])
+            elements[number].grad = torch.ones(1, 1)
+        made = self.make([{**own, "params": [element]} for own, element in zip(groups, elements, strict=True)])
+        schedule = scheduler.make(made) if scheduler is not None else None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                made.step()
+                if schedule is not None:
+                    schedule.step()
+        except TORCH_ERRORS as error:
+            raise _bad(f"torch.optim.{self.name}, or its scheduler, cannot be stepped: {error}") from error
+
+
+def check_options(name: str, options: object) -> dict[str, Any]:
+    """Return an optimizer's options, all of them known, finite and sane; raises :class:`Rejected` (``BAD_REQUEST``)."""
+    if not isinstance(options, dict):
+        raise _bad(f"options of {name} must be a mapping")
+    known = inspect.signature(optimizers()[name].__init__).parameters.keys() - _NOT_OPTIONS - {"self"}
+    for option, value in options.items():
+        if option not in known:
+            raise _bad(f"{name} has no option {option!r} that can be set here; it has {', '.join(sorted(known))}")
+        _require_plain(f"{name}.{option}", value)
+        if option == "lr" and not 0 <= _number(value) <= LARGEST_RATE:
+            raise _bad(f"lr of {name} must be from 0 to {LARGEST_RATE:g}, not {value!r}")
+        if option == "eps" and not all(_number(one) > 0 for one in _flat(value)):
+            raise _bad(f"eps of {name} must be above 0: a gradient of zero would make a parameter NaN")
+    return options
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSpec:
+    """A scheduler by name, with its options, and the schedulers inside it."""
+
+    name: str
+    options: Mapping[str, Any]
+    inner: tuple["SchedulerSpec", ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "SchedulerSpec":
+        """Read ``{"name": "StepLR", "options": {"step_size": 100}}``; raises :class:`Rejected` (``BAD_REQUEST``).
+
+        ``SequentialLR`` and ``ChainedScheduler`` have ``"schedulers"``, a list of the same form.
+        """
+        return cls._of(_mapping(text, "scheduler", {"name", "options", "schedulers"}), 0)
+
+    @classmethod
+    def _of(cls, found: object, depth: int) -> "SchedulerSpec":
+        if not isinstance(found, dict) or depth > _MOST_NESTED or found.keys() - {"name", "options", "schedulers"}:
+            raise _bad("a scheduler is a name, options, and perhaps schedulers inside it, not too deep")
+        name, options, inner = _name(found), found.get("options", {}), found.get("schedulers", [])
+        if name in _NEEDS_CODE | _NEEDS_A_METRIC:
+            raise _bad(f"{name} needs a function or a metric, which cannot be sent; choose another")
+        if name not in schedulers():
+            raise _bad(f"there is no scheduler {name!r} here; there are {', '.join(schedulers())}")
+        if not isinstance(options, dict) or not isinstance(inner, list) or len(inner) > _MOST_SCHEDULERS:
+            raise _bad(f"options of {name} must be a mapping, schedulers a list of at most {_MOST_SCHEDULERS}")
+        for option, value in options.items():
+            _require_plain(f"{name}.{option}", value)
+        return cls(name, options, tuple(cls._of(each, depth + 1) for each in inner))
+
+    def make(self, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+        """Make it over an optimizer; raises :class:`Rejected` (``BAD_REQUEST``) with torch's words."""
+        inner = [spec.make(optimizer) for spec in self.inner]
+        kind: Any = schedulers()[self.name]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if self.name == "ChainedScheduler":
+                    made: lr_scheduler.LRScheduler = kind(inner, **self.options)
+                else:
+                    made = kind(optimizer, *([inner] if inner else []), **self.options)
+                return made
+        except TORCH_ERRORS as error:
+            raise _bad(f"lr_scheduler.{self.name} does not take that: {error}") from error
+
+
+def _mapping(text: str, what: str, keys: set[str]) -> dict[str, Any]:
+    if len(text) > _MOST_BYTES:
+        raise _bad(f"the {what} is described in {len(text)} characters, at most {_MOST_BYTES} are read")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"the {what} is not JSON: {error}") from error
+    if not isinstance(found, dict) or found.keys() - keys:
+        raise _bad(f"the {what} must be a mapping with {', '.join(sorted(keys))}")
+    return found
+
+
+def _name(found: Mapping[str, Any]) -> str:
+    name = found.get("name")
+    if not isinstance(name, str):
+        raise _bad("a name must be a word")
+    return name
+
+
+def _flat(value: Any, depth: int = 0) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        return [value]
+    if depth == _MOST_NESTED:
+        raise _bad("a list of options is nested too deep")
+    return [one for each in value for one in _flat(each, depth + 1)]
+
+
+def _require_plain(name: str, value: Any) -> None:
+    """Let numbers, words, truth values and short lists of them through."""
+    flat = _flat(value)
+    if len(flat) > 1000:
+        raise _bad(f"{name} is too long")
+    for one in flat:
+        if isinstance(one, bool) or one is None or (isinstance(one, str) and len(one) < 64):
+            continue
+        if not isinstance(one, int | float) or not abs(one) <= _LARGEST_NUMBER:
+            raise _bad(f"{name} is not a finite number, a word, or a list of those")
+
+
+def sane_rate(rate: Any) -> float:
+    """Return a learning rate that a scheduler has come to, within bounds; 0 where it is no such number."""
+    return min(rate, LARGEST_RATE) if isinstance(rate, int | float) and rate >= 0 else 0.0
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value)
+
+
+def _bad(detail: str) -> Rejected:
+    return Rejected(ErrorCode.BAD_REQUEST, detail)

@@ -1,0 +1,351 @@
+"""A ``torch.optim`` optimizer on the server, with a scheduler: workers push gradients, the server takes the steps.
+
+Absent entries of a sparse push are gradients of zero, so a step changes nearly everything; ``lazy`` touches only the
+entries that were sent, parameters and optimizer state alike.
+"""
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.model.changelog import ChangedIndices
+from psservice.model.update.base import PLAIN, Place, RuleMaker, RuleState, StepInfo
+from psservice.model.update.reshard import PieceMemory, RuleMemory, recut
+from psservice.model.update.specs import (
+    ELEMENTWISE,
+    LAZY,
+    TORCH_ERRORS,
+    OptimizerSpec,
+    SchedulerSpec,
+    check_options,
+    sane_rate,
+)
+
+log = logging.getLogger(__name__)
+
+_LARGEST_GRADIENT = 1e18  # its square is finite
+_MOST_GROUPS = 1 << 13
+_MOST_FAILED = 1000  # steps of a scheduler in a row, from which on it is at its end
+_MOST_DIGITS = 15  # of a number of versions or samples
+_MOST_SCHEDULED = 10_000  # steps of a scheduler for the samples of one push; more of them are not counted
+_LARGEST_PARAMETER = 1e30  # a step of a sane rate does not take it out of its range
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that share options.
+
+    Attributes:
+        tensors: positions in the layout, ascending.
+        options: where they differ from the optimizer's.
+    """
+
+    tensors: tuple[int, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSettings:
+    """What a run says of its optimizer.
+
+    Attributes:
+        optimizer: which.
+        groups: what is trained; empty for every tensor.
+        scheduler: drives the learning rate, or nothing does.
+        every: steps of the optimizer, or samples, between two steps of the scheduler.
+        by_samples: which of both.
+        lazy: whether a sparse push touches only its own entries.
+    """
+
+    optimizer: OptimizerSpec
+    groups: tuple[Group, ...]
+    scheduler: SchedulerSpec | None
+    every: int
+    by_samples: bool
+    lazy: bool
+
+
+def maker(settings: Mapping[str, str]) -> RuleMaker:
+    """Read ``optimizer``, ``groups``, ``scheduler``, ``scheduler_every`` and ``lazy`` of the method settings.
+
+    Raises:
+        Refusal: ``BAD_REQUEST``.
+    """
+    spec = OptimizerSpec.parse(settings.get("optimizer", ""))
+    scheduler = SchedulerSpec.parse(settings["scheduler"]) if settings.get("scheduler") else None
+    groups = _groups(spec.name, settings.get("groups", ""))
+    spec.try_out([group.options for group in groups] or [{}], scheduler)
+    every, by_samples, unit = settings.get("scheduler_every", "1").partition(" samples")
+    if unit or not (every.isascii() and every.isdigit() and len(every) < _MOST_DIGITS and int(every)):
+        raise Rejected(
+            ErrorCode.BAD_REQUEST,
+            f"scheduler_every must be a number of versions, or of samples ('50 samples'), not {every!r}",
+        )
+    lazy = settings.get("lazy", "false") == "true"
+    if lazy and spec.name not in LAZY:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"{spec.name} cannot be lazy; {', '.join(sorted(LAZY))} can")
+    read = TorchSettings(spec, groups, scheduler, int(every), bool(by_samples), lazy)
+    return lambda place: TorchOptimizer(place, read)
+
+
+def _groups(name: str, text: str) -> tuple[Group, ...]:
+    if not text:
+        return ()
+    try:
+        listed = json.loads(text)
+        if len(listed) > _MOST_GROUPS:
+            raise Rejected(
+                ErrorCode.BAD_REQUEST, f"an optimizer has at most {_MOST_GROUPS} groups here, not {len(listed)}"
+            )
+        found = [Group(tuple(each["tensors"]), check_options(name, each.get("options", {}))) for each in listed]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"the optimizer's groups cannot be read: {error}") from error
+    positions = [position for group in found for position in group.tensors]
+    if any(not isinstance(p, int) or isinstance(p, bool) or p < 0 for p in positions):
+        raise Rejected(ErrorCode.BAD_REQUEST, "the optimizer's groups name tensors by their positions in the layout")
+    if len(set(positions)) < len(positions):
+        raise Rejected(ErrorCode.BAD_REQUEST, "a tensor is in more than one of the optimizer's groups")
+    return tuple(found)
+
+
+class TorchOptimizer:
+    """Steps a ``torch.optim`` optimizer with every push as its gradient.
+
+    Args:
+        place: the parameters.
+        settings: which optimizer, and how.
+
+    Raises:
+        Refusal: ``BAD_REQUEST``, where optimizer and model do not go together.
+    """
+
+    def __init__(self, place: Place, settings: TorchSettings) -> None:
+        """Make the optimizer over views of the parameters."""
+        self._place, self._settings = place, settings
+        self._pieces: list[tuple[Span, torch.Tensor]] = []
+        groups = settings.groups or (Group(tuple(range(len(place.layout.parameters))), {}),)
+        if any(group.tensors and max(group.tensors) >= len(place.layout.parameters) for group in groups):
+            raise Rejected(ErrorCode.BAD_REQUEST, "the optimizer's groups name tensors that the model does not have")
+        made = []
+        for group in groups:
+            pieces = list(self._tensors(group))
+            self._pieces += pieces  # an empty group stays: a scheduler may have a number for each
+            made.append({**group.options, "params": [tensor for _, tensor in pieces]})
+        self._optimizer: Optimizer | None = settings.optimizer.make(made) if self._pieces else None
+        default = settings.optimizer.rate
+        self.rates = tuple(float(group.options.get("lr", default)) for group in groups)
+        self._scheduler = settings.scheduler.make(self._optimizer) if settings.scheduler and self._optimizer else None
+        self._updates = self._samples = 0
+        self.spreads = not settings.lazy
+        self._dtype = torch.int32 if place.span.length < 2**31 else torch.int64
+
+    def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> ChangedIndices:
+        """Take one step; a push without entries is none, and its samples count."""
+        support: ChangedIndices = torch.empty(0, dtype=self._dtype)
+        if self._optimizer is None:
+            return support
+        before = self._scheduled
+        if push is not None:
+            self._require_sane(push)
+            with self._at_rates(self._optimizer, info.rates or self.rates):
+                if self._settings.lazy and push.offsets is not None:
+                    support = self._step_lazily(self._optimizer, push)
+                else:
+                    self._step(self._optimizer, push)
+                    support = None
+            self._updates += 1
+        self._samples += min(info.samples, _MOST_SCHEDULED * self._settings.every)
+        if self._scheduler is not None:
+            self._advance_schedule(self._scheduled - before)
+        return support
+
+    def export(self) -> RuleState:
+        """Copy the optimizer's state; the schedule is where the number of updates puts it."""
+        tensors: dict[str, torch.Tensor] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        for number, (_, tensor) in enumerate(self._pieces):
+            for name, value in (self._optimizer.state[tensor] if self._optimizer else {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{number}.{name}"] = value.detach().clone()
+                else:
+                    plain.setdefault(str(number), {})[name] = value
+        return RuleState({"updates": self._updates, "samples": self._samples, "state": plain}, tensors)
+
+    def restore(self, state: RuleState) -> None:
+        """Take the optimizer's state over, and step the scheduler to where it was."""
+        restored: dict[int, dict[str, Any]] = {int(n): dict(values) for n, values in state.plain["state"].items()}
+        for name, tensor in state.tensors.items():
+            number, _, key = name.partition(".")
+            restored.setdefault(int(number), {})[key] = tensor
+        self._updates, self._samples = int(state.plain["updates"]), int(state.plain["samples"])
+        if self._scheduler is not None:
+            self._advance_schedule(self._scheduled)
+        if self._optimizer is not None:
+            whole = self._optimizer.state_dict()
+            order = [tensor for group in self._optimizer.param_groups for tensor in group["params"]]
+            places = {id(tensor): place for place, tensor in enumerate(order)}
+            whole["state"] = {places[id(self._pieces[n][1])]: values for n, values in restored.items()}
+            self._optimizer.load_state_dict(whole)
+
+    def remember(self) -> RuleMemory:
+        """Return the optimizer's state by entries of the layout."""
+        states = self._optimizer.state if self._optimizer else {}
+        pieces = [PieceMemory(span, tuple(tensor.shape), dict(states[tensor])) for span, tensor in self._pieces]
+        return RuleMemory(self._settings.optimizer.name, self._updates, self._samples, pieces)
+
+    def inherit(self, memories: Sequence[RuleMemory]) -> None:
+        """Put the optimizer's state together from that of shards that were cut in other places."""
+        pieces = [piece for memory in memories for piece in memory.pieces]
+        tensors: dict[str, torch.Tensor] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        for number, (span, tensor) in enumerate(self._pieces):
+            for name, value in recut(pieces, span, tuple(tensor.shape)).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{number}.{name}"] = value.to(tensor.device) if value.dim() else value
+                else:
+                    plain.setdefault(str(number), {})[name] = value
+        counts = {
+            "updates": max(memory.updates for memory in memories),
+            "samples": max(memory.samples for memory in memories),
+        }
+        self.restore(RuleState({**counts, "state": plain}, tensors))
+
+    # Inner parts
+
+    @property
+    def _scheduled(self) -> int:
+        """How many steps of the scheduler are due since the beginning."""
+        return (self._samples if self._settings.by_samples else self._updates) // self._settings.every
+
+    @contextmanager
+    def _at_rates(self, optimizer: Optimizer, asked: Sequence[float]) -> Iterator[None]:
+        """Step at the rates that a push asks for; where the scheduler has moved a group's, in proportion to that."""
+        scheduled = [group["lr"] for group in optimizer.param_groups]
+        for group, agreed, rate in zip(optimizer.param_groups, self.rates, asked, strict=True):
+            if rate != agreed:
+                moved = agreed and group["lr"] != agreed
+                group["lr"] = sane_rate(group["lr"] * (rate / agreed)) if moved else rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(optimizer.param_groups, scheduled, strict=True):
+                group["lr"] = rate
+
+    def _tensors(self, group: Group) -> Iterator[tuple[Span, torch.Tensor]]:
+        """Yield a group's tensors inside the shard: in their shapes, or flat where a shard's end cuts one.
+
+        Where steps are lazy, a scalar has one dimension: what is kept for its entry must not look like a counter.
+
+        One by one, and not in long runs: torch's kernels round the last elements of a tensor in another way than those
+        before, so only the same tensors get the same bits as at home.
+        """
+        layout = self._place.layout
+        for position in sorted(group.tensors):
+            tensor = layout.span(position)
+            inside = tensor.intersect(self._place.span)
+            if not inside.length:
+                continue
+            spec = layout.parameters[position]
+            if inside == tensor:
+                yield inside, self._view(inside).view(spec.shape or ((1,) if self._settings.lazy else ()))
+            elif self._settings.optimizer.name in ELEMENTWISE:
+                yield inside, self._view(inside)
+            else:
+                raise Rejected(
+                    ErrorCode.BAD_REQUEST,
+                    f"{self._settings.optimizer.name} needs tensors whole, and {spec.name!r} is cut between two "
+                    f"shards; use one shard, or one of {', '.join(sorted(ELEMENTWISE))}",
+                )
+
+    def _view(self, span: Span) -> torch.Tensor:
+        start = self._place.span.start
+        return self._place.theta[span.start - start : span.end - start]
+
+    def _require_sane(self, push: Segment) -> None:
+        if push.entries and bool(push.values.abs().max() > _LARGEST_GRADIENT):
+            raise Rejected(ErrorCode.NON_FINITE, f"a gradient above {_LARGEST_GRADIENT:g} is not taken")
+        theta = self._place.theta
+        touched = theta[push.offsets] if self._settings.lazy and push.offsets is not None else theta
+        if touched.numel() and not bool(touched.abs().max() <= _LARGEST_PARAMETER):
+            raise Rejected(ErrorCode.NON_FINITE, f"a parameter has grown above {_LARGEST_PARAMETER:g}")
+
+    def _step(self, optimizer: Optimizer, push: Segment) -> None:
+        """Step with the push as the whole gradient, zero where it has no entry."""
+        for span, tensor in self._pieces:
+            part = push.clip(span)
+            if part is not None and part.offsets is None and part.span == span:
+                tensor.grad = part.values.view(tensor.shape)
+                continue
+            gradient = torch.zeros_like(tensor).view(-1)
+            if part is not None:
+                shift = part.span.start - span.start
+                if part.offsets is None:
+                    gradient[shift : shift + part.span.length] = part.values
+                else:
+                    gradient[part.offsets + shift] = part.values
+            tensor.grad = gradient.view(tensor.shape)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _step_lazily(self, optimizer: Optimizer, push: Segment) -> ChangedIndices:
+        """Step the sent entries as if they were the whole of their tensors."""
+        touched = []
+        group_of = {id(t): group for group in optimizer.param_groups for t in group["params"]}
+        for span, tensor in self._pieces:
+            part = push.clip(span)
+            if part is None or part.offsets is None:
+                continue
+            offsets = part.offsets + (part.span.start - span.start)
+            state = optimizer.state[tensor]
+            full = {name for name, value in state.items() if _like(value, tensor)}
+            flat = tensor.view(-1)
+            small = flat[offsets]
+            small.grad = part.values
+            options = {name: value for name, value in group_of[id(tensor)].items() if name != "params"}
+            kind: type[Any] = type(optimizer)
+            stand_in: Optimizer = kind([{**options, "params": [small]}])
+            stand_in.state[small] = {n: value.view(-1)[offsets] if n in full else value for n, value in state.items()}
+            stand_in.step()
+            flat[offsets] = small
+            for name, value in stand_in.state[small].items():
+                if _like(value, small):
+                    state.setdefault(name, torch.zeros_like(tensor)).view(-1)[offsets] = value
+                else:
+                    state[name] = value
+            touched.append(offsets + (span.start - self._place.span.start))
+        if not touched:
+            return torch.empty(0, dtype=self._dtype)
+        return torch.cat(touched).sort().values.to(self._dtype)  # groups need not follow the layout
+
+    def _advance_schedule(self, steps: int) -> None:
+        """Step the scheduler; one that is at its end (``OneCycleLR``) leaves the rate where it is."""
+        assert self._scheduler is not None
+        assert self._optimizer is not None
+        with warnings.catch_warnings():  # torch would have its own optimizer stepped first
+            warnings.simplefilter("ignore")
+            failed = 0
+            for _ in range(steps):
+                try:
+                    self._scheduler.step()
+                    failed = 0
+                except TORCH_ERRORS as error:  # the parameters have been stepped: there is no way back
+                    log.debug("the schedule is at its end", extra={"why": str(error)})
+                    failed += 1
+                    if failed == _MOST_FAILED:
+                        return
+                for group in self._optimizer.param_groups:
+                    group["lr"] = sane_rate(group["lr"])
+
+
+def _like(value: object, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape

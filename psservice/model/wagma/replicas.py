@@ -1,0 +1,297 @@
+"""A shard of WAGMA-SGD: a model for every worker, averaged in groups (Li et al., IEEE TPDS 2021, algorithm 2).
+
+A worker's own model is an ordinary :class:`ModelShard`: its push changes it, and so does the average of its group; a
+pull is answered from it like any other. What stands for all of them is the mean over the workers, which is computed
+when somebody asks for it.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pscore.model.layout import ModelLayout, Span
+from pscore.model.segment import Segment
+from pscore.telemetry.tracing import traced
+from psservice.model.parameters import NO_CORRECTION, ModelShard, PushContext, ShardSettings
+from psservice.model.training_mode import TrainingMode
+from psservice.model.update.base import RuleState, StepInfo
+from psservice.model.wagma.rounds import Decision, Frozen, WagmaRounds
+from psservice.model.wagma.schedule import GroupSettings
+
+_ALMOST_ALL = 0.8  # from here on a support is everything, as in the ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a late worker is averaged with.
+
+    Attributes:
+        others: sum of the models of the frozen round, fp32 ``[n]``; with the rule "replace" without its own old one.
+        count: how many these are.
+    """
+
+    others: torch.Tensor
+    count: int
+
+
+class GroupedShard(ModelShard):
+    """A model for each worker over one span of the layout, and the rounds in which they are averaged.
+
+    Called on the writer thread. A worker takes part from the decision "enter" to "leave"; its model begins as
+    the mean. ``version`` counts the pushes of all; that of a worker's own model is the one at which it last changed.
+
+    Args:
+        layout, span, values, generation, version: see :class:`ModelShard`.
+        settings: of each model; delays are not compensated.
+        regime: of the run.
+        groups: who averages with whom, and what the late get.
+        clock: monotonic seconds.
+
+    Attributes:
+        rounds: who has come to which round.
+        incarnations: of the workers that take part.
+        strangers: those whose model was put there for them, and who have not acknowledged a reply from it yet: the
+            version that they name may be that of another; with a number that tells one model from the next.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        span: Span,
+        values: torch.Tensor,
+        *,
+        generation: int,
+        version: int,
+        settings: ShardSettings,
+        regime: TrainingMode,
+        groups: GroupSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nobody takes part yet."""
+        settings = replace(settings, delay_compensation=0.0)
+        super().__init__(layout, span, values, generation=generation, version=version, settings=settings, regime=regime)
+        self._late = groups.late
+        self._models: dict[str, ModelShard] = {}
+        self._kept: dict[str, dict[int, Kept]] = {}
+        self.rounds = WagmaRounds(groups, clock)
+        self.incarnations: dict[str, str] = {}
+        self.unsynced: dict[str, int] = {}
+        self._born = 0
+        self._is_over = False
+
+    @property
+    def first_step(self) -> int:
+        """The number of a newcomer's first push: that of the next iteration, so that every shard counts alike."""
+        return self.rounds.newest + 2
+
+    def seen_by(self, worker: str) -> ModelShard:
+        """Return a worker's own model."""
+        return self._models[worker]
+
+    def current(self) -> torch.Tensor:
+        """Return the mean over the workers' models; the last one where nobody takes part. fp32 ``[n]``."""
+        if self._models and not self._is_over:
+            self.theta.copy_(self._sum(self._models)).div_(len(self._models))
+        return self.theta.clone()
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Staleness counts the pushes of all, and says nothing of a model of one's own."""
+        return False
+
+    @traced("apply")
+    def take(self, worker: str, push: Segment | None, correction: PushContext = NO_CORRECTION, step: int = 0) -> int:
+        """Change a worker's own model; if its round is frozen, average it with that as the rule for the late says.
+
+        Raises:
+            Refusal: ``NON_FINITE``; nothing is changed.
+        """
+        own, iteration = self._models[worker], step - 1
+        if push is not None:
+            push = self._corrected(push, correction)
+        own.version = self.version
+        self.version = own.apply(push, StepInfo((), correction.samples))
+        waits = self.rounds.arrive(worker, iteration)
+        kept = self._kept[worker]
+        place = kept.get(iteration)
+        self._kept[worker] = {t: other for t, other in kept.items() if t > iteration}
+        if place is not None and not waits:
+            self._replace(own, (place.others + own.theta).div_(place.count + 1))
+        return self.version
+
+    def decide(self, decision: Decision) -> None:
+        """Take a worker in, let one go, or freeze a round; raises ``ValueError`` where it makes no sense."""
+        worker = decision.worker
+        if decision.kind == "enter":
+            self._enter(worker, decision.incarnation)
+        elif decision.kind == "leave":
+            self._leave(worker)
+        elif decision.kind == "freeze":
+            self._freeze(self.rounds.decide(self.rounds.open_round(decision.iteration, worker)))
+        else:
+            raise ValueError(f"decisions of kind {decision.kind!r} are not known to this version of the server")
+
+    def waiting(self) -> set[str]:
+        """Return the workers that wait for their round, or were dropped with it and have not come again."""
+        return self.rounds.waiting()
+
+    def begin_rounds_anew(self, away: Collection[str]) -> None:
+        """Drop open rounds, and open none over these workers until they come again; nobody is late for one dropped."""
+        self.rounds.begin_anew(away)
+        self._kept = {worker: {} for worker in self._kept}
+
+    def finish(self) -> None:
+        """Give everybody the mean: the run is over, and no round will be."""
+        self.current()
+        self._is_over = True
+        self.rounds.abandon()
+        for worker, own in self._models.items():
+            own.theta.copy_(self.theta)
+            self._kept[worker] = {}
+            self._estrange(worker)
+
+    @property
+    def versions_are_pushes(self) -> bool:
+        """They are, of different models: nothing may be concluded from earlier ones."""
+        return False
+
+    # What is kept
+
+    def export(self) -> RuleState:
+        """Copy every worker's model, what late ones will need, and the open rounds."""
+        workers: list[dict[str, Any]] = []
+        tensors: dict[str, torch.Tensor] = {}
+        for number, worker in enumerate(sorted(self._models)):
+            own, kept = self._models[worker], self._kept[worker]
+            workers.append(
+                {
+                    "worker": worker,
+                    "incarnation": self.incarnations[worker],
+                    "version": own.version,
+                    "stranger": worker in self.unsynced,
+                    "kept": {str(iteration): place.count for iteration, place in kept.items()},
+                }
+            )
+            tensors[f"{number}.model"] = own.theta.clone()
+            tensors |= {f"{number}.kept.{iteration}": place.others.clone() for iteration, place in kept.items()}
+        return RuleState({"workers": workers, "rounds": self.rounds.export(), "is_over": self._is_over}, tensors)
+
+    def restore(self, state: RuleState) -> None:
+        """Take over what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
+        if not state.plain:
+            return
+        for number, found in enumerate(state.plain["workers"]):
+            worker = str(found["worker"])
+            self._models[worker] = self._new(self._fitting(state.tensors[f"{number}.model"]), int(found["version"]))
+            self.incarnations[worker] = str(found["incarnation"])
+            if found["stranger"]:
+                self._estrange(worker)
+            self._kept[worker] = {
+                int(iteration): Kept(self._fitting(state.tensors[f"{number}.kept.{iteration}"]), int(count))
+                for iteration, count in found["kept"].items()
+            }
+        self.rounds.restore(state.plain["rounds"])
+        self._is_over = bool(state.plain["is_over"])
+
+    # Inner parts
+
+    def _enter(self, worker: str, incarnation: str) -> None:
+        self._models[worker] = self._new(self.current(), self.version)
+        self._kept[worker] = {}
+        self.incarnations[worker] = incarnation
+        self._estrange(worker)
+        self.rounds.enter(worker)
+
+    def _estrange(self, worker: str) -> None:
+        self._born += 1
+        self.unsynced[worker] = self._born
+
+    def _leave(self, worker: str) -> None:
+        if worker not in self._models:
+            raise ValueError(f"{worker!r} takes no part")
+        if len(self._models) == 1:
+            self.theta.copy_(self._models[worker].theta)
+        del self._models[worker], self._kept[worker], self.incarnations[worker]
+        self.unsynced.pop(worker, None)
+        self.rounds.leave(worker)
+
+    def _freeze(self, frozen: Frozen) -> None:
+        """Average, give the average to who has come, and keep what the others will need."""
+        included = sorted((*frozen.fresh, *frozen.stale))
+        total = self._sum(included)
+        for worker in frozen.stale:
+            kept = Kept(total, len(included))
+            if self._late == "replace":
+                kept = Kept(total - self._models[worker].theta, len(included) - 1)
+            self._kept[worker][frozen.iteration] = kept
+        for worker in frozen.absent:
+            self._kept[worker][frozen.iteration] = Kept(total, len(included))
+        if len(included) > 1:
+            mean = total / len(included)
+            for worker in frozen.fresh:
+                self._replace(self._models[worker], mean)
+        self.rounds.froze(frozen)
+
+    def _sum(self, workers: Iterable[str]) -> torch.Tensor:
+        """Add models up, in the order of names: the same bits whoever came first."""
+        first, *others = sorted(workers)
+        total = self._models[first].theta.clone()
+        for worker in others:
+            total.add_(self._models[worker].theta)
+        return total
+
+    def _replace(self, own: ModelShard, values: torch.Tensor) -> None:
+        """Give a worker's model other values; only what differs is news to the worker."""
+        differs = values.view(torch.int32) != own.theta.view(torch.int32)
+        everything = int(differs.count_nonzero()) > _ALMOST_ALL * values.numel()
+        support = None if everything else differs.nonzero().view(-1).to(self._offset_dtype)
+        # Values, ledger, version: who reads beside the writer must find what a version has, and know what it changed.
+        own.theta.copy_(values)
+        own.ledger.append(self.version, support)
+        own.version = self.version
+
+    def _new(self, values: torch.Tensor, version: int) -> ModelShard:
+        return ModelShard(
+            self.layout,
+            self.span,
+            values,
+            generation=self.generation,
+            version=version,
+            settings=self.settings,
+            regime=TrainingMode(),
+        )
+
+    def _fitting(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.float32 or tensor.shape != self.theta.shape:
+            raise ValueError(f"a model of {list(tensor.shape)} {tensor.dtype} does not fit {list(self.theta.shape)}")
+        return tensor.to(self.theta.device)
+
+
+def make_shard(
+    layout: ModelLayout,
+    span: Span,
+    values: torch.Tensor,
+    *,
+    generation: int,
+    version: int,
+    settings: ShardSettings,
+    regime: TrainingMode,
+) -> ModelShard:
+    """Make the shard that a run's regime asks for; see :class:`ModelShard`."""
+    if regime.groups is None:
+        return ModelShard(
+            layout, span, values, generation=generation, version=version, settings=settings, regime=regime
+        )
+    return GroupedShard(
+        layout,
+        span,
+        values,
+        generation=generation,
+        version=version,
+        settings=settings,
+        regime=regime,
+        groups=regime.groups,
+    )

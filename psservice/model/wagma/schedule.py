@@ -1,0 +1,129 @@
+"""Groups of WAGMA-SGD (Li et al., TPDS 2021, section 4): who averages with whom at which iteration, and when.
+
+With ``W`` live workers, compact ranks by name, and group size ``S``: a rank is written in base ``S`` with
+``J = ⌈log_S W⌉`` digits, and at iteration ``t`` those form a group whose ranks differ in digit ``t mod J`` alone. So
+``J`` iterations mix ``W = S^J`` workers completely. Every ``τ + 1`` iterations all workers are one group, which waits
+for every one of them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pscore.wire.errors import ErrorCode, Rejected
+
+LateRule = Literal["paper", "replace"]
+"""What a worker gets that comes when its round is frozen; see :class:`GroupSettings`."""
+
+_MOST = 1 << 20
+_GRACE_SHARE, _GRACE_JITTERS = 0.25, 2.0
+_MEAN_WEIGHT, _JITTER_WEIGHT = 1 / 8, 1 / 4  # as in TCP's estimate of a round trip
+_LONGEST_SAMPLE = 4.0  # in means: a worker that slept for a minute has not become slow
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """What the workers of a run agree on.
+
+    Attributes:
+        size: workers in a group; 0 for the power of two nearest ``√W``.
+        tau: every ``tau + 1`` iterations all live workers average, and wait for each other.
+        late: with ``n`` models in the frozen round and ``W'`` that of the late worker: ``"replace"`` puts it in the
+            place of the old copy that was used, ``(sum − W_stale + W') / n``; ``"paper"`` adds it,
+            ``(sum + W') / (n + 1)``.
+    """
+
+    size: int = 0
+    tau: int = 10
+    late: LateRule = "replace"
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, str]) -> "GroupSettings | None":
+        """Read ``group_size``, ``tau`` and ``late`` of the method settings; ``None`` where workers share one model.
+
+        Raises:
+            Refusal: ``BAD_REQUEST``.
+        """
+        if settings.get("update") != "average":
+            return None
+        try:
+            read = cls(int(settings["group_size"]), int(settings["tau"]), _late_rule(settings["late"]))
+        except (KeyError, ValueError) as error:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of group averaging cannot be read: {error}") from error
+        if read.size == 1 or not 0 <= read.size <= _MOST or not 0 <= read.tau <= _MOST:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"no groups of {read.size} with tau = {read.tau}")
+        return read
+
+    def is_global(self, iteration: int) -> bool:
+        """Tell whether all live workers average, and wait for each other, at an iteration (counted from 0)."""
+        return (iteration + 1) % (self.tau + 1) == 0
+
+    def groups(self, workers: Sequence[str], iteration: int) -> list[tuple[str, ...]]:
+        """Cut workers, sorted, into the groups of an iteration."""
+        if self.is_global(iteration):
+            return [tuple(workers)] if workers else []
+        return cut(workers, self.size or default_size(len(workers)), iteration)
+
+
+def _late_rule(name: str) -> LateRule:
+    rules: dict[str, LateRule] = {"paper": "paper", "replace": "replace"}
+    if name in rules:
+        return rules[name]
+    raise ValueError(f"late must be 'paper' or 'replace', not {name!r}")
+
+
+def default_size(workers: int) -> int:
+    """Return the power of two nearest to ``√W``, and at least 2."""
+    root = math.sqrt(workers)
+    return min((1 << power for power in range(1, 11)), key=lambda size: abs(size - root))
+
+
+def cut(workers: Sequence[str], size: int, iteration: int) -> list[tuple[str, ...]]:
+    """Return the groups of an iteration; they are ragged where ``W`` is no power of ``size``.
+
+    Args:
+        workers: sorted; the place of each is its rank.
+        size: ``S``, at least 2.
+        iteration: ``t``.
+    """
+    digits = 1
+    while size**digits < len(workers):
+        digits += 1
+    weight = size ** (iteration % digits)
+    found: dict[int, list[str]] = {}
+    for rank, worker in enumerate(workers):
+        found.setdefault(rank - rank // weight % size * weight, []).append(worker)
+    return [tuple(group) for group in found.values()]
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """How long workers compute, from one average until the next push, and the grace that follows from it."""
+
+    _means: dict[str, float] = field(default_factory=dict)
+    _jitters: dict[str, float] = field(default_factory=dict)
+
+    def saw(self, worker: str, seconds: float) -> None:
+        """Take one step's time in."""
+        mean = self._means.get(worker)
+        if mean is None:
+            self._means[worker], self._jitters[worker] = seconds, 0.0
+            return
+        error = min(seconds, _LONGEST_SAMPLE * mean) - mean
+        self._means[worker] = mean + _MEAN_WEIGHT * error
+        self._jitters[worker] += _JITTER_WEIGHT * (abs(error) - self._jitters[worker])
+
+    def forget(self, worker: str) -> None:
+        """Drop a worker that is gone."""
+        self._means.pop(worker, None)
+        self._jitters.pop(worker, None)
+
+    def grace_seconds(self, workers: Sequence[str]) -> float:
+        """Return how long the first of a group waits for the others: ``min(0.25·mean step, 2·jitter)``; 0 at first."""
+        known = [worker for worker in workers if worker in self._means]
+        if not known:
+            return 0.0
+        mean = sum(self._means[worker] for worker in known) / len(known)
+        jitter = sum(self._jitters[worker] for worker in known) / len(known)
+        return min(_GRACE_SHARE * mean, _GRACE_JITTERS * jitter)

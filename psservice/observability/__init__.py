@@ -1,0 +1,1 @@
+"""Metrics, logs, traffic counts, messages as JSON."""

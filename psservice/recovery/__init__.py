@@ -1,0 +1,1 @@
+"""What a shard writes while it serves, and how it begins again from that."""

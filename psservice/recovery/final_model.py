@@ -1,0 +1,83 @@
+"""The model at the end of a run, written beside everything else."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pscore.model import modelfile
+from psservice.model.parameters import ModelShard
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCopy:
+    """A shard's values at one version, fp32, with the buffers."""
+
+    model: ModelShard
+    version: int
+    values: torch.Tensor
+    buffers: modelfile.StateDict
+
+
+class FinalModel:
+    """Writes the last version to a file, if one was asked for.
+
+    Args:
+        path: the whole model's file, or ``None``.
+        shard_index: this shard.
+        num_shards: of how many; with several, each writes a part beside that path.
+
+    Attributes:
+        has_failed: whether the newest attempt to write it has.
+    """
+
+    def __init__(self, path: Path | None, shard_index: int, num_shards: int) -> None:
+        """Nothing is written yet."""
+        self._path = modelfile.part_path(path, shard_index, num_shards) if path else None
+        self._whole = num_shards == 1
+        self.has_failed = False
+        self._thread: threading.Thread | None = None
+
+    def is_there(self, run_id: str, version: int) -> bool:
+        """Tell whether the file is that of this run at this version, or none was asked for."""
+        if self._path is None:
+            return True
+        try:
+            found = modelfile.read_metadata(self._path)
+        except modelfile.ModelFileError:
+            return False
+        return (found.get("run_id"), found.get("version")) == (run_id, str(version))
+
+    def begin(self, copy: Callable[[], ModelCopy], run_id: str) -> None:
+        """Take a copy now, if there is something to write, and write it in a thread of its own."""
+        if self._path is not None:
+            self.has_failed = False
+            self._thread = threading.Thread(target=self._write, args=(copy(), run_id, self._path), name="final-model")
+            self._thread.start()
+
+    def wait(self) -> str:
+        """Wait until it is written; return where, or nothing."""
+        if self._thread is not None:
+            self._thread.join()
+        return str(self._path) if self._path and self._path.exists() and not self.has_failed else ""
+
+    def _write(self, copy: ModelCopy, run_id: str, path: Path) -> None:
+        metadata = {"run_id": run_id, "version": str(copy.version), "format": "pt"}
+        layout = copy.model.layout
+        try:
+            if self._whole:
+                state = modelfile.assemble(layout, copy.values.cpu(), copy.buffers.values())
+                modelfile.write(path, state, metadata)
+            else:
+                modelfile.write_part(path, layout, copy.model.span, copy.values.cpu(), copy.buffers, metadata)
+            log.info("final model written", extra={"path": str(path), "version": copy.version})
+        except Exception as error:  # of a thread of its own nobody else would hear
+            self.has_failed = True
+            unknown = not isinstance(error, OSError)
+            why = {"path": str(path), "error": str(error)}
+            log.error("final model could not be written", extra=why, exc_info=unknown)

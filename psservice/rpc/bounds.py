@@ -1,0 +1,190 @@
+"""What the numbers, names and lists of a request may be, checked at the door before anything is done with them.
+
+:data:`BOUNDS` has every 64-bit number of a request but for those that are compared with what is there: places in the
+model, counts of what has come. docs/protocol.md, *Bounds*, lists both.
+
+Sums stay within 64 bits: a run's samples end at :data:`psservice.cluster.run.MOST_COUNT`, an uploaded model counts
+on from :data:`MOST_FIRST_VERSION` at most, and one push moves WAGMA's iterations by :data:`MOST_STEP_AHEAD` at most.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from google.protobuf.message import Message
+
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import LARGEST_RATE, MOST_TENSORS
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.rpc.identity import require_name
+from psservice.sampling.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
+
+MOST_FIRST_VERSION = 1 << 52
+"""From where at most a shard counts on whose model is uploaded; what a worker names beyond that is brought down to it,
+so that the pushes to come never reach :data:`_MOST_VERSION`."""
+
+MOST_STEP_AHEAD = 1 << 32
+"""Iterations that one push of WAGMA may be ahead of the newest: newcomers begin behind it."""
+
+MOST_EPOCH_SEEN = 1 << 31
+"""Highest epoch of a generation that a joining worker may tell of; those that shard 0 hands out may grow beyond."""
+
+LONGEST_BAN_SECONDS = 7 * 24 * 3600.0
+
+_MOST_VERSION = _MOST_STEP = 1 << 53  # exact as a double too: metrics, JSON
+_MOST_GENERATION = (3 << 62) - 1  # an epoch of 3·2^30: a thousand million uploads above what a worker may tell of
+_MOST_PUSH_SAMPLES = 1 << 32
+_LARGEST_RATE = 1e9
+_FASTEST_LINK = 1e15  # bytes a second
+
+Number = int | float
+
+BOUNDS: Mapping[str, Mapping[str, tuple[Number, Number]]] = {
+    "RenewLeaseRequest": {"uploaded": (0.0, 1.0)},
+    "JoinRequest": {"generation_seen": (0, _MOST_GENERATION)},
+    "UploadHeader": {"generation": (0, _MOST_GENERATION), "version": (0, _MOST_VERSION)},
+    "PushHeader": {
+        "step": (1, _MOST_STEP),
+        "generation": (0, _MOST_GENERATION),
+        "base_version": (0, _MOST_VERSION),
+        "samples": (0, _MOST_PUSH_SAMPLES),
+        "learning_rate": (0.0, _LARGEST_RATE),
+        "group_rates": (0.0, LARGEST_RATE),
+    },
+    "PullDiffRequest": {
+        "generation": (0, _MOST_GENERATION),
+        "base_version": (0, _MOST_VERSION),
+        "acknowledged_reply": (0, _MOST_VERSION),
+        "link_bytes_per_second": (0.0, _FASTEST_LINK),
+    },
+    "BuffersHeader": {
+        "step": (0, _MOST_STEP),
+        "generation": (0, _MOST_GENERATION),
+        "samples": (0, _MOST_PUSH_SAMPLES),
+    },
+    "LeaseSamplesRequest": {
+        "size": (1, MOST_SIZE),
+        "seed": (0, (1 << 64) - 1),
+        "epoch": (0, MOST_EPOCHS - 1),
+        "samples": (0, MOST_SAMPLES),
+    },
+    "RestoreModelRequest": {"version": (0, _MOST_VERSION)},
+    "EvictWorkerRequest": {"ban_seconds": (0.0, LONGEST_BAN_SECONDS)},
+}
+"""By message and field: the least and the largest value."""
+
+_DIGEST_BYTES = 32
+_MOST_SETTINGS = 256
+_LONGEST_SETTING = 512 << 10  # the positions of all tensors, in groups of an optimizer
+_MOST_CODECS = 64
+_MOST_FIELDS = 8192  # of one message
+_MOST_INNER_FIELDS = MOST_TENSORS + 1  # of one in it: a layout has its tensors and a fingerprint
+
+
+def require(message: Message) -> None:
+    """Check the numbers of one message, not those of messages in it; raises :class:`Rejected` (``BAD_REQUEST``)."""
+    for field, (least, most) in BOUNDS.get(message.DESCRIPTOR.name, {}).items():
+        found = getattr(message, field)
+        for value in (found,) if isinstance(found, int | float) else found:
+            if not least <= value <= most:  # so that what is not a number is refused too
+                raise Rejected(ErrorCode.BAD_REQUEST, f"{field} is {value}; it must be {least} to {most}")
+
+
+def require_join(request: pb.JoinRequest) -> None:
+    """Check what a joining worker brings, but for its tensors; raises :class:`Rejected` (``BAD_REQUEST``).
+
+    Tensors are counted only: those of a model that the run has are compared with it, and the others are read one by
+    one.
+    """
+    require(request)
+    layout = request.layout
+    _require_count("tensors", len(layout.parameters) + len(layout.buffers) + len(layout.frozen), MOST_TENSORS)
+    _require_count("settings", len(request.method_settings), _MOST_SETTINGS)
+    _require_count("index codecs", len(request.index_codecs), _MOST_CODECS)
+    _require_count("value codecs", len(request.value_codecs), _MOST_CODECS)
+    if request.HasField("loaded"):
+        require_digest(request.loaded.digest)
+    require_name("method", request.method)
+    for name, value in request.method_settings.items():
+        require_name("the name of a setting", name)
+        if value:
+            require_name(f"setting {name!r}", value, _LONGEST_SETTING)
+
+
+def require_digest(digest: bytes, *, may_be_empty: bool = False) -> None:
+    """Check what tells a model from others; raises :class:`Rejected` (``BAD_REQUEST``)."""
+    if len(digest) != _DIGEST_BYTES and not (may_be_empty and not digest):
+        raise Rejected(ErrorCode.BAD_REQUEST, f"a model's digest has {len(digest)} bytes; it must have {_DIGEST_BYTES}")
+
+
+def _require_count(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"a worker joins with at most {most} {what}, not {count}")
+
+
+def require_few_fields(kind: type[Message], raw: bytes) -> None:
+    """Check how many fields a message has before it is parsed, which may cost a hundred times its bytes.
+
+    Args:
+        kind: of the message.
+        raw: as it came.
+
+    Fields of the message itself are counted, and those of the messages in it, in the protobuf wire format; what breaks
+    the format is left to the parser.
+
+    Raises:
+        Refusal: ``BAD_REQUEST``.
+    """
+    if len(raw) <= 2 * _MOST_FIELDS:  # a field has two bytes at least
+        return
+    for count, (number, start, end) in enumerate(_fields(raw), start=1):
+        if count > _MOST_FIELDS:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"a message has more than {_MOST_FIELDS} fields")
+        field = kind.DESCRIPTOR.fields_by_number.get(number)
+        holds_fields = field is not None and field.message_type is not None and end - start > 2 * _MOST_FIELDS
+        if holds_fields and _count(raw, start, end) > _MOST_INNER_FIELDS:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"a list in a message has more than {MOST_TENSORS} entries")
+
+
+def _count(raw: bytes, position: int, end: int) -> int:
+    """Count fields, up to one more than there may be."""
+    count = 0
+    while position < end and count <= _MOST_INNER_FIELDS:
+        # A short message or text, as nearly all are, without a call for it.
+        if raw[position] & 0x87 == 2 and position + 1 < end and raw[position + 1] < 0x80:
+            position += 2 + raw[position + 1]
+        else:
+            position = next(_fields(raw, position, end), (0, end, end))[2]
+        count += 1
+    return count
+
+
+def _fields(raw: bytes, position: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each field, and where its content begins and ends; that of a number is empty."""
+    end = len(raw) if end is None else end
+    while position < end:
+        tag, position = _varint(raw, position, end)
+        kind = tag & 7
+        if kind == 2:
+            length, position = _varint(raw, position, end)
+            yield tag >> 3, position, min(end, position + length)
+            position += length
+            continue
+        if kind == 0:
+            _, position = _varint(raw, position, end)
+        elif kind in (1, 5):
+            position += 8 if kind == 1 else 4
+        else:
+            return
+        yield tag >> 3, position, position
+
+
+def _varint(raw: bytes, position: int, end: int) -> tuple[int, int]:
+    """Return a number of the wire format and where it ends; what is cut ends with the message."""
+    value = shift = 0
+    while position < end and shift < 64:
+        byte = raw[position]
+        position += 1
+        if byte < 0x80:
+            return value | byte << shift, position
+        value |= (byte & 0x7F) << shift
+        shift += 7
+    return value, position

@@ -1,0 +1,22 @@
+"""Names and identities in messages: read, written and checked in one place."""
+
+from pscore.names import LONGEST_NAME, is_name
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.leases import Identity
+
+
+def require_name(what: str, text: str, longest: int = LONGEST_NAME) -> None:
+    """Check a text that a client has chosen; raises :class:`Rejected` (``BAD_REQUEST``)."""
+    if not is_name(text, longest):
+        raise Rejected(ErrorCode.BAD_REQUEST, f"{what} must be 1 to {longest} printable characters")
+
+
+def identity_to_message(identity: Identity) -> pb.WorkerIdentity:
+    """Write an identity, as records have it: without the run."""
+    return pb.WorkerIdentity(worker_id=identity.worker_id, incarnation=identity.incarnation)
+
+
+def identity_from_message(message: pb.WorkerIdentity) -> Identity:
+    """Read one."""
+    return Identity(message.worker_id, message.incarnation)

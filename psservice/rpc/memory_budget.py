@@ -1,0 +1,178 @@
+"""Bytes in flight: what calls occupy while they run, limited by stream, by worker and in total.
+
+A call is charged for a message when it arrives, and before it is decoded for what that will occupy at its largest:
+messages are kept for the journal and written there, entries are decoded and then merged into one update. Beyond a limit
+a call is refused, and what it held is free again; nothing here waits. The oldest call in flight is exempt from the
+total, and the oldest of a worker from the worker's limit: so one of them always gets through, however small the limits
+are, and the most that can be occupied is the total and one stream.
+"""
+
+import math
+import random
+import threading
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from pscore.model.layout import ModelLayout
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+_MESSAGE_BYTES = 3072  # of objects around a chunk: message, tensors, segment; 1.3 to 2.0 KB were measured
+_GROUP_BYTES = 512  # of objects around a group of a plan
+_SPARSE_ENTRY_BYTES = 12  # int64 offset, fp32 value
+_DENSE_ENTRY_BYTES = 4
+
+_ROOM_BYTES = 32 << 20  # for what does not grow with the model
+_ELEMENT_BYTES = 48  # of a push of every element, as raw offsets and fp32 values: 40 are charged
+_TENSOR_BYTES = 16 << 10  # each may be a group, and a chunk or a few, of its own
+
+_RETRY_SECONDS = 0.5
+
+Result = TypeVar("Result")
+
+
+def largest_stream(layout: ModelLayout | None, elements: int) -> int:
+    """Return more bytes than any valid push or upload of a shard occupies, however it is cut into groups."""
+    if layout is None:
+        return _ROOM_BYTES
+    buffers = 4 * sum(spec.nbytes for spec in layout.buffers)
+    return _ROOM_BYTES + _ELEMENT_BYTES * elements + _TENSOR_BYTES * len(layout.parameters) + buffers
+
+
+class MemoryBudget:
+    """The calls in flight and what they occupy. Thread-safe.
+
+    Args:
+        most: bytes in total.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Begin with nothing."""
+        self.most = most
+        self.lock = threading.Lock()
+        self.bytes = 0
+        self.calls: dict[Reservation, None] = {}
+        self.by_worker: dict[str, dict[Reservation, None]] = {}
+
+    def open(self, largest: float = math.inf, most_of_worker: float = math.inf) -> "Reservation":
+        """Return the charge of a new call, to be used as a context.
+
+        Args:
+            largest: bytes that the call may occupy.
+            most_of_worker: bytes that all calls of its worker may.
+        """
+        return Reservation(self, largest, most_of_worker)
+
+
+class Reservation:
+    """What one call occupies; everything is given back at the end of the context."""
+
+    def __init__(self, ledger: MemoryBudget, largest: float, most_of_worker: float) -> None:
+        """Begin with nothing."""
+        self._ledger, self._largest, self._most_of_worker = ledger, largest, most_of_worker
+        self._worker: str | None = None
+        self.bytes = 0
+
+    def __enter__(self) -> "Reservation":
+        """Take a place in the order of calls."""
+        with self._ledger.lock:
+            self._ledger.calls[self] = None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give everything back."""
+        ledger = self._ledger
+        self.clear()
+        with ledger.lock:
+            del ledger.calls[self]
+            if self._worker is not None:
+                mine = ledger.by_worker[self._worker]
+                del mine[self]
+                if not mine:
+                    del ledger.by_worker[self._worker]
+
+    def clear(self) -> None:
+        """Give back what was charged so far."""
+        with self._ledger.lock:
+            self._ledger.bytes -= self.bytes
+            self.bytes = 0
+
+    def belongs_to(self, worker_id: str) -> None:
+        """Note whose call it is, once that is known; raises :class:`Rejected` (``BUSY``)."""
+        with self._ledger.lock:
+            if self._worker is None:
+                self._worker = worker_id
+                self._ledger.by_worker.setdefault(worker_id, {})[self] = None
+        self.add(0)
+
+    def add(self, nbytes: int) -> None:
+        """Charge what comes next.
+
+        Raises:
+            Refusal: ``BAD_REQUEST`` where no valid stream is as large, ``BUSY`` where others hold too much.
+        """
+        ledger = self._ledger
+        with ledger.lock:
+            if self.bytes + nbytes > self._largest:
+                raise Rejected(
+                    ErrorCode.BAD_REQUEST,
+                    f"this stream would occupy {self.bytes + nbytes} bytes here, at most {self._largest} are given to "
+                    "one; send larger chunks, or raise --stream-bytes",
+                )
+            if self._worker is not None:
+                mine = ledger.by_worker[self._worker]
+                held = sum(call.bytes for call in mine)
+                if held + nbytes > self._most_of_worker and next(iter(mine)) is not self:
+                    raise _busy(f"calls of worker {self._worker!r} hold {held} bytes (--worker-bytes)")
+            if ledger.bytes + nbytes > ledger.most and next(iter(ledger.calls)) is not self:
+                raise _busy(f"calls in flight hold {ledger.bytes} bytes (--inflight-bytes)")
+            self.bytes += nbytes
+            ledger.bytes += nbytes
+
+
+def charged(
+    reading: Generator[None, Any, Result], charge: Reservation, *, is_kept: bool = True
+) -> Generator[None, Any, Result]:
+    """Charge what each message of a stream is decoded to, before its reader has it; raises as :meth:`Reservation.add`.
+
+    ``is_kept``: whether messages occupy what they are charged until the stream's end, and not only until the reader has
+    written them elsewhere. (A batch that has come behind them is not counted then.)
+    """
+    next(reading)
+    while True:
+        request = yield
+        if request is not None:
+            charge.add(decoded_bytes(request))
+        try:
+            reading.send(request)
+            if not is_kept:
+                charge.clear()
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+def received_bytes(nbytes: int) -> int:
+    """Return what a message occupies beside what is decoded of it: as it came, and as the journal writes it."""
+    return _MESSAGE_BYTES + 2 * nbytes
+
+
+def decoded_bytes(request: pb.PushSparseRequest | pb.UploadModelRequest | pb.ExchangeBuffersRequest) -> int:
+    """Return what is decoded of a message at its largest, and merged."""
+    nbytes = 0
+    if isinstance(request, pb.PushSparseRequest):
+        nbytes += _GROUP_BYTES * len(request.header.plan)
+    if not isinstance(request, pb.PushSparseRequest):
+        nbytes += 2 * len(request.buffers.data)
+    if not isinstance(request, pb.ExchangeBuffersRequest):
+        dense = request.chunk.index_codec == pb.INDEX_CODEC_DENSE
+        entry_bytes = (_DENSE_ENTRY_BYTES if dense else _SPARSE_ENTRY_BYTES) + _SPARSE_ENTRY_BYTES
+        nbytes += min(request.chunk.count, request.chunk.length) * entry_bytes  # a false count is refused when decoded
+    return nbytes
+
+
+def _busy(why: str) -> Rejected:
+    return Rejected(ErrorCode.BUSY, why, retry_seconds=_RETRY_SECONDS * random.uniform(0.5, 1.5))

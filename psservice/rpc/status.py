@@ -1,0 +1,118 @@
+"""A shard's status as a message: what `GetStatus` answers, and what the status page shows."""
+
+import time
+
+from pscore.model.layout import Span
+from pscore.version import __version__
+from pscore.wire.codecs.names import VALUE_CODECS
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.leases import Member
+from psservice.cluster.run import RunState
+from psservice.model.reply_session import ReplyMode
+from psservice.settings import ServerSettings
+from psservice.shard.shard import Engine
+
+RUN_STATES = {
+    RunState.EMPTY: pb.RUN_STATE_EMPTY,
+    RunState.TRAINING: pb.RUN_STATE_TRAINING,
+    RunState.FINISHED: pb.RUN_STATE_FINISHED,
+}
+REPLY_MODES = {ReplyMode.EXACT: pb.REPLY_MODE_EXACT, ReplyMode.TOPK: pb.REPLY_MODE_TOPK}
+_DOWN_MODES = {"auto": pb.DOWN_MODE_AUTO, "exact": pb.DOWN_MODE_EXACT, "topk": pb.DOWN_MODE_TOPK}
+_BUFFER_POLICIES = {
+    "sync": pb.BUFFER_POLICY_SYNC,
+    "local": pb.BUFFER_POLICY_LOCAL,
+    "none": pb.BUFFER_POLICY_NONE,
+}
+
+
+class StatusReport:
+    """Reports on an engine; the time since the start counts from here."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Report on this engine."""
+        self._engine = engine
+        self._started = time.monotonic()
+
+    def message(self, *, brief: bool = False) -> pb.GetStatusResponse:
+        """Return what is so now; ``brief`` leaves the workers out."""
+        engine, settings = self._engine, self._engine.settings
+        model, layout = engine.model, engine.layout
+        span = engine.span if layout else Span(0, 0)
+        last = engine.persistence.last_snapshot
+        snapshot = last.manifest if last else None
+        push, pull = engine.traffic["PushSparse"], engine.traffic["PullDiff"]
+        return pb.GetStatusResponse(
+            run_id=engine.run.run_id,
+            run_state=RUN_STATES[engine.run.state],
+            settings=run_settings(settings),
+            method=engine.run.method,
+            version=model.version if model else 0,
+            generation=model.generation if model else 0,
+            parameters=layout.size if layout else 0,
+            start=span.start,
+            length=span.length,
+            shard_index=settings.shard_index,
+            num_shards=settings.num_shards,
+            device=str(engine.device),
+            workers=[self._worker(member) for member in engine.membership.members() if not brief],
+            push_bytes=push.message_bytes,
+            pull_bytes=pull.message_bytes,
+            buffer_bytes=engine.traffic["ExchangeBuffers"].message_bytes,
+            samples=engine.run.samples,
+            queued=engine.writer.queued,
+            uptime_seconds=time.monotonic() - self._started,
+            server_version=__version__,
+            durability=settings.durability if settings.data_dir else "none",
+            snapshot_version=snapshot.version if snapshot else 0,
+            snapshot_checkpoint=snapshot.checkpoint if snapshot else "",
+            snapshot_age_seconds=max(0.0, time.time() - snapshot.created_unix_seconds) if snapshot else 0.0,
+            journal_bytes=engine.persistence.journal_bytes,
+            draining=engine.doorway.is_closed,
+            calls_inside=engine.doorway.inside,
+            queue_limit=settings.apply_queue_limit,
+            durable=engine.durable,
+            pushes=push.calls,
+            pulls=pull.calls,
+            dense_push_bytes=push.dense_bytes,
+            dense_pull_bytes=pull.dense_bytes,
+            evicted=[
+                pb.EvictedWorker(worker_id=name, remaining_seconds=seconds)
+                for name, seconds in engine.membership.evicted().items()
+            ],
+            max_staleness=settings.max_staleness,
+        )
+
+    def _worker(self, member: Member) -> pb.WorkerStatus:
+        now = self._engine.membership.clock()
+        return pb.WorkerStatus(
+            worker_id=member.identity.worker_id,
+            incarnation=member.identity.incarnation,
+            last_step=member.last_step,
+            staleness=member.staleness,
+            pushes=member.pushes,
+            push_bytes=member.push_bytes,
+            pull_bytes=member.pull_bytes,
+            samples=member.samples,
+            lease_remaining_seconds=max(0.0, member.lease_end - now),
+            reply_mode=REPLY_MODES[member.reply_mode] if member.reply_mode else pb.REPLY_MODE_UNSPECIFIED,
+            reply_density=member.reply_density,
+            idle_seconds=max(0.0, now - member.clock_moved),
+            interval_seconds=member.interval_seconds,
+        )
+
+
+def run_settings(settings: ServerSettings) -> pb.RunSettings:
+    """Write the part of the settings that workers are handed."""
+    return pb.RunSettings(
+        down_mode=_DOWN_MODES[settings.down_mode],
+        down_density=settings.down_density,
+        exact_limit=settings.exact_limit,
+        buffer_policy=_BUFFER_POLICIES[settings.buffers],
+        buffer_period_steps=settings.buffer_period_steps,
+        chunk_bytes=settings.chunk_bytes,
+        lease_seconds=settings.lease_seconds,
+        end_versions=settings.end_versions,
+        end_samples=settings.end_samples,
+        down_value_codec=VALUE_CODECS[settings.down_value_type],  # type: ignore[arg-type]
+    )

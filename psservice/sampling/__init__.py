@@ -1,0 +1,1 @@
+"""Which samples of which epoch belong to which worker."""

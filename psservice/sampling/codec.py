@@ -1,0 +1,176 @@
+"""Data leases as messages, as records of the journal, and as a part of a snapshot's manifest; everything is checked."""
+
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.message import Message
+
+from pscore.model.ranges import Ranges
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import share_to_messages
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.leases import Identity
+from psservice.rpc import bounds
+from psservice.rpc.identity import identity_from_message, identity_to_message, require_name
+from psservice.sampling.dataset import (
+    MOST_DATASETS,
+    MOST_EPOCHS,
+    MOST_RANGES,
+    MOST_SIZE,
+    Dataset,
+    Datasets,
+    Leased,
+    Plan,
+    Share,
+    Wish,
+)
+from psservice.sampling.epoch import Epoch
+from psservice.storage.manifest import KeptDataset, KeptEpoch, KeptShare
+
+_ASKS_A_SECOND = 20  # of all workers together that wait for an epoch's end
+_SHORTEST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 2.0
+
+
+def wish_of(request: pb.LeaseSamplesRequest) -> Wish:
+    """Read a request.
+
+    Raises:
+        Refusal: ``BAD_REQUEST`` where a field is out of its bounds.
+    """
+    require_name("a dataset's name", request.dataset)
+    bounds.require(request)
+    plan = Plan(request.size, request.seed, request.shuffle)
+    epoch = request.epoch if request.has_epoch else None
+    return Wish(request.dataset, plan, epoch, request.samples, share_of(request.held, request.size))
+
+
+def finished_of(header: pb.PushHeader) -> dict[str, Share]:
+    """Read which samples a push finishes, by dataset.
+
+    Raises:
+        Refusal: ``BAD_REQUEST`` where there are too many, or one is out of its bounds.
+    """
+    if len(header.finished) > MOST_DATASETS or sum(len(each.ranges) for each in header.finished) > MOST_RANGES:
+        raise Rejected(
+            ErrorCode.BAD_REQUEST, f"a push finishes at most {MOST_RANGES} ranges of {MOST_DATASETS} datasets"
+        )
+    found: dict[str, Share] = {}
+    for each in header.finished:
+        require_name("a dataset's name", each.dataset)
+        if each.dataset in found:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"dataset {each.dataset!r} is named twice")
+        found[each.dataset] = share_of(each.ranges, MOST_SIZE)
+    return found
+
+
+def share_of(messages: Sequence[pb.SampleRange], size: int) -> dict[int, Ranges]:
+    """Read ranges of samples, by epoch; raises :class:`Rejected` (``BAD_REQUEST``) where one leaves the dataset."""
+    if len(messages) > MOST_RANGES:
+        raise Rejected(
+            ErrorCode.BAD_REQUEST, f"{len(messages)} ranges of samples; a message names at most {MOST_RANGES}"
+        )
+    pairs: dict[int, list[tuple[int, int]]] = {}
+    for each in messages:
+        end = each.start + each.count
+        if not each.count or end > size or each.epoch >= MOST_EPOCHS:
+            raise Rejected(
+                ErrorCode.BAD_REQUEST,
+                f"a dataset of {size} has no samples [{each.start}, {end}) of epoch {each.epoch}",
+            )
+        pairs.setdefault(each.epoch, []).append((each.start, end))
+    return {epoch: Ranges(found) for epoch, found in pairs.items()}
+
+
+def answer_to_message(leased: Leased, live_workers: int) -> pb.LeaseSamplesResponse:
+    """Write an answer; the delay spreads those that wait, so that together they do not ask too often."""
+    answer = leased.answer
+    retry_seconds = min(_LONGEST_RETRY_SECONDS, max(_SHORTEST_RETRY_SECONDS, live_workers / _ASKS_A_SECOND))
+    return pb.LeaseSamplesResponse(
+        granted=share_to_messages(answer.granted),
+        lost=share_to_messages(answer.lost),
+        epoch=answer.epoch,
+        samples_elsewhere=answer.elsewhere,
+        retry_seconds=0.0 if answer.granted else retry_seconds,
+    )
+
+
+# The journal
+
+
+def record_of(identity: Identity, wish: Wish, leased: Leased) -> list[Message]:
+    """Return the messages of a record: the request, what was granted, and the workers whose shares went back before."""
+    plan = wish.plan
+    request = pb.LeaseSamplesRequest(
+        identity=identity_to_message(identity),
+        dataset=wish.dataset,
+        size=plan.size,
+        seed=plan.seed,
+        shuffle=plan.shuffle,
+        has_epoch=wish.epoch is not None,
+        epoch=wish.epoch or 0,
+        held=share_to_messages(wish.held),
+    )
+    response = pb.LeaseSamplesResponse(granted=share_to_messages(leased.answer.granted))
+    return [request, response, *(pb.LeaveRequest(identity=identity_to_message(gone)) for gone in leased.gone)]
+
+
+def redo(datasets: Datasets, messages: Sequence[bytes]) -> None:
+    """Do a record again; raises :class:`Rejected` or ``ValueError`` where it makes no sense."""
+    first, second, *others = messages
+    request, response = pb.LeaseSamplesRequest.FromString(first), pb.LeaseSamplesResponse.FromString(second)
+    gone = frozenset(identity_from_message(pb.LeaveRequest.FromString(each).identity) for each in others)
+    datasets.redo(
+        identity_from_message(request.identity), wish_of(request), share_of(response.granted, request.size), gone
+    )
+
+
+# Snapshots
+
+
+def kept(datasets: Datasets) -> list[KeptDataset]:
+    """Return all datasets as they go into a manifest."""
+    return [
+        KeptDataset(
+            name=name,
+            size=each.plan.size,
+            seed=each.plan.seed,
+            shuffle=each.plan.shuffle,
+            newest=each.newest,
+            epochs=[
+                KeptEpoch(
+                    epoch=number,
+                    fresh=epoch.fresh,
+                    held=_kept_shares(epoch.held.items()),
+                    returned=_kept_shares(epoch.returned.items()),
+                )
+                for number, epoch in each.epochs.items()
+            ],
+        )
+        for name, each in datasets.all().items()
+    ]
+
+
+def brought_back(manifest: Iterable[KeptDataset]) -> Datasets:
+    """Return the datasets of a manifest."""
+    return Datasets(
+        {
+            each.name: Dataset(
+                Plan(each.size, each.seed, each.shuffle),
+                each.newest,
+                {
+                    epoch.epoch: Epoch(epoch.fresh, _shares(epoch.held), _shares(epoch.returned))
+                    for epoch in each.epochs
+                },
+            )
+            for each in manifest
+        }
+    )
+
+
+def _kept_shares(shares: Iterable[tuple[Identity, Ranges]]) -> list[KeptShare]:
+    return [
+        KeptShare(worker_id=who.worker_id, incarnation=who.incarnation, ranges=list(ranges)) for who, ranges in shares
+    ]
+
+
+def _shares(found: Iterable[KeptShare]) -> dict[Identity, Ranges]:
+    return {Identity(each.worker_id, each.incarnation): Ranges(each.ranges) for each in found}

@@ -1,0 +1,247 @@
+"""Which samples of which epoch are whose: data that workers take in shares, while they come and go.
+
+A dataset is a size; an epoch (:mod:`psservice.sampling.epoch`) is every place in its order once. Workers know the
+order, this room only places.
+
+Everything here is a value: an operation returns the dataset as it is afterwards, so that a caller can write down what
+happened before it is so. Which operation comes first is decided by the shard's writer thread.
+"""
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
+
+from pscore.model.ranges import Ranges
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.cluster.leases import Identity
+from psservice.sampling.epoch import MOST_GRANTED, Epoch
+
+MOST_DATASETS = 64
+"""Datasets of a run."""
+
+MOST_SIZE, MOST_EPOCHS, MOST_SAMPLES = 1 << 48, 1 << 32, 1 << 24
+"""Samples of a dataset, its epochs, and samples that one call may ask for."""
+
+MOST_RANGES = 4096
+"""Ranges that a worker may hold of a dataset, and that one message may name."""
+
+_MOST_UNFINISHED = 64  # epochs at once: a worker that finishes nothing must not fill the memory with them
+_SMALLEST = 8  # samples, at the end of an epoch, where the worker has asked for many: a call for each is too dear
+
+Share = Mapping[int, Ranges]
+"""Places by epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all workers must agree on.
+
+    Attributes:
+        size: samples of the dataset.
+        seed: of the order.
+        shuffle: whether there is an order other than the dataset's own.
+    """
+
+    size: int
+    seed: int
+    shuffle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request for samples.
+
+    Attributes:
+        dataset: its name.
+        plan: as the worker has it.
+        epoch: the newest that is wanted; ``None`` for the newest that has begun.
+        samples: at most so many.
+        held: everything that the worker knows it holds.
+    """
+
+    dataset: str
+    plan: Plan
+    epoch: int | None
+    samples: int
+    held: Share
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker is told; see ``LeaseSamplesResponse``."""
+
+    granted: Share
+    lost: Share
+    epoch: int
+    elsewhere: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """A dataset's state.
+
+    Attributes:
+        plan: what all agree on.
+        newest: the newest epoch that has begun.
+        epochs: those that are not finished, by number.
+    """
+
+    plan: Plan
+    newest: int
+    epochs: Mapping[int, Epoch]
+
+    @classmethod
+    def begun(cls, plan: Plan, epoch: int) -> "Dataset":
+        """Return a new one, at the beginning of an epoch."""
+        return cls(plan, epoch, {epoch: Epoch()})
+
+    @property
+    def holders(self) -> frozenset[Identity]:
+        """Who holds anything."""
+        return frozenset(holder for epoch in self.epochs.values() for holder in epoch.held)
+
+    def held_by(self, identity: Identity) -> dict[int, Ranges]:
+        """Return what a worker holds."""
+        return {number: epoch.held[identity] for number, epoch in self.epochs.items() if identity in epoch.held}
+
+    def settled(self, identity: Identity, claim: Share, gone: Set[Identity]) -> "Dataset":
+        """Take back what workers held that are gone, then let ``identity`` keep what of its claim nobody has."""
+        epochs = {number: epoch.without(gone) for number, epoch in self.epochs.items()}
+        for number, ranges in claim.items():
+            if number in epochs:
+                epochs[number] = epochs[number].claimed(identity, ranges)
+        return replace(self, epochs=epochs)
+
+    def given(self, identity: Identity, share: Share) -> "Dataset":
+        """Hand places out; an epoch begins with its first."""
+        epochs = dict(self.epochs)
+        for number, ranges in share.items():
+            epochs[number] = epochs.get(number, Epoch()).given(identity, ranges)
+        return replace(self, epochs=epochs, newest=max([self.newest, *share]))
+
+    def finished(self, identity: Identity, share: Share) -> "Dataset":
+        """Finish what of these places is a worker's.
+
+        Raises:
+            Refusal: ``BAD_REQUEST``, where so many pieces would be left that no honest worker leaves them.
+        """
+        epochs = dict(self.epochs)
+        for number, ranges in share.items():
+            if number in epochs:
+                epochs[number] = epochs[number].finished(identity, ranges)
+        after = replace(self, epochs={n: epoch for n, epoch in epochs.items() if not epoch.is_finished(self.plan.size)})
+        shares = [shares.get(identity, Ranges()) for each in epochs.values() for shares in (each.held, each.returned)]
+        if sum(map(len, shares)) > MOST_RANGES:
+            raise Rejected(
+                ErrorCode.BAD_REQUEST, f"the samples that are reported finished leave more than {MOST_RANGES} pieces"
+            )
+        return after
+
+    def share_for(self, identity: Identity, wish: Wish, live: int) -> dict[int, Ranges]:
+        """Choose what to hand a worker: of the oldest epoch first, less where little is left of it."""
+        if not wish.samples or sum(map(len, self.held_by(identity).values())) > MOST_RANGES - MOST_GRANTED:
+            return {}
+        goal = self.newest if wish.epoch is None else wish.epoch
+        open_epochs = dict(self.epochs)
+        if goal > self.newest and len(open_epochs) < _MOST_UNFINISHED:
+            open_epochs[self.newest + 1] = Epoch()
+        for number in sorted(open_epochs):
+            left = open_epochs[number].left(self.plan.size)
+            if number <= goal and left:
+                fair = -(-left // (2 * max(1, live)))
+                count = min(wish.samples, max(fair, min(_SMALLEST, wish.samples // 16)))
+                return {number: open_epochs[number].choose(count, self.plan.size)}
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """What comes of a wish.
+
+    Attributes:
+        answer: for the worker.
+        gone: the workers whose shares were taken back before.
+        after: the dataset then.
+        changed: whether it is another one, so that it must be written down.
+    """
+
+    answer: Answer
+    gone: frozenset[Identity]
+    after: Dataset
+    changed: bool
+
+
+class Datasets:
+    """The datasets of a run, by name. Belongs to the writer thread."""
+
+    def __init__(self, known: Mapping[str, Dataset] | None = None) -> None:
+        """Begin with what is known from before."""
+        self._known = dict(known or {})
+
+    def lease(self, identity: Identity, wish: Wish, live: Set[Identity]) -> Leased:
+        """Decide on a wish; nothing is changed before :meth:`put`.
+
+        Args:
+            identity: who asks; alive.
+            wish: what for.
+            live: all workers that are alive.
+
+        Raises:
+            Refusal: ``SETTINGS_MISMATCH``, ``BAD_REQUEST``.
+        """
+        known = self._known.get(wish.dataset)
+        before = known or self._begin(wish)
+        _require_same(wish, before.plan)
+        gone = before.holders - live
+        now = before.settled(identity, wish.held, gone)
+        granted = _less(now.held_by(identity), wish.held)  # an answer that was lost
+        if not granted:
+            granted = now.share_for(identity, wish, len(live))
+        now = now.given(identity, granted)
+        goal = now.newest if wish.epoch is None else wish.epoch
+        elsewhere = sum(each.elsewhere(identity) for number, each in now.epochs.items() if number <= goal)
+        answer = Answer(granted, _less(wish.held, now.held_by(identity)), now.newest, elsewhere)
+        return Leased(answer, gone, now, now != known)
+
+    def redo(self, identity: Identity, wish: Wish, granted: Share, gone: Set[Identity]) -> None:
+        """Do again what :meth:`lease` once decided."""
+        dataset = self._known.get(wish.dataset) or self._begin(wish)
+        self.put({wish.dataset: dataset.settled(identity, wish.held, gone).given(identity, granted)})
+
+    def finish(self, identity: Identity, finished: Mapping[str, Share]) -> dict[str, Dataset]:
+        """Return the datasets as they are when a worker has finished samples; nothing is changed before :meth:`put`.
+
+        Raises:
+            Refusal: ``BAD_REQUEST``.
+        """
+        return {
+            name: self._known[name].finished(identity, share) for name, share in finished.items() if name in self._known
+        }
+
+    def put(self, after: Mapping[str, Dataset]) -> None:
+        """Let datasets be as they are afterwards."""
+        self._known.update(after)
+
+    def all(self) -> dict[str, Dataset]:
+        """Return every dataset by name."""
+        return dict(self._known)
+
+    def _begin(self, wish: Wish) -> Dataset:
+        """Begin a dataset, where the worker is: a server that kept nothing has forgotten the epochs before."""
+        if len(self._known) >= MOST_DATASETS:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"a run has at most {MOST_DATASETS} datasets; use one name for one")
+        return Dataset.begun(wish.plan, wish.epoch or 0)
+
+
+def _require_same(wish: Wish, ours: Plan) -> None:
+    for setting in ("size", "seed", "shuffle"):
+        mine, theirs = getattr(ours, setting), getattr(wish.plan, setting)
+        if mine != theirs:
+            raise Rejected(
+                ErrorCode.SETTINGS_MISMATCH,
+                f"dataset {wish.dataset!r} of this run has {setting} {mine}, the worker's has {theirs}",
+                setting=setting,
+            )
+
+
+def _less(share: Share, other: Share) -> dict[int, Ranges]:
+    return {n: rest for n, ranges in sorted(share.items()) if (rest := ranges - other.get(n, Ranges()))}

@@ -1,0 +1,136 @@
+"""The writer: the one thread that owns a shard's parameters and runs everything that touches them, in order."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from pscore.telemetry import tracing
+from pscore.wire.errors import ErrorCode, Rejected
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+BUSY_RETRY_SECONDS = 0.2
+
+
+class Writer:
+    """Runs jobs one at a time in the order of submission, behind a bounded queue.
+
+    Args:
+        queue_limit: jobs that may wait.
+        waited: told of each job for how many seconds it has waited.
+        on_failure: called once, when a change has failed half-way.
+
+    Attributes:
+        failed: whether one has: nothing is run any more, and the process is to stop and recover.
+    """
+
+    def __init__(
+        self,
+        queue_limit: int,
+        waited: Callable[[float], None] = lambda seconds: None,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the thread."""
+        self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any], float] | None] = queue.Queue(queue_limit)
+        self._waited, self._on_failure = waited, on_failure
+        self.failed = False
+        self._held = False
+        self._closing = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="shard-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued(self) -> int:
+        """Jobs waiting."""
+        return self._jobs.qsize()
+
+    def run(self, job: Callable[[], Result]) -> Result:
+        """Run ``job`` on the writer thread and return its result, or raise what it raised.
+
+        Raises:
+            Refusal: ``BUSY`` where the queue is full or the state is replaced, ``DRAINING`` after :meth:`close` or a
+                change that failed.
+        """
+        future: Future[Result] = Future()
+        with self._closing:
+            self.require_free()
+            if self._closed:
+                raise Rejected(ErrorCode.DRAINING, "the server is stopping")
+            try:
+                self._jobs.put_nowait((tracing.carried(job, "queue"), future, time.perf_counter()))
+            except queue.Full:
+                raise Rejected(
+                    ErrorCode.BUSY, "too many updates are waiting to be applied", retry_seconds=BUSY_RETRY_SECONDS
+                ) from None
+        return future.result()
+
+    def hold(self) -> None:
+        """Refuse every job behind this one, on the writer thread: the state is replaced, until :meth:`release`."""
+        self._held = True
+
+    def release(self) -> None:
+        """Run jobs again."""
+        self._held = False
+
+    def require_free(self) -> None:
+        """Refuse to change or read a state that is being replaced, or left half changed.
+
+        Raises:
+            Refusal: ``BUSY``; ``DRAINING``.
+        """
+        self.require_whole()
+        if self._held:
+            raise Rejected(ErrorCode.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
+
+    def require_whole(self) -> None:
+        """Refuse to go on with a state that a failed change has left; raises :class:`Rejected` (``DRAINING``)."""
+        if self.failed:
+            raise Rejected(
+                ErrorCode.DRAINING, "an update failed half-way; the shard stops, and recovers when it starts"
+            )
+
+    @contextmanager
+    def all_or_stop(self) -> Iterator[None]:
+        """Stop the shard where the block, a change that is written down already, fails half-way; on any thread.
+
+        Raises:
+            Refusal: the block's own, which leaves everything as it was; ``DRAINING`` in place of any other error.
+        """
+        try:
+            yield
+        except Rejected:
+            raise
+        except BaseException:
+            first, self.failed = not self.failed, True
+            if first:
+                log.critical(
+                    "an update failed half-way: the shard stops; started again, it recovers from its data directory",
+                    exc_info=True,
+                )
+                self._on_failure()
+            self.require_whole()
+
+    def close(self) -> None:
+        """Finish what is queued and stop the thread; jobs that come later are refused."""
+        with self._closing:
+            self._closed = True
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            job, future, submitted = entry
+            self._waited(time.perf_counter() - submitted)
+            try:
+                self.require_free()
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
