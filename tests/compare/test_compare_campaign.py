@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from compare_makers import SMALL, campaign, outcome
 
 from benchmarks.children import ChildFailedError
 from compare.ledger import Ledger
+from tests.compare.compare_makers import SMALL, campaign, outcome
 
 
 class Workshop:

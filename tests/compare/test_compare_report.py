@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from compare_makers import campaign, run
 
 from benchmarks.report import guide
 from compare import figures, report
 from compare.results import entries, pairings
 from compare.straggler import Effect
+from tests.compare.compare_makers import campaign, run
 
 EFFECTS = [Effect("dgs", 50.0, 49.0), Effect("asgd_bounded", 50.0, 6.0)]
 FACTS = {

@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.hostile.attackers import FLOODS
-from tests.system.test_raw_client import RawWorker
+from tests.system.connecting.test_raw_client import RawWorker
 
 TOKEN, OTHER_TOKEN = "honest-token", "mallorys-token"
 SIZE = 100_000

@@ -14,7 +14,7 @@ from psclient.errors import Transient, from_rpc_error
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.errors import Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from tests.system.test_raw_client import TIMEOUT, N, RawWorker
+from tests.system.connecting.test_raw_client import TIMEOUT, N, RawWorker
 
 
 @pytest.fixture(scope="module")

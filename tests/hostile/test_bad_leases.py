@@ -8,7 +8,7 @@ import pytest
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.hostile.test_bad_calls import chunk, commit, header, push, refusal
-from tests.system.test_raw_client import TIMEOUT, RawWorker
+from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
 
 SIZE = 100
 

@@ -19,7 +19,7 @@ from pscore.wire.errors import Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc import bounds
 from psservice.rpc.bounds import BOUNDS
-from tests.system.test_raw_client import TIMEOUT, N, RawWorker
+from tests.system.connecting.test_raw_client import TIMEOUT, N, RawWorker
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 NUMBERS = (

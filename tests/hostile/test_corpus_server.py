@@ -16,7 +16,7 @@ from pscore.model.layout import Span
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.hostile.corpus_files import corpus
-from tests.system.test_raw_client import TIMEOUT, RawWorker
+from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
 
 SIZE = 1 << 16
 MOST_GROWTH = 8 << 20

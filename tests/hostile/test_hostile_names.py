@@ -12,7 +12,7 @@ from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.messages import layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from tests.system.test_raw_client import TIMEOUT, RawWorker
+from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
 
 F32 = torch.float32
 ESCAPE = "\x1b]0;owned\x07"

@@ -8,7 +8,7 @@ import pytest
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from tests.system.test_raw_client import RawWorker
+from tests.system.connecting.test_raw_client import RawWorker
 from tests.system.tools import wait_until
 
 CALLS = 20

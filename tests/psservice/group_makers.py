@@ -1,8 +1,6 @@
 """Shards of WAGMA-SGD without a network: every worker pushes, rounds freeze, models are read."""
 
 import torch
-from engine_makers import Clock
-from service_makers import F32, layout_of
 
 from pscore.model.segment import Segment
 from psservice.model.parameters import ShardSettings
@@ -10,6 +8,8 @@ from psservice.model.training_mode import TrainingMode
 from psservice.model.wagma.replicas import GroupedShard
 from psservice.model.wagma.rounds import Decision
 from psservice.model.wagma.schedule import GroupSettings
+from tests.psservice.engine_makers import Clock
+from tests.psservice.service_makers import F32, layout_of
 
 LAYOUT = layout_of((6, F32), (4, F32))
 SIZE = LAYOUT.size

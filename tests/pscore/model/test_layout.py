@@ -1,0 +1,164 @@
+"""The flat layout: where tensors lie, how shards cut it, and when two models are the same."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.layout import ModelLayout, Span, TensorSpec, layout_of
+from pscore.wire.messages import first_difference, layout_to_message
+from tests.pscore.core_makers import layouts, spans
+
+A = TensorSpec("a", (2, 3), torch.float32)
+B = TensorSpec("b", (4,), torch.float32)
+COUNT = TensorSpec("count", (), torch.int64)
+
+
+def difference(ours, theirs):
+    return first_difference(layout_to_message(ours), layout_to_message(theirs))
+
+
+def dtype_at(layout):
+    return [spec.dtype for spec in layout.parameters for _ in range(spec.numel)]
+
+
+def owner_of(layout):
+    return [position for position, spec in enumerate(layout.parameters) for _ in range(spec.numel)]
+
+
+@given(layouts())
+@settings(deadline=None, max_examples=50)
+def test_tensors_lie_end_to_end_in_order(layout):
+    assert layout.offsets[0] == 0
+    assert layout.size == sum(spec.numel for spec in layout.parameters)
+    for position, spec in enumerate(layout.parameters):
+        assert layout.span(position) == Span(layout.offsets[position], layout.offsets[position] + spec.numel)
+
+
+@given(layouts(), st.integers(1, 9))
+@settings(deadline=None, max_examples=100)
+def test_shards_are_contiguous_complete_and_balanced(layout, num_shards):
+    cut = layout.shard_spans(num_shards)
+    assert len(cut) == num_shards
+    assert (cut[0].start, cut[-1].end) == (0, layout.size)
+    assert all(left.end == right.start for left, right in pairwise(cut))
+    lengths = [span.length for span in cut]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=100)
+def test_overlapping_finds_each_parameter_that_shares_elements(data):
+    layout = data.draw(layouts())
+    span = data.draw(spans(layout.size))
+    found = list(layout.overlapping(span))
+    assert [index for _, common in found for index in range(common.start, common.end)] == list(
+        range(span.start, span.end)
+    )
+    assert [position for position, common in found for _ in range(common.length)] == owner_of(layout)[
+        span.start : span.end
+    ]
+    assert all(common.length for _, common in found)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=100)
+def test_dtype_runs_are_the_longest_pieces_of_one_dtype(data):
+    layout = data.draw(layouts())
+    span = data.draw(spans(layout.size))
+    runs = list(layout.dtype_runs(span))
+    assert [dtype for dtype, run in runs for _ in range(run.length)] == dtype_at(layout)[span.start : span.end]
+    assert all(left[0] != right[0] and left[1].end == right[1].start for left, right in pairwise(runs))
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=50)
+def test_intersection_is_what_two_spans_share(data):
+    one, other = data.draw(spans(20)), data.draw(spans(20))
+    shared = set(range(one.start, one.end)) & set(range(other.start, other.end))
+    common = one.intersect(other)
+    assert set(range(common.start, common.end)) == shared
+    assert common.length == len(shared)
+
+
+def test_scalars_have_one_element_and_empty_tensors_none():
+    layout = ModelLayout((TensorSpec("s", (), torch.float32), TensorSpec("e", (3, 0), torch.float32), A))
+    assert layout.offsets == (0, 1, 1, 7)
+    assert [position for position, _ in layout.overlapping(Span(0, 7))] == [0, 2]
+
+
+def test_equal_models_have_equal_fingerprints():
+    assert ModelLayout((A, B), (COUNT,)).fingerprint == ModelLayout((A, B), (COUNT,)).fingerprint
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ModelLayout((TensorSpec("x", (2, 3), torch.float32), B), (COUNT,)),
+        ModelLayout((TensorSpec("a", (3, 2), torch.float32), B), (COUNT,)),
+        ModelLayout((TensorSpec("a", (6,), torch.float32), B), (COUNT,)),
+        ModelLayout((TensorSpec("a", (2, 3), torch.bfloat16), B), (COUNT,)),
+        ModelLayout((B, A), (COUNT,)),
+        ModelLayout((A,), (COUNT,)),
+        ModelLayout((A, B), ()),
+        ModelLayout((A, B), (TensorSpec("count", (), torch.int32),)),
+        ModelLayout((A,), (B, COUNT)),
+    ],
+    ids=["name", "shape", "rank", "dtype", "order", "fewer", "no-buffer", "buffer-dtype", "parameter-as-buffer"],
+)
+def test_fingerprint_changes_with(other):
+    ours = ModelLayout((A, B), (COUNT,))
+    assert ours.fingerprint != other.fingerprint
+    assert difference(ours, other) is not None
+
+
+def test_aliases_do_not_change_the_model():
+    tied = ModelLayout((TensorSpec("a", (2, 3), torch.float32, ("tied.a",)), B))
+    assert tied.fingerprint == ModelLayout((A, B)).fingerprint
+    assert difference(tied, ModelLayout((A, B))) is None
+
+
+def test_first_difference_names_the_first_tensor_that_differs():
+    ours = ModelLayout((A, B), (COUNT,))
+    name, how = difference(ours, ModelLayout((A, TensorSpec("b", (5,), torch.float32)), ()))
+    assert name == "b"
+    assert "b [5] float32" in how
+    assert "b [4] float32" in how
+
+
+@pytest.mark.parametrize(
+    ("theirs", "name"),
+    [(ModelLayout((A,), (COUNT,)), "b"), (ModelLayout((A, B), ()), "count"), (ModelLayout((B, A), (COUNT,)), "b")],
+    ids=["lacking parameter", "lacking buffer", "swapped"],
+)
+def test_first_difference_names_what_is_lacking_or_moved(theirs, name):
+    assert difference(ModelLayout((A, B), (COUNT,)), theirs)[0] == name
+    assert difference(ModelLayout((A, B), (COUNT,)), ModelLayout((A, B), (COUNT,))) is None
+
+
+def test_first_difference_names_what_is_too_many():
+    assert difference(ModelLayout((A,)), ModelLayout((A, B)))[0] == "b"
+
+
+@pytest.mark.parametrize("buffers", [(), (A,)])
+def test_a_name_may_occur_once(buffers):
+    with pytest.raises(ValueError, match="'a' occurs twice"):
+        ModelLayout((A, A) if not buffers else (A,), buffers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64, torch.bool])
+def test_only_single_and_half_precision_can_be_trained(dtype):
+    with pytest.raises(ValueError, match=r"parameter w \[2\]"):
+        ModelLayout((TensorSpec("w", (2,), dtype),))
+    assert ModelLayout((A,), (TensorSpec("w", (2,), dtype),)).buffers[0].dtype == dtype
+
+
+def test_layout_of_reads_names_shapes_dtypes_and_aliases():
+    layout = layout_of(
+        [("w", torch.zeros(2, 3, dtype=torch.float16))], [("n", torch.tensor(0))], {"w": ("head.w", "tail.w")}
+    )
+    assert layout.parameters == (TensorSpec("w", (2, 3), torch.float16, ("head.w", "tail.w")),)
+    assert layout.buffers == (TensorSpec("n", (), torch.int64),)
+    assert layout.parameters[0].nbytes == 12

@@ -1,0 +1,82 @@
+"""Segments: clipping and merging lose and invent nothing."""
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.layout import Span
+from pscore.model.segment import Segment, entries, merge
+from tests.pscore.core_makers import as_dict, numbered, segments, spans
+
+many = settings(deadline=None, max_examples=100)
+
+
+@st.composite
+def tilings(draw, span):
+    """Consecutive spans that fill a span, some of them empty."""
+    cuts = sorted(draw(st.lists(st.integers(span.start, span.end), max_size=5)))
+    edges = [span.start, *cuts, span.end]
+    return [Span(left, right) for left, right in pairwise(edges)]
+
+
+@given(st.data(), segments())
+@many
+def test_clip_keeps_exactly_what_lies_inside(data, segment):
+    span = data.draw(spans(1400))
+    part = segment.clip(span)
+    inside = {index: value for index, value in as_dict(segment).items() if span.start <= index < span.end}
+    if part is None:
+        assert not inside
+    else:
+        assert as_dict(part) == inside
+        assert part.span == segment.span.intersect(span)
+        assert (part.offsets is None) == (segment.offsets is None)
+
+
+@given(segments(min_entries=1))
+@many
+def test_clip_copies_no_values(segment):
+    part = segment.clip(Span(segment.span.start, segment.span.end))
+    assert part.values.data_ptr() == segment.values.data_ptr()
+
+
+@given(st.data(), segments(min_entries=1))
+@many
+def test_merge_undoes_clipping(data, segment):
+    parts = [part for span in data.draw(tilings(segment.span)) if (part := segment.clip(span)) is not None]
+    joined = merge(segment.span, parts)
+    assert as_dict(*parts) == as_dict(segment) == as_dict(joined)
+    assert joined.span == segment.span
+    assert (joined.offsets is None) == (segment.offsets is None)
+    assert entries(parts) == segment.entries
+
+
+@given(segments(min_entries=1), st.integers(0, 5), st.integers(0, 5))
+@many
+def test_merge_into_a_wider_span_shifts_offsets(segment, before, after):
+    wider = Span(max(0, segment.span.start - before), segment.span.end + after)
+    joined = merge(wider, [segment])
+    assert joined.span == wider
+    assert as_dict(joined) == as_dict(segment)
+    if joined.offsets is not None:
+        assert joined.offsets.dtype == torch.int64
+        assert bool((joined.offsets.diff() > 0).all())
+
+
+def test_nothing_merges_into_nothing():
+    empty = Segment(Span(3, 9), torch.empty(0, dtype=torch.int64), torch.empty(0))
+    assert merge(Span(0, 10), []) is None
+    assert merge(Span(0, 10), [empty, empty]) is None
+
+
+def test_dense_neighbours_stay_dense_only_if_they_fill_the_span():
+    left, right = Segment(Span(0, 2), None, numbered(2)), Segment(Span(2, 5), None, numbered(3))
+    assert merge(Span(0, 5), [left, right]).offsets is None
+    assert merge(Span(0, 6), [left, right]).offsets.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_dense_and_sparse_merge_into_sparse():
+    left, right = Segment(Span(2, 4), None, numbered(2)), Segment(Span(5, 9), torch.tensor([0, 3]), numbered(2))
+    assert as_dict(merge(Span(0, 10), [left, right])) == {2: 1, 3: 2, 5: 1, 8: 2}

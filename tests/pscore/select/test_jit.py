@@ -1,0 +1,153 @@
+"""Compiling at first use: once a function, wherever it can be cached, and never a reason to fail."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pscore import jit
+from pscore.jit import compile_once
+
+
+def double(number):
+    return 2 * number
+
+
+def triple(number):
+    return 3 * number
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch):
+    monkeypatch.setattr(jit, "_compiled", {})
+
+
+def test_a_function_is_compiled_once_whoever_asks():
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(compile_once(double))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(each) for each in found}) == 1
+    assert found[0](21) == 42
+    assert found[0] is not double
+
+
+@pytest.mark.parametrize("error", [ImportError("numba needs an older numpy"), OSError("no LLVM here")])
+def test_where_numba_cannot_start_there_is_none(monkeypatch, caplog, error):
+    def fail(name):
+        raise error
+
+    monkeypatch.setattr(jit.importlib, "import_module", fail)
+    assert compile_once(double) is None
+    assert compile_once(double) is None
+    assert caplog.text.count(str(error)) == 1
+
+
+def in_a_fresh_process(code, *, whole=False, **environment):
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), **environment},
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done if whole else done.stdout.strip()
+
+
+def test_where_compiling_is_switched_off_there_is_none():
+    code = "from pscore.wire.codecs.index.rice.loops import compiled_steps; print(compiled_steps())"
+    assert in_a_fresh_process(code, NUMBA_DISABLE_JIT="1") == "None"
+
+
+def test_without_a_directory_for_the_cache_it_compiles_all_the_same():
+    code = """
+import numba.core.caching
+import numpy
+numba.core.caching.CacheImpl._locator_classes = []  # as where no directory can be written
+from pscore.wire.codecs.index.rice.loops import _plan
+from pscore.jit import compile_once
+print(compile_once(_plan)(numpy.arange(5), numpy.empty(5, numpy.uint32), numpy.zeros(1, numpy.uint8)))
+"""
+    assert in_a_fresh_process(code) == "(5, 0, 0)"
+
+
+FULL = """
+import logging, os, sys
+logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr)
+import numba.core.caching as caching
+from pscore.jit import compile_once
+from tests.pscore import test_compiled as loops
+
+def full(*_, **__):
+    raise OSError(28, "No space left on device", "cache")
+
+{failure}
+double, triple = compile_once(loops.double), compile_once(loops.triple)
+print(double(21), double(2.5), triple(5), double(4))
+print([len(loop.signatures) for loop in (double, triple)])
+"""
+
+FAILURES = {
+    "opening": "caching.IndexDataCacheFile._open_for_write = full",
+    "replacing": "os.replace = full",
+    "reading the index": "caching.IndexDataCacheFile._load_index = full",
+    "the directory": "caching._CacheLocator.ensure_cache_path = full",
+    "the directory, later": """
+compile_once(loops.double), compile_once(loops.triple)
+caching._CacheLocator.ensure_cache_path = full
+""",
+    "in the middle": """
+class Full:
+    def __init__(self, file): self.file = file
+    def write(self, data): self.file.write(data[: len(data) // 2]); full()
+    def __getattr__(self, name): return getattr(self.file, name)
+    def __enter__(self): return self
+    def __exit__(self, *_): self.file.close()
+caching.open = lambda path, mode="r": Full(open(path, mode)) if "w" in mode else open(path, mode)
+""",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_cache_that_cannot_be_used_never_ends_anything(failure, tmp_path):
+    done = in_a_fresh_process(FULL.format(failure=FAILURES[failure]), whole=True, NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.stdout.split("\n")[:2] == ["42 5.0 15 8", "[2, 1]"], "compiled once for each combination of types"
+    told = [line for line in done.stderr.split("\n") if "cache" in line]
+    assert len(told) == 1, done.stderr
+    assert told[0].startswith("WARNING")
+    assert ("any directory" if failure == "the directory" else "No space left on device") in told[0]
+    assert "NUMBA_CACHE_DIR" in told[0]
+    assert not list(tmp_path.rglob("*.tmp.*")), "no half of a file stays behind"
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2]], ids=["empty", "half"])
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_a_damaged_cache_is_compiled_again(suffix, damage, tmp_path):
+    code = FULL.format(failure="")
+    for _ in range(2):
+        done = in_a_fresh_process(code, whole=True, NUMBA_CACHE_DIR=str(tmp_path))
+        assert done.stdout.split("\n")[0] == "42 5.0 15 8", done.stderr
+        files = list(tmp_path.rglob(f"*.{suffix}"))
+        assert files
+        for file in files:
+            file.write_bytes(damage(file.read_bytes()))
+
+
+def test_the_cache_is_used(tmp_path):
+    code = """
+from pscore.jit import compile_once
+from tests.pscore.select.test_jit import double
+loop = compile_once(double)
+loop(21)
+print(sum(loop.stats.cache_hits.values()), sum(loop.stats.cache_misses.values()))
+"""
+    assert in_a_fresh_process(code, NUMBA_CACHE_DIR=str(tmp_path)) == "0 1"
+    assert in_a_fresh_process(code, NUMBA_CACHE_DIR=str(tmp_path)) == "1 0"

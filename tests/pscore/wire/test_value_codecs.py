@@ -1,0 +1,206 @@
+"""Value codecs: exact or within their error, the same bits on both sides, never a value that is not finite."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.wire.codecs.limits import MAX_ENTRIES
+from pscore.wire.codecs.names import VALUE_CODECS
+from pscore.wire.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, bounds, decode_values, host_values
+from pscore.wire.codecs.values.bounds import BLOCK
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.pscore.codec_makers import each_value_format, squared_error, tail
+
+many = settings(deadline=None, max_examples=100)
+each_format = pytest.mark.parametrize("codec", each_value_format.values(), ids=each_value_format)
+bounded = pytest.mark.parametrize("codec", [pb.VALUE_CODEC_INT8, pb.VALUE_CODEC_INT4], ids=["int8", "int4"])
+LARGEST = np.finfo(np.float32).max
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(
+    [0.0, -0.0, 1e-45, -1e-45, 1e-38, float(LARGEST), -float(LARGEST), 65504.0, 65520.0]
+)
+
+
+@st.composite
+def value_arrays(draw):
+    """Any finite values, over block boundaries too."""
+    few = np.array(draw(st.lists(finite, max_size=40)), dtype=np.float32)
+    if draw(st.booleans()):
+        size = draw(st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3]))
+        generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+        scale = np.float32(10.0 ** draw(st.integers(-40, 37)))
+        few = np.concatenate([few, generator.normal(size=size).astype(np.float32) * scale])
+    return few
+
+
+def test_every_codec_of_the_protocol_is_registered_by_its_name():
+    assert {*VALUE_FORMATS} == {*pb.ValueCodec.values()} - {pb.VALUE_CODEC_UNSPECIFIED}
+    for codec, value_format in VALUE_FORMATS.items():
+        assert pb.ValueCodec.Name(codec) == f"VALUE_CODEC_{value_format.name.upper()}"
+
+
+@each_format
+@given(values=value_arrays())
+@many
+def test_the_receiver_decodes_what_the_sender_was_told_bit_for_bit(codec, values):
+    data, told = VALUE_FORMATS[codec].encode(values)
+    assert len(data) == VALUE_FORMATS[codec].size(values.size)
+    received = decode_values(codec, data, values.size)
+    assert received.dtype == told.dtype == np.float32
+    assert received.tobytes() == told.tobytes()
+    assert np.isfinite(received).all()
+
+
+@each_format
+@given(values=value_arrays())
+@many
+def test_signs_and_magnitudes_stay_within_the_bounds_of_their_block(codec, values):
+    _, decoded = VALUE_FORMATS[codec].encode(values)
+    block = VALUE_FORMATS[codec].block
+    for first in range(0, values.size if block > 1 else 0, block):
+        magnitudes, back = np.abs(values[first : first + block]), decoded[first : first + block]
+        assert magnitudes.min() <= np.abs(back).min()
+        assert np.abs(back).max() <= magnitudes.max()
+        assert (np.signbit(back) == np.signbit(values[first : first + block])).all()
+
+
+@bounded
+@given(values=value_arrays())
+@many
+def test_zeros_and_the_bounds_of_a_block_come_back_exactly(codec, values):
+    _, decoded = VALUE_FORMATS[codec].encode(values)
+    assert not decoded[values == 0].any()
+    for first in range(0, values.size, BLOCK):
+        magnitudes, back = np.abs(values[first : first + BLOCK]), np.abs(decoded[first : first + BLOCK])
+        for bound in (magnitudes.min(), magnitudes.max()):
+            assert (back[magnitudes == bound] == bound).all()
+
+
+@bounded
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(1, BLOCK + 5))
+@many
+def test_a_block_of_one_magnitude_is_exact(codec, value, count):
+    values = np.full(count, value, np.float32)
+    values[::3] *= -1
+    assert VALUE_FORMATS[codec].encode(values)[1].tobytes() == values.tobytes()
+
+
+def test_int8_is_off_by_half_a_step_at_most():
+    values = np.random.default_rng(0).laplace(size=10 * BLOCK).astype(np.float32)
+    decoded = VALUE_FORMATS[pb.VALUE_CODEC_INT8].encode(values)[1]
+    for first in range(0, values.size, BLOCK):
+        part = np.abs(values[first : first + BLOCK])
+        step = (part.max() - part.min()) / 127
+        assert np.abs(values - decoded)[first : first + BLOCK].max() <= step * 0.5001
+
+
+@pytest.mark.parametrize(
+    ("name", "noise", "limit"),
+    [
+        ("fp16", "laplace", 1e-7),
+        ("bf16", "laplace", 1e-5),
+        ("int8", "laplace", 1.8e-5),
+        ("int8", "normal", 1.8e-5),
+        ("int4", "laplace", 5.4e-3),
+        ("int4", "normal", 5.4e-3),
+        ("int4", "student-t3", 1.5e-2),
+        ("sign_mean", "laplace", 3.3e-2),
+        ("sign_mean", "normal", 3.3e-2),
+    ],
+)
+def test_the_error_on_what_selection_leaves_over_stays_below_the_documented_one(name, noise, limit):
+    values = tail(noise, 0.01)
+    assert squared_error(values, VALUE_FORMATS[each_value_format[name]].encode(values)[1]) <= limit
+
+
+@pytest.mark.parametrize("dtype", CODEC_OF_DTYPE, ids=str)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 50))
+@many
+def test_the_codec_of_a_dtype_is_exact_for_it(dtype, seed, count):
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.int32 if dtype == torch.float32 else torch.int16
+    limits = torch.iinfo(whole)
+    values = torch.randint(limits.min, limits.max, (count,), generator=generator, dtype=whole).view(dtype)
+    values = values[values.isfinite()]
+    codec = CODEC_OF_DTYPE[dtype]
+    data, _ = VALUE_FORMATS[codec].encode(host_values(values))
+    assert len(data) == values.numel() * dtype.itemsize
+    back = torch.from_numpy(decode_values(codec, data, values.numel())).to(dtype)
+    assert torch.equal(back.view(whole), values.view(whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@given(st.integers(0, 2**32 - 1))
+@many
+def test_half_widths_round_as_torch_does(dtype, seed):
+    values = np.random.default_rng(seed).integers(0, 2**32, 50, dtype=np.uint32).view(np.float32)
+    values = values[np.abs(values) < 65000]
+    decoded = VALUE_FORMATS[CODEC_OF_DTYPE[dtype]].encode(values)[1]
+    assert decoded.tobytes() == torch.from_numpy(values).to(dtype).float().numpy().tobytes()
+
+
+@pytest.mark.parametrize(("name", "largest"), [("fp16", 65504.0), ("bf16", torch.finfo(torch.bfloat16).max)])
+def test_what_is_too_large_becomes_the_largest(name, largest):
+    values = np.array([LARGEST, -LARGEST], np.float32)
+    assert VALUE_FORMATS[each_value_format[name]].encode(values)[1].tolist() == [largest, -largest]
+
+
+@each_format
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_is_refused_or_clamped_but_never_decoded(codec, value):
+    values, value_format = np.array([1, value, 2], np.float32), VALUE_FORMATS[codec]
+    if value_format.name in ("fp16", "bf16") and np.isinf(value):
+        assert np.isfinite(value_format.decode(value_format.encode(values)[0], 3)).all()
+        return
+    with pytest.raises(Rejected) as refused:
+        value_format.decode(value_format.encode(values)[0], 3)
+    assert refused.value.reason is ErrorCode.NON_FINITE
+
+
+def test_strided_values_are_written_in_order():
+    data, _ = VALUE_FORMATS[pb.VALUE_CODEC_FP32].encode(host_values(torch.arange(10.0)[::3]))
+    assert decode_values(pb.VALUE_CODEC_FP32, data, 4).tolist() == [0, 3, 6, 9]
+
+
+@each_format
+def test_more_entries_than_a_chunk_may_hold_are_refused(codec):
+    with pytest.raises(Rejected, match="at most"):
+        decode_values(codec, b"", MAX_ENTRIES + 1)
+
+
+@pytest.mark.parametrize("codec", [pb.VALUE_CODEC_UNSPECIFIED, 77])
+def test_an_unknown_codec_is_refused(codec):
+    with pytest.raises(Rejected) as refused:
+        decode_values(codec, b"", 0)
+    assert refused.value.reason is ErrorCode.UNKNOWN_CODEC
+
+
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4"])
+@given(
+    st.integers(0, 2**16),
+    st.integers(1024, 3000),
+    st.sampled_from(["normal", "zeros", "one", "alike", "tiny", "huge", "bits"]),
+)
+@settings(deadline=None, max_examples=40)
+def test_compiled_and_vectorised_give_the_same_bytes_and_values(name, seed, count, kind):
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(count).astype(np.float32)
+    if kind == "zeros":
+        values[rng.random(count) < 0.5] = -0.0
+    if kind == "alike":
+        values = np.nextafter(np.sign(values), rng.choice(np.float32([0, 2]), count))
+    if kind == "bits":
+        values = rng.integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
+        values[~np.isfinite(values)] = 65519
+    if kind in ("one", "tiny", "huge"):
+        values = {"one": np.sign(values), "tiny": values * np.float32(1e-44), "huge": values * np.float32(5e37)}[kind]
+    form = VALUE_FORMATS[VALUE_CODECS[name]]
+    fast = form.encode(values)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(bounds, "_WORTH_COMPILING", count + 1)
+        slow = form.encode(values)
+    assert fast[0] == slow[0]
+    assert fast[1].tobytes() == slow[1].tobytes()

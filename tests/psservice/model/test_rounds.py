@@ -1,0 +1,322 @@
+"""Synchronous rounds: who closes them, what their mean is, and what becomes of those who are late."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.layout import Span
+from pscore.model.ranges import Ranges
+from pscore.model.segment import Segment
+from pscore.wire.errors import ErrorCode
+from psservice.cluster.leases import Identity
+from psservice.cluster.run import RunState
+from psservice.model.rounds import Round, RoundSettings
+from psservice.observability.metrics import Metrics
+from psservice.sampling.dataset import Plan, Wish
+from tests.psservice.engine_makers import (
+    ANNA,
+    BERT,
+    Clock,
+    engines,
+    join,
+    pull,
+    push,
+    reason_of,
+    theta,
+    upload,
+    with_clock,
+)
+from tests.psservice.service_makers import F32, layout_of, sparse_push
+
+CARL = Identity("carl", "1")
+LAYOUT = layout_of((4, F32))
+ZERO = torch.zeros(4)
+
+
+def rounds(quorum=0, seconds=0.0, start_workers=1):
+    return {"rounds": json.dumps({"quorum": quorum, "seconds": seconds, "start_workers": start_workers})}
+
+
+@pytest.fixture
+def engine():
+    with engines() as (one,):
+        yield one
+
+
+def begin(engine, *who, **options):
+    for each in who:
+        outcome = join(engine, LAYOUT, each, "ssgd", rounds(**options))
+        if outcome.state == "upload":
+            upload(engine, ZERO, each, outcome.generation)
+
+
+def test_the_mean_of_all_live_workers_makes_one_version(engine):
+    begin(engine, ANNA, BERT)
+    push(engine, 1, {0: 2.0, 1: 4.0}, ANNA)
+    assert engine.model.version == 0
+    assert not theta(engine).any()
+    push(engine, 1, {1: 2.0, 3: 8.0}, BERT)
+    assert engine.model.version == 1
+    assert theta(engine).tolist() == [-1.0, -3.0, 0.0, -4.0]
+
+
+def test_who_has_contributed_waits_until_the_mean_is_applied(engine, monkeypatch):
+    """A pull in between would be answered with the version before, and make its worker's next push too stale."""
+    begin(engine, ANNA, BERT)
+    push(engine, 1, {0: 2.0}, ANNA)
+    seen, apply = [], engine.model._rule.apply
+
+    def applied(*args):
+        seen.append(reason_of(engine._rounds.require_closed, engine.model, ANNA.worker_id))
+        return apply(*args)
+
+    monkeypatch.setattr(engine.model._rule, "apply", applied)
+    push(engine, 1, {0: 2.0}, BERT)
+    assert seen == [ErrorCode.ROUND_OPEN]
+    assert pull(engine, ANNA, base=0).version == 1
+
+
+def test_those_who_have_contributed_wait_and_the_others_do_not(engine):
+    begin(engine, ANNA, BERT)
+    push(engine, 1, {0: 2.0}, ANNA)
+    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN
+    assert pull(engine, BERT, base=0).version == 0
+    push(engine, 1, {0: 2.0}, BERT)
+    reply = pull(engine, ANNA, base=0)
+    assert (reply.version, reply.density) == (1, 0.25), "a sparse round is a sparse difference"
+
+
+def test_a_push_for_a_closed_round_is_too_stale(engine):
+    begin(engine, ANNA, BERT, CARL, quorum=2)
+    push(engine, 1, {0: 3.0}, ANNA)
+    push(engine, 1, {0: 1.0}, BERT)
+    assert (engine.model.version, theta(engine)[0]) == (1, -2.0), "the mean is over the two that contributed"
+    assert reason_of(push, engine, 1, {0: 9.0}, CARL, base=0) is ErrorCode.TOO_STALE
+    assert theta(engine)[0] == -2.0
+    push(engine, 2, {0: 9.0}, CARL, base=1)
+    assert engine.model.version == 1
+
+
+def test_the_death_of_the_last_one_closes_the_round(engine):
+    begin(engine, ANNA, BERT)
+    clock = with_clock(engine)
+    push(engine, 1, {0: 2.0}, ANNA)
+    clock.now += 1800
+    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN  # and Anna's lease is renewed
+    clock.now += 1801
+    assert pull(engine, ANNA, base=0).version == 1
+    assert theta(engine)[0] == -2.0
+
+
+def test_leaving_closes_the_round_too(engine):
+    begin(engine, ANNA, BERT)
+    push(engine, 1, {0: 2.0}, ANNA)
+    engine.leave(BERT)
+    assert engine.model.version == 1
+
+
+def test_a_contribution_of_one_who_has_left_counts(engine):
+    begin(engine, ANNA, BERT)
+    push(engine, 1, {0: 2.0}, ANNA)
+    engine.leave(ANNA)
+    assert engine.model.version == 0, "Bert is awaited"
+    push(engine, 1, {0: 4.0}, BERT)
+    assert theta(engine)[0] == -3.0
+
+
+def test_a_round_ends_some_time_after_its_first_contribution(engine):
+    begin(engine, ANNA, BERT, seconds=5.0)
+    clock = Clock()
+    engine.model.round._clock = clock
+    push(engine, 1, {0: 2.0}, ANNA)
+    clock.now = 4.9
+    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN
+    clock.now = 5.0
+    assert pull(engine, ANNA, base=0).version == 1
+
+
+def test_the_first_round_waits_for_its_workers(engine):
+    begin(engine, ANNA, start_workers=2)
+    push(engine, 1, {0: 2.0}, ANNA)
+    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN
+    begin(engine, BERT, start_workers=2)
+    push(engine, 1, {0: 4.0}, BERT)
+    assert theta(engine)[0] == -3.0
+    engine.leave(BERT)
+    push(engine, 2, {0: 1.0}, ANNA, base=1)
+    assert engine.model.version == 2, "later rounds take who is there"
+
+
+def test_several_contributions_of_one_worker_count_as_one(engine):
+    begin(engine, ANNA, BERT)
+    push(engine, 1, {0: 2.0}, ANNA)
+    push(engine, 2, {0: 2.0}, ANNA)
+    push(engine, 1, {0: 2.0}, BERT)
+    assert theta(engine)[0] == -3.0
+
+
+def test_a_repeat_is_answered_as_before_and_not_added(engine):
+    begin(engine, ANNA, BERT)
+    first, _ = push(engine, 1, {0: 2.0}, ANNA)
+    again, repeated = push(engine, 1, {0: 2.0}, ANNA)
+    assert repeated
+    assert again == first
+    push(engine, 1, {}, BERT)
+    assert theta(engine)[0] == -1.0
+
+
+def test_the_end_of_the_run_takes_the_open_round_along():
+    with engines(end_samples=3) as (engine,):
+        begin(engine, ANNA, BERT)
+        push(engine, 1, {0: 2.0}, ANNA, samples=3)
+        assert engine.run.state is RunState.FINISHED
+        assert theta(engine)[0] == -2.0
+        assert pull(engine, ANNA, base=0).version == 1
+
+
+def test_a_run_of_so_many_versions_ends_with_its_last_round():
+    with engines(end_versions=1) as (engine,):
+        begin(engine, ANNA, BERT)
+        push(engine, 1, {0: 2.0}, ANNA)
+        assert engine.run.state is RunState.TRAINING
+        push(engine, 1, {0: 2.0}, BERT)
+        assert engine.run.state is RunState.FINISHED
+
+
+def test_finishing_by_hand_takes_the_open_round_along(engine):
+    begin(engine, ANNA, BERT)
+    push(engine, 1, {0: 2.0}, ANNA)
+    engine.finish()
+    assert (engine.model.version, theta(engine)[0]) == (1, -2.0)
+
+
+def test_a_flush_is_added_and_neither_counted_nor_waited_for(engine):
+    begin(engine, ANNA, BERT, CARL)
+    push(engine, 1, {0: 3.0}, CARL, samples=0)
+    assert pull(engine, CARL, base=0).version == 0
+    engine.leave(CARL)
+    push(engine, 1, {0: 2.0}, ANNA)
+    push(engine, 1, {0: 4.0}, BERT)
+    assert theta(engine)[0] == -4.5
+    push(engine, 2, {}, ANNA, base=1, samples=0)
+    push(engine, 3, {0: 1.0}, ANNA, base=1)
+    assert engine.model.version == 1, "an empty flush has not counted for Anna, nor her step for Bert"
+    push(engine, 2, {0: 1.0}, BERT, base=1)
+    assert theta(engine)[0] == -5.5
+
+
+def test_a_flush_is_never_too_late_for_a_round(engine):
+    begin(engine, ANNA, BERT, quorum=1)
+    push(engine, 1, {0: 1.0}, ANNA)
+    assert reason_of(push, engine, 1, {0: 2.0}, BERT, base=0) is ErrorCode.TOO_STALE
+    push(engine, 2, {0: 2.0}, BERT, base=0, samples=0)
+    engine.leave(BERT)
+    push(engine, 2, {0: 1.0}, ANNA, base=1)
+    assert theta(engine)[0] == -4.0
+
+
+def test_what_was_flushed_last_is_in_the_model_at_the_end(engine):
+    begin(engine, ANNA)
+    push(engine, 1, {0: 2.0}, ANNA, samples=0)
+    engine.finish()
+    assert theta(engine)[0] == -2.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{",
+        "1",
+        '{"quorum": -1, "seconds": 0, "start_workers": 1}',
+        '{"quorum": 0, "seconds": 1e999, "start_workers": 1}',
+        '{"quorum": 0, "seconds": NaN, "start_workers": 1}',
+        '{"quorum": 0, "seconds": 0, "start_workers": 0}',
+        '{"quorum": 99999999999, "seconds": 0, "start_workers": 1}',
+        '{"quorum": {}, "seconds": 0, "start_workers": 1}',
+    ],
+)
+def test_rounds_that_make_no_sense_are_refused(engine, text):
+    assert reason_of(join, engine, LAYOUT, ANNA, "ssgd", {"rounds": text}) is ErrorCode.BAD_REQUEST
+    assert not engine.run.method, "nothing was agreed"
+
+
+def test_a_value_that_would_spoil_the_sum_is_refused_before_it_counts(engine):
+    begin(engine, ANNA, BERT)
+    assert reason_of(push, engine, 1, {0: 1e38}, ANNA) is ErrorCode.NON_FINITE
+    assert not engine.model.round.contributors
+
+
+pushes = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from([0.0, 0.1, 0.6, None]), st.integers(0, 99)), min_size=1, max_size=8
+)
+
+
+@given(pushes=pushes, again=pushes)
+@settings(deadline=None)
+def test_the_mean_is_that_of_the_dense_updates(pushes, again):
+    """Sparse, dense and empty ones, whatever the order; and a closed round leaves nothing behind."""
+    span = Span(0, 50)
+    gathered = Round(span, torch.device("cpu"))
+    for batch in (pushes, again):
+        expected, names = torch.zeros(50, dtype=torch.float64), set()
+        for worker, density, seed in batch:
+            generator = torch.Generator().manual_seed(seed)
+            whole = Segment(span, None, torch.randn(50, generator=generator))
+            update = whole if density is None else sparse_push(span, density, seed)
+            gathered.add(f"worker-{worker}", update)
+            names.add(worker)
+            if update is not None:
+                where = torch.arange(50) if update.offsets is None else update.offsets
+                expected[where] += update.values.double()
+        mean, _ = gathered.close()
+        gathered.open_next()
+        found = torch.zeros(50)
+        if mean is not None:
+            found[torch.arange(50) if mean.offsets is None else mean.offsets] = mean.values
+        torch.testing.assert_close(found, (expected / len(names)).float(), rtol=1e-5, atol=1e-6)
+
+
+@given(
+    live=st.sets(st.sampled_from("abcde")),
+    contributors=st.sets(st.sampled_from("abcde")),
+    quorum=st.integers(0, 6),
+    seconds=st.sampled_from([0.0, 1.0]),
+    age=st.floats(0, 3),
+)
+def test_a_round_is_due_exactly_when_its_rule_says(live, contributors, quorum, seconds, age):
+    due = RoundSettings(quorum, seconds).is_due(contributors, live, age, first=False)
+    enough = live <= contributors or (quorum and len(contributors) >= quorum) or (seconds and age >= seconds)
+    assert due == bool(contributors and enough)
+
+
+def test_contributors_are_measured(engine):
+    assert isinstance(engine.metrics, Metrics)
+    begin(engine, ANNA, BERT)
+    push(engine, 1, {0: 2.0}, ANNA)
+    push(engine, 1, {0: 2.0}, BERT)
+    found = {s.name: s.value for m in engine.metrics.registry.collect() for s in m.samples if not s.labels}
+    assert found["psservice_round_contributors_sum"] == 2
+
+
+def test_nobody_waits_for_a_worker_that_waits_for_samples_itself(engine):
+    """Elastic data: the round would wait for Anna, and she for the samples that Bert has still to train."""
+    begin(engine, ANNA, BERT)
+
+    def lease(who, held=0, epoch=0):
+        share = {0: Ranges([(0, held)])} if held else {}
+        return engine.lease_samples(who, Wish("train", Plan(4, 1, True), epoch, 8, share)).answer.granted
+
+    while lease(BERT, engine.datasets.all()["train"].held_by(BERT)[0].total if engine.datasets.all() else 0):
+        pass
+    assert not lease(ANNA)
+    push(engine, 1, {0: 2.0}, BERT)
+    assert pull(engine, BERT, base=0).version == 1
+    assert lease(ANNA, epoch=1)
+    push(engine, 2, {0: 2.0}, BERT, base=1)
+    assert reason_of(pull, engine, BERT, base=1) is ErrorCode.ROUND_OPEN
+    push(engine, 1, {0: 4.0}, ANNA, base=1)
+    assert theta(engine)[0] == -5.0

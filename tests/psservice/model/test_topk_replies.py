@@ -1,0 +1,248 @@
+"""Top-k replies: the server's image and the worker's fp32 replica are equal bit for bit, whatever is lost."""
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pscore.model.segment import Segment
+from psservice.model.reply_session import ReplyMode, ReplySession
+from psservice.policy.reply_mode import Auto
+from psservice.shard.apply_thread import Writer
+from tests.psservice.service_makers import (
+    BF16,
+    F16,
+    F32,
+    Link,
+    Rule,
+    bits,
+    fp32_bits,
+    layout_of,
+    new_replica,
+    replica_bits,
+    server_bits,
+    shard_of,
+    sparse_push,
+    topk,
+)
+
+LAYOUTS = [layout_of((9, F32), (12, F32)), layout_of((5, F32), (7, BF16), (9, F16), (1, F32)), layout_of((1, BF16))]
+
+
+class TopKWorker(RuleBasedStateMachine):
+    """One worker and one shard; replies get lost, are repeated and disowned, and the mode is switched at any time."""
+
+    def __init__(self):
+        super().__init__()
+        self.writer = Writer(64)
+        self.owed = None  # the bytes that a repeated question must get again
+
+    @initialize(
+        layout=st.sampled_from(LAYOUTS),
+        num_shards=st.sampled_from([1, 2]),
+        seed=st.integers(0, 2**16),
+        dense_below=st.sampled_from([0, 6]),
+    )
+    def start(self, layout, num_shards, seed, dense_below):
+        torch.manual_seed(seed)
+        model = shard_of(layout, torch.randn(layout.size), num_shards=num_shards, index=num_shards - 1)
+        self.link = Link(model, self.writer, new_replica(layout), topk(0.2, dense_below), Rule(topk=True))
+
+    def teardown(self):
+        self.writer.close()
+
+    def ask(self, **options):
+        link = self.link
+        wire = link.ask(**options)
+        if link.downlink.image is not None:
+            assert link.image
+            assert bits(link.downlink.image) == fp32_bits(link.replica, link.model.span)
+        changes_image = wire.mode is ReplyMode.TOPK or (link.downlink.image is not None and not wire.image)
+        return wire, changes_image
+
+    def deliver(self, wire):
+        link = self.link
+        link.receive(wire)
+        self.owed = None
+        if wire.mode is ReplyMode.EXACT:
+            assert replica_bits(link.replica, link.model.span) == server_bits(link.model)
+
+    @rule(density=st.sampled_from([0.05, 0.3, 1.0]), seed=st.integers(0, 2**16))
+    def push(self, density, seed):
+        self.link.model.apply(sparse_push(self.link.model.span, density, seed))
+
+    @rule()
+    def pull(self):
+        wire, _ = self.ask()
+        repeated = self.owed is not None
+        if repeated:
+            assert wire == self.owed
+        if repeated and wire.mode is ReplyMode.EXACT:  # closes the image at the version of the first asking
+            self.link.receive(wire)
+            self.owed = None
+            return
+        self.deliver(wire)
+
+    @rule()
+    def pull_whose_reply_is_lost(self):
+        wire, changes_image = self.ask()
+        if self.owed is not None:
+            assert wire == self.owed, "a repeated question gets the same bytes"
+        self.owed = wire if changes_image else None
+
+    @rule(number=st.integers(1, 2**60))
+    def pull_with_a_bad_acknowledgement(self, number):
+        link = self.link
+        if number in (link.acknowledged, getattr(link.downlink.owed and link.downlink.owed.reply, "number", None)):
+            return
+        wire, _ = self.ask(acknowledged=number)
+        assert wire.mode is ReplyMode.EXACT
+        assert link.downlink.image is None
+        if link.image:
+            assert link.entries(wire) == link.model.span.length
+        self.deliver(wire)
+
+    @rule()
+    def the_server_forgets_the_worker(self):
+        self.link.downlink = ReplySession(self.link.rule)
+        self.owed = None
+        wire, _ = self.ask()
+        assert wire.mode is ReplyMode.EXACT
+        if self.link.image or self.link.base is None:
+            assert self.link.entries(wire) == self.link.model.span.length
+        self.deliver(wire)
+
+    @rule(wanted=st.booleans())
+    def the_run_changes_its_mode(self, wanted):
+        self.link.rule.topk = wanted
+
+    @rule()
+    def leave_top_k_mode(self):
+        self.link.rule.topk = False
+        for _ in range(3):  # whatever is owed still, the exact reply that ends the image, one more
+            self.link.receive(self.ask()[0])
+        self.owed = None
+        assert self.link.downlink.image is None
+        assert self.link.downlink.owed is None
+        assert replica_bits(self.link.replica, self.link.model.span) == server_bits(self.link.model)
+
+    @invariant()
+    def exact_mode_keeps_nothing(self):
+        if hasattr(self, "link") and not self.link.image and self.link.downlink.owed is None:
+            assert self.link.downlink.image is None
+
+
+TestTopKWorker = TopKWorker.TestCase
+TestTopKWorker.settings = settings(deadline=None, max_examples=120, stateful_step_count=25)
+
+
+@pytest.fixture
+def link():
+    writer = Writer(64)
+    layout = layout_of((60, F32), (40, BF16))
+    model = shard_of(layout, torch.randn(layout.size))
+    yield Link(model, writer, new_replica(layout), topk(0.1), Rule(topk=True))
+    writer.close()
+
+
+def test_the_first_pull_is_exact_and_proposes_an_image(link):
+    wire = link.pull()
+    assert (wire.mode, wire.image) == (ReplyMode.EXACT, True)
+    assert link.downlink.image is None, "nothing is kept before the worker has said that it has the reply"
+    assert link.pull().mode is ReplyMode.TOPK
+    assert link.downlink.image is not None
+
+
+def test_a_proposal_that_is_lost_is_forgotten_and_made_anew(link):
+    lost = link.ask()
+    link.model.apply(sparse_push(link.model.span, 0.5, 1))
+    again = link.ask()
+    assert (again.mode, again.image, again.version) == (ReplyMode.EXACT, True, lost.version + 1)
+    assert again.number != lost.number
+    link.receive(again)
+    assert link.pull().mode is ReplyMode.TOPK
+
+
+def test_a_worker_that_has_lost_its_replica_frees_the_image(link):
+    link.pull()
+    link.pull()
+    link.rule.topk = False
+    link.base, link.acknowledged, link.image = None, 0, False
+    wire = link.pull()
+    assert link.entries(wire) == link.model.span.length
+    assert link.downlink.image is None
+    assert link.downlink.owed is None
+
+
+def test_a_top_k_reply_holds_the_largest_differences_of_each_tensor(link):
+    link.pull()
+    link.model.apply(Segment(link.model.span, None, torch.randn(100)))
+    wire = link.ask()
+    difference = link.model.theta - link.downlink.image
+    assert link.entries(wire) == 6 + 4
+    link.receive(wire)
+    left = (link.model.theta - torch.cat([link.replica.parameters[0], link.replica._fp32[1]])).abs()
+    for low, high, k in ((0, 60, 6), (60, 100, 4)):
+        top = difference[low:high].abs().topk(k).indices
+        assert bool((left[low:high][top] <= 1e-6).all())
+
+
+def test_without_pushes_top_k_pulls_reach_the_server(link):
+    link.pull()
+    for seed in range(5):
+        link.model.apply(sparse_push(link.model.span, 1.0, seed))
+    for _ in range(12):
+        link.pull()
+    assert link.entries(link.ask()) <= 10
+    torch.testing.assert_close(link.replica.parameters[0], link.model.theta[:60], rtol=1e-6, atol=1e-6)
+
+
+def test_a_lost_reply_is_repeated_byte_for_byte_though_the_server_moved_on(link):
+    link.pull()
+    link.pull()
+    lost = link.ask()
+    link.model.apply(sparse_push(link.model.span, 0.5, 3))
+    assert link.ask() == lost
+    link.receive(lost)
+    assert link.ask() != lost
+    assert bits(link.downlink.image) == fp32_bits(link.replica, link.model.span)
+
+
+def test_reply_numbers_do_not_start_where_a_former_life_of_the_server_did(link):
+    assert link.pull().number != Link(link.model, link.writer, new_replica(link.model.layout)).ask().number
+
+
+def test_closing_the_image_restores_signed_zeros_too(link):
+    link.model.theta.fill_(-0.0)
+    link.pull()
+    link.pull()
+    for value in (1.0, -1.0):  # −0 − 1 + 1 = +0, a difference of nothing but the sign
+        link.model.apply(Segment(link.model.span, torch.tensor([3]), torch.tensor([value])))
+    link.rule.topk = False
+    link.pull()
+    link.pull()
+    assert replica_bits(link.replica, link.model.span) == server_bits(link.model)
+
+
+def test_auto_leaves_dense_replies_where_a_fleet_outruns_the_ledger():
+    """And not because of a base that was never there, or of dense pushes: then the way down may be dense."""
+    layout, writer = layout_of((1000, F32)), Writer(8)
+    try:
+        model = shard_of(layout, torch.zeros(1000))  # a ledger of as many entries
+        link = Link(model, writer, new_replica(layout), topk(0.2, 0), Auto(0.1))
+        assert not link.pull().image, "no base"
+        for seed in range(20):
+            model.apply(sparse_push(model.span, 0.1, seed))
+        wire = link.pull()
+        assert (wire.mode, wire.image) == (ReplyMode.EXACT, True)
+        model.apply(sparse_push(model.span, 0.1, 99))
+        assert link.pull().mode is ReplyMode.TOPK
+        assert bits(link.downlink.image) == fp32_bits(link.replica, model.span) or link.downlink.owed is not None
+        dense = Link(shard_of(layout, torch.zeros(1000)), writer, new_replica(layout), topk(0.2, 0), Auto(0.1))
+        dense.pull()
+        for seed in range(20):
+            dense.model.apply(sparse_push(dense.model.span, 1.0, seed))
+        assert not dense.pull().image
+    finally:
+        writer.close()

@@ -1,0 +1,296 @@
+"""Admission at one shard: the cut-off, the bound on leads, and the cap on norms; what is refused changes nothing."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.cluster.leases import Identity
+from psservice.policy.admission import Admission, Pace, first_clock
+from tests.psservice.engine_makers import (
+    ANNA,
+    BERT,
+    HOUR,
+    engines,
+    join,
+    push,
+    reason_of,
+    serving,
+    serving_shards,
+    theta,
+    with_clock,
+)
+from tests.psservice.service_makers import F32, layout_of
+
+LAYOUT = layout_of((6, F32), (4, F32))
+ZEROS = torch.zeros(10)
+CARL = Identity("carl", "1")
+WORKERS = (ANNA, BERT, CARL)
+
+
+def attempt(engine, step, entries=(), who=ANNA, **options):
+    """A push as the servicer takes it: looked at by its header first."""
+    engine.check_push(who, step)
+    return push(engine, step, entries, who, **options)
+
+
+def advance(engine, who, pushes):
+    for _ in range(pushes):
+        attempt(engine, engine.membership.record(who).step + 1, who=who)
+
+
+# The rules by themselves
+
+
+def test_every_rule_is_off_at_first():
+    rules = Admission()
+    rules.require_fresh(1_000_000)
+    rules.require_in_step(Pace(1_000_000, 0, "bert", 0.0))
+    rules.require_small(1e300)
+
+
+@given(st.integers(1, 100), st.integers(0, 200))
+def test_the_cut_off_refuses_what_is_staler_and_says_by_how_much(most, staleness):
+    rules = Admission(max_staleness=most)
+    if staleness <= most:
+        rules.require_fresh(staleness)
+        return
+    with pytest.raises(Rejected, match=str(staleness)) as refused:
+        rules.require_fresh(staleness)
+    assert refused.value.reason is ErrorCode.TOO_STALE
+    assert refused.value.metadata == {"staleness": str(staleness), "max_staleness": str(most)}
+
+
+@given(st.integers(1, 50), st.integers(0, 200), st.integers(0, 200), st.floats(0, 1e6))
+def test_the_bound_holds_back_who_would_be_further_ahead_and_says_when_to_come_back(bound, clock, slowest, silent):
+    rules, pace = Admission(ssp_bound=bound), Pace(clock, slowest, "bert", silent)
+    if clock + 1 - slowest <= bound:
+        rules.require_in_step(pace)
+        return
+    with pytest.raises(Rejected, match="'bert'") as refused:
+        rules.require_in_step(pace)
+    assert refused.value.reason is ErrorCode.TOO_FAR_AHEAD
+    assert 0 < refused.value.retry_seconds <= 1.0
+
+
+def test_a_worker_alone_is_never_held_back():
+    Admission(ssp_bound=1).require_in_step(None)
+
+
+def test_the_first_clock_is_that_of_the_slowest():
+    assert first_clock([]) == 0
+    assert first_clock([7, 3, 9]) == 3
+
+
+@given(st.integers(0, 200_000), st.floats(1e-20, 1e30), st.integers(0, 9))
+@settings(deadline=None, max_examples=30)
+def test_the_norm_is_right_over_many_blocks_and_far_beyond_the_root_of_fp32(size, scale, seed):
+    values = np.random.default_rng(seed).normal(size=size).astype(np.float32) * np.float32(scale)
+    update = Segment(Span(0, max(1, size)), None, torch.from_numpy(values)) if size else None
+    expected = float(np.linalg.norm(values.astype(np.float64)))
+    assert Admission(max_update_norm=1.0).norm(update) == pytest.approx(expected, rel=1e-12)
+
+
+# The cut-off
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(WORKERS), st.booleans()), max_size=30))
+@settings(deadline=None, max_examples=40)
+def test_nothing_staler_than_the_cut_off_is_applied_and_everything_else_is(most, schedule):
+    with serving(LAYOUT, ZEROS, max_staleness=most) as engine:
+        for who in WORKERS[1:]:
+            join(engine, LAYOUT, who)
+        bases, steps, order = dict.fromkeys(WORKERS, 0), dict.fromkeys(WORKERS, 0), []
+        for who, pulls in schedule:
+            steps[who] += 1
+            stale = sum(pusher != who for pusher in order[bases[who] :])
+            if stale > most:
+                assert reason_of(attempt, engine, steps[who], {0: 1.0}, who, base=bases[who]) is ErrorCode.TOO_STALE
+            else:
+                answer, _ = attempt(engine, steps[who], {0: 1.0}, who, base=bases[who])
+                assert answer.staleness == stale
+                order.append(who)
+            assert (engine.model.version, theta(engine)[0].item()) == (len(order), -len(order))
+            if pulls:
+                bases[who] = engine.model.version
+
+
+def test_a_repeat_is_answered_although_it_would_be_too_stale_by_now():
+    with serving(LAYOUT, ZEROS, max_staleness=1) as engine:
+        join(engine, LAYOUT, BERT)
+        first, _ = attempt(engine, 1, {0: 1.0})
+        for step in (1, 2, 3):
+            attempt(engine, step, who=BERT, base=engine.model.version)
+        assert attempt(engine, 1, {0: 1.0}) == (first, True)
+        assert reason_of(attempt, engine, 2, {0: 1.0}) is ErrorCode.TOO_STALE
+
+
+def test_each_shard_cuts_off_its_own_part():
+    with serving_shards(2, LAYOUT, ZEROS, max_staleness=1) as (first, second):
+        for shard in (first, second):
+            join(shard, LAYOUT, BERT)
+        for step in (1, 2):
+            attempt(second, step, who=BERT, base=step - 1)
+        assert attempt(first, 1, {0: 1.0})[0].version == 1
+        assert reason_of(attempt, second, 1, {9: 1.0}) is ErrorCode.TOO_STALE
+
+
+# The bound
+
+moves = st.lists(
+    st.tuples(st.sampled_from(WORKERS), st.sampled_from(["push", "push", "push", "repeat", "leave", "join", "die"])),
+    max_size=60,
+)
+
+
+@given(st.integers(1, 4), moves)
+@settings(deadline=None, max_examples=60)
+def test_no_worker_is_ever_further_ahead_and_the_slowest_is_never_held_back(bound, schedule):
+    with serving(LAYOUT, ZEROS, ssp_bound=bound) as engine:
+        clock, model, steps = with_clock(engine), {ANNA: 0}, dict.fromkeys(WORKERS, 0)
+        for who, move in schedule:
+            if move == "join":
+                join(engine, LAYOUT, who)
+                model.setdefault(who, min(model.values(), default=0))
+            elif move == "leave":
+                engine.leave(who)
+                model.pop(who, None)
+            elif move == "die":  # every lease but this one's is renewed
+                clock.now += HOUR / 2
+                for other in set(model) - {who}:
+                    engine.membership.require(other)
+                clock.now += HOUR / 2 + 1
+                model.pop(who, None)
+                for other in model:
+                    engine.membership.require(other)
+            elif move == "repeat" and who in model and steps[who]:
+                assert attempt(engine, steps[who], who=who)[1]
+            elif move == "push" and who in model:
+                others = [count for other, count in model.items() if other != who]
+                before = engine.model.version
+                if others and model[who] + 1 - min(others) > bound:
+                    assert reason_of(engine.check_push, who, steps[who] + 1) is ErrorCode.TOO_FAR_AHEAD
+                    assert reason_of(push, engine, steps[who] + 1, who=who) is ErrorCode.TOO_FAR_AHEAD
+                    assert engine.model.version == before
+                    assert model[who] > min(others)
+                else:
+                    steps[who] += 1
+                    attempt(engine, steps[who], who=who)
+                    model[who] += 1
+            assert {member.identity: member.clock for member in engine.membership.members()} == model
+            assert engine.membership.clock_spread() <= bound
+
+
+def test_a_late_joiner_holds_nobody_back_for_its_past():
+    with serving(LAYOUT, ZEROS, ssp_bound=2) as engine:
+        join(engine, LAYOUT, BERT)
+        for _ in range(5):
+            advance(engine, ANNA, 1)
+            advance(engine, BERT, 1)
+        join(engine, LAYOUT, CARL)
+        advance(engine, ANNA, 2)
+        assert reason_of(attempt, engine, 8, who=ANNA) is ErrorCode.TOO_FAR_AHEAD
+
+
+def test_a_dead_worker_stops_counting_when_its_lease_ends():
+    with serving(LAYOUT, ZEROS, ssp_bound=1) as engine:
+        clock = with_clock(engine)
+        join(engine, LAYOUT, BERT)
+        advance(engine, ANNA, 1)
+        clock.now += HOUR - 1
+        assert reason_of(engine.check_push, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
+        clock.now += 2
+        advance(engine, ANNA, 5)
+
+
+def test_one_that_leaves_stops_counting_at_once():
+    with serving(LAYOUT, ZEROS, ssp_bound=1) as engine:
+        join(engine, LAYOUT, BERT)
+        advance(engine, ANNA, 1)
+        assert reason_of(engine.check_push, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
+        engine.leave(BERT)
+        advance(engine, ANNA, 5)
+
+
+def test_a_long_silence_is_asked_about_seldom():
+    with serving(LAYOUT, ZEROS, ssp_bound=1) as engine:
+        clock = with_clock(engine)
+        join(engine, LAYOUT, BERT)
+        advance(engine, ANNA, 1)
+        delays = []
+        for silence in (0.0, 0.9, 9.1, 900.0):
+            clock.now += silence
+            with pytest.raises(Rejected) as refused:
+                engine.check_push(ANNA, 2)
+            delays.append(refused.value.retry_seconds)
+        assert delays == sorted(delays)
+        assert delays[0] < 0.1 < delays[-1] <= 1.0
+
+
+def test_the_end_of_the_run_is_told_to_one_that_waits():
+    with serving(LAYOUT, ZEROS, ssp_bound=1) as engine:
+        join(engine, LAYOUT, BERT)
+        advance(engine, ANNA, 1)
+        engine.finish()
+        assert reason_of(attempt, engine, 2) is ErrorCode.RUN_FINISHED
+
+
+def test_shard_0_alone_keeps_the_bound():
+    with serving_shards(2, LAYOUT, ZEROS, ssp_bound=1) as (first, second):
+        for shard in (first, second):
+            join(shard, LAYOUT, BERT)
+            advance(shard, ANNA, 1)
+        assert reason_of(first.check_push, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
+        advance(second, ANNA, 1)
+
+
+# The cap
+
+
+@given(st.lists(st.floats(-10, 10, width=32), max_size=10))
+@settings(deadline=None, max_examples=40)
+def test_an_update_above_the_cap_is_refused_whole(values):
+    norm = float(np.linalg.norm(np.array(values, np.float64)))
+    with serving(LAYOUT, ZEROS, max_update_norm=8.0) as engine:
+        entries = dict(enumerate(values))
+        if norm > 8.0:
+            assert reason_of(attempt, engine, 1, entries) is ErrorCode.UPDATE_TOO_LARGE
+            assert (engine.model.version, torch.equal(theta(engine), ZEROS)) == (0, True)
+            attempt(engine, 2, {0: 1.0})  # the next one is looked at by itself
+        else:
+            attempt(engine, 1, entries)
+
+
+def test_what_is_refused_leaves_nothing_in_the_journal(tmp_path):
+    limits = {"max_staleness": 1, "ssp_bound": 3, "max_update_norm": 2.0}
+    with serving(LAYOUT, ZEROS, data_dir=tmp_path, **limits) as engine:
+        join(engine, LAYOUT, BERT)
+        advance(engine, ANNA, 1)
+        attempt(engine, 1, who=BERT, base=1)
+        attempt(engine, 2, who=BERT, base=1)
+        before = engine.persistence.journal_bytes
+        assert reason_of(attempt, engine, 2, {0: 1.0}) is ErrorCode.TOO_STALE
+        assert reason_of(attempt, engine, 3, {0: 2.5}, base=3) is ErrorCode.UPDATE_TOO_LARGE
+        assert reason_of(push, engine, 3, {0: 1.0}, base=0) is ErrorCode.TOO_STALE
+        assert engine.persistence.journal_bytes == before
+        assert engine.model.version == 3
+
+
+def test_a_repeat_is_answered_by_a_server_that_was_started_with_a_smaller_cap(tmp_path):
+    with serving(LAYOUT, ZEROS, data_dir=tmp_path) as engine:
+        first, _ = attempt(engine, 1, {0: 5.0})
+    with engines(data_dir=tmp_path, max_update_norm=1.0) as (again,):
+        answer, repeated = attempt(again, 1, {0: 5.0})
+        assert (answer.version, repeated) == (first.version, True)
+
+
+@pytest.mark.parametrize("settings", [{"max_staleness": 1}, {"ssp_bound": 1}, {"max_update_norm": 1.0}])
+def test_no_rule_refuses_a_worker_that_is_alone_and_moderate(settings):
+    with serving(LAYOUT, ZEROS, **settings) as engine:
+        for step in range(1, 20):
+            attempt(engine, step, {0: 0.5}, base=engine.model.version)
+        assert engine.model.version == 19

@@ -1,0 +1,192 @@
+"""What staleness and speed do to a push: the factor, DC-ASGD's compensation, and the books of both."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from psservice.model.parameters import ModelShard, PushContext, ShardSettings
+from psservice.model.training_mode import TrainingMode
+from psservice.model.undo_log import Overwritten, PastValues
+from psservice.policy.staleness import StalenessScaling
+from psservice.shard.types import Push
+from tests.psservice.engine_makers import ANNA, BERT, engines, join, push, serving, theta, upload, with_clock
+from tests.psservice.service_makers import F32, bits, layout_of, sparse_push
+
+LAYOUT = layout_of((8, F32))
+ADAPTIVE, BY_SPEED = StalenessScaling(adaptive=True), StalenessScaling(by_speed=True)
+
+
+@pytest.mark.parametrize(
+    ("workers", "staleness", "factor"), [(1, 0, 1), (1, 5, 0.2), (4, 0, 1), (4, 3, 1), (4, 6, 0.5), (4, 30, 0.1)]
+)
+def test_a_push_staler_than_the_workers_make_it_is_scaled_down(workers, staleness, factor):
+    assert ADAPTIVE.factor(staleness, 0.0, [0.0] * workers) == pytest.approx(factor)
+
+
+def test_fast_workers_count_less_and_slow_ones_more():
+    intervals = [1.0, 1.0, 4.0]
+    assert BY_SPEED.factor(0, 1.0, intervals) == pytest.approx(0.5)
+    assert BY_SPEED.factor(0, 4.0, intervals) == pytest.approx(2.0)
+    assert BY_SPEED.factor(0, 0.0, intervals) == 1.0, "nothing is known of it yet"
+    assert BY_SPEED.factor(0, 1e6, [1e6, *[1.0] * 99]) == 10.0, "a pause is no reason for an enormous step"
+
+
+@given(intervals=st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
+def test_rescaling_gives_every_worker_the_same_weight_over_time(intervals):
+    """A worker pushes 1/T times a second with factor T/mean: its weight a second is the same as anybody's."""
+    factors = [BY_SPEED.factor(0, each, intervals) for each in intervals]
+    weights = [factor / each for factor, each in zip(factors, intervals, strict=True) if factor < 10]
+    assert all(weight == pytest.approx(weights[0]) for weight in weights)
+
+
+def test_the_answer_says_what_a_push_was_multiplied_by_and_the_books_close():
+    with serving(LAYOUT, torch.zeros(8), staleness_step="adaptive") as engine:
+        join(engine, LAYOUT, BERT)
+        applied = torch.zeros(8)
+        for step in range(1, 7):
+            push(engine, step, {0: 1.0}, BERT, base=engine.model.version)
+            applied[0] += 1.0
+            answer, _ = push(engine, step, {step: 1.0}, ANNA, base=0)
+            assert answer.staleness == step
+            assert answer.applied_scale == pytest.approx(min(1.0, 1 / step))
+            applied[step] += answer.applied_scale
+        assert torch.equal(theta(engine), -applied)
+
+
+def test_in_a_round_workers_count_alike():
+    settings = {"rounds": '{"quorum": 0, "seconds": 0, "start_workers": 1}'}
+    with engines(rescale_speed=True, staleness_step="adaptive") as (engine,):
+        for who in (ANNA, BERT):
+            outcome = join(engine, LAYOUT, who, "some", settings)
+            if outcome.state == "upload":
+                upload(engine, torch.zeros(8), who, outcome.generation)
+        clock = with_clock(engine)
+        for step in range(1, 5):
+            for who, seconds in ((ANNA, 0.1), (BERT, 9.0)):
+                clock.now += seconds
+                answer, _ = push(engine, step, {0: 1.0}, who, base=step - 1)
+                assert answer.applied_scale == 1.0
+        assert theta(engine)[0] == -4.0
+
+
+def test_speeds_are_measured_between_pushes():
+    with serving(LAYOUT, torch.zeros(8), rescale_speed=True) as engine:
+        join(engine, LAYOUT, BERT)
+        clock = with_clock(engine)
+        steps = {ANNA: 0, BERT: 0}
+        answers = {}
+        for tick in range(1, 41):
+            clock.now = float(tick)
+            for who, period in ((ANNA, 1), (BERT, 4)):
+                if tick % period == 0:
+                    steps[who] += 1
+                    answers[who], _ = push(engine, steps[who], {0: 1.0}, who, base=engine.model.version)
+        assert answers[ANNA].applied_scale == pytest.approx(0.4)
+        assert answers[BERT].applied_scale == pytest.approx(1.6)
+
+
+def shard(strength, ledger_multiple=100.0, size=8):
+    return ModelShard(
+        layout_of((size, F32)),
+        Span(0, size),
+        torch.linspace(-1, 1, size),
+        generation=1,
+        version=0,
+        settings=ShardSettings(ledger_multiple, strength),
+        regime=TrainingMode(),
+    )
+
+
+def test_compensation_is_the_papers_formula_on_what_was_sent():
+    strength, lr = 0.04, 0.1
+    model = shard(strength)
+    base = model.theta.clone()
+    model.take("anna", Segment(Span(0, 8), torch.tensor([1, 4]), torch.tensor([0.5, -0.5])))
+    model.take("anna", Segment(Span(0, 8), None, torch.full((8,), 0.25)))
+    now = model.theta.clone()
+    p = torch.tensor([0.3, -0.2, 0.1])
+    offsets = torch.tensor([0, 1, 4])
+    model.take("bert", Segment(Span(0, 8), offsets, p), PushContext(1.0, 0, lr))
+    g = p / lr
+    expected = now.clone()
+    expected[offsets] -= lr * (g + strength * g * g * (now - base)[offsets])
+    torch.testing.assert_close(model.theta, expected)
+
+
+def test_a_fresh_push_and_one_of_unknown_rate_are_not_compensated():
+    for correction in (PushContext(1.0, 1, 0.1), PushContext(1.0, 0, 0.0), PushContext(1.0, None, 0.1)):
+        model, plain = shard(0.5), shard(0.0)
+        for each in (model, plain):
+            each.take("anna", Segment(Span(0, 8), None, torch.ones(8)))
+            each.take("bert", Segment(Span(0, 8), None, torch.ones(8)), correction)
+        assert bits(model.theta) == bits(plain.theta)
+
+
+def test_a_base_that_is_forgotten_leaves_the_push_as_it_came():
+    model, plain = shard(0.5, ledger_multiple=1.0), shard(0.0)
+    for each in (model, plain):
+        for _ in range(5):
+            each.take("anna", Segment(Span(0, 8), None, torch.ones(8)))
+        each.take("bert", Segment(Span(0, 8), None, torch.ones(8)), PushContext(1.0, 0, 0.1))
+    assert bits(model.theta) == bits(plain.theta)
+
+
+def test_what_would_not_be_finite_is_not_compensated():
+    model = shard(0.5)
+    model.take("anna", Segment(Span(0, 8), torch.tensor([2]), torch.tensor([1e30])))
+    model.take("bert", Segment(Span(0, 8), torch.tensor([2]), torch.tensor([1e10])), PushContext(1.0, 0, 1e-9))
+    assert bool(model.theta.isfinite().all())
+
+
+@given(
+    densities=st.lists(st.sampled_from([0.0, 0.1, 0.5, None]), max_size=8),
+    back=st.integers(0, 8),
+    asked=st.sampled_from([(3, 7), tuple(range(30)), None]),
+    seed=st.integers(0, 999),
+)
+@settings(deadline=None)
+def test_past_values_are_what_they_were(densities, back, asked, seed):
+    size = 30
+    span = Span(0, size)
+    model = shard(0.1, size=size)
+    history = [model.theta.clone()]
+    for number, density in enumerate(densities):
+        whole = Segment(span, None, torch.randn(size, generator=torch.Generator().manual_seed(seed + number)))
+        model.take("anna", whole if density is None else sparse_push(span, density, seed + number))
+        history.append(model.theta.clone())
+    version = max(0, model.version - back)
+    offsets = None if asked is None else torch.tensor(asked)
+    found = model._past.at(model.theta, version, model.version, offsets)
+    expected = history[version] if offsets is None else history[version][offsets]
+    assert bits(found) == bits(expected)
+
+
+def test_past_values_stay_within_their_limit():
+    past = PastValues(10)
+    model = shard(0.1, ledger_multiple=2.0)
+    for _ in range(20):
+        model.take("anna", Segment(Span(0, 8), torch.tensor([1, 2, 3]), torch.ones(3)))
+    assert model._past._entries <= 16
+    assert past.at(torch.zeros(3), 0, 0, None) is not None
+
+
+def test_an_engine_compensates_by_the_rate_that_the_push_carries():
+    with serving(LAYOUT, torch.zeros(8), delay_compensation=1.0) as engine:
+        push(engine, 1, {0: 1.0})
+        offsets, values = torch.tensor([0]), torch.tensor([0.5])
+        stale = Push(ANNA, 2, engine.model.generation, 0, 1, [Segment(engine.span, offsets, values)], (), 0.25)
+        engine.commit(stale)
+        assert theta(engine)[0] == -1.0 - (0.5 + (1.0 / 0.25) * 0.25 * -1.0)
+
+
+def test_pushes_of_nothing_are_not_remembered_for_ever():
+    past = PastValues(8)
+    for version in range(1, 20_001):
+        past.note(Overwritten(version, torch.empty(0, dtype=torch.int32), torch.empty(0)))
+    assert len(past.export().plain["versions"]) == 10_000
+    theta = torch.zeros(4)
+    assert past.at(theta, 10_000, 20_000, None) is not None
+    assert past.at(theta, 9_999, 20_000, None) is None

@@ -1,0 +1,214 @@
+"""What the disk holds where a server died at an unlucky moment, and what the next ones make of it."""
+
+import json
+import os
+import shutil
+import zlib
+
+import pytest
+import torch
+
+from pscore.model.segment import Segment
+from pscore.wire.errors import Rejected
+from psservice.model.parameters import ShardSettings
+from psservice.recovery.replayer import History
+from psservice.storage import files, lock_file, recovery_source, snapshots
+from psservice.storage import journal as journal_module
+from psservice.storage.files import StorageError
+from psservice.storage.journal import segment_numbers, segment_path
+from tests.psservice.engine_makers import present, theta
+from tests.psservice.recovery.test_recovery import Shard, after_a_crash, assert_same, begin, send
+from tests.psservice.service_makers import bits, sparse_push
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "live"
+
+
+def journal_of(directory):
+    return directory / "shard-0-of-1" / "journal"
+
+
+def test_what_a_former_life_wrote_is_forced_to_the_disk_before_it_is_served(directory, monkeypatch):
+    with Shard(directory, fsync="interval") as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        copy = after_a_crash(directory)
+        pushed = segment_path(journal_of(copy), segment_numbers(journal_of(copy))[-1])
+    forced = []
+    monkeypatch.setattr(recovery_source, "sync_file", forced.append)
+    with Shard(copy, fsync="always"):
+        assert pushed in forced
+
+
+def test_a_segment_that_was_just_created_stops_nobody(directory):
+    with Shard(directory) as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        copy = after_a_crash(directory)
+        last = segment_numbers(journal_of(copy))[-1]
+        segment_path(journal_of(copy), last + 1).touch()  # died between creating the file and writing its head
+    with Shard(copy) as again:
+        send(again, 2, sparse_push(again.span, 0.5, 2))
+        shutil.copytree(copy, directory.with_name("third"))
+        with Shard(directory.with_name("third")) as third:
+            assert_same(third, again)
+
+
+def test_a_segment_is_on_the_disk_before_there_is_a_next_one(directory, monkeypatch):
+    with Shard(directory, fsync="always") as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        before, real = segment_numbers(journal_of(directory)), os.fsync
+        seen = []
+
+        def fsync(descriptor):
+            name = os.readlink(f"/proc/self/fd/{descriptor}")
+            if name.endswith(f"{before[-1]:012d}.journal"):
+                seen.append(segment_numbers(journal_of(directory)))
+            real(descriptor)
+
+        monkeypatch.setattr(journal_module.os, "fsync", fsync)
+        engine.persistence.take_asked(engine, "")
+        assert seen == [before]
+
+
+def test_a_damaged_snapshot_leaves_its_number_to_nobody(directory):
+    with Shard(directory, durability="snapshot") as engine:
+        begin(engine)
+        generation = present(engine)
+    newest = max((directory / "shard-0-of-1" / "snapshots").iterdir())
+    (newest / "state.safetensors").write_bytes(b"")
+    with Shard(directory, durability="snapshot") as again:
+        assert again.model.version == 0
+        assert present(again) != generation
+
+
+@pytest.mark.parametrize("file", ["state.safetensors", "manifest.json"])
+def test_versions_behind_a_damaged_snapshot_that_no_journal_reaches_begin_a_new_history(file, directory):
+    with Shard(directory, durability="journal") as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        copy = after_a_crash(directory)
+    with Shard(copy, durability="snapshot") as engine:
+        generation = present(engine)
+        send(engine, 2, sparse_push(engine.span, 0.5, 2))
+        again = copy.with_name("again")
+        shutil.copytree(copy, again)
+    (max((again / "shard-0-of-1" / "snapshots").iterdir()) / file).write_bytes(b"")
+    with Shard(again, durability="journal") as third:
+        assert third.model.version == 1
+        assert present(third) != generation
+
+
+def test_a_push_that_was_refused_is_refused_again_by_the_next(directory):
+    with Shard(directory) as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        huge = Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38]))
+        send(engine, 2, huge)
+        for _ in range(2):
+            with pytest.raises(Rejected):
+                send(engine, 3, huge)
+        copy = after_a_crash(directory)
+        with Shard(copy) as again:
+            assert_same(again, engine)
+            send(again, 4, sparse_push(again.span, 0.5, 4))
+            third = directory.with_name("third")
+            shutil.copytree(copy, third)
+            with Shard(third) as last:
+                assert_same(last, again)
+
+
+def test_a_snapshot_that_is_half_removed_goes_with_the_next(directory, monkeypatch):
+    with Shard(directory, keep_snapshots=1) as engine:
+        begin(engine)
+        real = files.Path.unlink
+
+        def die(path, **options):
+            if path.name == "state.safetensors":
+                real(path.with_name("manifest.json"))
+                raise OSError(5, "the server died here")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(files.Path, "unlink", die)
+            send(engine, 1, sparse_push(engine.span, 0.5, 1))
+            engine.persistence.take(engine)
+        engine.persistence.take(engine)
+        assert len(list((directory / "shard-0-of-1" / "snapshots").iterdir())) == 1
+
+
+def test_a_segment_that_was_removed_meanwhile_is_said_to_be(directory):
+    with Shard(directory) as engine:
+        begin(engine)
+        kept = recovery_source.RecoverySource(directory / "shard-0-of-1")
+        history = History(kept, torch.device("cpu"), ShardSettings())
+        real = recovery_source.segment_numbers
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(recovery_source, "segment_numbers", lambda path: [*real(path), real(path)[-1] + 1])
+            with pytest.raises(StorageError, match="cannot read"):
+                list(history.replay())
+        assert snapshots.found(directory / "shard-0-of-1" / "snapshots")
+        assert bits(theta(engine)) == bits(history.model.theta)
+
+
+def test_where_no_manifest_can_be_read_the_server_does_not_begin_anew(directory):
+    with Shard(directory) as engine:
+        begin(engine)
+    for manifest in directory.glob("*/snapshots/*/manifest.json"):
+        manifest.write_bytes(b"{")
+    with pytest.raises(StorageError, match="no snapshot"):
+        Shard(directory)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize("modes", ["snapshot journal journal", "journal snapshot journal", "snapshot snapshot journal"])
+def test_lives_may_differ_in_how_they_keep(modes, stopped, directory):
+    former = None
+    for number, mode in enumerate(modes.split(), start=1):
+        with Shard(directory, durability=mode, keep_snapshots=1) as engine:
+            if former is None:
+                begin(engine)
+            else:
+                assert bits(theta(engine)) == former
+            send(engine, number, sparse_push(engine.span, 0.5, number))
+            if mode == "snapshot" and not stopped:
+                engine.persistence.take(engine)
+            former, image = bits(theta(engine)), directory.with_name(f"image{number}")
+            shutil.copytree(directory, image)
+        directory = directory if stopped else image
+    with Shard(directory, durability="journal") as last:
+        assert bits(theta(last)) == former
+
+
+@pytest.mark.parametrize("fsync", ["interval", "never"])
+def test_a_life_is_judged_by_its_own_promise(fsync, directory, monkeypatch):
+    with Shard(directory, fsync="always") as engine:
+        begin(engine)
+        copy = after_a_crash(directory)
+    forced, real = {}, os.fsync
+
+    def fsync_and_tell(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith("/lock"):
+            forced[name] = lock_file.read_watermark(copy / "shard-0-of-1")
+        real(descriptor)
+
+    monkeypatch.setattr(lock_file.os, "fsync", fsync_and_tell)
+    with Shard(copy, fsync=fsync):
+        assert [watermark.fsync for watermark in forced.values()] == [fsync]
+
+
+@pytest.mark.parametrize(
+    "change", [{"run_state": "evil"}, {"start": -5}, {"segment": 1 << 80}, {"generation": -1}, {"version": -1}]
+)
+def test_a_manifest_that_makes_no_sense_is_not_begun_from(change, directory):
+    with Shard(directory) as engine:
+        begin(engine)
+    for path in directory.glob("*/snapshots/*/manifest.json"):
+        plain = json.loads(path.read_text()) | change
+        whole = snapshots.Manifest.model_construct(**plain | {"crc32": 0})
+        path.write_text(json.dumps(plain | {"crc32": zlib.crc32(whole.model_dump_json(warnings=False).encode())}))
+    with pytest.raises(StorageError):
+        Shard(directory)

@@ -1,0 +1,453 @@
+"""A shard begun again from its data directory is the one that died: parameters, versions, identities, buffers."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.buffers import pack
+from pscore.model.layout import TensorSpec
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.run import RunState
+from psservice.observability.metrics import Metrics
+from psservice.rpc.push_stream import PushReader, read_all, read_push
+from psservice.settings import ServerSettings
+from psservice.shard.shard import Engine
+from psservice.shard.types import Push
+from psservice.storage import journal as journal_module
+from psservice.storage.files import StorageError
+from psservice.storage.journal import segment_numbers, segment_path
+from psservice.storage.journal_format import DamagedError
+from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, present, pull, push, reason_of, theta, upload
+from tests.psservice.service_makers import BF16, F16, F32, bits, layout_of, sparse_push
+from tests.system.tools import wait_until
+
+BUFFERS = (TensorSpec("mean", (3,), F32), TensorSpec("half", (2,), F16), TensorSpec("count", (), torch.int64))
+LAYOUT = layout_of((60, F32), (30, BF16), (30, F16), buffers=BUFFERS)
+START = [torch.zeros(3), torch.zeros(2, dtype=F16), torch.tensor(0)]
+
+
+def values(seed=0):
+    return torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(seed))
+
+
+class Shard:
+    """An engine over a directory, pushed to by whole streams, as the servicer does it."""
+
+    def __init__(self, directory: Path, **options) -> None:
+        self.said = []
+        self.engine = Engine(
+            ServerSettings(lease_seconds=HOUR, data_dir=directory, **{"snapshot_seconds": HOUR, **options}),
+            torch.device("cpu"),
+            Metrics(),
+            self.said.append,
+        )
+
+    def __enter__(self) -> Engine:
+        return self.engine
+
+    def __exit__(self, *_) -> None:
+        self.engine.close()
+
+
+def begin(engine, who=ANNA):
+    upload(engine, values(), who, join(engine, LAYOUT, who).generation, buffers=START)
+
+
+def stream(
+    engine, step, segment, who=ANNA, base=0, samples=1, codec=None, learning_rate=0.0, rates=(), chunk_bytes=256
+):
+    """The messages of a push."""
+    identity = pb.WorkerIdentity(run_id=engine.run.run_id, worker_id=who.worker_id, incarnation=who.incarnation)
+    plan = [pb.Group(start=engine.span.start, length=engine.span.length)]
+    header = pb.PushHeader(
+        identity=identity,
+        step=step,
+        generation=present(engine),
+        base_version=base,
+        samples=samples,
+        plan=plan,
+        learning_rate=learning_rate,
+        group_rates=rates,
+    )
+    messages, checksum = [pb.PushSparseRequest(header=header)], frames.Checksum()
+    for chunk, _ in frames.encode(segment, frames.WireForm(codec), chunk_bytes=chunk_bytes) if segment else ():
+        checksum.add(chunk)
+        messages.append(pb.PushSparseRequest(chunk=chunk))
+    return [*messages, pb.PushSparseRequest(commit=checksum.commit())]
+
+
+def send(engine, step, segment, who=ANNA, **options):
+    """Push over a stream; return the answer and whether it was a repeat."""
+    messages = stream(engine, step, segment, who, **options)
+    header, _, segments = read_all(read_push(lambda header: PushReader.of(header, engine.span)), messages)
+    return engine.commit(
+        Push(
+            who,
+            header.step,
+            header.generation,
+            header.base_version,
+            header.samples,
+            segments,
+            [message.SerializeToString() for message in messages],
+            header.learning_rate,
+            group_rates=tuple(header.group_rates),
+        )
+    )
+
+
+def after_a_crash(directory: Path) -> Path:
+    """What the disk holds at this moment, for another server to begin from."""
+    copy = directory.with_name(f"{directory.name}-after")
+    shutil.copytree(directory, copy)
+    return copy
+
+
+def assert_same(again: Engine, engine: Engine) -> None:
+    assert bits(theta(again)) == bits(theta(engine))
+    assert (again.model.version, again.model.generation) == (engine.model.version, engine.model.generation)
+    assert (again.run.run_id, again.run.state, again.run.samples) == (
+        engine.run.run_id,
+        engine.run.state,
+        engine.run.samples,
+    )
+    assert (again.run.method, again.run.method_settings) == (engine.run.method, engine.run.method_settings)
+    live = [
+        [(member.identity, member.index_codecs, member.clock) for member in one.membership.members()]
+        for one in (again, engine)
+    ]
+    assert live[0] == live[1]
+    assert again.datasets.all() == engine.datasets.all()
+    mine, theirs = again.membership.remembered(), engine.membership.remembered()
+    assert mine[1] == theirs[1]
+    plain = [
+        {
+            who: (record.step, record.answer and (record.answer.version, record.answer.staleness), record.buffer_step)
+            for who, record in records
+            if record.step or record.buffer_step
+        }
+        for records in (mine[0], theirs[0])
+    ]
+    assert plain[0] == plain[1]
+    (weight, mine_buffers), (weight_there, their_buffers) = again.buffers.export(), engine.buffers.export()
+    assert weight == weight_there
+    assert {name: bits(value) for name, value in mine_buffers.items()} == {
+        name: bits(value) for name, value in their_buffers.items()
+    }
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("push"), st.integers(0, 1), st.sampled_from([0.0, 0.05, 0.5]), st.integers(0, 99)),
+        st.tuples(st.just("dense"), st.integers(0, 1), st.just(0), st.integers(0, 99)),
+        st.tuples(st.just("refused"), st.integers(0, 1), st.just(0), st.just(0)),
+        st.tuples(st.just("repeat"), st.integers(0, 1), st.just(0), st.just(0)),
+        st.tuples(st.just("buffers"), st.integers(0, 1), st.just(0), st.integers(0, 99)),
+        st.tuples(st.sampled_from(["leave", "join"]), st.just(1), st.just(0), st.just(0)),
+        st.tuples(st.just("snapshot"), st.just(0), st.just(0), st.just(0)),
+        st.tuples(st.just("finish"), st.just(0), st.just(0), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+def perform(engine, script):
+    """Do what a script says; what is refused changes nothing."""
+    steps = {ANNA: 0, BERT: 0}
+    last = {}
+    for action, worker, density, seed in script:
+        who = (ANNA, BERT)[worker]
+        try:
+            if action in ("push", "dense"):
+                steps[who] += 1
+                segment = sparse_push(engine.span, density, seed)
+                if action == "dense":
+                    segment = Segment(engine.span, None, values(seed))
+                codec = [None, pb.VALUE_CODEC_INT8, pb.VALUE_CODEC_BF16][seed % 3]
+                last[who] = (steps[who], segment)
+                send(engine, steps[who], segment, who, base=engine.model.version, samples=seed + 1, codec=codec)
+            elif action == "refused":
+                steps[who] += 1
+                for _ in range(2):  # the second would leave the range of fp32
+                    steps[who] += 1
+                    send(engine, steps[who], Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38])), who)
+            elif action == "repeat" and who in last:
+                send(engine, *last[who], who)
+            elif action == "buffers":
+                data = pack([torch.randn(3), torch.randn(2).to(F16), torch.tensor(seed)])
+                engine.exchange_buffers(who, present(engine), steps[who], seed + 1, data)
+            elif action == "leave":
+                engine.leave(who)
+            elif action == "join":
+                join(engine, LAYOUT, who)
+            elif action == "snapshot":
+                engine.persistence.take(engine)
+            elif action == "finish":
+                engine.finish()
+        except Rejected:
+            pass
+
+
+@given(script=actions, keep=st.integers(1, 3))
+@settings(deadline=None, max_examples=60)
+def test_whatever_happened_the_next_server_is_where_the_last_one_was(script, keep, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data") / "live"
+    with Shard(directory, keep_snapshots=keep) as engine:
+        begin(engine)
+        join(engine, LAYOUT, BERT)
+        perform(engine, script)
+        with Shard(after_a_crash(directory)) as again:
+            assert_same(again, engine)
+            perform(again, [("push", 0, 0.5, 3)])
+            perform(engine, [("push", 0, 0.5, 3)])
+            assert bits(theta(again)) == bits(theta(engine))
+
+
+@given(script=actions, cut=st.floats(0, 1))
+@settings(deadline=None, max_examples=40)
+def test_a_journal_cut_anywhere_gives_the_model_at_some_version_that_was(script, cut, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data") / "live"
+    with Shard(directory) as engine:
+        begin(engine)
+        seen = {0: bits(theta(engine))}
+        for action in script:
+            perform(engine, [action]) if action[0] not in ("push", "dense") else None
+            if action[0] in ("push", "dense"):
+                number = engine.model.version + 1
+                segment = sparse_push(engine.span, 0.3, action[3])
+                if engine.run.state is not RunState.FINISHED:
+                    engine.membership.join(ANNA)
+                    perform_step(engine, number + 1000, segment)
+            seen[engine.model.version] = bits(theta(engine))
+        copy = after_a_crash(directory)
+    newest = max((copy / "shard-0-of-1" / "journal").glob("*.journal"))
+    data = newest.read_bytes()
+    newest.write_bytes(data[: int(cut * len(data))])
+    if newest.stat().st_size < len(data):
+        with pytest.raises(DamagedError, match="acknowledged"):
+            Shard(copy)
+    with Shard(copy, recover="last-good") as again:
+        assert seen[again.model.version] == bits(theta(again))
+
+
+def perform_step(engine, step, segment):
+    send(engine, step, segment, base=engine.model.version)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "live"
+
+
+def test_a_repeat_after_the_restart_gets_the_first_answer_and_is_not_applied_again(directory):
+    with Shard(directory) as engine:
+        begin(engine)
+        first, _ = send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        with Shard(after_a_crash(directory)) as again:
+            before = bits(theta(again))
+            answer, repeated = send(again, 1, sparse_push(again.span, 0.5, 1))
+            assert repeated
+            assert (answer.version, answer.staleness) == (first.version, first.staleness)
+            assert bits(theta(again)) == before
+
+
+def test_a_worker_gets_a_sparse_difference_after_the_restart_even_across_a_snapshot(directory):
+    with Shard(directory, ledger_multiple=4.0) as engine:
+        begin(engine)
+        for step in range(1, 7):
+            send(engine, step, sparse_push(engine.span, 0.05, step))
+            if step == 4:
+                engine.persistence.take(engine)
+        with Shard(after_a_crash(directory), ledger_multiple=4.0) as again:
+            for base in range(7):
+                ours, theirs = pull(engine, base=base), pull(again, base=base)
+                assert [bits(s.values) for s in ours.segments] == [bits(s.values) for s in theirs.segments]
+                assert theirs.density < 0.4
+
+
+def test_stopping_leaves_a_snapshot_and_the_same_history(directory):
+    with Shard(directory) as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        generation, before = present(engine), bits(theta(engine))
+    with Shard(directory) as again:
+        assert (present(again), bits(theta(again))) == (generation, before)
+        assert again.model.version == 1
+
+
+@pytest.mark.parametrize("durability", ["journal", "snapshot"])
+def test_a_new_history_begins_where_versions_that_workers_saw_may_be_gone(durability, directory, monkeypatch):
+    with Shard(directory, durability=durability, fsync="interval") as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        copy = after_a_crash(directory)
+        generation = present(engine)
+    monkeypatch.setattr("psservice.storage.lock_file.boot_id", lambda: "another")  # power was cut
+    with Shard(copy, durability=durability) as again:
+        assert present(again) != generation
+        assert present(again) >> 32 == generation >> 32
+        assert again.model.version == (1 if durability == "journal" else 0)
+        send(again, 2, sparse_push(again.span, 0.5, 2))
+        with Shard(after_a_crash(copy), durability=durability) as third:
+            assert (present(third) == present(again)) is False or durability == "journal"
+
+
+def test_with_fsync_always_a_power_cut_keeps_the_history(directory, monkeypatch):
+    with Shard(directory, fsync="always") as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        copy, generation, before = after_a_crash(directory), present(engine), bits(theta(engine))
+    monkeypatch.setattr("psservice.storage.lock_file.boot_id", lambda: "another")
+    with Shard(copy, fsync="always") as again:
+        assert (present(again), bits(theta(again))) == (generation, before)
+
+
+def test_damage_is_refused_with_file_and_offset_unless_told_to_go_back(directory, caplog):
+    with Shard(directory) as engine:
+        begin(engine)
+        kept = {}
+        for step in range(1, 6):
+            send(engine, step, sparse_push(engine.span, 0.5, step))
+            kept[step] = bits(theta(engine))
+        copy, generation = after_a_crash(directory), present(engine)
+    journal = copy / "shard-0-of-1" / "journal"
+    path = segment_path(journal, segment_numbers(journal)[-1])
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedError, match="last-good") as raised:
+        Shard(copy)
+    assert raised.value.path == path
+    caplog.clear()
+    with Shard(copy, recover="last-good") as again:
+        assert 0 < again.model.version < 5
+        (told,) = [each for each in caplog.records if each.getMessage() == "went back to the last good version"]
+        assert told.version == again.model.version
+        # The push that is damaged is none that could be read.
+        assert told.versions_dropped == f"at least {5 - again.model.version - 1}"
+        assert not [each for each in caplog.records if "--recover" in str(each.__dict__)], "that was done already"
+        assert bits(theta(again)) == kept[again.model.version]
+        assert present(again) != generation
+        version = again.model.version
+    with Shard(copy) as third:
+        assert third.model.version == version
+
+
+def test_a_damaged_newest_snapshot_costs_nothing(directory):
+    with Shard(directory) as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        newest = engine.persistence.take(engine).path
+        send(engine, 2, sparse_push(engine.span, 0.5, 2))
+        copy = after_a_crash(directory)
+        tensors = copy / newest.relative_to(directory) / "state.safetensors"
+        data = bytearray(tensors.read_bytes())
+        data[-1] ^= 1
+        tensors.write_bytes(data)
+        with Shard(copy) as again:
+            assert_same(again, engine)
+
+
+def test_where_no_snapshot_is_whole_the_server_says_so(directory):
+    with Shard(directory) as engine:
+        begin(engine)
+    for tensors in directory.glob("*/snapshots/*/state.safetensors"):
+        tensors.write_bytes(b"")
+    with pytest.raises(StorageError, match="no snapshot"):
+        Shard(directory)
+
+
+def test_a_directory_of_another_run_or_shard_is_refused(directory):
+    with Shard(directory, run_id="one") as engine:
+        begin(engine)
+    with pytest.raises(StorageError, match="'one'"):
+        Shard(directory, run_id="two")
+    (directory / "shard-0-of-1").rename(directory / "shard-0-of-2")
+    with pytest.raises(StorageError, match="shard 0 of 1"):
+        Shard(directory, num_shards=2)
+
+
+def test_a_second_server_on_the_directory_is_refused(directory):
+    with Shard(directory), pytest.raises(StorageError, match="in use by another server"):
+        Shard(directory)
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    with pytest.raises(StorageError, match="--data-dir"):
+        Shard(blocked / "data")
+
+
+def test_a_full_disk_refuses_pushes_until_there_is_room_and_changes_nothing(directory, monkeypatch):
+    shard = Shard(directory)
+    with shard as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        before, version = bits(theta(engine)), engine.model.version
+
+        def full(descriptor, views):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(journal_module.os, "writev", full)
+            assert reason_of(send, engine, 2, sparse_push(engine.span, 0.5, 2)) is ErrorCode.NOT_DURABLE
+            assert shard.said == [False]
+            assert (bits(theta(engine)), engine.model.version) == (before, version)
+        answer, repeated = send(engine, 2, sparse_push(engine.span, 0.5, 2))
+        assert (answer.version, repeated) == (2, False)
+        assert shard.said == [False, True]
+        with Shard(after_a_crash(directory)) as again:
+            assert_same(again, engine)
+
+
+def test_an_upload_that_cannot_be_kept_is_not_taken(directory, monkeypatch):
+    with Shard(directory) as engine:
+        generation = join(engine, LAYOUT, ANNA).generation
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("psservice.storage.snapshots.save", full)
+            assert reason_of(upload, engine, values(), ANNA, generation, buffers=START) is ErrorCode.NOT_DURABLE
+        assert engine.model is None
+        upload(engine, values(), ANNA, generation, buffers=START)
+        assert engine.model is not None
+
+
+def test_old_snapshots_go_and_the_journal_with_them(directory):
+    with Shard(directory, keep_snapshots=2) as engine:
+        begin(engine)
+        for step in range(1, 6):
+            send(engine, step, sparse_push(engine.span, 0.5, step))
+            engine.persistence.take(engine)
+        kept = sorted(path.name for path in (directory / "shard-0-of-1" / "snapshots").iterdir())
+        assert [name.split("-v")[1] for name in kept] == ["4", "5"]
+        assert segment_numbers(directory / "shard-0-of-1" / "journal")[0] == int(kept[0].split("-")[0])
+
+
+def test_a_long_journal_is_cut_by_a_snapshot_before_its_time(directory):
+    with Shard(directory, journal_bytes=1 << 20) as engine:
+        begin(engine)
+        first = engine.persistence.last_snapshot
+        everything = Segment(engine.span, None, values())
+        for step in range(1, 3000):
+            send(engine, step, everything)
+        wait_until(lambda: engine.persistence.last_snapshot is not first)
+        assert engine.persistence.last_snapshot.manifest.version > 1000
+
+
+def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine = Engine(ServerSettings(lease_seconds=HOUR), torch.device("cpu"), Metrics())
+    begin(engine)
+    push(engine, 1, {0: 1.0})
+    engine.close()
+    assert not list(tmp_path.iterdir())

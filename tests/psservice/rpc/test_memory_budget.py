@@ -1,0 +1,225 @@
+"""Bytes in flight: never more than the limits, everything given back, and somebody always gets through."""
+
+import gc
+from contextlib import ExitStack
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.leases import Identity
+from psservice.rpc.memory_budget import MemoryBudget, charged, decoded_bytes, largest_stream, received_bytes
+from psservice.rpc.push_stream import PushReader, read_all, read_push, read_upload
+from psservice.shard.upload import Upload
+from tests.psservice.service_makers import F32, layout_of
+
+MOST, WORKER, LARGEST = 100, 60, 50
+
+
+def occupied(message):
+    return received_bytes(message.ByteSize()) + decoded_bytes(message)
+
+
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "add", "add", "add", "name", "close"]),
+        st.integers(0, 5),
+        st.integers(0, 40),
+        st.sampled_from("ab"),
+    ),
+    max_size=60,
+)
+
+
+def refused(call, *arguments):
+    """Why a call is refused; ``None`` if it is not."""
+    try:
+        call(*arguments)
+    except Rejected as refusal:
+        return refusal.reason
+    return None
+
+
+@given(moves)
+def test_the_limits_hold_whatever_comes_and_what_ends_leaves_nothing(script):
+    ledger, calls, owners = MemoryBudget(MOST), {}, {}
+    for move, number, nbytes, worker in script:
+        if move == "open" and number not in calls:
+            calls[number] = ledger.open(LARGEST, WORKER)
+            calls[number].__enter__()
+        elif number not in calls:
+            continue
+        elif move == "close":
+            calls.pop(number).__exit__(None, None, None)
+            owners.pop(number, None)
+        else:
+            call, total = calls[number], ledger.bytes
+            oldest = next(iter(calls)) == number
+            if move == "name":
+                nbytes, worker = 0, owners.setdefault(number, worker)
+            mine = [other for other, owner in owners.items() if owner == owners.get(number) and number in owners]
+            held = sum(calls[other].bytes for other in mine)
+            why = refused(call.belongs_to, worker) if move == "name" else refused(call.add, nbytes)
+            if why is None:
+                assert call.bytes <= LARGEST
+                assert total + nbytes <= MOST or oldest
+                continue
+            assert ledger.bytes == total  # nothing is charged where it is refused
+            if why is ErrorCode.BAD_REQUEST:
+                assert call.bytes + nbytes > LARGEST
+            else:
+                assert why is ErrorCode.BUSY
+                assert (total + nbytes > MOST and not oldest) or (held + nbytes > WORKER and mine)
+        assert ledger.bytes == sum(call.bytes for call in calls.values())
+        assert ledger.bytes <= MOST + LARGEST
+    for call in calls.values():
+        call.__exit__(None, None, None)
+    assert (ledger.bytes, ledger.calls, ledger.by_worker) == (0, {}, {})
+
+
+def test_the_oldest_gets_through_although_it_needs_more_than_the_total():
+    ledger = MemoryBudget(10)
+    with ledger.open() as first, ledger.open() as second:
+        first.add(1_000)
+        with pytest.raises(Rejected, match="inflight-bytes"):
+            second.add(1)
+    with ledger.open() as third:
+        third.add(1_000)
+
+
+def test_the_oldest_of_a_worker_gets_through_and_other_workers_are_not_concerned():
+    ledger = MemoryBudget(10_000)
+    with ExitStack() as stack:
+        first, second, other = (stack.enter_context(ledger.open(most_of_worker=10)) for _ in range(3))
+        for call, name in ((first, "anna"), (second, "anna"), (other, "bert")):
+            call.belongs_to(name)
+        first.add(1_000)
+        other.add(1_000)
+        with pytest.raises(Rejected, match="'anna'"):
+            second.add(1)
+
+
+def test_a_stream_is_charged_before_it_is_looked_at_and_given_back_however_it_ends():
+    ledger = MemoryBudget(1 << 30)
+    messages = [pb.PushSparseRequest(chunk=pb.Chunk(count=5, length=5)), pb.PushSparseRequest(commit=pb.Commit())]
+    with ledger.open() as charge:
+        seen = []
+
+        def reading():
+            while (message := (yield)) is not None:
+                seen.append(message)
+                assert ledger.bytes == sum(map(decoded_bytes, seen))
+
+        read_all(charged(reading(), charge), messages)
+        assert seen == messages
+    assert ledger.bytes == 0
+    seen.clear()
+    with pytest.raises(RuntimeError, match="cut"), ledger.open() as charge:
+        read_all(charged(reading(), charge), cut_after(messages))
+    assert ledger.bytes == 0
+
+
+def cut_after(messages):
+    yield from messages
+    raise RuntimeError("cut")
+
+
+def push_messages(span, segment, form):
+    plan, checksum = [pb.Group(start=span.start, length=span.length)], frames.Checksum()
+    yield pb.PushSparseRequest(header=pb.PushHeader(step=1, plan=plan))
+    for chunk, _ in frames.encode(segment, form, chunk_bytes=frames.MIN_CHUNK_BYTES):
+        checksum.add(chunk)
+        yield pb.PushSparseRequest(chunk=chunk)
+    yield pb.PushSparseRequest(commit=checksum.commit())
+
+
+@given(
+    st.integers(1, 400_000),
+    st.floats(0, 1),
+    st.sampled_from(range(1, 7)),
+    st.sampled_from([None, *range(2, 7)]),
+    st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=40)
+def test_every_valid_push_is_within_what_a_stream_may_occupy(size, density, value, index, seed):
+    generator = torch.Generator().manual_seed(seed)
+    offsets = (torch.rand(size, generator=generator) <= density).nonzero().view(-1)
+    if not offsets.numel():
+        return
+    segment = Segment(Span(0, size), offsets, torch.randn(offsets.numel(), generator=generator))
+    messages = list(push_messages(Span(0, size), segment, frames.WireForm(value, index)))
+    assert sum(map(occupied, messages)) <= largest_stream(layout_of((size, F32)), size)
+
+
+def test_a_plan_of_every_tensor_by_itself_and_an_upload_are_within_it_too():
+    layout = layout_of(*[(3, F32)] * 20_000)
+    groups = [Span(3 * i, 3 * i + 3) for i in range(20_000)]
+    header = pb.PushHeader(plan=[pb.Group(start=group.start, length=group.length) for group in groups])
+    sizes = [occupied(pb.PushSparseRequest(header=header))]
+    for number, group in enumerate(groups):
+        for chunk, _ in frames.encode(Segment(group, None, torch.ones(3)), chunk_bytes=1 << 20, group=number):
+            sizes.append(occupied(pb.PushSparseRequest(chunk=chunk)))
+    assert sum(sizes) < largest_stream(layout, layout.size)
+    chunks = frames.encode(Segment(Span(0, 1_000_000), None, torch.ones(1_000_000)), chunk_bytes=64 << 10)
+    uploaded = sum(occupied(pb.UploadModelRequest(chunk=chunk)) for chunk, _ in chunks)
+    assert uploaded < largest_stream(layout_of((1_000_000, F32)), 1_000_000)
+
+
+def test_a_horde_of_tiny_chunks_is_refused_while_it_is_small():
+    span = Span(0, 1_000_000)
+    limit = largest_stream(layout_of((1000, F32)), 1000)
+
+    def horde():
+        yield pb.PushSparseRequest(header=pb.PushHeader(step=1, plan=[pb.Group(start=0, length=span.length)]))
+        for i in range(span.length):
+            value = b"\0\0\x80\x3f"
+            chunk = pb.Chunk(start=i, length=1, count=1, index_codec=1, value_codec=1, values=value)
+            yield pb.PushSparseRequest(chunk=chunk)
+
+    kept = []
+
+    def received():
+        for message in horde():
+            kept.append(message.SerializeToString())
+            charge.add(received_bytes(len(kept[-1])))
+            yield message
+
+    ledger = MemoryBudget(1 << 40)
+    before = resident_bytes()
+    with ledger.open(limit) as charge, pytest.raises(Rejected, match="stream-bytes") as refused:
+        read_all(charged(read_push(lambda header: PushReader([span], span)), charge), received())
+    assert refused.value.reason is ErrorCode.BAD_REQUEST
+    assert 1000 < len(kept) < 20_000
+    assert resident_bytes() - before < limit  # what is charged is not less than what it takes
+
+
+def test_a_horde_of_empty_groups_is_refused_before_they_are_read():
+    header = pb.PushHeader(step=1, plan=[pb.Group()] * 500_000)
+    request = pb.PushSparseRequest(header=header)
+    assert request.ByteSize() < 1_100_000  # well within a message
+    with MemoryBudget(1 << 40).open(largest_stream(layout_of((1000, F32)), 1000)) as charge, pytest.raises(Rejected):
+        read_all(charged(read_push(lambda header: pytest.fail("it was read")), charge), [request])
+
+
+def test_a_false_count_is_refused_for_what_it_is():
+    chunk = pb.Chunk(length=10, count=(1 << 32) - 1, index_codec=1, value_codec=1, values=b"")
+    header = pb.UploadHeader(generation=1)
+    messages = [pb.UploadModelRequest(header=header), pb.UploadModelRequest(chunk=chunk)]
+    with MemoryBudget(1 << 30).open(1 << 20) as charge, pytest.raises(Rejected) as refused:
+        read_all(
+            charged(read_upload(lambda header: Upload(Identity("anna", "1"), 1, Span(0, 10), 0, lambda: 0.0)), charge),
+            messages,
+        )
+    assert refused.value.reason is ErrorCode.BAD_CHUNK
+
+
+def resident_bytes():
+    gc.collect()
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096

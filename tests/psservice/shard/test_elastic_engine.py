@@ -1,0 +1,180 @@
+"""Data leases in an engine: leases of workers, pushes that finish samples, restarts, and rollbacks."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.ranges import Ranges
+from pscore.wire.errors import ErrorCode
+from psservice.cluster.leases import Identity
+from psservice.rpc.push_stream import PushReader, read_all, read_push
+from psservice.sampling.codec import finished_of, share_to_messages
+from psservice.sampling.dataset import Plan, Wish
+from psservice.shard.types import Push
+from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, push, reason_of, serving, serving_shards, with_clock
+from tests.psservice.recovery.test_recovery import Shard, after_a_crash, begin, stream
+from tests.psservice.service_makers import F32, layout_of
+
+LAYOUT = layout_of((50, F32))
+SIZE = 40
+
+
+def lease(engine, who=ANNA, *, epoch=0, samples=8, held=None, name="train"):
+    return engine.lease_samples(who, Wish(name, Plan(SIZE, 1, True), epoch, samples, held or {})).answer
+
+
+def finish(engine, step, share, who=ANNA):
+    """Push nothing but that samples are finished, as a stream that the journal keeps."""
+    messages = stream(engine, step, None, who, base=engine.model.version)
+    messages[0].header.finished.add(dataset="train", ranges=share_to_messages(share))
+    header, _, segments = read_all(read_push(lambda opened: PushReader.of(opened, engine.span)), messages)
+    raw = [message.SerializeToString() for message in messages]
+    done = finished_of(header)
+    return engine.commit(Push(who, step, header.generation, header.base_version, 1, segments, raw, finished=done))
+
+
+def held(engine, who=ANNA):
+    return engine.datasets.all()["train"].held_by(who)
+
+
+def serving_here(**options):
+    return serving(LAYOUT, torch.zeros(LAYOUT.size), **options)
+
+
+def test_samples_are_finished_when_their_push_is_applied_and_by_a_repeat_not_again():
+    with serving_here() as engine:
+        lease(engine)
+        finish(engine, 1, {0: Ranges([(0, 3)])})
+        assert held(engine) == {0: Ranges([(3, 8)])}
+        _, repeated = finish(engine, 1, {0: Ranges([(0, 8)])})
+        assert repeated
+        assert held(engine) == {0: Ranges([(3, 8)])}
+
+
+def test_a_push_that_is_refused_finishes_nothing():
+    with serving_here(max_staleness=1) as engine:
+        join(engine, LAYOUT, BERT)
+        lease(engine)
+        for step in (1, 2):
+            push(engine, step, {1: 0.5}, BERT)
+        done = {"train": {0: Ranges([(0, 3)])}}
+        late = Push(ANNA, 1, engine.model.generation, 0, 1, [], finished=done)
+        assert reason_of(engine.commit, late) is ErrorCode.TOO_STALE
+        assert held(engine) == {0: Ranges([(0, 8)])}
+
+
+def test_a_dead_workers_samples_go_to_who_asks_next():
+    with serving_here() as engine:
+        clock = with_clock(engine)
+        join(engine, LAYOUT, BERT)
+        lease(engine)
+        finish(engine, 1, {0: Ranges([(0, 3)])})
+        clock.now += HOUR - 1
+        assert lease(engine, BERT).granted == {0: Ranges([(8, 16)])}
+        clock.now += 2
+        assert lease(engine, BERT, held=held(engine, BERT)).granted == {0: Ranges([(3, 8), (16, 19)])}
+
+
+def test_who_has_no_lease_gets_no_samples():
+    with serving_here() as engine:
+        assert reason_of(lease, engine, BERT) is ErrorCode.LEASE_EXPIRED
+        engine.leave(ANNA)
+        assert reason_of(lease, engine) is ErrorCode.LEASE_EXPIRED
+
+
+def test_only_shard_0_hands_out_samples_and_after_the_end_nobody_does():
+    with serving_shards(2, LAYOUT, torch.zeros(LAYOUT.size)) as (first, second):
+        assert reason_of(lease, second) is ErrorCode.BAD_REQUEST
+        first.finish()
+        assert lease(first).granted == {}
+
+
+def test_there_are_no_samples_before_there_is_a_model(tmp_path):
+    with Shard(tmp_path / "live") as engine:
+        join(engine, LAYOUT)
+        assert reason_of(lease, engine) is ErrorCode.NOT_INITIALISED
+
+
+def test_where_a_lease_cannot_be_written_down_none_is_given(tmp_path, monkeypatch):
+    with Shard(tmp_path / "live") as engine:
+        begin(engine)
+        lease(engine)
+        before = engine.datasets.all()
+
+        def full(descriptor, parts):
+            raise OSError(28, "no space left")
+
+        monkeypatch.setattr("psservice.storage.journal._write_all", full)
+        assert reason_of(lease, engine, held=held(engine)) is ErrorCode.NOT_DURABLE
+        assert engine.datasets.all() == before
+        monkeypatch.undo()
+        assert lease(engine, held=held(engine)).granted == {0: Ranges([(8, 16)])}
+
+
+scripts = st.lists(
+    st.one_of(
+        st.tuples(st.just("lease"), st.integers(0, 1), st.integers(0, 12)),
+        st.tuples(st.just("finish"), st.integers(0, 1), st.integers(0, 12)),
+        st.tuples(st.just("leave"), st.just(1), st.just(0)),
+        st.tuples(st.just("snapshot"), st.just(0), st.just(0)),
+        st.tuples(st.just("crash"), st.just(0), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@given(script=scripts)
+@settings(deadline=None, max_examples=15)
+def test_after_every_crash_the_same_samples_are_in_the_same_hands(script, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data") / "live"
+    shard = Shard(directory)
+    begin(shard.engine)
+    lives, step = 1, 0
+    finished = []
+    try:
+        for action, number, count in script:
+            engine = shard.engine
+            who = (ANNA, Identity("bert", str(lives)))[number]
+            if number and not engine.membership.is_live(who):
+                join(engine, engine.layout, who)
+            if action == "lease":
+                newest = engine.datasets.all()["train"].newest if engine.datasets.all() else 0
+                lease(engine, who, epoch=newest + count % 2, samples=count, held=known(engine, who))
+            elif action == "finish" and known(engine, who):
+                step += 1
+                epoch, ranges = min(known(engine, who).items())
+                finish(engine, step, {epoch: ranges.first(count)}, who)
+                finished += [(epoch, i) for start, end in ranges.first(count) for i in range(start, end)]
+            elif action == "leave":
+                engine.leave(who)
+                lives += 1
+            elif action == "snapshot":
+                engine.persistence.take(engine)
+            elif action == "crash":
+                directory = after_a_crash(directory)
+                again = Shard(directory)
+                assert again.engine.datasets.all() == engine.datasets.all()
+                engine.close()
+                shard = again
+        assert len(finished) == len(set(finished))
+    finally:
+        shard.engine.close()
+
+
+def known(engine, who):
+    return held(engine, who) if engine.datasets.all() else {}
+
+
+def test_a_rollback_takes_the_data_back_with_the_model(tmp_path):
+    with Shard(tmp_path / "live") as engine:
+        begin(engine)
+        lease(engine)
+        finish(engine, 1, {0: Ranges([(0, 3)])})
+        then = engine.datasets.all()
+        finish(engine, 2, {0: Ranges([(3, 8)])})
+        lease(engine, samples=20)
+        engine.roll_back(1, "")
+        assert engine.datasets.all() == then
+        assert lease(engine).granted == {0: Ranges([(3, 8)])}  # it has forgotten: it hears of them again
+        with Shard(after_a_crash(tmp_path / "live")) as again:
+            assert again.datasets.all() == engine.datasets.all()

@@ -1,0 +1,109 @@
+"""Exchanging buffers through the engine: counted once a step, kept on the coordinator alone."""
+
+import pytest
+import torch
+
+from pscore.model.buffers import pack
+from pscore.model.layout import TensorSpec
+from pscore.wire.errors import ErrorCode
+from tests.psservice.engine_makers import (
+    ANNA,
+    BERT,
+    engines,
+    full,
+    join,
+    present,
+    reason_of,
+    serving,
+    serving_shards,
+    upload,
+)
+from tests.psservice.service_makers import F32, layout_of
+
+LAYOUT = layout_of((6, F32), (4, F32), buffers=(TensorSpec("mean", (3,), F32), TensorSpec("count", (), torch.int64)))
+ONES = torch.ones(10)
+START = [torch.zeros(3), torch.tensor(0)]
+
+
+def data(value, count=0):
+    return pack([torch.full((3,), float(value)), torch.tensor(count)])
+
+
+def exchange(engine, who, step, samples, contribution):
+    return engine.exchange_buffers(who, present(engine), step, samples, contribution)
+
+
+@pytest.fixture
+def engine():
+    with serving(LAYOUT, ONES, START) as engine:
+        yield engine
+
+
+def test_one_worker_gets_its_own_buffers_back(engine):
+    assert exchange(engine, ANNA, 1, 32, data(5, 7)) == data(5, 7)
+
+
+def test_a_repeat_is_answered_and_not_counted_again(engine):
+    join(engine, LAYOUT, BERT)
+    exchange(engine, ANNA, 1, 30, data(3))
+    after = exchange(engine, BERT, 1, 30, data(6))
+    for _ in range(3):
+        assert exchange(engine, BERT, 1, 30, data(6)) == after
+    weight = 30 / 2 + 30
+    expected = 3 + 30 / weight * (6 - 3)
+    assert after == pack([torch.full((3,), torch.tensor(expected).item()), torch.tensor(0)])
+
+
+def test_an_exchange_without_samples_only_reads(engine):
+    exchange(engine, ANNA, 1, 30, data(3))
+    assert exchange(engine, ANNA, 0, 0, data(99, 99)) == data(3)
+    assert exchange(engine, ANNA, 2, 0, data(99, 99)) == data(3)
+
+
+def test_two_workers_at_the_same_step_both_count(engine):
+    join(engine, LAYOUT, BERT)
+    exchange(engine, ANNA, 4, 10, data(0, 1))
+    after = exchange(engine, BERT, 4, 10, data(9, 5))
+    assert after == pack([torch.full((3,), 6.0), torch.tensor(5)])
+
+
+def test_another_generation_or_no_lease_is_refused(engine):
+    assert reason_of(engine.exchange_buffers, ANNA, full(2), 1, 1, data(1)) is ErrorCode.STALE_GENERATION
+    assert reason_of(exchange, engine, BERT, 1, 1, data(1)) is ErrorCode.LEASE_EXPIRED
+
+
+def test_the_other_shards_keep_none():
+    with serving_shards(2, LAYOUT, ONES, START) as (_, shard):
+        assert reason_of(exchange, shard, ANNA, 1, 1, data(1)) is ErrorCode.BAD_REQUEST
+
+
+def test_the_policy_none_keeps_none():
+    with engines(buffers="none") as (engine,):
+        upload(engine, ONES, ANNA, join(engine, LAYOUT).generation)
+        assert reason_of(exchange, engine, ANNA, 1, 1, data(1)) is ErrorCode.BAD_REQUEST
+
+
+def test_the_upload_brings_all_buffers(engine):
+    assert exchange(engine, ANNA, 0, 0, data(1)) == pack(START)
+
+
+def test_a_repeat_after_a_lost_lease_is_not_counted_again(engine):
+    join(engine, LAYOUT, BERT)
+    exchange(engine, ANNA, 1, 30, data(3))
+    after = exchange(engine, BERT, 1, 30, data(6))
+    engine.leave(BERT)
+    join(engine, LAYOUT, BERT)
+    assert exchange(engine, BERT, 1, 30, data(6)) == after
+
+
+def test_a_contribution_that_is_no_number_is_refused_and_does_no_harm(engine):
+    before = exchange(engine, ANNA, 1, 30, data(3))
+    assert reason_of(exchange, engine, ANNA, 2, 30, data(float("nan"))) is ErrorCode.NON_FINITE
+    assert exchange(engine, ANNA, 0, 0, data(0)) == before
+
+
+def test_an_infinite_buffer_stands_and_may_become_finite_again(engine):
+    join(engine, LAYOUT, BERT)
+    assert exchange(engine, ANNA, 1, 30, data(float("-inf"))) == data(float("-inf"))
+    assert exchange(engine, BERT, 1, 30, data(float("-inf"))) == data(float("-inf"))
+    assert exchange(engine, ANNA, 2, 30, data(2)) == data(2)

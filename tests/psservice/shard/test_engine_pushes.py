@@ -1,0 +1,189 @@
+"""Pushes at one shard: once per identity, in order, in the right history, or not at all."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
+from pscore.wire.errors import ErrorCode
+from psservice.cluster.leases import Identity
+from tests.psservice.engine_makers import (
+    ANNA,
+    BERT,
+    HOUR,
+    engines,
+    full,
+    join,
+    pull,
+    push,
+    reason_of,
+    serving,
+    serving_shards,
+    theta,
+    with_clock,
+)
+from tests.psservice.service_makers import F32, layout_of
+
+LAYOUT = layout_of((6, F32), (4, F32))
+ZEROS = torch.zeros(10)
+
+
+@pytest.fixture
+def engine():
+    with serving(LAYOUT, ZEROS) as engine:
+        join(engine, LAYOUT, BERT)
+        yield engine
+
+
+def test_a_push_is_subtracted_and_counted(engine):
+    answer, repeated = push(engine, 1, {2: 0.5, 9: -1.0})
+    assert (answer.version, answer.staleness, repeated) == (1, 0, False)
+    assert theta(engine).tolist() == [0, 0, -0.5, 0, 0, 0, 0, 0, 0, 1.0]
+
+
+@given(st.lists(st.tuples(st.sampled_from([ANNA, BERT]), st.integers(1, 4)), max_size=25))
+@settings(deadline=None, max_examples=30)
+def test_each_identity_is_applied_exactly_once(schedule):
+    with serving(LAYOUT, ZEROS) as engine:
+        join(engine, LAYOUT, BERT)
+        applied, last, answers = torch.zeros(10), {}, {}
+        for who, step in schedule:
+            entries = {step: float(step), 5 if who is ANNA else 6: 1.0}
+            if step < last.get(who, 0):
+                assert reason_of(push, engine, step, entries, who) is ErrorCode.STEP_OUT_OF_ORDER
+                continue
+            answer, repeated = push(engine, step, entries, who)
+            assert repeated == (step == last.get(who))
+            assert answer == answers.setdefault((who, step), answer)
+            if not repeated:
+                for index, value in entries.items():
+                    applied[index] += value
+            last[who] = step
+        assert torch.equal(theta(engine), -applied)
+        assert engine.model.version == len(answers)
+
+
+def test_a_repeat_that_races_its_first_attempt_is_applied_once(engine):
+    together, found = threading.Barrier(8), []
+
+    def attempt():
+        together.wait()
+        found.append(push(engine, 1, {0: 1.0}))
+
+    threads = [threading.Thread(target=attempt) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(repeated for _, repeated in found) == [False] + [True] * 7
+    assert len({answer for answer, _ in found}) == 1
+    assert theta(engine)[0].item() == -1
+
+
+def test_steps_rise_with_gaps_allowed(engine):
+    push(engine, 3, {0: 1.0})
+    push(engine, 10, {0: 1.0})
+    assert reason_of(push, engine, 4, {0: 1.0}) is ErrorCode.STEP_OUT_OF_ORDER
+    assert engine.model.version == 2
+    assert theta(engine)[0].item() == -2
+
+
+def test_empty_pushes_are_counted_too(engine):
+    assert [push(engine, step)[0].version for step in (1, 2, 3)] == [1, 2, 3]
+    assert torch.equal(theta(engine), ZEROS)
+
+
+def test_staleness_is_how_far_the_server_went_on(engine):
+    for step in (1, 2, 3):
+        push(engine, step, who=BERT)
+    assert push(engine, 1, base=1)[0].staleness == 2
+    assert push(engine, 2, base=4)[0].staleness == 0
+
+
+def test_a_restarted_worker_counts_its_steps_anew(engine):
+    push(engine, 7, {0: 1.0})
+    engine.leave(ANNA)
+    again = Identity("anna", "2")
+    assert join(engine, LAYOUT, again).last_push == ("1", 7)
+    assert push(engine, 1, {0: 1.0}, again)[1] is False
+    assert engine.model.version == 2
+
+
+def test_a_repeat_is_recognised_although_another_life_of_the_worker_came_between(engine):
+    first, _ = push(engine, 5, {0: 1.0})
+    again = Identity("anna", "2")
+    engine.leave(ANNA)
+    join(engine, LAYOUT, again)
+    push(engine, 1, {0: 1.0}, again)
+    engine.leave(again)
+    join(engine, LAYOUT, ANNA)
+    assert push(engine, 5, {0: 1.0}) == (first, True)
+    assert engine.model.version == 2
+
+
+def test_a_repeat_after_a_lost_lease_is_recognised(engine):
+    clock = with_clock(engine)
+    first, _ = push(engine, 1, {0: 1.0})
+    clock.now += HOUR
+    assert reason_of(push, engine, 1, {0: 1.0}) is ErrorCode.LEASE_EXPIRED
+    assert join(engine, LAYOUT, ANNA).last_push == (ANNA.incarnation, 1)
+    assert push(engine, 1, {0: 1.0}) == (first, True)
+    assert theta(engine)[0].item() == -1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"generation": full(2)}, ErrorCode.STALE_GENERATION),
+        ({"generation": full(1, nonce=0)}, ErrorCode.STALE_GENERATION),
+        ({"generation": 0}, ErrorCode.STALE_GENERATION),
+        ({"base": 1}, ErrorCode.VERSION_IN_FUTURE),
+        ({"who": Identity("carl", "1")}, ErrorCode.LEASE_EXPIRED),
+        ({"who": Identity("anna", "2")}, ErrorCode.LEASE_EXPIRED),
+    ],
+)
+def test_a_refused_push_changes_nothing_and_its_step_stays_free(engine, options, reason):
+    assert reason_of(push, engine, 5, {0: 1.0}, **options) is reason
+    assert engine.model.version == 0
+    assert torch.equal(theta(engine), ZEROS)
+    assert push(engine, 1, {0: 1.0})[1] is False
+
+
+def test_before_the_upload_there_is_nothing_to_push_to():
+    with engines() as (engine,):
+        assert reason_of(push, engine, 1) is ErrorCode.NOT_INITIALISED
+        join(engine, LAYOUT)
+        assert reason_of(push, engine, 1) is ErrorCode.NOT_INITIALISED
+        assert reason_of(pull, engine) is ErrorCode.NOT_INITIALISED
+
+
+def test_a_draining_server_takes_no_new_push(engine):
+    engine.doorway.close()
+    assert reason_of(engine.check_push, ANNA, 1) is ErrorCode.DRAINING
+    assert reason_of(join, engine, LAYOUT, Identity("carl", "1")) is ErrorCode.DRAINING
+
+
+def test_segments_may_come_in_any_order_dense_and_sparse(engine):
+    dense = Segment(Span(7, 10), None, torch.tensor([7.0, 8.0, 9.0]))
+    sparse = Segment(Span(0, 6), torch.tensor([1, 5]), torch.tensor([1.0, 5.0]))
+    push(engine, 1, [dense, sparse])
+    assert theta(engine).tolist() == [0, -1, 0, 0, 0, -5, 0, -7, -8, -9]
+
+
+pushes = st.lists(st.dictionaries(st.integers(0, 9), st.floats(-10, 10, width=32), max_size=6), max_size=12)
+
+
+@given(pushes, st.integers(2, 4), st.integers(0, 2**16))
+@settings(deadline=None, max_examples=25)
+def test_several_shards_are_one_bit_for_bit(history, num_shards, seed):
+    values = torch.randn(10, generator=torch.Generator().manual_seed(seed))
+    with serving(LAYOUT, values) as whole, serving_shards(num_shards, LAYOUT, values) as shards:
+        for engine in (whole, *shards):
+            for step, entries in enumerate(history, 1):
+                push(engine, step, entries)
+        assert {engine.model.version for engine in (whole, *shards)} == {len(history)}
+        assert torch.equal(torch.cat([theta(engine) for engine in shards]), theta(whole))

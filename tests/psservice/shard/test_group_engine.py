@@ -1,0 +1,432 @@
+"""WAGMA-SGD through an engine: who is sent away, who is answered with what, and what a restart finds again."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.segment import Segment
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.cluster.leases import Identity
+from psservice.cluster.run import RunState
+from psservice.model.wagma.schedule import StepTimes
+from tests.psservice.engine_makers import (
+    ANNA,
+    BERT,
+    HOUR,
+    Clock,
+    engines,
+    full,
+    join,
+    present,
+    pull,
+    push,
+    reason_of,
+    theta,
+    upload,
+    with_clock,
+)
+from tests.psservice.recovery.test_recovery import Shard, after_a_crash, send
+from tests.psservice.service_makers import F32, bits, layout_of, sparse_push
+
+LAYOUT = layout_of((6, F32), (4, F32))
+CARL = Identity("carl", "1")
+
+
+def agreed(size=2, tau=3, late="replace"):
+    return {"update": "average", "group_size": str(size), "tau": str(tau), "late": late}
+
+
+def values(seed=0):
+    return torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(seed))
+
+
+def dense(engine, seed):
+    return [Segment(engine.span, None, values(seed)[engine.span.start : engine.span.end])]
+
+
+class Site:
+    """Engines of a run, whose workers keep replicas as real ones do; what is not due never comes by itself."""
+
+    def __init__(self, *shards, workers=(ANNA, BERT), **chosen):
+        self.engines, self.clock = shards, Clock()
+        self.replicas, self.links, self.steps = {}, {}, {}
+        self.chosen = agreed(**chosen)
+        for engine in shards:
+            outcome = join(engine, LAYOUT, workers[0], "wagma", self.chosen)
+            upload(engine, values(), workers[0], outcome.generation or full(1))
+            engine.model.rounds._clock = self.clock
+        for who in workers:
+            self.enter(who)
+
+    def enter(self, who):
+        self.steps[who] = max(join(engine, LAYOUT, who, "wagma", self.chosen).first_step for engine in self.engines) - 1
+        self.replicas[who] = torch.full((LAYOUT.size,), torch.nan)
+        for engine in self.engines:
+            self.links[who, engine] = (None, 0)
+            self.pull(who, engine)
+
+    def pull(self, who, engine=None):
+        """Take a reply over, as a worker with exact replies does it; return how many entries it had."""
+        engine = engine or self.engines[0]
+        base, acknowledged = self.links[who, engine]
+        reply = pull(engine, who, base=base, acknowledged=acknowledged)
+        for segment in reply.segments:
+            where = slice(segment.span.start, segment.span.end)
+            if segment.offsets is None:
+                self.replicas[who][where] = segment.values
+            else:
+                self.replicas[who][where][segment.offsets] = segment.values
+        self.links[who, engine] = (reply.version, reply.number)
+        own = engine.model.seen_by(who.worker_id).theta
+        assert bits(self.replicas[who][engine.span.start : engine.span.end]) == bits(own)
+        return sum(segment.entries for segment in reply.segments)
+
+    def push(self, who, seed, engine=None, *, entries=None, step=None):
+        """Push a dense change, or entries, as the next step."""
+        engine = engine or self.engines[0]
+        if engine is self.engines[0] and step is None:
+            self.steps[who] += 1
+        base, _ = self.links[who, engine]
+        payload = dense(engine, seed) if entries is None else entries
+        return push(engine, step or self.steps[who], payload, who, base=base or 0)
+
+
+@pytest.fixture
+def site():
+    with engines() as (engine,):
+        yield Site(engine)
+
+
+def own(site, who):
+    return site.engines[0].model.seen_by(who.worker_id).theta
+
+
+def steady(site, workers, steps):
+    """Steps of one second in which workers come one after the other, so that a grace is known."""
+    for step in range(steps):
+        site.clock.now += 1.0
+        for who in workers:
+            site.clock.now += 0.2 * (1 + step % 2)
+            site.push(who, step)
+        for who in workers:
+            site.pull(who)
+
+
+def test_alone_a_worker_trains_its_own_model_which_is_the_model():
+    with engines() as (engine,):
+        site = Site(engine, workers=(ANNA,))
+        expected = values()
+        for step in range(1, 9):
+            site.push(ANNA, step)
+            expected -= values(step)
+            site.pull(ANNA)
+            assert bits(theta(engine)) == bits(expected) == bits(site.replicas[ANNA])
+        assert engine.model.version == 8
+
+
+def test_both_get_the_mean_when_both_are_there(site):
+    steady(site, (ANNA, BERT), 8)
+    assert bits(site.replicas[ANNA]) == bits(site.replicas[BERT])
+    assert site.engines[0].model.version == 16
+
+
+def test_the_first_is_told_to_come_back_until_the_grace_is_over(site):
+    steady(site, (ANNA, BERT), 8)
+    site.clock.now += 1.0
+    site.push(ANNA, 100)
+    with pytest.raises(Rejected) as refused:
+        site.pull(ANNA)
+    assert refused.value.reason is ErrorCode.ROUND_OPEN
+    assert 0.002 <= refused.value.retry_seconds < 0.5
+    site.clock.now += refused.value.retry_seconds + 1e-6
+    before = own(site, BERT).clone()
+    site.pull(ANNA)
+    assert bits(own(site, BERT)) == bits(before)
+    site.push(BERT, 101)  # late: answered at once
+    site.pull(BERT)
+
+
+def test_in_a_global_round_only_the_end_of_a_lease_helps(site):
+    engine = site.engines[0]
+    leases = with_clock(engine)
+    steady(site, (ANNA, BERT), 3)
+    site.push(ANNA, 4)
+    for _ in range(5):
+        leases.now += HOUR / 5.5
+        site.clock.now += HOUR
+        assert reason_of(site.pull, ANNA) is ErrorCode.ROUND_OPEN
+    leases.now += HOUR / 5.5
+    assert not engine.membership.is_live(BERT)
+    site.pull(ANNA)
+    assert bits(theta(engine)) == bits(site.replicas[ANNA])
+
+
+def test_while_its_round_is_open_a_worker_may_repeat_its_push_and_not_make_the_next(site):
+    steady(site, (ANNA, BERT), 3)
+    answer, _ = site.push(ANNA, 4)  # the fourth is global
+    assert site.push(ANNA, 4, step=4) == (answer, True)
+    engine = site.engines[0]
+    assert reason_of(site.push, ANNA, 5, step=5) is ErrorCode.ROUND_OPEN
+    assert reason_of(engine.check_push, ANNA, 5) is ErrorCode.ROUND_OPEN
+    engine.check_push(ANNA, 4)
+    assert engine.model.version == 7
+    site.push(BERT, 4)
+    engine.check_push(ANNA, 5)
+
+
+def test_a_lost_lease_begins_anew_with_the_mean_although_the_version_is_the_same(site):
+    """Nobody has pushed meanwhile, so the version that the worker names is a version of its new model too."""
+    engine = site.engines[0]
+    leases = with_clock(engine)
+    steady(site, (ANNA, BERT), 1)
+    site.push(ANNA, 50)
+    site.clock.now += 10
+    site.pull(ANNA)
+    leases.now += 0.9 * HOUR
+    site.pull(ANNA)
+    leases.now += 0.2 * HOUR
+    assert reason_of(site.pull, BERT) is ErrorCode.LEASE_EXPIRED
+    site.pull(ANNA)
+    base, _ = site.links[BERT, engine]
+    join(engine, LAYOUT, BERT, "wagma", site.chosen)
+    assert site.pull(BERT) == LAYOUT.size
+    assert bits(site.replicas[BERT]) == bits(site.replicas[ANNA])
+    assert base <= engine.model.version
+    assert site.pull(BERT) == 0
+
+
+def test_a_reply_that_was_lost_is_whole_again(site):
+    engine = site.engines[0]
+    join(engine, LAYOUT, CARL, "wagma", site.chosen)
+    for _ in range(3):  # none of these arrives
+        assert sum(s.entries for s in pull(engine, CARL, base=engine.model.version).segments) == LAYOUT.size
+
+
+def test_another_life_of_a_worker_has_another_model(site):
+    engine = site.engines[0]
+    steady(site, (ANNA, BERT), 1)
+    site.push(BERT, 77)
+    site.clock.now += 10
+    site.pull(BERT)
+    engine.leave(BERT)
+    again = Identity("bert", "2")
+    site.enter(again)
+    assert bits(site.replicas[again]) == bits(own(site, ANNA))
+    assert site.steps[again] == 2
+
+
+def test_a_newcomer_is_given_the_number_of_the_next_iteration(site):
+    steady(site, (ANNA, BERT), 5)
+    site.enter(CARL)
+    assert site.steps[CARL] == 5
+    torch.testing.assert_close(site.replicas[CARL], theta(site.engines[0]))
+    steady(site, (ANNA, BERT, CARL), 3)
+    assert bits(site.replicas[CARL]) == bits(site.replicas[ANNA])  # the eighth was global
+
+
+def test_sparse_changes_are_answered_sparsely(site):
+    steady(site, (ANNA, BERT), 4)
+    site.push(ANNA, 0, entries={1: 1.0})
+    site.push(BERT, 0, entries={8: 1.0})
+    assert site.pull(ANNA) == site.pull(BERT) == 2
+
+
+def test_the_end_gives_everybody_the_model(site):
+    engine = site.engines[0]
+    steady(site, (ANNA, BERT), 3)
+    site.push(ANNA, 9)  # waits for all
+    engine.finish()
+    assert engine.run.state is RunState.FINISHED
+    for who in (ANNA, BERT):
+        site.pull(who)
+        assert bits(site.replicas[who]) == bits(theta(engine))
+
+
+def test_a_push_that_is_refused_changes_nothing_and_its_step_stays_free():
+    with engines() as (engine,):
+        site = Site(engine, workers=(ANNA,))
+        site.push(ANNA, 0, entries={0: -3.4e38})
+        site.pull(ANNA)
+        before = bits(own(site, ANNA))
+        assert reason_of(site.push, ANNA, 0, entries={0: -3.4e38, 1: 1.0}, step=2) is ErrorCode.NON_FINITE
+        assert (bits(own(site, ANNA)), engine.model.version) == (before, 1)
+        assert site.push(ANNA, 0, entries={1: 1.0})[0].version == 2
+        assert site.pull(ANNA) == 1
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_shards_decide_by_themselves_and_alike_where_all_are_on_time(num_shards):
+    with engines() as (whole,), engines(num_shards) as parts:
+        sites = Site(whole), Site(*reversed(list(reversed(parts))))
+        for step in range(9):
+            for site in sites:
+                site.clock.now += 1.0
+                for who in (ANNA, BERT):
+                    for engine in site.engines:
+                        site.push(who, step + len(who.worker_id + who.worker_id[:1]) * step, engine)
+                for who in (ANNA, BERT):
+                    for engine in site.engines:
+                        site.pull(who, engine)
+        for who in (ANNA, BERT):
+            assert bits(sites[0].replicas[who]) == bits(sites[1].replicas[who])
+
+
+def test_where_shards_freeze_different_sets_each_averages_over_its_own():
+    with engines(2) as shards:
+        site = Site(*shards)
+        first, second = shards
+        site.push(ANNA, 1, first)
+        site.push(ANNA, 1, second)
+        site.pull(ANNA, first)  # no grace is known yet: frozen here without Bert
+        site.clock.now += 1.0
+        site.push(BERT, 2, first)
+        site.push(BERT, 2, second)
+        for engine in shards:
+            for who in (ANNA, BERT):
+                site.pull(who, engine)
+        mean = values() - (values(1) + values(2)) / 2
+        torch.testing.assert_close(site.replicas[BERT], mean)
+
+
+# After a crash
+
+scripts = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["push", "push", "sparse", "huge"]), st.sampled_from([ANNA, BERT, CARL])),
+        st.tuples(st.sampled_from(["pull", "join", "leave"]), st.sampled_from([ANNA, BERT, CARL])),
+        st.tuples(st.sampled_from(["time", "snapshot", "finish"]), st.just(ANNA)),
+    ),
+    max_size=40,
+)
+
+
+def act(engine, clock, steps, number, action, who):
+    """One act on an engine; what is refused changes nothing."""
+    try:
+        if action == "time":
+            clock.now += 10.0
+        elif action == "snapshot":
+            engine.persistence.take(engine)
+        elif action == "finish" and number % 4 == 0:
+            engine.finish()
+        elif action == "join":
+            steps[who] = max(steps.get(who, 1), join(engine, LAYOUT, who, "wagma", agreed(late="paper")).first_step)
+        elif action == "leave":
+            engine.leave(who)
+        elif action == "pull":
+            pull(engine, who)
+        elif action in ("push", "sparse", "huge"):
+            segment = {
+                "push": lambda: Segment(engine.span, None, values(number)),
+                "sparse": lambda: sparse_push(engine.span, 0.3, number),
+                "huge": lambda: Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38])),  # the next is refused
+            }[action]()
+            send(engine, steps.get(who, 1), segment, who, base=engine.model.version)
+            steps[who] = steps.get(who, 1) + 1
+    except Rejected:
+        pass
+
+
+def assert_same_models(again, engine):
+    assert bits(again.model.current()) == bits(engine.model.current())
+    mine, theirs = again.model.export(), engine.model.export()
+    assert mine.plain["rounds"] == theirs.plain["rounds"]
+    assert {n: bits(t) for n, t in mine.tensors.items()} == {n: bits(t) for n, t in theirs.tensors.items()}
+    assert [found["version"] for found in mine.plain["workers"]] == [f["version"] for f in theirs.plain["workers"]]
+    assert again.model.version == engine.model.version
+
+
+@given(script=scripts)
+@settings(deadline=None, max_examples=40)
+def test_whatever_happened_a_restart_finds_every_model_and_every_open_round(script, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data") / "live"
+    with Shard(directory) as engine:
+        outcome = join(engine, LAYOUT, ANNA, "wagma", agreed(late="paper"))
+        upload(engine, values(), ANNA, outcome.generation)
+        clock, steps = Clock(), {}
+        engine.model.rounds._clock = clock
+        join(engine, LAYOUT, BERT, "wagma", agreed(late="paper"))
+        for number, (action, who) in enumerate(script):
+            act(engine, clock, steps, number, action, who)
+        with Shard(after_a_crash(directory)) as again:
+            assert_same_models(again, engine)
+            assert present(again) == present(engine)
+            for one in (engine, again):
+                ahead = dict(steps)
+                one.model.rounds._clock, one.model.rounds._times, one.model.rounds._began = Clock(), StepTimes(), {}
+                for number, who in enumerate((ANNA, BERT, ANNA)):
+                    act(one, clock, ahead, number, "push", who)
+                    act(one, clock, ahead, number, "pull", who)
+            assert_same_models(again, engine)
+
+
+def test_a_rollback_brings_back_every_model(tmp_path):
+    with Shard(tmp_path / "live") as engine:
+        site = Site(engine)
+        for step in range(1, 7):
+            for who in (ANNA, BERT):
+                send(engine, step, Segment(engine.span, None, values(step)), who, base=0)
+            if step == 3:
+                before = bits(theta(engine))
+        engine.roll_back(6, "")
+        assert bits(theta(engine)) == before
+        site.links = dict.fromkeys(site.links, (None, 0))
+        for who in (ANNA, BERT):
+            site.pull(who)
+
+
+def kept(site, who, seed):
+    """Push a dense change as the next step, which the journal has."""
+    (engine,) = site.engines
+    site.steps[who] += 1
+    base, _ = site.links[who, engine]
+    send(engine, site.steps[who], Segment(engine.span, None, values(seed)), who, base=base or 0)
+
+
+def three_steps(site):
+    """Up to the first global iteration of tau=3; the journal has them."""
+    for step in range(3):
+        for who in (ANNA, BERT):
+            kept(site, who, step)
+        for who in (ANNA, BERT):
+            site.pull(who)
+
+
+def test_nobody_waits_for_one_whose_push_was_dropped_by_going_back(tmp_path):
+    """Bert's part reached this shard before it went back and another one after: he waits there, and not here."""
+    with Shard(tmp_path / "live") as engine:
+        site = Site(engine)
+        three_steps(site)
+        at = engine.model.version
+        kept(site, BERT, 3)  # the global iteration: it waits for Anna
+        assert reason_of(site.pull, BERT) is ErrorCode.ROUND_OPEN
+        engine.roll_back(at, "")
+        site.links = dict.fromkeys(site.links, (None, 0))
+        kept(site, ANNA, 3)
+        for who in (ANNA, BERT):
+            site.pull(who)
+        for step in range(4, 8):
+            for who in (BERT, ANNA):
+                kept(site, who, step)
+                if step == 7 and who is BERT:  # the next global one: they wait for one another again
+                    assert reason_of(site.pull, BERT) is ErrorCode.ROUND_OPEN
+            for who in (ANNA, BERT):
+                site.pull(who)
+        assert bits(site.replicas[ANNA]) == bits(site.replicas[BERT])
+
+
+def test_a_round_that_was_open_then_is_not_open_after_going_back(tmp_path):
+    with Shard(tmp_path / "live") as engine:
+        site = Site(engine)
+        three_steps(site)
+        kept(site, BERT, 3)
+        at = engine.model.version
+        kept(site, ANNA, 3)
+        for who in (ANNA, BERT):
+            site.pull(who)
+        engine.roll_back(at, "")
+        site.links = dict.fromkeys(site.links, (None, 0))
+        for who in (BERT, ANNA):
+            site.pull(who)
+            kept(site, who, 4)

@@ -1,0 +1,59 @@
+"""A first start takes seconds for what later ones find done: it says so, and what was done is kept."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+LIMIT_SECONDS = 120
+
+TRAINING = """
+import torch, psclient
+model = torch.nn.Linear(128, 128)
+with psclient.DGS(model.parameters(), lr=0.1, density=0.1, model=model) as optimizer:
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 128)).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def train(cache, **options):
+    """Train in a process of its own; return its lines about compiling."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING],
+        capture_output=True, text=True, env=environment, timeout=LIMIT_SECONDS, **options,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stderr.splitlines() if "compil" in line]
+
+
+@pytest.mark.timeout(2 * LIMIT_SECONDS)
+def test_the_first_training_says_that_it_compiles_and_the_second_finds_it_done(tmp_path):
+    told = train(tmp_path)
+    assert len(told) == 1, told
+    assert "some seconds" in told[0]
+    assert train(tmp_path) == []
+
+
+def test_serve_says_at_a_terminal_that_it_loads_and_then_which_settings_are_not_the_defaults():
+    terminal, inside = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "psservice", "serve", "--listen=127.0.0.1:0", "--health-listen=", "--metrics-listen="],
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=inside, stderr=inside,
+    )  # fmt: skip
+    os.close(inside)
+    try:
+        with os.fdopen(terminal, errors="replace") as lines:
+            assert "loading" in lines.readline()
+            serving = lines.readline()
+        assert "serving" in serving
+        assert "settings={'listen': '127.0.0.1:0', 'health_listen': '', 'metrics_listen': ''}" in serving
+    finally:
+        process.terminate()
+        process.wait(LIMIT_SECONDS)

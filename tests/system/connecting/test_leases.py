@@ -1,0 +1,91 @@
+"""Leases of real servers whose disk, or who themselves, stand still for a while."""
+
+import os
+import signal
+import time
+
+import pytest
+
+import psclient.rpc.local_server
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.faults import spawner
+from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
+from tests.system.tools import wait_until
+
+CROWD = 2000
+
+
+def crowd(server, count):
+    """Workers that hold leases, all over one connection; the first has uploaded a model."""
+    workers = [RawWorker(server.addresses[0], "w0")]
+    workers[0].join()
+    for number in range(1, count):
+        worker = RawWorker.__new__(RawWorker)
+        worker.__dict__.update(workers[0].__dict__)
+        worker.identity = pb.WorkerIdentity(worker_id=f"w{number}", incarnation="1")
+        worker.join()
+        workers.append(worker)
+    return workers
+
+
+def renew(worker):
+    return worker.stub.RenewLease(pb.RenewLeaseRequest(identity=worker.identity), timeout=TIMEOUT)
+
+
+def test_two_thousand_leases_are_renewed_while_the_end_of_one_waits_for_the_disk(tmp_path, monkeypatch):
+    slow = tmp_path / "slow"
+    monkeypatch.setattr(psclient.rpc.local_server, "spawn", spawner("slow-journal", slow))
+    with LocalServer(data_dir=tmp_path / "data", lease_seconds=20.0) as server:
+        late, *others = crowd(server, CROWD + 1)
+        slow.touch()
+        try:
+            snapshot = late.stub.TakeSnapshot.future(pb.TakeSnapshotRequest(), timeout=120)
+            end = time.monotonic() + 100
+            while max(renew(worker).live_workers for worker in others) > CROWD:
+                assert time.monotonic() < end
+            assert not snapshot.done(), "the disk stands still all the time"
+        finally:
+            slow.unlink()
+        snapshot.result(TIMEOUT)
+        status = late.stub.GetStatus(pb.GetStatusRequest(), timeout=TIMEOUT)
+        assert late.identity.worker_id not in {worker.worker_id for worker in status.workers}
+
+
+def stopped(server, seconds):
+    """Stop the server's process for so long; the time must pass, for nothing is told of its end."""
+    os.kill(server.processes[0].pid, signal.SIGSTOP)
+    return time.monotonic() + seconds
+
+
+def go_on(server, end):
+    time.sleep(max(0.0, end - time.monotonic()))
+    os.kill(server.processes[0].pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("when", ["waiting", "afterwards"])
+def test_a_server_that_stood_still_for_longer_than_a_lease_ends_nobody_who_renews(when):
+    lease = 2.0
+    with LocalServer(lease_seconds=lease) as server:
+        workers = crowd(server, 20)
+        for worker in workers:
+            renew(worker)
+        end = stopped(server, 2 * lease)
+        if when == "waiting":
+            calls = [
+                worker.stub.RenewLease.future(pb.RenewLeaseRequest(identity=worker.identity), timeout=TIMEOUT)
+                for worker in workers
+            ]
+            go_on(server, end)
+            answers = [call.result(TIMEOUT) for call in calls]
+        else:
+            go_on(server, end)
+            answers = [renew(worker) for worker in workers]
+        assert [answer.live_workers for answer in answers] == [20] * 20
+
+
+def test_one_who_does_not_renew_is_taken_for_dead_after_the_server_stood_still():
+    with LocalServer(lease_seconds=1.0) as server:
+        alive, _dead = crowd(server, 2)
+        go_on(server, stopped(server, 2.0))
+        wait_until(lambda: renew(alive).live_workers == 1)

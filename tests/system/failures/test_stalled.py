@@ -1,0 +1,332 @@
+"""Clients that stall, dawdle or send too much: each is cut or refused, and the others are served meanwhile."""
+
+import threading
+import uuid
+import zlib
+
+import grpc
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import psclient
+from psclient.errors import Transient, from_rpc_error
+from psclient.rpc.local_server import LocalServer
+from pscore.wire.errors import ErrorCode
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psservice.app.server import Server
+from psservice.settings import ServerSettings
+from tests.system.connecting.test_raw_client import TIMEOUT, N, RawWorker
+from tests.system.tools import QUICK, assert_same_parameters, wait_until
+
+IDLE = 0.4
+SERVICE = "/sparseps.v1.ParameterServerService/"
+
+
+@pytest.fixture
+def start():
+    """Servers in this process, over loopback all the same."""
+
+    def begin(**options):
+        options = {"down_mode": "exact", "lease_seconds": 120, "rpc_threads": 4} | options
+        running.append(Server(ServerSettings(listen="127.0.0.1:0", health_listen="", metrics_listen="", **options)))
+        return running[-1]
+
+    running = []
+    yield begin
+    for server in running:
+        server.settings = server.settings.model_copy(update={"drain_seconds": 0.0})
+        server.stop()
+
+
+def joined(server, size=N):
+    worker = RawWorker(server.address, f"raw-{uuid.uuid4()}", size)
+    worker.join()
+    return worker
+
+
+ONE = b"\0\0\x80\x3f"
+DENSE = {"index_codec": pb.INDEX_CODEC_DENSE, "value_codec": pb.VALUE_CODEC_FP32}
+
+
+def header(worker, step=1):
+    plan = [pb.Group(start=0, length=worker.size)]
+    return pb.PushSparseRequest(
+        header=pb.PushHeader(identity=worker.identity, step=step, generation=worker.generation, plan=plan)
+    )
+
+
+def chunk(worker, first, count):
+    return pb.PushSparseRequest(chunk=pb.Chunk(start=first, length=count, count=count, **DENSE, values=ONE * count))
+
+
+class Stalling:
+    """A stream of requests that ends when the test says so."""
+
+    def __init__(self, *messages):
+        self._messages, self.done = messages, threading.Event()
+
+    def __iter__(self):
+        yield from self._messages
+        self.done.wait(TIMEOUT)
+
+
+def stalled_stream(worker, method, *messages):
+    """Open any method as a client stream that sends these and no more; return the call and its stream."""
+    stream = Stalling(*messages)
+    serialize = [type(message).SerializeToString for message in messages][:1] or [bytes]
+    call = worker.channel.stream_unary(SERVICE + method, serialize[0])
+    return call.future(iter(stream), timeout=TIMEOUT), stream
+
+
+def cut(server, rpc, why):
+    value = server._metrics.registry.get_sample_value("psservice_calls_cut_total", {"rpc": rpc, "why": why})
+    return value or 0.0
+
+
+def in_flight(server):
+    return server._metrics.registry.get_sample_value("psservice_bytes_in_flight")
+
+
+def busy(call):
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    failure = from_rpc_error(caught.value)
+    return isinstance(failure, Transient) and failure.reason is ErrorCode.BUSY and failure.retry_seconds > 0
+
+
+# Stalled
+
+
+@pytest.mark.parametrize("rpc", ["PushSparse", "UploadModel", "ExchangeBuffers", "Join", "GetStatus", "PullDiff"])
+def test_more_streams_than_threads_that_send_nothing_hold_no_thread(start, rpc):
+    server = start(stream_idle_seconds=IDLE)
+    worker = joined(server)
+    calls = [stalled_stream(worker, rpc) for _ in range(10)]
+    answer = worker.push([1], [1.0])  # waits in the queue until threads are free
+    assert answer.version == 1
+    wait_until(lambda: cut(server, rpc, "idle_request") == 10)
+    for call, stream in calls:
+        stream.done.set()
+        assert call.exception(TIMEOUT).code() is grpc.StatusCode.CANCELLED
+
+
+def test_a_push_that_stops_in_the_middle_is_dropped_and_its_bytes_are_free(start):
+    server = start(stream_idle_seconds=IDLE)
+    worker = joined(server)
+    call, stream = stalled_stream(worker, "PushSparse", header(worker), chunk(worker, 0, 100))
+    wait_until(lambda: in_flight(server) > 1000)
+    wait_until(lambda: cut(server, "PushSparse", "idle_request") == 1)
+    wait_until(lambda: in_flight(server) == 0)
+    stream.done.set()
+    assert call.exception(TIMEOUT).code() is grpc.StatusCode.CANCELLED
+    assert worker.push([1], [1.0]).version == 1  # the same step, whole
+
+
+@pytest.mark.parametrize("rpc", ["DownloadModel", "PullDiff"])
+def test_answers_that_are_not_read_hold_no_thread(start, rpc, tmp_path):
+    size = 4_000_000
+    save_file({"w": torch.zeros(size)}, tmp_path / "large.safetensors")
+    server = start(stream_idle_seconds=IDLE, init=tmp_path / "large.safetensors")
+    worker = joined(server, size)
+    pull = pb.PullDiffRequest(identity=worker.identity, generation=worker.generation)
+    request = pull if rpc == "PullDiff" else pb.DownloadModelRequest()
+    calls = [getattr(worker.stub, rpc)(request, timeout=TIMEOUT) for _ in range(6)]
+    assert worker.push([1], [1.0]).version == 1
+    wait_until(lambda: not server._door.open_calls)  # cut, or gone wholly into the connection's own buffers
+    for call in calls:
+        call.cancel()
+    wait_until(lambda: in_flight(server) == 0)
+
+
+def test_a_stream_that_dawdles_ends_at_last(start):
+    server = start(stream_idle_seconds=30, stream_seconds=IDLE)
+    worker, done = joined(server), threading.Event()
+
+    def dawdling():
+        yield header(worker)
+        for first in range(N):
+            yield chunk(worker, first, 1)
+            if done.wait(0.05):
+                return
+
+    call = worker.stub.PushSparse.future(dawdling(), timeout=TIMEOUT)
+    wait_until(lambda: cut(server, "PushSparse", "too_long") == 1)
+    done.set()
+    assert call.exception(TIMEOUT).code() is grpc.StatusCode.CANCELLED
+    assert worker.push([1], [1.0]).version == 1
+
+
+def test_one_message_is_asked_for_where_one_is_due(start):
+    worker = joined(start())
+    call = worker.channel.stream_unary(SERVICE + "GetStatus", bytes)
+    with pytest.raises(grpc.RpcError, match="exactly one message") as caught:
+        call(iter([]), timeout=TIMEOUT)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_backward_pass_longer_than_the_idle_time_costs_one_push_sent_twice(start):
+    """With overlap a push stays open during backward; one that is cut is sent again by itself, and counts once."""
+    server = start(stream_idle_seconds=IDLE)
+    first, last = (torch.nn.Parameter(torch.zeros(50)) for _ in range(2))
+    settings = QUICK.model_copy(update={"group_elements": 1})
+    with psclient.GradientDropping(
+        [first, last], lr=1.0, density=0.1, server=server.address, overlap=True, settings=settings
+    ) as optimizer:
+        total, slow = torch.zeros(2, 50), True
+
+        def linger(gradient):
+            if slow:
+                wait_until(lambda: cut(server, "PushSparse", "idle_request") == 1)
+
+        first.register_hook(linger)
+        for _ in range(3):
+            gradients = torch.randn(2, 50)
+            total += gradients
+            optimizer.zero_grad()
+            ((first * gradients[0]).sum() + (last * gradients[1]).sum()).backward()  # what comes last is first here
+            optimizer.step()
+            slow = False
+        optimizer.pull()
+        assert optimizer.version == 3
+        for parameter, given in ((first, total[0]), (last, total[1])):
+            held = optimizer.state[parameter]["residual"]
+            torch.testing.assert_close(given, held - parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+# Too much
+
+
+def test_a_second_stream_of_a_worker_is_busy_while_the_first_holds_its_share(start):
+    server = start(worker_bytes=200_000, stream_bytes=1 << 20)
+    size = 5_000  # more than a stream may send before its header is looked at
+    worker, other = joined(server, size), joined(server, size)
+    call, stream = stalled_stream(worker, "PushSparse", header(worker), chunk(worker, 0, size))
+    wait_until(lambda: in_flight(server) > 100_000)
+    assert busy(lambda: worker.push(list(range(size)), [1.0] * size))
+    assert other.push(list(range(size)), [1.0] * size).version == 1
+    stream.done.set()
+    assert call.exception(TIMEOUT).code() is grpc.StatusCode.INVALID_ARGUMENT  # it has no commit
+    worker.step = 0
+    assert worker.push(list(range(size)), [1.0] * size).version == 2
+    wait_until(lambda: in_flight(server) == 0)
+
+
+def test_every_worker_is_busy_while_one_holds_the_total_and_that_one_gets_through(start):
+    size = 10_000
+    server = start(inflight_bytes=150_000)
+    worker, other = joined(server, size), joined(server, size)
+    rest = threading.Event()
+
+    def in_two_parts():
+        yield header(worker)
+        yield chunk(worker, 0, size // 2)
+        rest.wait(TIMEOUT)
+        yield chunk(worker, size // 2, size // 2)
+        yield pb.PushSparseRequest(commit=pb.Commit(chunks=2, entries=size, crc32=zlib.crc32(ONE * size)))
+
+    call = worker.stub.PushSparse.future(in_two_parts(), timeout=TIMEOUT)
+    wait_until(lambda: in_flight(server) > 120_000)
+    assert busy(lambda: other.push(list(range(size)), [1.0] * size))
+    assert busy(other.pull)
+    rest.set()
+    assert call.result(TIMEOUT).version == 1
+    other.step = 0
+    assert other.push(list(range(size)), [1.0] * size).version == 2
+
+
+def test_a_horde_of_tiny_chunks_is_refused(start):
+    server = start(stream_bytes=4 << 20)
+    worker = joined(server, size=100_000)
+
+    def horde():
+        yield header(worker)
+        for first in range(worker.size):
+            yield chunk(worker, first, 1)
+
+    with pytest.raises(grpc.RpcError, match="stream-bytes") as caught:
+        worker.stub.PushSparse(horde(), timeout=TIMEOUT)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    wait_until(lambda: in_flight(server) == 0)
+    assert worker.push([1], [1.0]).version == 1
+
+
+def test_workers_train_however_small_the_limits_are(start):
+    server = start(inflight_bytes=1, worker_bytes=1)
+    models = [torch.nn.BatchNorm1d(8) for _ in range(2)]
+    optimizers = [
+        psclient.GradientDropping(
+            model.parameters(), lr=0.1, density=0.5, model=model, server=server.address, worker=f"w{i}", settings=QUICK
+        )
+        for i, model in enumerate(models)
+    ]
+
+    def train(model, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+
+    threads = [threading.Thread(target=train, args=pair) for pair in zip(models, optimizers, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert server.engine.model.version == 6
+    for optimizer in optimizers:
+        optimizer.close()
+    wait_until(lambda: in_flight(server) == 0)
+
+
+def test_memory_stays_flat_however_many_streams_are_broken_off():
+    size = 200_000
+    with LocalServer(lease_seconds=120, stream_idle_seconds=IDLE, stream_bytes=8 << 20) as server:
+        parameter = torch.nn.Parameter(torch.zeros(size))
+        optimizer = psclient.ASGD([parameter], lr=0.1, server=server, worker="good", settings=QUICK)
+        process = psutil.Process(server.processes[0].pid)
+        channel = grpc.insecure_channel(server.addresses[0])
+        stub = ParameterServerServiceStub(channel)
+        shard = optimizer._cluster.shards[0]
+        opening = pb.PushHeader(identity=optimizer._membership.identity, generation=shard.generation)
+        opening.step = 1 << 40
+        opening.plan.add(start=0, length=size)
+        values = ONE * size
+
+        def broken(kind):
+            yield pb.PushSparseRequest(header=opening)
+            if kind == "horde":
+                for first in range(5_000):
+                    yield pb.PushSparseRequest(chunk=pb.Chunk(start=first, length=1, count=1, **DENSE, values=ONE))
+            else:
+                yield pb.PushSparseRequest(chunk=pb.Chunk(start=0, length=size, count=size, **DENSE, values=values))
+
+        def round_of_them():
+            for kind in ("horde", *["cut"] * 3):
+                with pytest.raises(grpc.RpcError):
+                    stub.PushSparse(broken(kind), timeout=TIMEOUT)
+            parameter.grad = torch.ones(size)
+            optimizer.step()
+
+        for _ in range(2):
+            round_of_them()
+        before, threads = process.memory_info().rss, process.num_threads()
+        for _ in range(5):
+            round_of_them()
+        assert optimizer.version == 7
+        assert process.memory_info().rss - before < 24 << 20  # a leak of every second stream would be more
+        assert process.num_threads() <= threads + 64
+        channel.close()
+
+
+def test_nothing_is_left_in_flight_by_a_whole_training(start):
+    server = start()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    with psclient.DGS(model.parameters(), lr=0.1, density=0.5, model=model, server=server.address) as optimizer:
+        for _ in range(25):  # an exchange of buffers is among them
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+        assert_same_parameters(model, server.address)
+    assert in_flight(server) == 0
