@@ -84,7 +84,7 @@ import logging, os, sys
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr)
 import numba.core.caching as caching
 from pscore.jit import compile_once
-from tests.pscore import test_compiled as loops
+from tests.pscore.select import test_jit as loops
 
 def full(*_, **__):
     raise OSError(28, "No space left on device", "cache")
