@@ -11,7 +11,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=$${MK
 STAMP := $(VENV)/.sparseps-installed
 QUICKSTART_STAMP := $(VENV)/.quickstart-installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
-SOURCES := pscore psservice psclient tests examples benchmarks chaos compare tools
+SOURCES := pscore psservice psclient tests examples benchmarks verify tools
 
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format stubs references bench scale compare wheel clean
@@ -57,10 +57,10 @@ fuzz: venv ## Look for hostile chunks that no test has; ARGS="--seconds 600 --co
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m tools.fuzz_codecs $(ARGS)
 
 chaos: venv ## Break real servers, workers and connections, and account for every push and reply; about ten minutes
-	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m chaos $(ARGS)
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m verify $(ARGS)
 
 soak: venv ## Train for ten minutes and see that nothing grows; ARGS="--minutes 60"
-	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m chaos.soak $(ARGS)
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m verify.soak $(ARGS)
 
 lint: venv ## Check style, types and the protocol file
 	$(VENV)/bin/ruff check $(wildcard $(SOURCES))
@@ -87,7 +87,7 @@ scale: venv ## Simulate up to 1,000 workers and 64 shards from costs measured he
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m benchmarks.scale $(if $(QUICK),--quick) $(ARGS)
 
 compare: venv ## Compare the training methods into runs/compare; an hour, QUICK=1 takes five minutes; goes on where it was
-	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m compare $(if $(QUICK),--quick) $(ARGS)
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m benchmarks.compare $(if $(QUICK),--quick) $(ARGS)
 
 fuzz-service: venv ## Call the whole service with nearly right messages; ARGS="--inputs N"
 	@$(VENV)/bin/python -m tests.hostile.service $(ARGS)

@@ -13,27 +13,25 @@ from types import FrameType
 import torch
 from rich.console import Console
 
-from benchmarks import (
+from benchmarks import ldte, report
+from benchmarks.harness import budgets, machine
+from benchmarks.harness.progress import Progress
+from benchmarks.harness.section import Plan, Section
+from benchmarks.peers import peers
+from benchmarks.sections import (
     accuracy,
-    budgets,
     client,
     codecs,
     growth,
-    ldte,
     load,
-    machine,
     memory,
     merging,
-    peers,
-    report,
     selection,
     server,
     speedup,
     wire,
 )
-from benchmarks.layouts import resnet18, resnet50
-from benchmarks.progress import Progress
-from benchmarks.section import Plan, Section
+from benchmarks.workload.layouts import resnet18, resnet50
 
 SECTIONS = {
     module.KEY: module

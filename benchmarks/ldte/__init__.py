@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import plots
+from benchmarks.harness import plots
+from benchmarks.harness.section import Plan, Plot, Section
 from benchmarks.ldte import tables
 from benchmarks.ldte.capture import DENSITY, MOMENTUM, RATE
 from benchmarks.ldte.runs import Job, Result
 from benchmarks.ldte.runs import run as run_job
 from benchmarks.ldte.speed import MERGED, OURS, TOPK
-from benchmarks.section import Plan, Plot, Section
 from pscore.select import DEFAULT_DENSE_BELOW
 
 KEY, TITLE = "ldte", "Laplace thresholds (LDTE-BS) on captured gradients"

@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks import ldte, machine, report
+from benchmarks import ldte, report
+from benchmarks.harness import machine
+from benchmarks.harness.progress import Progress
 from benchmarks.ldte import pictures
 from benchmarks.ldte.runs import Job, run_once
 from benchmarks.ldte.tables import DATASETS, NAMES
-from benchmarks.progress import Progress
 from benchmarks.report import guide
 from benchmarks.report.markdown import markdown
 

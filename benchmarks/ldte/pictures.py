@@ -7,12 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from benchmarks.harness.plots import NEUTRAL, PALETTE
 from benchmarks.ldte.findings import ALL, DENSITIES
 from benchmarks.ldte.published import SPEEDUPS
 from benchmarks.ldte.runs import Result
 from benchmarks.ldte.speed import MERGED, Timing
 from benchmarks.ldte.tables import DATASETS, NAMES
-from benchmarks.plots import NEUTRAL, PALETTE
 
 _DOTS_AN_INCH = 100
 _LEAST = 0.01  # of k̂/k that the logarithmic axis shows; what is less lies on its edge

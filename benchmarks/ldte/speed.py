@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.timing import Case, Rounds, Stat, Stopwatch, interleave, ratio
 from benchmarks.ldte import published
 from benchmarks.ldte.capture import MOMENTUM, RATE, Moment
-from benchmarks.timing import Case, Rounds, Stat, Stopwatch, interleave, ratio
 from pscore.select import DEFAULT_DENSE_BELOW, SELECTORS, SelectorState, entries_for
 from pscore.select.inputs import Memory
 from pscore.select.kernels.base import GradientUpdate

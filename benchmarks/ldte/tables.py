@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from statistics import median
 
+from benchmarks.harness.section import Table
 from benchmarks.ldte.findings import ALL, DENSITIES, Finding
 from benchmarks.ldte.published import SPEEDUPS, TOLERANCE
 from benchmarks.ldte.runs import Result
 from benchmarks.ldte.speed import LDTE, MERGED, OURS, TOPK, Timing
-from benchmarks.section import Table
 
 NAMES = {
     "resnet101": "ResNet-101",

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from benchmarks.synthetic import Noise, SyntheticModel
+from benchmarks.workload.synthetic import Noise, SyntheticModel
 
 
 class SleepingBackward:

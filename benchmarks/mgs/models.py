@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import layouts
+from benchmarks.workload import layouts
 from pscore.model.layout import ModelLayout, TensorSpec
 
 _MARKS = {"conv1": 112, "bn1": 112}

@@ -10,7 +10,7 @@ from benchmarks.mgs.backward import SleepingBackward
 from benchmarks.mgs.models import PaperModel
 from benchmarks.mgs.quiet import QuietGate
 from benchmarks.mgs.slowlink import slow_link
-from benchmarks.synthetic import Noise, SyntheticModel
+from benchmarks.workload.synthetic import Noise, SyntheticModel
 from psclient.buckets.costs import Costs
 from psclient.buckets.plans import groups_of
 from psclient.settings import ClientSettings

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from benchmarks.children import ChildFailedError
+from benchmarks.harness.children import ChildFailedError
+from benchmarks.harness.section import Plan, Section, Table
 from benchmarks.network import costs
 from benchmarks.network.costs import Curve, Measured
 from benchmarks.network.figures import rate_name
@@ -10,7 +11,6 @@ from benchmarks.network.grid import JITTER
 from benchmarks.network.lab import Lab, LabError, unavailable
 from benchmarks.network.model import Network, simulate
 from benchmarks.network.real import Point, layout_of, step_seconds
-from benchmarks.section import Plan, Section, Table
 from psclient.errors import SparsepsError
 
 _SIZE = 1_168_000  # a tenth of ResNet-18's

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.layouts import GROUP_ELEMENTS, groups
 from benchmarks.network import servercosts, workercosts
 from benchmarks.network.model import Costs, Network, ReplyCosts, simulate
 from benchmarks.network.servercosts import ReplyWork, ServerCosts
 from benchmarks.network.workercosts import WorkerCosts
+from benchmarks.workload.layouts import GROUP_ELEMENTS, groups
 from pscore.model.layout import ModelLayout
 
 VALUE_TYPES = ("fp16", "int8", "int4")

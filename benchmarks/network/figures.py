@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from benchmarks import plots
+from benchmarks.harness import plots
+from benchmarks.harness.section import Plot, Table
 from benchmarks.network.costs import Curve, Measured
 from benchmarks.network.grid import COMPUTE, Spot, hidden
 from benchmarks.network.published import PUBLISHED, PUBLISHED_WORKERS
-from benchmarks.section import Plot, Table
 
 _KIND = {True: "CPU and bytes", False: "bytes alone"}
 

@@ -10,11 +10,11 @@ from statistics import fmean
 import torch
 
 import psclient
-from benchmarks.children import Child
+from benchmarks.harness.children import Child
 from benchmarks.network.costs import Curve
 from benchmarks.network.lab import Lab, enter, inside
 from benchmarks.network.model import BACKWARD, mean_step
-from benchmarks.synthetic import Noise, SyntheticModel
+from benchmarks.workload.synthetic import Noise, SyntheticModel
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings

@@ -7,10 +7,10 @@ from statistics import median
 import numpy as np
 import torch
 
-from benchmarks.layouts import noise_push
-from benchmarks.shardserver import InProcessShard
-from benchmarks.timing import Stopwatch
-from benchmarks.wire import Tally
+from benchmarks.harness.timing import Stopwatch
+from benchmarks.sections.wire import Tally
+from benchmarks.workload.layouts import noise_push
+from benchmarks.workload.shard_server import InProcessShard
 from pscore.model.layout import ModelLayout
 from pscore.model.segment import Segment
 from pscore.select import DEFAULT_DENSE_BELOW

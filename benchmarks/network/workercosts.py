@@ -7,7 +7,7 @@ from statistics import median
 import torch
 
 import psclient
-from benchmarks.synthetic import Noise, SyntheticModel
+from benchmarks.workload.synthetic import Noise, SyntheticModel
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.settings import ClientSettings
 from pscore.model.layout import ModelLayout

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.section import Section
 from benchmarks.report.markdown import markdown
 from benchmarks.report.page import page
 from benchmarks.report.terminal import show
-from benchmarks.section import Section
 
 __all__ = ["show", "write"]
 

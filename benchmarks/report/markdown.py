@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.machine import sentences
-from benchmarks.section import Section
+from benchmarks.harness.machine import sentences
+from benchmarks.harness.section import Section
 
 
 def markdown(facts: dict[str, Any], sections: Sequence[Section]) -> str:

@@ -5,8 +5,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import sentences
-from benchmarks.section import Plot, Section, Table
+from benchmarks.harness.machine import sentences
+from benchmarks.harness.section import Plot, Section, Table
 
 _STYLE = Path(__file__).with_name("style.css")
 

@@ -7,8 +7,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from benchmarks.machine import sentences
-from benchmarks.section import Section, Table
+from benchmarks.harness.machine import sentences
+from benchmarks.harness.section import Section, Table
 
 
 def show(facts: dict[str, Any], sections: Sequence[Section], console: Console) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import machine, report
-from benchmarks.progress import Progress
+from benchmarks import report
+from benchmarks.harness import machine
+from benchmarks.harness.progress import Progress
 from benchmarks.report import guide
 from benchmarks.report.markdown import markdown
 from benchmarks.scale import calibration, check, sections, sweeps

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import plots
-from benchmarks.plots import Line
+from benchmarks.harness import plots
+from benchmarks.harness.plots import Line
+from benchmarks.harness.section import Plot
 from benchmarks.scale.check import Row
 from benchmarks.scale.sweeps import Found
-from benchmarks.section import Plot
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import grpc
 
-from benchmarks.loadgenerator import CALL_SECONDS, read_frames, run_between_lines
+from benchmarks.harness.load_generator import CALL_SECONDS, read_frames, run_between_lines
 from pscore.wire.frames import FRAMING_BYTES
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
@@ -118,7 +118,7 @@ class Worker:
     Args:
         addresses: of the shards, in order.
         name: of the worker.
-        files: its updates, by shard; each as :func:`~benchmarks.loadgenerator.write_frames` has written it.
+        files: its updates, by shard; each as :func:`~benchmarks.harness.load_generator.write_frames` has written it.
         think: mean seconds between a pull and the next push.
         pushes: that it makes before it pulls.
     """

@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from benchmarks.layouts import noise_push, one_tensor
 from benchmarks.scale.costs import AMONG_CHANGED, SCAN_FROM
 from benchmarks.scale.fits import serial_share
-from benchmarks.shardserver import InProcessShard
-from benchmarks.wire import Tally
+from benchmarks.sections.wire import Tally
+from benchmarks.workload.layouts import noise_push, one_tensor
+from benchmarks.workload.shard_server import InProcessShard
 from pscore.model.layout import ModelLayout
 from pscore.model.segment import Segment
 from pscore.select import DEFAULT_SELECTOR, SELECTORS

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.captured import Run, convnet, push
-from benchmarks.peertask import batches
+from benchmarks.peers.task import batches
+from benchmarks.workload.captured import Run, convnet, push
 from psclient.compress.method import State
 from pscore.select import DEFAULT_SELECTOR, SELECTORS
 

@@ -14,11 +14,11 @@ from statistics import fmean
 import numpy as np
 import psutil
 
-from benchmarks.generators import push_share
-from benchmarks.layouts import one_tensor
-from benchmarks.loadgenerator import CALL_SECONDS
+from benchmarks.harness.generators import push_share
+from benchmarks.harness.load_generator import CALL_SECONDS
 from benchmarks.scale import updates
 from benchmarks.scale.client import Step
+from benchmarks.workload.layouts import one_tensor
 from psclient.rpc.local_server import LocalServer
 
 CLIENT_PROCESSES = 2

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.harness.section import Section, Table
 from benchmarks.scale import charts, sweeps, tables
 from benchmarks.scale.charts import Chart
 from benchmarks.scale.check import Row
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
 from benchmarks.scale.sweeps import Found, Grid, Sweeper, as_shipped, base, networks, with_workers
-from benchmarks.section import Section, Table
 
 _SHOWN = (1, 10, 100, 1000)  # workers that tables have rows for
 

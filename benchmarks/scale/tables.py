@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from benchmarks.harness.section import Table
 from benchmarks.scale.check import TARGET, Row
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
 from benchmarks.scale.sweeps import EFFICIENT, Found, Saturation, memory
-from benchmarks.section import Table
 
 UNITS: Mapping[str, tuple[str, str]] = {
     "decode": ("server: parse, decode, check and merge a push", "entry"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import grpc
 import torch
 
-from benchmarks.loadgenerator import CALL_SECONDS
+from benchmarks.harness.load_generator import CALL_SECONDS
 from benchmarks.network import workercosts
 from benchmarks.scale import updates
 from benchmarks.scale.costs import Costs

@@ -8,9 +8,9 @@ import grpc
 import numpy as np
 import torch
 
-from benchmarks.layouts import noise_push
-from benchmarks.loadgenerator import CALL_SECONDS, write_frames
-from benchmarks.streams import push_requests
+from benchmarks.harness.load_generator import CALL_SECONDS, write_frames
+from benchmarks.workload.layouts import noise_push
+from benchmarks.workload.streams import push_requests
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.segment import Segment
 from pscore.wire import frames

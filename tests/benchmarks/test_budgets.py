@@ -3,11 +3,11 @@
 import time
 from dataclasses import replace
 
-from benchmarks import budgets
 from benchmarks.bench import SECTIONS
-from benchmarks.layouts import one_tensor
-from benchmarks.section import Plan
-from benchmarks.timing import interleave
+from benchmarks.harness import budgets
+from benchmarks.harness.section import Plan
+from benchmarks.harness.timing import interleave
+from benchmarks.workload.layouts import one_tensor
 
 
 def test_every_section_has_a_budget_and_together_they_fit():

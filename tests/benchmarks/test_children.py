@@ -5,7 +5,7 @@ import time
 import psutil
 import pytest
 
-from benchmarks.children import Child, ChildFailedError
+from benchmarks.harness.children import Child, ChildFailedError
 
 
 def echo(connection, greeting):

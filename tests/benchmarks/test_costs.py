@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.layouts import one_tensor
 from benchmarks.network.costs import Curve, Measured
 from benchmarks.network.servercosts import PushWork, ReplyWork, ServerCosts
 from benchmarks.network.workercosts import WorkerCosts
+from benchmarks.workload.layouts import one_tensor
 
 ENTRIES = 1000
 WORKER = WorkerCosts(0.01, 0.02, 0.0, 0.0, 0.03, push_size=3000, push_entries=ENTRIES, reply_entries=ENTRIES)

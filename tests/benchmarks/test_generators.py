@@ -3,11 +3,11 @@
 import psutil
 import pytest
 
-from benchmarks.generators import Generators, push_share
-from benchmarks.layouts import one_tensor
-from benchmarks.load import write_push
-from benchmarks.loadgenerator import read_frames, write_frames
-from benchmarks.rawworker import RawWorker
+from benchmarks.harness.generators import Generators, push_share
+from benchmarks.harness.load_generator import read_frames, write_frames
+from benchmarks.sections.load import write_push
+from benchmarks.workload.layouts import one_tensor
+from benchmarks.workload.raw_worker import RawWorker
 from psclient import LocalServer
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks import ldte
-from benchmarks.layouts import one_tensor
+from benchmarks.harness.section import Plan
 from benchmarks.ldte import capture, published
 from benchmarks.ldte import runs as ldte_runs
 from benchmarks.ldte.__main__ import main
@@ -20,7 +20,7 @@ from benchmarks.ldte.capture import MOMENTUM, Moment, moments
 from benchmarks.ldte.findings import ALL, examine
 from benchmarks.ldte.runs import Job, Result, read, run
 from benchmarks.ldte.speed import BY_TENSOR, LDTE, MERGED, TOPK, measure
-from benchmarks.section import Plan
+from benchmarks.workload.layouts import one_tensor
 from pscore.select import entries_for
 
 CPU = torch.device("cpu")

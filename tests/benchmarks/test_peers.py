@@ -2,12 +2,12 @@
 
 from contextlib import contextmanager
 
-from benchmarks import peers
-from benchmarks.children import ChildFailedError
-from benchmarks.layouts import one_tensor
-from benchmarks.peers import Parties, Result
-from benchmarks.section import Plan
-from benchmarks.socketbytes import Traffic
+from benchmarks.harness.children import ChildFailedError
+from benchmarks.harness.section import Plan
+from benchmarks.peers import peers
+from benchmarks.peers.peers import Parties, Result
+from benchmarks.workload.layouts import one_tensor
+from benchmarks.workload.socket_bytes import Traffic
 
 PLAN = Plan(True, one_tensor(10), "", 0.01, 3, 3, 0, lambda what: None)
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from benchmarks import plots
+from benchmarks.harness import plots
 
 GROUNDS = ("#ffffff", "#16181c")
 

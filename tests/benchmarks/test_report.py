@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import plots
-from benchmarks.machine import describe
+from benchmarks.harness import plots
+from benchmarks.harness.machine import describe
+from benchmarks.harness.section import Section, Table
 from benchmarks.report import write
 from benchmarks.report.page import page
-from benchmarks.section import Section, Table
 
 GROUNDS = ("#ffffff", "#16181c")
 VOID = {"meta", "br", "link", "img"}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import report
-from benchmarks.machine import describe
+from benchmarks.harness.machine import describe
 from benchmarks.scale import sections, tables
 from benchmarks.scale.check import Case, Row, replay
 from benchmarks.scale.client import Step

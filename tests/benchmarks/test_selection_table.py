@@ -4,8 +4,8 @@ import re
 
 import torch
 
-from benchmarks import selection
-from benchmarks.section import Plan, Section
+from benchmarks.harness.section import Plan, Section
+from benchmarks.sections import selection
 from pscore.model.layout import layout_of
 
 

@@ -8,7 +8,7 @@ import pytest
 
 
 def run_chaos(output, *arguments: str) -> dict:
-    words = [sys.executable, "-m", "chaos", *arguments, "--workers", "3", "--output", str(output)]
+    words = [sys.executable, "-m", "verify", *arguments, "--workers", "3", "--output", str(output)]
     run = subprocess.run(words, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((output / "chaos.json").read_text())

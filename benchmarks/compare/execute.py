@@ -1,0 +1,65 @@
+"""Do one run: a server, its workers, the test of the server's model at the end."""
+
+import math
+from contextlib import ExitStack
+
+import torch
+
+import psclient
+from benchmarks.compare import worker
+from benchmarks.compare.methods import METHODS
+from benchmarks.compare.processes import Child, server
+from benchmarks.compare.spec import Outcome, Spec
+from benchmarks.compare.tasks import TASKS
+from benchmarks.compare.worker import Told
+
+_START_SECONDS, _STEP_SECONDS = 120.0, 0.1
+
+
+def execute(spec: Spec) -> Outcome:
+    """Train and test.
+
+    Raises:
+        ChildFailedError: a process failed, or did not answer in time.
+    """
+    method = METHODS[spec.method]
+    if method.kind == "single":
+        told = _train(spec, "")
+        return _outcome(spec, told, {name: torch.from_numpy(array) for name, array in told[0].state.items()})
+    with server({"down_density": spec.density, **method.server(spec.workers)}) as address:
+        told = _train(spec, address)
+        return _outcome(spec, told, psclient.download(address))
+
+
+def _train(spec: Spec, address: str) -> list[Told]:
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(Child(f"worker {number} of {spec.method}", worker.work, spec, number, address))
+            for number in range(spec.workers)
+        ]
+        for each in workers:
+            each.hear(_START_SECONDS)
+        for each in workers:
+            each.tell()
+        seconds = worker.CALL_SECONDS + spec.steps * spec.workers * _STEP_SECONDS
+        return [each.hear(seconds) for each in workers]
+
+
+def _outcome(spec: Spec, told: list[Told], state: dict[str, torch.Tensor]) -> Outcome:
+    task = TASKS[spec.task]
+    model = task.make_model()
+    model.load_state_dict(state)
+    quality = task.evaluate(model, spec.validation)
+    diverged = any(each.diverged for each in told) or not math.isfinite(quality.loss)
+    staleness = torch.tensor([float(value) for each in told for value in each.staleness] or [0.0])
+    return Outcome(
+        score=None if diverged else quality.of(task.metric),
+        loss=None if diverged else quality.loss,
+        up_bytes=sum(each.up_bytes for each in told),
+        down_bytes=sum(each.down_bytes for each in told),
+        versions=max(each.version for each in told),
+        mean_staleness=staleness.mean().item(),
+        p99_staleness=torch.quantile(staleness, 0.99).item(),
+        refused=sum(each.refused for each in told),
+        seconds=max(each.seconds for each in told),
+    )

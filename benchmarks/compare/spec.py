@@ -1,0 +1,99 @@
+"""What one run is, and what came of it: both as plain JSON, so that a run that was done is never done again."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.compare.methods import METHODS
+from benchmarks.compare.tasks import TASKS
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Everything that determines a run, chance apart.
+
+    Attributes:
+        task: key of the task.
+        method: key of the method.
+        workers: how many share the samples.
+        seed: of the weights and of the order of the data.
+        samples: of all workers together.
+        rate: effective learning rate, ``lr / (1 - momentum)``.
+        momentum: of the method.
+        density: share of the entries that a sparse method sends.
+        validation: the model is measured on the data to choose settings by, not on the test data.
+    """
+
+    task: str
+    method: str
+    workers: int
+    seed: int
+    samples: int
+    rate: float
+    momentum: float
+    density: float
+    validation: bool = False
+
+    @property
+    def key(self) -> str:
+        """What tells this run from every other, the settings of the method's server included."""
+        return json.dumps(asdict(self) | {"server": METHODS[self.method].server(self.workers)}, sort_keys=True)
+
+    @property
+    def expected_seconds(self) -> float:
+        """Guess how long it takes."""
+        return TASKS[self.task].expected_seconds * self.samples / 1000
+
+    @property
+    def steps(self) -> int:
+        """Steps of each worker."""
+        return self.samples // (TASKS[self.task].batch_size * self.workers)
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the optimizer is given."""
+        return self.rate * (1 - self.momentum) * METHODS[self.method].rate_scale
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        score: the task's metric of the server's model at the end, on data held out; ``None`` where training diverged.
+        loss: its loss on them; ``None`` likewise.
+        up_bytes: messages of all pushes; the upload of the initial model is not among them.
+        down_bytes: messages of all pulls; the first download of each worker is not among them.
+        versions: updates that the server applied: pushes, or rounds of a synchronous method.
+        mean_staleness: pushes of others between a worker's replica and its push, over all steps.
+        p99_staleness: 99 of 100 steps were no staler.
+        refused: parts of pushes that the server did not take, and that went back into the residual.
+        seconds: from the first step until the last worker was done.
+    """
+
+    score: float | None
+    loss: float | None
+    up_bytes: int
+    down_bytes: int
+    versions: int
+    mean_staleness: float
+    p99_staleness: float
+    refused: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that was done."""
+
+    spec: Spec
+    outcome: Outcome
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {"spec": asdict(self.spec), "outcome": asdict(self.outcome)}
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> "Run":
+        """Read what :meth:`plain` wrote."""
+        return cls(Spec(**plain["spec"]), Outcome(**plain["outcome"]))

@@ -1,0 +1,132 @@
+"""The results as tables: numbers as a reader wants them."""
+
+from collections.abc import Sequence
+
+from benchmarks.compare.methods import METHODS, SUBJECT
+from benchmarks.compare.results import Entry, Pairing
+from benchmarks.compare.statistics import Difference, Spread
+from benchmarks.compare.straggler import SLOWNESS, STEP_SECONDS, WORKERS, Effect, title_of
+from benchmarks.compare.tasks import TASKS, Task
+from benchmarks.harness.section import Table
+
+_HEADS = (
+    "method",
+    "workers",
+    "metric",
+    "rate",
+    "momentum",
+    "up, MB",
+    "down, MB",
+    "versions",
+    "staleness, mean",
+    "p99",
+    "seconds",
+)
+_LEAST_SHARE = 0.9
+
+
+def quality(entries: Sequence[Entry]) -> list[Table]:
+    """Return one table a task: what each method reached, and with what."""
+    found = []
+    for task in TASKS.values():
+        rows = [_row(task, entry) for entry in entries if entry.task == task.key]
+        if rows:
+            heads = tuple(_metric(task) if head == "metric" else head for head in _HEADS)
+            found.append(Table(f"{task.title}: the server's model after the same number of samples", heads, rows))
+    return found
+
+
+def differences(pairings: Sequence[Pairing]) -> list[Table]:
+    """Return one table a task: the subject against each rival, seed by seed."""
+    subject = METHODS[SUBJECT].title
+    found = []
+    for task in TASKS.values():
+        here = [pairing for pairing in pairings if pairing.task == task.key]
+        counts = sorted({pairing.workers for pairing in here})
+        cells = {(pairing.rival, pairing.workers): _difference(task, pairing.difference) for pairing in here}
+        rows = [
+            (METHODS[rival].title, *(cells.get((rival, count), "–") for count in counts))
+            for rival in METHODS
+            if any(pairing.rival == rival for pairing in here)
+        ]
+        if rows:
+            heads = ("rival", *(f"{count} worker{'s' if count > 1 else ''}" for count in counts))
+            title = f"{task.title}: by how much {subject} is better, {_metric(task)}, ± one paired standard error"
+            found.append(Table(title, heads, rows))
+    return found
+
+
+def verdicts(pairings: Sequence[Pairing]) -> list[str]:
+    """Say, for each number of workers, where the subject is worse than a rival by more than one standard error."""
+    subject = METHODS[SUBJECT].title
+    said = []
+    for workers in sorted({pairing.workers for pairing in pairings}):
+        worse = [
+            f"{METHODS[pairing.rival].title} ({TASKS[pairing.task].title})"
+            for pairing in pairings
+            if pairing.workers == workers and pairing.difference.verdict == "worse"
+        ]
+        where = f"worse than {', '.join(worse)}" if worse else "not worse than any rival"
+        count = "one worker" if workers == 1 else f"{workers} workers"
+        said.append(f"With {count}, {subject} is {where}, by more than one paired standard error.")
+    return said
+
+
+def stragglers(effects: Sequence[Effect]) -> list[Table]:
+    """Return the table of the slow worker, or none."""
+    if not effects:
+        return []
+    rows = [
+        (
+            title_of(effect),
+            f"{effect.alone:.1f}",
+            f"{effect.beside_slow:.1f}",
+            f"{effect.share:.0%}",
+            "yes" if effect.share > _LEAST_SHARE else "no",
+        )
+        for effect in effects
+    ]
+    title = (
+        f"{WORKERS} workers with steps of {STEP_SECONDS * 1e3:.0f} ms, one of them {SLOWNESS} times slower: "
+        "steps a second of the others"
+    )
+    return [Table(title, ("method", "all alike", "one slow", "left", "above 90 %"), rows)]
+
+
+def _row(task: Task, entry: Entry) -> tuple[str, ...]:
+    served = METHODS[entry.method].kind != "single"
+    return (
+        METHODS[entry.method].title,
+        f"{entry.workers}",
+        _score(task, entry.scores) + (f" ({entry.diverged} diverged)" if entry.diverged else ""),
+        f"{entry.choice.rate:.2g}",
+        f"{entry.choice.momentum:g}",
+        f"{entry.up_bytes / 1e6:.1f}" if served else "–",
+        f"{entry.down_bytes / 1e6:.1f}" if served else "–",
+        f"{entry.versions:.0f}",
+        f"{entry.mean_staleness:.1f}" if served else "–",
+        f"{entry.p99_staleness:.0f}" if served else "–",
+        f"{entry.seconds:.1f}",
+    )
+
+
+def _metric(task: Task) -> str:
+    return "test accuracy, %" if task.higher_is_better else "test loss, nats a byte"
+
+
+def _score(task: Task, scores: Spread | None) -> str:
+    if scores is None:
+        return "–"
+    return f"{_number(task, scores.mean)} ± {_number(task, scores.deviation)}"
+
+
+def _difference(task: Task, difference: Difference) -> str:
+    if difference.mean is None:
+        return f"diverged, {difference.verdict}"
+    sign = "+" if difference.mean >= 0 else "−"
+    error = "" if difference.error is None else f" ± {_number(task, difference.error)}"
+    return f"{sign}{_number(task, abs(difference.mean))}{error}, {difference.verdict}"
+
+
+def _number(task: Task, value: float) -> str:
+    return f"{100 * value:.2f}" if task.higher_is_better else f"{value:.3f}"

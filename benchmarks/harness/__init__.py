@@ -1,0 +1,1 @@
+"""Timing, child processes, progress: what every section uses."""

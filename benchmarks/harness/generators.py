@@ -1,0 +1,122 @@
+"""Load generators as child processes: started together, told when to begin and to stop, killed where they do not."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import psutil
+
+from benchmarks.harness.load_generator import CALL_SECONDS
+
+_WARMUP_SHARE = 0.25
+
+
+class Window(NamedTuple):
+    """What was seen between two moments.
+
+    Attributes:
+        seconds: between them.
+        pushes: done, the parts counted of those that a moment cut.
+        server_cpu: seconds of the server process.
+        generator_cpu: seconds of all generators.
+    """
+
+    seconds: float
+    pushes: float
+    server_cpu: float
+    generator_cpu: float
+
+
+class Generators:
+    """Processes that generate load; a context manager.
+
+    Args:
+        address: of the server.
+        frames: file of :func:`~benchmarks.harness.load_generator.write_frames`.
+        names: of all workers, dealt out to the processes.
+        processes: how many.
+    """
+
+    def __init__(self, address: str, frames: Path, names: Sequence[str], processes: int) -> None:
+        """Start them and wait until all have joined."""
+        self._stack = ExitStack()
+        try:
+            self._processes = [
+                self._start(address, frames, names[i::processes]) for i in range(min(processes, len(names)))
+            ]
+            for process in self._processes:
+                if self._line(process).strip() != "ready":
+                    raise RuntimeError("a load generator did not get ready; its message is above")
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def measure(self, server: psutil.Process, seconds: float) -> Window:
+        """Let them push, and watch all but the beginning."""
+        self._tell()
+        time.sleep(seconds * _WARMUP_SHARE)
+        before = time.monotonic(), _cpu([server]), _cpu(self._watched())
+        time.sleep(seconds)
+        after = time.monotonic(), _cpu([server]), _cpu(self._watched())
+        self._tell()
+        pushes = 0.0
+        for process in self._processes:
+            for times in json.loads(self._line(process)):
+                pushes += sum(push_share(push, before[0], after[0]) for push in times)
+        return Window(after[0] - before[0], pushes, after[1] - before[1], after[2] - before[2])
+
+    def __enter__(self) -> "Generators":
+        """Return them, ready."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what still runs."""
+        self._stack.close()
+
+    def _start(self, address: str, frames: Path, names: Sequence[str]) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.harness.load_generator", address, str(frames), *names],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._stack.callback(_end, process)
+        return process
+
+    def _tell(self) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+
+    def _line(self, process: "subprocess.Popen[str]") -> str:
+        """Read a line; each call of a generator has a deadline, so one comes or the process ends."""
+        assert process.stdout is not None
+        return process.stdout.readline()
+
+    def _watched(self) -> list[psutil.Process]:
+        return [psutil.Process(process.pid) for process in self._processes]
+
+
+def push_share(push: tuple[float, float], start: float, end: float) -> float:
+    """Return how much of a push falls between two moments."""
+    began, done = push
+    return max(0.0, min(done, end) - max(began, start)) / max(done - began, 1e-9)
+
+
+def _cpu(processes: Sequence[psutil.Process]) -> float:
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    if process.poll() is None:
+        process.kill()
+    process.communicate(timeout=CALL_SECONDS)

@@ -1,0 +1,1 @@
+"""The same training job with other parameter servers of the PyTorch world."""

@@ -1,0 +1,1 @@
+"""What is measured with: layouts, pushes, shards and workers without a model."""

@@ -1,0 +1,113 @@
+"""A worker without a model: the raw stubs, pushes of noise, replies thrown away. Many of them fit into one process."""
+
+import uuid
+from collections.abc import Iterator
+from types import TracebackType
+
+import grpc
+import torch
+
+from benchmarks.workload.layouts import GROUP_ELEMENTS, groups
+from benchmarks.workload.streams import push_requests
+from pscore.model.layout import ModelLayout, Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+
+_CALL_SECONDS = 120.0
+
+
+class RawWorker:
+    """Joins (and uploads zeros if it is the first), pushes, pulls.
+
+    Args:
+        address: of a server with one shard.
+        layout: the model.
+        name: this worker's.
+    """
+
+    def __init__(self, address: str, layout: ModelLayout, name: str) -> None:
+        """Join."""
+        self._channel = grpc.insecure_channel(address)
+        self._stub = ParameterServerServiceStub(self._channel)
+        self._identity = pb.WorkerIdentity(worker_id=name, incarnation=str(uuid.uuid4()))
+        self._layout = layout
+        self._groups = groups(layout, GROUP_ELEMENTS)
+        self._step = 0
+        self._base: int | None = None
+        self._acknowledged = 0
+        self._image = False
+        request = pb.JoinRequest(
+            identity=self._identity,
+            protocol_version=PROTOCOL_VERSION,
+            method="bench",
+            layout=layout_to_message(layout),
+            num_shards=1,
+        )
+        joined: pb.JoinResponse = self._stub.Join(request, timeout=_CALL_SECONDS)
+        self._identity.run_id = joined.run_id
+        self._generation = joined.generation
+        self._chunk_bytes = joined.settings.chunk_bytes
+        if joined.state == pb.JOIN_STATE_UPLOAD:
+            self._stub.UploadModel(self._upload(), timeout=_CALL_SECONDS)
+
+    def push(self, update: Segment) -> None:
+        """Push; returns when the server has applied it."""
+        self._step += 1
+        requests = push_requests(
+            self._identity,
+            update,
+            self._groups,
+            step=self._step,
+            generation=self._generation,
+            base_version=self._base or 0,
+            chunk_bytes=self._chunk_bytes,
+        )
+        self._stub.PushSparse(requests, timeout=_CALL_SECONDS)
+
+    def pull(self) -> int:
+        """Pull, note the reply as applied, and return its bytes."""
+        request = pb.PullDiffRequest(
+            identity=self._identity,
+            generation=self._generation,
+            has_base=self._base is not None,
+            base_version=self._base or 0,
+            acknowledged_reply=self._acknowledged,
+            image=self._image,
+        )
+        received = 0
+        for response in self._stub.PullDiff(request, timeout=_CALL_SECONDS):
+            received += frames.wire_bytes(response)
+            if response.WhichOneof("message") == "header":
+                self._base = response.header.version
+                self._acknowledged, self._image = response.header.reply_number, response.header.image
+        return received
+
+    @property
+    def version(self) -> int | None:
+        """Of the last reply."""
+        return self._base
+
+    def __enter__(self) -> "RawWorker":
+        """Return the worker."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave."""
+        self._stub.Leave(pb.LeaveRequest(identity=self._identity), timeout=_CALL_SECONDS)
+        self._channel.close()
+
+    def _upload(self) -> Iterator[pb.UploadModelRequest]:
+        yield pb.UploadModelRequest(header=pb.UploadHeader(identity=self._identity, generation=self._generation))
+        checksum = frames.Checksum()
+        step = self._chunk_bytes // 4
+        for start in range(0, self._layout.size, step):
+            span = Span(start, min(self._layout.size, start + step))
+            for chunk, _ in frames.encode(Segment(span, None, torch.zeros(span.length)), chunk_bytes=self._chunk_bytes):
+                checksum.add(chunk)
+                yield pb.UploadModelRequest(chunk=chunk)
+        yield pb.UploadModelRequest(commit=checksum.commit())

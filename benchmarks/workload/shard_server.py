@@ -1,0 +1,177 @@
+"""One shard inside this process: the server's own engine and stream reader, with no gRPC between."""
+
+import uuid
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from benchmarks.workload.layouts import GROUP_ELEMENTS, groups
+from benchmarks.workload.streams import push_requests
+from pscore.model.layout import ModelLayout, Span
+from pscore.model.segment import Segment
+from pscore.wire import frames
+from pscore.wire.codecs.names import READABLE_INDEX_CODECS
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.leases import Identity, PushAnswer
+from psservice.model.parameters import ModelShard
+from psservice.model.reply_session import Reply, ReplyMode
+from psservice.observability.metrics import Metrics
+from psservice.rpc.push_stream import PushReader, read_all, read_push
+from psservice.settings import ServerSettings
+from psservice.shard.shard import Engine
+from psservice.shard.types import Push
+
+_LEASE_SECONDS = 3600.0
+
+
+class InProcessShard:
+    """The engine of a server with one shard and one worker, ready to take pushes.
+
+    Args:
+        layout: the model; its values are zeros.
+        down_mode: how pulls are answered.
+        **settings: further settings of the server.
+    """
+
+    def __init__(self, layout: ModelLayout, down_mode: str, **settings: object) -> None:
+        """Join and upload."""
+        values = {"down_mode": down_mode, "buffers": "none", "lease_seconds": _LEASE_SECONDS, **settings}
+        self.layout = layout
+        self.settings = ServerSettings.model_validate(values)
+        self.engine = Engine(self.settings, torch.device("cpu"), Metrics())
+        self.identity = Identity("bench", str(uuid.uuid4()))
+        joined = self.engine.join(
+            self.identity,
+            layout,
+            "bench",
+            {},
+            generation_seen=0,
+            has_replica=False,
+            index_codecs=frozenset(READABLE_INDEX_CODECS),
+        )
+        self.generation = joined.generation
+        self.span = Span(0, layout.size)
+        upload, checksum = self.engine.open_upload(self.identity, self.generation, 0), frames.Checksum()
+        call = upload.go_on()
+        zeros = Segment(self.span, None, torch.zeros(layout.size))
+        for chunk, _ in frames.encode(zeros, chunk_bytes=self.settings.chunk_bytes):
+            checksum.add(chunk)
+            upload.read(call, chunk)
+        upload.verify(call, checksum.commit())
+        self.engine.finish_upload(upload, 0)
+        self._groups = groups(layout, GROUP_ELEMENTS)
+        self._step = 0
+        self._acknowledged = 0
+
+    @property
+    def model(self) -> ModelShard:
+        """The parameters."""
+        return self.engine.require_model(None)
+
+    def push_messages(self, push: Segment, dtype: torch.dtype = torch.float32) -> list[pb.PushSparseRequest]:
+        """Write a push as the worker does; each has the next step."""
+        self._step += 1
+        identity = pb.WorkerIdentity(
+            run_id=self.engine.run.run_id, worker_id=self.identity.worker_id, incarnation=self.identity.incarnation
+        )
+        requests = push_requests(
+            identity,
+            push,
+            self._groups,
+            step=self._step,
+            generation=self.generation,
+            base_version=self.model.version,
+            chunk_bytes=self.settings.chunk_bytes,
+            dtype=dtype,
+        )
+        return list(requests)
+
+    def read(self, messages: Sequence[pb.PushSparseRequest]) -> tuple[pb.PushHeader, list[Segment]]:
+        """Decode and validate a push, as the server does while it arrives."""
+
+        def open_push(header: pb.PushHeader) -> PushReader:
+            self.engine.check_push(self.identity, header.step)
+            return PushReader.of(header, self.engine.span)
+
+        header, _, segments = read_all(read_push(open_push), messages)
+        return header, segments
+
+    def apply(
+        self, header: pb.PushHeader, segments: list[Segment], messages: Sequence[pb.PushSparseRequest] = ()
+    ) -> PushAnswer:
+        """Merge and apply a push that has been read; the messages go into the journal, where there is one."""
+        answer, repeated = self.engine.commit(
+            Push(
+                self.identity,
+                header.step,
+                header.generation,
+                header.base_version,
+                1,
+                segments,
+                [message.SerializeToString() for message in messages],
+            )
+        )
+        assert not repeated
+        return answer
+
+    def commit(self, push: Segment) -> None:
+        """Apply a push without a wire."""
+        self._step += 1
+        self.engine.commit(Push(self.identity, self._step, self.generation, self.model.version, 1, [push]))
+
+    def pull(self, base_version: int) -> Reply:
+        """Ask for an exact reply from a version on."""
+        reply = self._pull(base_version, image=False)
+        assert reply.mode is ReplyMode.EXACT
+        return reply
+
+    def open_image(self) -> None:
+        """Take the exact reply that opens an image; what follows is top-k."""
+        self._acknowledged = self._pull(None, image=False).number
+
+    def pull_topk(self) -> Reply:
+        """Acknowledge the last reply and ask for the next top-k one."""
+        reply = self._pull(self.model.version, image=True)
+        assert reply.mode is ReplyMode.TOPK
+        self._acknowledged = reply.number
+        return reply
+
+    def pull_messages(self, reply: Reply) -> Iterator[pb.PullDiffResponse]:
+        """Write a reply as the server does."""
+        mode = pb.REPLY_MODE_EXACT if reply.mode is ReplyMode.EXACT else pb.REPLY_MODE_TOPK
+        header = pb.PullHeader(
+            mode=mode,
+            version=reply.version,
+            reply_number=reply.number,
+            density=reply.density,
+            changed_density=reply.changed_density,
+            image=reply.image,
+            run_state=pb.RUN_STATE_TRAINING,
+        )
+        yield pb.PullDiffResponse(header=header)
+        checksum = frames.Checksum()
+        for chunk in self._chunks(reply):
+            checksum.add(chunk)
+            yield pb.PullDiffResponse(chunk=chunk)
+        yield pb.PullDiffResponse(commit=checksum.commit())
+
+    def _chunks(self, reply: Reply) -> Iterator[pb.Chunk]:
+        if reply.chunks is not None:
+            yield from reply.chunks
+            return
+        for segment in reply.segments:
+            for chunk, _ in frames.encode(segment, chunk_bytes=self.settings.chunk_bytes):
+                yield chunk
+
+    def close(self) -> None:
+        """Stop the engine's threads."""
+        self.engine.close()
+
+    def _pull(self, base_version: int | None, *, image: bool) -> Reply:
+        return self.engine.pull(
+            self.identity,
+            self.generation,
+            base_version=base_version,
+            acknowledged=self._acknowledged,
+            replica_is_image=image,
+        )

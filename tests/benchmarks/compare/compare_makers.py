@@ -1,0 +1,47 @@
+"""Plans, runs and a watcher for the tests of the comparison."""
+
+from benchmarks.compare.campaign import Campaign
+from benchmarks.compare.ledger import Ledger
+from benchmarks.compare.plan import Plan
+from benchmarks.compare.spec import Outcome, Run, Spec
+
+SMALL = Plan(
+    quick=True,
+    tasks=("digits",),
+    methods=("sgd", "dgs", "asgd"),
+    workers=(2, 4),
+    tuned_at=(4,),
+    seeds=(0, 1),
+    samples=640,
+    search_samples=320,
+)
+
+
+class Silent:
+    """Keeps what a watcher is told."""
+
+    def __init__(self):
+        self.planned = self.over = 0.0
+        self.begun = []
+
+    def plan(self, expected_seconds):
+        self.planned += expected_seconds
+
+    def begin(self, what):
+        self.begun.append(what)
+
+    def done(self, expected_seconds, seconds):
+        self.over += expected_seconds
+
+
+def outcome(score=0.9, loss=0.3, **others):
+    numbers = {"up_bytes": 1000, "down_bytes": 2000, "versions": 40, "mean_staleness": 1.5, "p99_staleness": 4.0}
+    return Outcome(score, loss, **(numbers | {"refused": 0, "seconds": 1.0} | others))
+
+
+def run(method="dgs", workers=4, seed=0, task="digits", **results):
+    return Run(Spec(task, method, workers, seed, 640, 0.3, 0.6, 0.01), outcome(**results))
+
+
+def campaign(path, do, plan=SMALL):
+    return Campaign(plan, Ledger(path), Silent(), do)

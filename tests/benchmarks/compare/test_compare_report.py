@@ -1,0 +1,80 @@
+"""Tables, figures, JSON and the page, from results that were made up."""
+
+import json
+
+import pytest
+
+from benchmarks.compare import figures, report
+from benchmarks.compare.results import entries, pairings
+from benchmarks.compare.straggler import Effect
+from benchmarks.report import guide
+from tests.benchmarks.compare.compare_makers import campaign, run
+
+EFFECTS = [Effect("dgs", 50.0, 49.0), Effect("asgd_bounded", 50.0, 6.0)]
+FACTS = {
+    "command": "python -m benchmarks.compare",
+    "date": "2026-01-01",
+    "machine": {"cpu": "a CPU", "cores": 2, "memory_bytes": 2**30, "system": "Linux", "load_average": (0, 0, 0)},
+    "versions": dict.fromkeys(("sparseps", "commit", "python", "torch", "numpy", "grpcio", "protobuf"), "1"),
+    "threads": {"torch": 1},
+}
+
+
+@pytest.fixture
+def work(tmp_path):
+    """A comparison in which DGS is better than ASGD on one task, worse on the other, where DGC diverges once."""
+    made = campaign(tmp_path / "runs.jsonl", do=None)
+    for seed in (0, 1, 2):
+        made.runs += [
+            run("dgs", seed=seed, score=0.95 + seed / 1000),
+            run("asgd", seed=seed, score=0.90 + seed / 500),
+            run("sgd", workers=1, seed=seed, score=0.97),
+            run("dgs", seed=seed, task="language", score=2.2, loss=2.2),
+            run("asgd", seed=seed, task="language", score=2.0 + seed / 100, loss=2.0),
+            run("dgc", seed=seed, task="language", score=2.1 if seed else None, loss=2.1 if seed else None),
+        ]
+    return made
+
+
+def test_the_tables_say_who_is_better(work):
+    text = report.markdown(FACTS, report.all_tables(work, EFFECTS), report.notes(work))
+    assert "| DGS | 4 | 95.10 ± 0.10 | 0.3 | 0.6 | 0.0 | 0.0 | 40 | 1.5 | 4 | 1.0 |" in text
+    assert "| ASGD | +4.90 ± 0.06, better |" in text
+    assert "| ASGD | −0.190 ± 0.006, worse |" in text
+    assert "| DGC | diverged, better |" in text
+    assert "(1 diverged)" in text
+    assert "DGS is worse than ASGD (Python source, byte by byte), by more than one" in text
+    assert "| DGS | 50.0 | 49.0 | 98% | yes |" in text
+    assert "| ASGD, --ssp-bound 4 | 50.0 | 6.0 | 12% | no |" in text
+
+
+def test_a_single_node_is_no_rival(work):
+    assert {pairing.rival for pairing in pairings(work.runs)} == {"asgd", "dgc"}
+
+
+def test_all_runs_are_in_the_json(work, tmp_path):
+    measured = report.figures(work, EFFECTS)
+    paths = report.write(tmp_path / "out", FACTS, measured, "text")
+    found = json.loads(paths[0].read_text())
+    assert len(found["runs"]) == 18
+    assert found["slow_worker"][1]["share"] == pytest.approx(0.12)
+    assert {pair["difference"]["verdict"] for pair in found["pairs"]} == {"better", "worse"}
+    assert paths[1].read_text() == "# Methods compared\n\ntext"
+
+
+def test_figures_are_small(work, tmp_path):
+    paths = figures.draw(tmp_path, entries(work.runs), EFFECTS)
+    assert len(paths) == 3
+    assert all(5_000 < path.stat().st_size < 200_000 for path in paths)
+
+
+def test_a_page_takes_the_new_tables_in(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nafter\n")
+    guide.into_page(page, "new", [])
+    guide.into_page(page, "newer", [tmp_path / "compare-bytes.png"])
+    shown = "![compare bytes](compare-bytes.png)\n\nnewer"
+    assert page.read_text() == f"before\n<!-- measured: begin -->\n\n{shown}\n<!-- measured: end -->\nafter\n"
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="needs one"):
+        guide.into_page(page, "new", [])

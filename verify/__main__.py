@@ -1,0 +1,200 @@
+"""``python -m verify``: break everything, account for every push, print the table, write ``runs/chaos/chaos.json``."""
+
+import argparse
+import shutil
+import sys
+import time
+import urllib.error
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+from rich.console import Console
+
+from benchmarks.harness import machine
+from benchmarks.harness.progress import Progress
+from verify import report
+from verify.campaign import Campaign
+from verify.client.caller import LeaseLostError, RefusedError, StuckError
+from verify.client.replica import BrokenReplyError
+from verify.cluster.servers import StartFailedError, end_on_sigterm
+from verify.failpoint.bit_flips import Flips
+from verify.failpoint.descriptors import NoDescriptors
+from verify.failpoint.disk import Disk
+from verify.failpoint.full_disk import FullDisk
+from verify.failpoint.kills import Kills
+from verify.plan import Plan, Result
+from verify.traffic.team import TrainerFailedError
+from verify.training import Training
+
+_KINDS = ((2, "interval", "topk"), (1, "always", "auto"), (1, "interval", "exact"), (2, "always", "exact"))
+_FEWEST_KILLS = 3
+"""Of a campaign; with fewer in all there are fewer campaigns."""
+_SCENARIOS = ("kills", "disk", "descriptors", "flips", "training")
+_TRAINING_SHARE, _MOST_TRAINERS = 12, 4  # a trainer costs seconds of a core to start
+_FLIP_WORKERS = 2
+_NARROWEST = 160
+_BROKEN = (
+    StartFailedError,
+    TrainerFailedError,
+    RefusedError,
+    StuckError,
+    LeaseLostError,
+    BrokenReplyError,
+    grpc.RpcError,
+    urllib.error.URLError,
+)
+_NOTES = (
+    "a push counts once a shard; repeats: answers to pushes that were answered before, on a connection of their own",
+    "models compared: replicas and downloads at the version they claimed, against the reference's, bit for bit",
+    "top-k replies: each entry against the reference's model less the replica, bit for bit, and the replica with it",
+    "psclient: pushes of all lives against the servers' versions; each replica against the model after the last pull",
+    "clocks: the wall clock of the servers' own code is moved by up to ten years, at starts and while they run "
+    "(failpoint/skewed_clock.py); the system's clock is not touched, and the monotonic one, which leases use, "
+    "has no steps",
+    "a power cut is not simulated: the kernel lives through every kill, so --fsync always is exercised, not proved",
+)
+
+
+class _Scenario(Protocol):
+    """One line of the table, or several of its kind."""
+
+    result: Result
+
+    def run(self) -> Result:
+        """Run it to its end."""
+
+
+_Begin = Callable[[Path, Callable[[str], None]], _Scenario]
+"""Makes a scenario in a directory, which is not there yet, with something that shows how far it is."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every campaign; 0 where every promise was kept."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
+    end_on_sigterm()  # as Ctrl-C does: what was started is stopped, what was mounted is unmounted
+    facts = machine.describe(given) | {"command": " ".join(["python -m verify", *given]), "seed": options.seed}
+    directory: Path = options.output / "work"
+    shutil.rmtree(directory, ignore_errors=True)
+    results: list[Result] = []
+    notes = list(_NOTES)
+    started = time.monotonic()
+    with ExitStack() as stack:
+        scenarios = _scenarios(options, directory, stack, notes)
+        progress = stack.enter_context(Progress(len(scenarios)))
+        for number, (name, begin) in enumerate(scenarios):
+            progress.section(name)
+            results.append(_run(begin(directory / f"campaign-{number}", progress.say)))
+    facts["seconds"] = time.monotonic() - started
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_NARROWEST)
+    report.show(console, results, notes)
+    report.write(options.output / "chaos.json", facts, results, notes)
+    good = all(result.good for result in results)
+    if good and not options.keep:
+        shutil.rmtree(directory)
+    where = "" if good and not options.keep else f"; books and logs: {directory}"
+    console.print(f"\n{facts['seconds']:.0f} s; written: {options.output / 'chaos.json'}{where}", highlight=False)
+    return 0 if good else 1
+
+
+def _run(scenario: _Scenario) -> Result:
+    """Run one scenario; where it cannot be brought to its end, that is its result."""
+    try:
+        return scenario.run()
+    except _BROKEN as error:
+        scenario.result.failures.append(f"{type(error).__name__}: {error}")
+        return scenario.result
+
+
+def _scenarios(
+    options: argparse.Namespace, directory: Path, stack: ExitStack, notes: list[str]
+) -> list[tuple[str, _Begin]]:
+    """Return what is asked for, by name; what has to be taken down is left to the stack."""
+    found: list[tuple[str, _Begin]] = []
+
+    def add(plan: Plan, make: Callable[[Plan, Path, Callable[[str], None]], _Scenario]) -> None:
+        found.append((plan.name, lambda where, say: make(plan, where, say)))
+
+    if "kills" in options.only:
+        for plan in _plans(options):
+            add(plan, lambda plan, where, say: Campaign(plan, where, say, Kills()))
+    if "disk" in options.only:
+        disk = stack.enter_context(Disk(directory / "disk"))
+        full = FullDisk(disk, options.rounds)
+        notes.append(full.note)
+        plan = _plan(options, "full disk", 1, "interval", 3, "auto")
+        add(plan, lambda plan, where, say: Campaign(plan, where, say, full, disk.path / "data"))
+    if "descriptors" in options.only:
+        plan = _plan(options, "no descriptors", 1, "always", 2, "topk")
+        add(plan, lambda plan, where, say: Campaign(plan, where, say, NoDescriptors(options.rounds)))
+    if "flips" in options.only:
+        plan = replace(_plan(options, "flipped bits", 1, "interval", 2, "exact"), workers=_FLIP_WORKERS)
+        add(plan, lambda plan, where, say: Flips(plan, where, say, options.flips))
+    if "training" in options.only:
+        for shards, down_mode in ((2, "exact"), (1, "topk")):
+            name = f"psclient, {shards} shard{'s' if shards > 1 else ''}, {down_mode}"
+            plan = _plan(options, name, shards, "interval", max(1, options.kills // _TRAINING_SHARE), down_mode)
+            add(replace(plan, workers=min(options.workers, _MOST_TRAINERS)), Training)
+    return found
+
+
+def _plans(options: argparse.Namespace) -> list[Plan]:
+    """Share the kills out among the kinds of servers."""
+    kinds = _KINDS[: max(1, min(len(_KINDS), options.kills // _FEWEST_KILLS))]
+    return [
+        _plan(
+            options,
+            f"{shards} shard{'s' if shards > 1 else ''}, fsync {fsync}, {down_mode}",
+            shards,
+            fsync,
+            max(shards, options.kills * (number + 1) // len(kinds) - options.kills * number // len(kinds)),
+            down_mode,
+        )
+        for number, (shards, fsync, down_mode) in enumerate(kinds)
+    ]
+
+
+def _plan(options: argparse.Namespace, name: str, shards: int, fsync: str, kills: int, down_mode: str) -> Plan:
+    return Plan(
+        name,
+        shards,
+        fsync,
+        kills,
+        options.workers,
+        size=options.size,
+        pause=options.pause,
+        seed=options.seed,
+        down_mode=down_mode,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m verify", description="Break everything and count what is lost.")
+    parser.add_argument("--kills", type=int, default=50, help="servers killed in the campaigns of kills, all together")
+    parser.add_argument("--workers", type=int, default=8, help="that push meanwhile")
+    parser.add_argument("--size", type=int, default=40_000, help="elements of the model")
+    parser.add_argument("--pause", type=float, default=0.01, help="mean seconds between two pushes of a worker")
+    parser.add_argument("--rounds", type=int, default=2, help="in which room, and descriptors, are used up")
+    parser.add_argument("--flips", type=int, default=0, help="bits flipped; 0 for one in every place")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=_SCENARIOS,
+        default=list(_SCENARIOS),
+        metavar="SCENARIO",
+        help=", ".join(_SCENARIOS),
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/chaos"), help="where the figures go")
+    parser.add_argument("--keep", action="store_true", help="keep books, logs and data of a good run too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

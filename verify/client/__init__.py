@@ -1,0 +1,1 @@
+"""The protocol in stubs and numpy alone, as another language would speak it."""

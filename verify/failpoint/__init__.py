@@ -1,0 +1,1 @@
+"""What is broken on purpose: processes, disks, connections, clocks, bytes."""

@@ -1,0 +1,1 @@
+"""What the servers must have: the independent reference, and images of replicas."""

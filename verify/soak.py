@@ -1,0 +1,278 @@
+"""``python -m verify.soak``: train for a while, with workers that come and go, and see that nothing grows.
+
+One server with a journal and snapshots; trainers with and without overlap; and one place that is taken by one worker
+after another: half of them leave in order, half are killed. Writes ``runs/soak/soak.json`` and ``soak.html``.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import machine, plots
+from benchmarks.harness.progress import Progress
+from benchmarks.harness.section import Plot
+from verify.cluster.servers import Servers, end_on_sigterm
+from verify.traffic.team import Team, Trainer
+from verify.validate.process_samples import Sample, Trend, look, trend
+
+_SAMPLE_SECONDS, _WINDOW_SECONDS = 1.0, 5.0
+_VISIT_SECONDS = 12.0
+_SNAPSHOT_SECONDS, _LEASE_SECONDS = 10.0, 5.0
+_START_SECONDS = 120.0
+_WARM_UP_SHARE = 0.25
+_MIB = 1 << 20
+
+
+class Soak:
+    """Trains, samples, and judges.
+
+    Args:
+        minutes: of sampling.
+        workers: that stay.
+        hidden: width of the model.
+        pause: seconds that a worker waits after each step.
+        directory: of the data and the logs.
+    """
+
+    def __init__(self, minutes: float, workers: int, hidden: int, pause: float, directory: Path) -> None:
+        """Prepare."""
+        self._seconds, self._workers, self._hidden, self._pause = 60 * minutes, workers, hidden, pause
+        self._directory = directory
+        self.samples: list[Sample] = []
+        self.latencies: list[tuple[float, float, float]] = []
+        """Seconds since the beginning, median and 99th percentile of that window, milliseconds."""
+        self.visits = {"left": 0, "killed": 0}
+        self.failures: list[str] = []
+
+    def run(self, progress: Progress) -> None:
+        """Sample until the time is over."""
+        data = self._directory / "data"
+        self._directory.mkdir(parents=True)
+        servers = Servers(
+            1,
+            data,
+            self._directory,
+            down_mode="exact",
+            lease_seconds=_LEASE_SECONDS,
+            snapshot_seconds=_SNAPSHOT_SECONDS,
+            keep_snapshots=2,
+        )
+        with ExitStack() as stack:
+            stack.enter_context(servers)
+            team = Team(servers.addresses[0], self._directory, self._workers, hidden=self._hidden, pause=self._pause)
+            stack.callback(team.close)
+            for trainer in team.living:
+                trainer.answer("ms", _START_SECONDS)
+            self._sample(servers, team, data, progress)
+            for trainer in team.living:
+                if trainer.process.poll() is not None:
+                    self.failures.append(f"{trainer.name} ended with status {trainer.process.returncode}")
+                elif trainer.end(_START_SECONDS):
+                    self.failures.append(f"{trainer.name} did not leave in order")
+            if any(servers.stop()):
+                self.failures.append("the server did not end in order at SIGTERM")
+        self.failures += [f"server log: {line}" for line in servers.errors()[:5]]
+
+    def _sample(self, servers: Servers, team: Team, data: Path, progress: Progress) -> None:
+        clock, began = threading.Event(), time.monotonic()
+        visitor, arrived, window = team.begin(overlap=False), began, began
+        try:
+            while (now := time.monotonic()) < began + self._seconds:
+                self.samples.append(look(servers.pid(0), data, now - began))
+                if now - window >= _WINDOW_SECONDS:
+                    self._close_window(team.living, window, began)
+                    window = now
+                    progress.say(f"{now - began:.0f} of {self._seconds:.0f} s")
+                if now - arrived >= _VISIT_SECONDS:
+                    self._end_visit(visitor)
+                    visitor, arrived = team.begin(overlap=sum(self.visits.values()) % 4 > 1), now
+                clock.wait(_SAMPLE_SECONDS)
+        finally:
+            visitor.kill()
+
+    def _end_visit(self, visitor: Trainer) -> None:
+        if sum(self.visits.values()) % 2:
+            visitor.kill()
+            self.visits["killed"] += 1
+            return
+        self.visits["left"] += 1
+        if visitor.end(_START_SECONDS):
+            self.failures.append(f"{visitor.name} did not leave in order")
+
+    def _close_window(self, trainers: Sequence[Trainer], since: float, began: float) -> None:
+        """Condense the round trips of the last seconds; those of trainers without overlap, which wait for them."""
+        found = []
+        for trainer in trainers:
+            taken, trainer.round_trips = trainer.round_trips, []
+            found += [ms for _, ms in taken] if not trainer.overlap else []
+        if found:
+            median, high = np.percentile(found, (50, 99))
+            self.latencies.append((since - began, float(median), float(high)))
+
+    def trends(self) -> list[Trend]:
+        """Judge every curve."""
+        warm_up = _WARM_UP_SHARE * self._seconds
+        memory = [(sample.seconds, sample.memory_bytes / _MIB) for sample in self.samples]
+        threads = [(sample.seconds, float(sample.threads)) for sample in self.samples]
+        files = [(sample.seconds, float(sample.descriptors)) for sample in self.samples]
+        disk = [(sample.seconds, sample.disk_bytes / _MIB) for sample in self.samples]
+        median = [(seconds, ms) for seconds, ms, _ in self.latencies]
+        high = [(seconds, ms) for seconds, _, ms in self.latencies]
+        return [
+            trend("memory", "MiB", memory, share=0.03, least=4.0, warm_up=warm_up),
+            trend("threads", "", threads, share=0.0, least=2.0, warm_up=warm_up),
+            trend("file descriptors", "", files, share=0.0, least=3.0, warm_up=warm_up),
+            trend("data directory", "MiB", disk, share=0.25, least=2.0, warm_up=warm_up),
+            trend("push and pull, median", "ms", median, share=0.30, least=2.0, warm_up=warm_up),
+            trend("push and pull, 99th percentile", "ms", high, share=1.0, least=20.0, warm_up=warm_up),
+        ]
+
+    def drawings(self) -> list[Plot]:
+        """Draw every curve."""
+        seconds = [sample.seconds for sample in self.samples]
+
+        def curve(name: str, values: Sequence[float]) -> plots.Line:
+            return plots.Line(name, list(zip(seconds, values, strict=True)), marked=False)
+
+        return [
+            plots.lines(
+                "Memory of the server",
+                "resident; the warm-up is the first quarter",
+                ("seconds", "MiB"),
+                [curve("resident", [sample.memory_bytes / _MIB for sample in self.samples])],
+            ),
+            plots.lines(
+                "Threads and file descriptors of the server",
+                "they breathe with the workers that come and go",
+                ("seconds", "number"),
+                [
+                    curve("threads", [sample.threads for sample in self.samples]),
+                    curve("descriptors", [sample.descriptors for sample in self.samples]),
+                ],
+            ),
+            plots.lines(
+                "Push and pull",
+                f"from the commit of a push until its reply is whole, over windows of {_WINDOW_SECONDS:.0f} s",
+                ("seconds", "ms"),
+                [
+                    plots.Line("median", [(s, ms) for s, ms, _ in self.latencies], marked=False),
+                    plots.Line("99th percentile", [(s, ms) for s, _, ms in self.latencies], marked=False),
+                ],
+            ),
+            plots.lines(
+                "Data directory",
+                f"journal and two snapshots, one every {_SNAPSHOT_SECONDS:.0f} s",
+                ("seconds", "MiB"),
+                [curve("bytes", [sample.disk_bytes / _MIB for sample in self.samples])],
+            ),
+        ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Soak; 0 where everything stays flat."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
+    end_on_sigterm()
+    facts = machine.describe(given) | {"command": " ".join(["python -m verify.soak", *given])}
+    work: Path = options.output / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    soak = Soak(options.minutes, options.workers, options.hidden, options.pause, work)
+    with Progress(1) as progress:
+        progress.section("soak")
+        soak.run(progress)
+    trends = soak.trends()
+    flat = all(each.flat for each in trends) and not soak.failures
+    verdict = "flat" if flat else "NOT FLAT"
+    console = Console()
+    console.print(_table(trends))
+    for failure in soak.failures:
+        console.print(f"WRONG: {failure}", markup=False, style="red")
+    console.print(
+        f"{verdict}; {sum(soak.visits.values())} workers came and went ({soak.visits['killed']} were killed)",
+        style="bold",
+    )
+    figures = {
+        **facts,
+        "flat": flat,
+        "failures": soak.failures,
+        "visits": soak.visits,
+        "trends": [asdict(each) | {"flat": each.flat} for each in trends],
+        "samples": [asdict(sample) for sample in soak.samples],
+        "latencies": [dict(zip(("seconds", "median_ms", "p99_ms"), each, strict=True)) for each in soak.latencies],
+    }
+    (options.output / "soak.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    (options.output / "soak.html").write_text(_page(facts, verdict, trends, soak.drawings()), encoding="utf-8")
+    if flat:
+        shutil.rmtree(work)
+    console.print(f"written: {options.output / 'soak.json'}, {options.output / 'soak.html'}", highlight=False)
+    return 0 if flat else 1
+
+
+_COLUMNS = ("figure", "level", "change", "allowed", "slope a minute", "")
+
+
+def _row(each: Trend) -> tuple[str, ...]:
+    unit = f" {each.unit}" if each.unit else ""
+    return (
+        each.name,
+        f"{each.level:.1f}{unit}",
+        f"{each.change:+.1f}{unit}",
+        f"{each.allowed:.1f}{unit}",
+        f"{each.slope:+.2f}{unit}",
+        "flat" if each.flat else "GROWS",
+    )
+
+
+def _table(trends: Sequence[Trend]) -> Table:
+    table = Table(title="After the warm-up: the last third less the first", title_justify="left", box=box.SIMPLE)
+    for number, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="right" if number else "left")
+    for each in trends:
+        table.add_row(*_row(each))
+    return table
+
+
+def _page(facts: dict[str, Any], verdict: str, trends: Sequence[Trend], drawings: Sequence[Plot]) -> str:
+    """Write a page that needs nothing else."""
+    style = (Path(plots.__file__).parents[1] / "report" / "style.css").read_text(encoding="utf-8")
+    rows = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _row(each)) + "</tr>" for each in trends)
+    heads = "".join(f"<th>{escape(column)}</th>" for column in _COLUMNS)
+    figures = "\n".join(
+        f"<figure>\n<h3>{escape(plot.title)}</h3>\n{plot.svg}\n<figcaption>{escape(plot.caption)}</figcaption>\n</figure>"
+        for plot in drawings
+    )
+    about = "<br>\n".join(escape(sentence) for sentence in machine.sentences(facts))
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="color-scheme" '
+        f'content="light dark">\n<title>sparseps soak</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n'
+        f"<h1>Soak: {verdict}</h1>\n<p>{about}</p>\n{figures}\n<table>\n<thead><tr>{heads}</tr></thead>\n"
+        f"<tbody>\n{rows}\n</tbody>\n</table>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m verify.soak", description="Train for a while; nothing may grow.")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long")
+    parser.add_argument("--workers", type=int, default=3, help="that stay; every other one overlaps")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model: about its square in parameters")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds that a worker waits after each step")
+    parser.add_argument("--output", type=Path, default=Path("runs/soak"), help="where the figures go")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Whether a campaign held: verdicts, process samples, server readings."""
