@@ -23,13 +23,13 @@ import resource, sys
 from pscore.wire import frames
 from pscore.wire.codecs.index import decode_offsets
 from pscore.model.layout import Span
-from pscore.wire.errors import Refusal
+from pscore.wire.errors import Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 def refused(call):
     try:
         call()
-    except Refusal:
+    except Rejected:
         return
     raise SystemExit("not refused")
 
