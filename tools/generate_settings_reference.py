@@ -19,8 +19,8 @@ HEAD = """# Settings
 Generated from `psservice/settings.py` and `psclient/settings.py` by `tools/generate_settings_reference.py`.
 
 An unknown variable `PSSERVICE_*` or `PSCLIENT_*`, or an unknown key of a file, is refused with the nearest name.
-Kubernetes' variables for a Service called `psservice` or `psclient` (`PSSERVICE_SERVICE_HOST`, `PSSERVICE_PORT=tcp://…`) are
-ignored.
+Kubernetes' variables for a Service called `psservice` or `psclient` (`PSSERVICE_SERVICE_HOST`,
+`PSSERVICE_PORT=tcp://…`) are ignored.
 
 """
 
