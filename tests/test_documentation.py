@@ -1,5 +1,6 @@
 """The documents say what the code does."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -8,6 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PAGES = sorted([page for folder in (ROOT, ROOT / "docs", ROOT / "examples" / "loops") for page in folder.glob("*.md")])
+WALKS = re.search(
+    r"<!-- walks: begin -->(.*)<!-- walks: end -->", (ROOT / "docs/architecture.md").read_text(), re.DOTALL
+)
+WALK_LINES = [line for line in WALKS[1].splitlines() if line and not line.startswith("#")] if WALKS else []
 
 
 @pytest.mark.parametrize("reference", ["settings", "api"])
@@ -24,14 +30,14 @@ def test_every_make_target_that_the_readme_names_exists():
     assert named <= targets
 
 
-@pytest.mark.parametrize(
-    "page",
-    sorted([page for folder in (ROOT, ROOT / "docs", ROOT / "examples" / "loops") for page in folder.glob("*.md")]),
-    ids=lambda p: p.name,
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_between_pages_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE) if linked.suffix == ".md" else []
+        anchors = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, f"{target}#{anchor}"
 
 
 def test_the_protocol_page_lists_every_reason_under_its_status():
@@ -40,3 +46,27 @@ def test_the_protocol_page_lists_every_reason_under_its_status():
     rows = re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", (ROOT / "docs" / "protocol.md").read_text(), re.MULTILINE)
     told = {reason: status for status, cell in rows for reason in re.findall(r"`([A-Z_]+)`", cell)}
     assert told == {reason.name: reason.status_name for reason in ErrorCode}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda p: p.name)
+def test_a_file_or_folder_that_a_page_names_exists(page):
+    folders = "pscore|psclient|psservice|tests|tools|chaos|compare|benchmarks|deploy|examples|proto"
+    named = re.findall(rf"`((?:{folders})/[\w./-]*\w(?:\.\w+|/))`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_architecture_has_a_walk_for_a_push_and_one_for_a_pull():
+    assert WALKS is not None
+    assert re.findall(r"^### (.*)$", WALKS[1], re.MULTILINE) == ["A push", "A pull"]
+    assert len(WALK_LINES) > 20
+
+
+@pytest.mark.parametrize("line", WALK_LINES, ids=lambda line: line[:60])
+def test_a_line_of_a_walk_names_a_function_that_exists(line):
+    found = re.match(r"\d+\. `([\w/]+\.py):(\w+)` ", line)
+    assert found, f"docs/architecture.md, not of the form 'N. `path.py:function` …': {line}"
+    path, name = found.groups()
+    assert (ROOT / path).is_file(), f"docs/architecture.md, no such file: {line}"
+    tree = ast.parse((ROOT / path).read_text())
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    assert name in functions, f"docs/architecture.md, no such function in {path}: {line}"

@@ -19,15 +19,14 @@ HEAD = """# Metrics
 Generated from `psservice/observability/metrics.py` by `tools/generate_metrics_reference.py`.
 
 Each shard serves these at `/metrics` of its `--metrics-listen`, in the text format of Prometheus. Times of
-day are Unix seconds, and counters begin at 0 with the process. A histogram `NAME` is exposed as `NAME_bucket`,
-`NAME_sum` and `NAME_count`. Which run and shard a line is of is said once, by `psservice_shard_info`; join it by
-instance:
+day are Unix seconds, and counters start at 0 with the process. A histogram `NAME` is exposed as `NAME_bucket`,
+`NAME_sum` and `NAME_count`. Only `psservice_shard_info` has the run and the shard as labels; join it by instance:
 
 ```
 rate(psservice_pushes_total[5m]) * on (job, instance) group_left (run, shard) psservice_shard_info
 ```
 
-What to be told of, and what to do then: [alerts](alerts.md).
+Alerts and their runbook: [alerts](alerts.md).
 
 | name | kind | labels | meaning |
 |---|---|---|---|

@@ -18,9 +18,9 @@ HEAD = """# Settings
 
 Generated from `psservice/settings.py` and `psclient/settings.py` by `tools/generate_settings_reference.py`.
 
-A variable `PSSERVICE_*` or `PSCLIENT_*`, or a key of a file, that is no setting is refused with the nearest name. What
-Kubernetes sets for a Service called `psservice` or `psclient` (`PSSERVICE_SERVICE_HOST`, `PSSERVICE_PORT=tcp://…`) is
-left alone.
+An unknown variable `PSSERVICE_*` or `PSCLIENT_*`, or an unknown key of a file, is refused with the nearest name.
+Kubernetes' variables for a Service called `psservice` or `psclient` (`PSSERVICE_SERVICE_HOST`,
+`PSSERVICE_PORT=tcp://…`) are ignored.
 
 """
 
