@@ -28,7 +28,7 @@ def expand(server: str) -> tuple[str, ...]:
     Args:
         server: ``HOST:PORT``, several with commas between them, a range in braces (``ps-{0..3}.ps:50051`` are four), or
             one ``dns:///HOST:PORT``, behind which :mod:`pscore.net.discovery` finds all shards. In a list,
-            ``dns:///`` says nothing that an address without it does not, and is left out. An IPv6 address stands in brackets.
+            ``dns:///`` means nothing and is left out. An IPv6 address stands in brackets.
 
     Raises:
         AddressError: it is none of these, or names an address twice.

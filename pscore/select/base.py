@@ -5,32 +5,32 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pscore.select.inputs import Source
+from pscore.select.inputs import SelectionInput
 from pscore.select.kernels.base import Taken
 
 SelectorState = dict[str, float]
-"""What a selector remembers of one source from one step to the next; empty at first. Part of a saved state."""
+"""What a selector remembers of one input from one step to the next; empty at first. Part of a saved state."""
 
 TOLERANCE = 0.1
 """Share of ``k`` by which a threshold selector may miss it."""
 
 
 class Selector(Protocol):
-    """Takes about the ``k`` entries of greatest magnitude out of a source."""
+    """Takes about the ``k`` entries of greatest magnitude out of its input."""
 
-    def __call__(self, source: Source, k: int, recall: SelectorState) -> Taken:
+    def __call__(self, inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
         """Take them.
 
         Args:
-            source: fp32 ``[n]``, finite. A zero is never taken, so an all-zero source gives nothing.
+            inputs: fp32 ``[n]``, finite. A zero is never taken, so an all-zero input gives nothing.
             k: how many, ``1 ≤ k ≤ n``.
-            recall: this source's memory, changed in place.
+            state: the state of this input, changed in place.
         """
 
 
-def take_all(source: Source) -> Taken:
+def take_all(inputs: SelectionInput) -> Taken:
     """Take every entry that is not zero."""
-    return source.take(0.0, source.numel).taken
+    return inputs.take(0.0, inputs.numel).taken
 
 
 def nothing(like: torch.Tensor) -> Taken:
@@ -38,14 +38,14 @@ def nothing(like: torch.Tensor) -> Taken:
     return Taken(torch.empty(0, dtype=torch.int64, device=like.device), torch.empty(0, device=like.device))
 
 
-def keep_largest(source: Source, taken: Taken, k: int) -> Taken:
+def keep_largest(inputs: SelectionInput, taken: Taken, k: int) -> Taken:
     """Put back all but the ``k`` largest of what was taken; of equal ones the first stay."""
     if taken.values.numel() <= k:
         return taken
     chosen = largest(taken.values, k)
     back = torch.ones(taken.values.numel(), dtype=torch.bool, device=taken.values.device)
     back[chosen] = False
-    source.put_back(Taken(taken.offsets[back], taken.values[back]))
+    inputs.put_back(Taken(taken.offsets[back], taken.values[back]))
     return Taken(taken.offsets[chosen], taken.values[chosen])
 
 

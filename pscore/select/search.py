@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pscore.select.base import TOLERANCE
-from pscore.select.inputs import Source
+from pscore.select.inputs import SelectionInput
 
 _MOST_PASSES = 8
 _UNTIL_ZERO = 3
@@ -55,7 +55,7 @@ class TailSearch:
         """True where the last count is within the tolerance."""
         return abs(self.count - self.k) <= TOLERANCE * self.k
 
-    def run(self, source: Source, first: float | None = None) -> float | None:
+    def run(self, inputs: SelectionInput, first: float | None = None) -> float | None:
         """Search from ``first`` (``None``: from what was seen) and return a threshold.
 
         Returns:
@@ -63,9 +63,9 @@ class TailSearch:
             passes: equal magnitudes lie on both sides of ``k``, or a few are out of all proportion to the rest.
         """
         if first is not None:
-            self.saw(first, *source.tail(first))
+            self.saw(first, *inputs.count_above(first))
         if math.isinf(self._high) and self.count > self.k:
-            self._high = source.magnitude()[1]
+            self._high = inputs.magnitude()[1]
         started = self.passes
         while not self.close:
             tried = self.passes - started + 1
@@ -74,7 +74,7 @@ class TailSearch:
                 following = 0.0  # still too few: perhaps there are no more that are not zero
             elif tried > _MOST_PASSES or not self._low < following < self._high:
                 return None
-            self.saw(following, *source.tail(following))
+            self.saw(following, *inputs.count_above(following))
             if following == 0 and self.count <= self.k:
                 return 0.0
         return self.threshold

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from pscore.model.layout import Span
 from pscore.model.segment import Segment
-from pscore.wire.codecs.cost import choose_for
-from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets
+from pscore.wire.codecs.index import INDEX_FORMATS, choose, decode_offsets
 from pscore.wire.codecs.limits import MAX_ENTRIES
 from pscore.wire.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, decode_values, host_values
 from pscore.wire.codecs.values.format import ValueFormat, Values
@@ -139,7 +138,7 @@ def _write_offsets(positions: NDArray[np.int64], form: WireForm) -> tuple[int, b
     length = int(offsets[-1]) + 1
     index = form.index
     if index is None:
-        index = choose_for(offsets, length, form.link_bytes_per_second, form.allowed)
+        index = choose(offsets.size, length, form.link_bytes_per_second, form.allowed)
     return index, INDEX_FORMATS[index].encode(offsets, length)
 
 

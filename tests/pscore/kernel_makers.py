@@ -58,7 +58,7 @@ def check_against_reference(select, memory, feed, twin_momentum, k, keep, state)
     pending = select.take(memory, feed, k, keep, state, feed and feed.momentum)
     taken = pending.collect()
     found = reference.take(twin, twin_feed, pending.threshold, keep, capacity_of(n, k), turn_of(state))
-    expected, hits = found.taken, found.above
+    expected, hits = found.taken, found.count_above
     if twin_momentum is not None:
         twin_momentum[expected.offsets] = 0
     assert taken.offsets.dtype == torch.int64

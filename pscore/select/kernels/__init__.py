@@ -10,20 +10,16 @@ if TYPE_CHECKING:
     from pscore.select.kernels.cuda import DeviceSelection
 
 
-_WORTH_COMPILING = 16_384
+_COMPILED_FROM = 16_384
 """Elements below which torch operations are used: no slower there, and a small model never waits for the compiler."""
 
 
 def kernels_for(tensor: "torch.Tensor") -> "Kernels":
     """Return the kernels for such tensors: compiled loops for large ones on the host, torch operations elsewhere."""
-    return _backend(tensor.device.type == "cpu" and tensor.numel() >= _WORTH_COMPILING)
-
-
-@cache
-def _backend(on_host: bool) -> "Kernels":
     from pscore.select.kernels import cpu, reference
 
-    return cast("Kernels", cpu if on_host and cpu.available() else reference)
+    on_host = tensor.device.type == "cpu" and tensor.numel() >= _COMPILED_FROM
+    return cast("Kernels", cpu if on_host else reference)
 
 
 @cache
@@ -31,10 +27,9 @@ def device_selection(device: "torch.device") -> "DeviceSelection | None":
     """Return what selects on a CUDA device without waiting for it; ``None`` on the host, or where Triton is missing."""
     if device.type != "cuda":
         return None
-    from pscore.select.kernels import cuda as room
-    from pscore.select.kernels import reference
+    from pscore.select.kernels import cuda, reference
 
-    if not room.available():
-        reference.say_that_it_stands_in("Triton")
+    if not cuda.available():
+        reference.warn_that_it_stands_in("Triton")
         return None
-    return room.DeviceSelection(device)
+    return cuda.DeviceSelection(device)

@@ -1,7 +1,7 @@
 """The selection kernels in plain torch operations, on any device.
 
-They say what the fast kernels compute, bit for bit, and stand in for them where Triton or numba is missing. Every
-product and every sum is rounded by itself (no fused multiply-add), so that all backends agree.
+They define the bits of the fast kernels, serve small tensors, and stand in where Triton is missing. Every product and
+every sum is rounded by itself (no fused multiply-add), so that all backends agree.
 """
 
 import functools
@@ -17,13 +17,13 @@ log = logging.getLogger("pscore")
 
 
 @functools.cache
-def say_that_it_stands_in(missing: str) -> None:
-    """Log, once a process, that these operations do the work of ``missing``'s."""
+def warn_that_it_stands_in(missing: str) -> None:
+    """Warn, once a process, that these operations replace those of ``missing``."""
     log.warning("%s is not installed: entries are selected by plain torch operations, which is slower", missing)
 
 
-def feed(memory: torch.Tensor, added: GradientUpdate) -> None:
-    """Add what ``added`` says to ``memory``, in place, and bring its momentum up to date."""
+def accumulate(memory: torch.Tensor, added: GradientUpdate) -> None:
+    """Add ``added`` to ``memory``, in place, and bring its momentum up to date."""
     step = added.gradient.float() * added.scale
     if added.parameters is not None:
         step = step + added.parameters.float() * added.decay
@@ -53,14 +53,14 @@ def take(
 ) -> ThresholdResult:
     """Accumulate, sift, and leave ``keep·value`` in ``memory`` where an entry was taken."""
     if added is not None:
-        feed(memory, added)
+        accumulate(memory, added)
     taken = sift(memory, threshold, capacity, turn)
-    found = ThresholdResult(taken, *tail(memory, threshold))
+    found = ThresholdResult(taken, *count_above(memory, threshold))
     memory[taken.offsets] = taken.values * keep
     return found
 
 
-def tail(x: torch.Tensor, threshold: float) -> tuple[int, float]:
+def count_above(x: torch.Tensor, threshold: float) -> tuple[int, float]:
     """Return how many |x| lie above the threshold, and ``Σ(|x| − threshold)`` over them."""
     magnitude = x.abs()
     above = magnitude[magnitude > threshold]
@@ -68,11 +68,9 @@ def tail(x: torch.Tensor, threshold: float) -> tuple[int, float]:
 
 
 def magnitude(x: torch.Tensor) -> tuple[float, float]:
-    """Return the mean and the largest |x|; zeros for an empty tensor."""
-    if not x.numel():
-        return 0.0, 0.0
+    """Return sum and largest of |x|; zeros for an empty tensor."""
     absolute = x.abs()
-    return float(absolute.mean(dtype=torch.float64)), float(absolute.max())
+    return float(absolute.sum(dtype=torch.float64)), float(absolute.max()) if x.numel() else 0.0
 
 
 def take_difference(
@@ -80,7 +78,7 @@ def take_difference(
 ) -> ThresholdResult:
     """Sift ``a − b``; neither is changed."""
     x = a - b
-    return ThresholdResult(sift(x, threshold, capacity, turn), *tail(x, threshold))
+    return ThresholdResult(sift(x, threshold, capacity, turn), *count_above(x, threshold))
 
 
 def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
@@ -91,7 +89,7 @@ def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) ->
 def exceeding(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, ends: NDArray[np.int64], bounds: NDArray[np.float32]
 ) -> torch.Tensor:
-    """Return those of ``offsets`` (ascending) where ``|a − b|`` exceeds the bound of its tensor, as int64."""
+    """See :class:`~pscore.select.kernels.base.Kernels`."""
     offsets = offsets.long()
     tensors = torch.searchsorted(torch.from_numpy(ends), offsets, right=True)
     return offsets[(a[offsets] - b[offsets]).abs() > torch.from_numpy(bounds)[tensors]]

@@ -61,7 +61,7 @@ def accumulate_and_sift(
     start, counts, excess, peaks, slot_offsets, slot_values, n,
     BLOCK: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Add the feed to the memory and sift it at the threshold ``start``; each element is read and written once.
+    """Add the update to the memory and sift it at the threshold ``start``; each element is read and written once.
 
     ``parameters`` is None without decay, ``momentum`` without momentum.
     """

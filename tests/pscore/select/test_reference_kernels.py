@@ -51,17 +51,17 @@ def test_a_step_with_momentum_and_decay():
 
 def test_tail_and_magnitude():
     x = torch.tensor([3.0, -1.0, 0.0, -4.0])
-    assert reference.tail(x, 1.0) == (2, 5.0)
-    assert reference.tail(x, 4.0) == (0, 0.0)
-    assert reference.magnitude(x) == (2.0, 4.0)
+    assert reference.count_above(x, 1.0) == (2, 5.0)
+    assert reference.count_above(x, 4.0) == (0, 0.0)
+    assert reference.magnitude(x) == (8.0, 4.0)
     assert reference.magnitude(torch.empty(0)) == (0.0, 0.0)
 
 
 def test_standing_in_is_said_once(caplog):
-    reference.say_that_it_stands_in.cache_clear()
+    reference.warn_that_it_stands_in.cache_clear()
     with caplog.at_level(logging.WARNING, logger="pscore"):
-        reference.say_that_it_stands_in("Triton")
-        reference.say_that_it_stands_in("Triton")
+        reference.warn_that_it_stands_in("Triton")
+        reference.warn_that_it_stands_in("Triton")
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["Triton is not installed"]
 
 

@@ -3,10 +3,9 @@
 import torch
 
 from pscore.wire.codecs.limits import check_count
+from pscore.wire.codecs.values.bounded import INT4, INT8
 from pscore.wire.codecs.values.floats import BF16, FP16, FP32, widen_bf16
 from pscore.wire.codecs.values.format import ValueFormat, Values
-from pscore.wire.codecs.values.int4 import INT4
-from pscore.wire.codecs.values.int8 import INT8
 from pscore.wire.codecs.values.sign_mean import SIGN_MEAN
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -43,7 +42,7 @@ def decode_values(codec: int, data: bytes, count: int) -> Values:
     """Read ``count`` values as fp32, all of them finite.
 
     Raises:
-        Refusal: ``UNKNOWN_CODEC``, ``NON_FINITE``, or ``BAD_CHUNK`` with what is wrong.
+        Rejected: ``UNKNOWN_CODEC``, ``NON_FINITE``, or ``BAD_CHUNK`` with what is wrong.
     """
     value_format = VALUE_FORMATS.get(codec)
     if value_format is None:

@@ -3,7 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from pscore.wire.codecs.values.bounds import loops_for
+from pscore.wire.codecs.limits import is_compiled
+from pscore.wire.codecs.values import loops
 from pscore.wire.codecs.values.format import ValueFormat, Values
 
 _LARGEST_FP16 = np.float32(65504)
@@ -20,8 +21,7 @@ def _read_fp32(data: bytes, count: int) -> Values:
 
 
 def _write_fp16(values: Values) -> bytes:
-    loops = loops_for(values.size)
-    if loops is not None:  # ten times faster than numpy
+    if is_compiled(values.size):  # ten times faster than numpy
         halves = np.empty(values.size, np.uint16)
         loops.write_half(values.view(np.uint32), halves)
         return halves.astype("<u2").tobytes()

@@ -1,10 +1,21 @@
-"""The Rice steps as loops for numba, in signed 64-bit integers throughout (mixed with unsigned they become floats)."""
+"""The steps of :mod:`pscore.wire.codecs.index.rice_numpy` as compiled loops.
+
+Arithmetic is in signed 64-bit integers throughout: mixed with unsigned ones numba makes floats of them.
+"""
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pscore.jit import compile_once
-from pscore.wire.codecs.index.format import Gaps, Offsets
-from pscore.wire.codecs.index.rice.layout import Octets, Steps, Words
+from pscore.jit import compiled
+from pscore.wire.codecs.index.format import Offsets
+
+Octets = NDArray[np.uint8]
+
+Gaps = NDArray[np.uint32]
+"""uint32 ``[count]``: an offset minus the previous one minus one; the first counts from -1."""
+
+Words = NDArray[np.uint32]
+"""A section of bits: bit ``i`` is bit ``i % 32`` of word ``i // 32``."""
 
 # The constants of the format stand here because numba's cache watches the file of a function and no other.
 BLOCK = 512
@@ -22,7 +33,9 @@ _PLACES = np.empty(32, np.int64)
 _PLACES[[(_DE_BRUIJN << place & 0xFFFFFFFF) >> 27 for place in range(32)]] = range(32)
 
 
-def _plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, int]:
+@compiled
+def plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, int]:
+    """See ``rice_numpy``."""
     previous = np.int64(-1)
     for i in range(offsets.size):
         gaps[i] = offsets[i] - previous - 1
@@ -53,7 +66,9 @@ def _plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, i
     return int(unary), int(low), int(escapes)
 
 
-def _write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes: Gaps) -> None:
+@compiled
+def write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes: Gaps) -> None:
+    """See ``rice_numpy``."""
     unary = remainder = np.int64(0)  # bits that do not fill a word yet
     unary_bits = remainder_bits = np.int64(0)
     unary_words = remainder_words = escaped = 0
@@ -88,7 +103,9 @@ def _write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes
         low[remainder_words] = remainder
 
 
-def _read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tuple[int, int]:
+@compiled
+def read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tuple[int, int]:
+    """See ``rice_numpy``."""
     previous = np.int64(-1)
     entry = 0
     longest = np.int64(0)
@@ -116,8 +133,10 @@ def _read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tupl
     return int(low), int(escapes)
 
 
-def _join(runs: Offsets, parameters: Octets, low: Words, escapes: Gaps) -> bool:
-    held = holding = np.int64(0)
+@compiled
+def join(runs: Offsets, parameters: Octets, low: Words, escapes: Gaps) -> bool:
+    """See ``rice_numpy``."""
+    buffered = buffered_bits = np.int64(0)
     read = escaped = 0
     offset = np.int64(-1)
     for block in range(parameters.size):
@@ -131,22 +150,13 @@ def _join(runs: Offsets, parameters: Octets, low: Words, escapes: Gaps) -> bool:
                 if gap >> parameter < ESCAPE:
                     return False
             else:
-                if holding < parameter:
-                    held |= np.int64(low[read]) << holding
+                if buffered_bits < parameter:
+                    buffered |= np.int64(low[read]) << buffered_bits
                     read += 1
-                    holding += 32
-                gap = (gap << parameter) | (held & mask)
-                held >>= parameter
-                holding -= parameter
+                    buffered_bits += 32
+                gap = (gap << parameter) | (buffered & mask)
+                buffered >>= parameter
+                buffered_bits -= parameter
             offset += gap + 1
             runs[i] = offset
     return True
-
-
-def compiled_steps() -> Steps | None:
-    """Return the compiled steps; ``None`` where numba is missing or cannot start."""
-    plan, write = compile_once(_plan), compile_once(_write)
-    read_quotients, join = compile_once(_read_quotients), compile_once(_join)
-    if plan is None or write is None or read_quotients is None or join is None:
-        return None
-    return Steps(plan, write, read_quotients, join)

@@ -1,11 +1,10 @@
-"""The Rice steps in numpy: for small chunks, for machines without numba, and as the reference of the tests."""
+"""The steps of the Rice format in numpy: for small chunks, and as the reference for the loops."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pscore.wire.codecs.index.format import Gaps, Offsets
-from pscore.wire.codecs.index.rice.layout import Octets, Steps, Words
-from pscore.wire.codecs.index.rice.loops import BLOCK, ESCAPE, MAX_PARAMETER
+from pscore.wire.codecs.index.format import Offsets
+from pscore.wire.codecs.index.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER, Gaps, Octets, Words
 
 
 def _bits_of(words: Words) -> Octets:
@@ -23,7 +22,12 @@ def _widths(parameters: Octets, escaped: NDArray[np.bool_]) -> Offsets:
     return widths
 
 
-def _plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, int]:
+def plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, int]:
+    """Fill in the gaps and each block's cheapest parameter (the lowest of equals).
+
+    Returns:
+        Bits of the quotients, bits of the low parts, and escapes.
+    """
     gaps[:] = np.diff(offsets, prepend=-1) - 1
     if not gaps.size:
         return 0, 0, 0
@@ -45,7 +49,8 @@ def _plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, i
     return int(unary.sum()), int(low.sum()), int(escapes.sum())
 
 
-def _write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes: Gaps) -> None:
+def write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes: Gaps) -> None:
+    """Fill in quotients, low parts (both zero before) and escaped gaps."""
     shifts = parameters.astype(np.uint32).repeat(BLOCK)[: gaps.size]
     runs = np.minimum(gaps >> shifts, ESCAPE).astype(np.int64)
     escaped = runs == ESCAPE
@@ -62,7 +67,12 @@ def _write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes
     low[:] = _words_of(bits)
 
 
-def _read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tuple[int, int]:
+def read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tuple[int, int]:
+    """Fill in the quotients (16 for escaped ones); the section must have as many 1 bits as there are entries.
+
+    Returns:
+        Bits of the low parts and escapes; (-1, -1) where a quotient exceeds 16.
+    """
     ones = np.flatnonzero(_bits_of(quotients).view(np.bool_))
     runs[:] = np.diff(ones, prepend=-1) - 1
     if runs.size and int(runs.max()) > ESCAPE:
@@ -71,7 +81,8 @@ def _read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tupl
     return int(_widths(parameters, escaped).sum()), int(np.count_nonzero(escaped))
 
 
-def _join(runs: Offsets, parameters: Octets, low: Words, escapes: Gaps) -> bool:
+def join(runs: Offsets, parameters: Octets, low: Words, escapes: Gaps) -> bool:
+    """Turn quotients into offsets, in place; return False where an escaped gap need not have been escaped."""
     escaped = runs == ESCAPE
     widths = _widths(parameters, escaped)
     starts = np.cumsum(widths) - widths
@@ -87,6 +98,3 @@ def _join(runs: Offsets, parameters: Octets, low: Words, escapes: Gaps) -> bool:
     runs[1:] += 1
     np.cumsum(runs, out=runs)
     return True
-
-
-VECTORISED = Steps(_plan, _write, _read_quotients, _join)

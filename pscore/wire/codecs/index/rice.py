@@ -1,39 +1,54 @@
-"""Rice bytes: the sections put together and taken apart, with every length checked between the steps."""
+"""Gaps in Golomb-Rice codes, with a parameter per block and an escape: near the entropy of a random support.
+
+A gap ``g`` in a block with parameter ``b`` is the quotient ``g >> b`` in unary and the ``b`` low bits. Quotients, low
+bits and long gaps stand in sections of their own, so that numpy can read and write them without a loop:
+
+    uint32          U, the bytes of the quotients, little-endian
+    uint8 [blocks]  b of each block of 512 entries, 0 to 27
+    U bytes         quotients: as many 0 bits as the quotient says, then a 1 bit; 16 zeros mean that the gap is escaped
+    R bytes         the b low bits of each gap that is not escaped, lowest bit first
+    4·E bytes       the escaped gaps (those with a quotient of 16 or more), uint32, little-endian
+
+Bits fill bytes from the lowest; a section ends with the byte of its last bit, the rest of which is zero. There is one
+way to write given gaps with given parameters. An entry costs at most 49 bits, and reading it a constant number of
+steps.
+
+The steps between the sections stand in two modules with the same functions: ``rice_numpy`` and ``rice_loops``.
+"""
 
 import math
+from types import ModuleType
 
 import numpy as np
+from numpy.typing import NDArray
 
+from pscore.wire.codecs.index import rice_loops, rice_numpy
 from pscore.wire.codecs.index.format import IndexFormat, Offsets, check_end
-from pscore.wire.codecs.index.rice.layout import Steps, bytes_of, words_for, words_of
-from pscore.wire.codecs.index.rice.loops import BLOCK, ESCAPE, MAX_PARAMETER, compiled_steps
-from pscore.wire.codecs.index.rice.vectorised import VECTORISED
+from pscore.wire.codecs.index.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER, Octets, Words
+from pscore.wire.codecs.limits import is_compiled
 from pscore.wire.errors import ErrorCode, Rejected
 
-_WORTH_COMPILING = 1024
-"""Entries below which numpy is used, so that a program with small models never waits for the compiler."""
+
+def steps_for(count: int) -> ModuleType:
+    """Return the module whose steps write and read a chunk of ``count`` entries."""
+    return rice_loops if is_compiled(count) else rice_numpy
 
 
-def steps_for(count: int) -> Steps:
-    """Return the steps to use for a chunk of this many entries."""
-    return VECTORISED if count < _WORTH_COMPILING else compiled_steps() or VECTORISED
-
-
-def encode(offsets: Offsets, length: int, steps: Steps | None = None) -> bytes:
-    """Write offsets; ``steps`` picks the implementation, all of which give the same bytes."""
-    steps = steps or steps_for(offsets.size)
+def encode(offsets: Offsets, length: int) -> bytes:
+    """Write offsets."""
+    steps = steps_for(offsets.size)
     gaps = np.empty(offsets.size, np.uint32)
     parameters = np.zeros(-(-offsets.size // BLOCK), np.uint8)
     unary_bits, low_bits, escaped = steps.plan(np.ascontiguousarray(offsets), gaps, parameters)
-    quotients, low = words_for(unary_bits), words_for(low_bits)
+    quotients, low = np.zeros(-(-unary_bits // 32), np.uint32), np.zeros(-(-low_bits // 32), np.uint32)
     escapes = np.zeros(escaped, np.uint32)
     steps.write(gaps, parameters, quotients, low, escapes)
     size = -(-unary_bits // 8)
-    sections = size.to_bytes(4, "little"), parameters.tobytes(), bytes_of(quotients, unary_bits)
-    return b"".join((*sections, bytes_of(low, low_bits), escapes.astype("<u4").tobytes()))
+    sections = size.to_bytes(4, "little"), parameters.tobytes(), _bytes_of(quotients, size)
+    return b"".join((*sections, _bytes_of(low, -(-low_bits // 8)), escapes.astype("<u4").tobytes()))
 
 
-def decode(data: bytes, count: int, length: int, steps: Steps | None = None) -> Offsets:
+def decode(data: bytes, count: int, length: int) -> Offsets:
     """Read offsets; raises :class:`Rejected` (``BAD_CHUNK``) for whatever :func:`encode` could not have written."""
     blocks = -(-count // BLOCK)
     if len(data) < 4 + blocks:
@@ -49,9 +64,9 @@ def decode(data: bytes, count: int, length: int, steps: Steps | None = None) -> 
     ones = int(np.bitwise_count(quotients).sum(dtype=np.int64))
     if ones != count or (size and not quotients[-1]):
         raise Rejected(ErrorCode.BAD_CHUNK, f"{ones} quotients in {size} bytes for {count} entries")
-    steps = steps or steps_for(count)
+    steps = steps_for(count)
     offsets = np.empty(count, np.int64)
-    low_bits, escaped = steps.read_quotients(words_of(quotients), parameters, offsets)
+    low_bits, escaped = steps.read_quotients(_words_of(quotients), parameters, offsets)
     if low_bits < 0:
         raise Rejected(ErrorCode.BAD_CHUNK, f"a quotient above {ESCAPE}")
     low_size = -(-low_bits // 8)
@@ -60,10 +75,19 @@ def decode(data: bytes, count: int, length: int, steps: Steps | None = None) -> 
     if low_bits % 8 and rest[low_size - 1] >> low_bits % 8:
         raise Rejected(ErrorCode.BAD_CHUNK, "bits behind the last entry are not zero")
     escapes = np.frombuffer(data, "<u4", escaped, len(data) - 4 * escaped).astype(np.uint32)
-    if not steps.join(offsets, parameters, words_of(rest[:low_size]), escapes):
+    if not steps.join(offsets, parameters, _words_of(rest[:low_size]), escapes):
         raise Rejected(ErrorCode.BAD_CHUNK, "an escaped gap is short enough not to be escaped")
     check_end(offsets, length)
     return offsets
+
+
+def _words_of(octets: Octets) -> Words:
+    """Return a section's bytes as words, filled up with zeros."""
+    return np.frombuffer(octets.tobytes() + bytes(-octets.size % 4), "<u4").astype(np.uint32)
+
+
+def _bytes_of(words: NDArray[np.uint32], size: int) -> bytes:
+    return words.astype("<u4").tobytes()[:size]
 
 
 def _bits(count: int, length: int) -> float:
@@ -78,7 +102,7 @@ def _bits(count: int, length: int) -> float:
 
 
 def _nanoseconds(count: int, length: int) -> float:
-    return 2e5 + 70.0 * count if count < _WORTH_COMPILING else 2e4 + 9.0 * count
+    return 2e4 + 9.0 * count if is_compiled(count) else 2e5 + 70.0 * count
 
 
 RICE = IndexFormat("rice", encode, decode, _bits, _nanoseconds)
