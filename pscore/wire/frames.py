@@ -29,10 +29,9 @@ _MAX_CHUNK_SPAN = 1 << 32  # offsets in a chunk are uint32
 
 
 class Checksum:
-    """Counts what passes: chunks, entries, and a CRC-32 over index and value bytes."""
+    """Counts chunks, their entries, and a CRC-32 over index and value bytes."""
 
     def __init__(self) -> None:
-        """Start at nothing."""
         self.chunks = 0
         self.entries = 0
         self.crc32 = 0
@@ -51,13 +50,10 @@ class Checksum:
         """Compare with the sender's own count.
 
         Raises:
-            Refusal: ``BAD_COMMIT``, naming what differs.
+            Rejected: ``BAD_COMMIT``, naming what differs.
         """
-        for what, ours, theirs in (
-            ("chunks", self.chunks, commit.chunks),
-            ("entries", self.entries, commit.entries),
-            ("crc32", self.crc32, commit.crc32),
-        ):
+        for what in ("chunks", "entries", "crc32"):
+            ours, theirs = getattr(self, what), getattr(commit, what)
             if ours != theirs:
                 raise Rejected(ErrorCode.BAD_COMMIT, f"the commit says {what} = {theirs}, received were {ours}")
 
@@ -82,7 +78,7 @@ class WireForm:
 class Encoded(NamedTuple):
     """A chunk, and the fp32 values ``[count]`` that its receiver will decode, bit for bit.
 
-    What a lossy codec takes from the values is the difference to ``decoded``; it belongs back in the sender's residual.
+    The difference between the values and ``decoded`` belongs back in the sender's residual.
     """
 
     chunk: pb.Chunk
@@ -99,7 +95,7 @@ def encode(segment: Segment, form: WireForm = WireForm(), *, chunk_bytes: int, g
         group: number of the chunks' group in the header's plan.
 
     Raises:
-        Refusal: ``NON_FINITE``, by a lossy codec with bounds; the receiver would refuse what the other codecs write.
+        Rejected: ``NON_FINITE``, by a lossy codec with bounds; the receiver would refuse what the other codecs write.
     """
     value = form.value if form.value is not None else CODEC_OF_DTYPE[segment.values.dtype]
     values = host_values(segment.values)
@@ -125,7 +121,7 @@ def encode(segment: Segment, form: WireForm = WireForm(), *, chunk_bytes: int, g
 
 
 def _entries_within(chunk_bytes: int, value_format: ValueFormat, index_bytes: int) -> int:
-    """Entries whose values, and indices of so many bytes each, surely fit: whole blocks where one does."""
+    """Return how many entries fit with indices of so many bytes each: whole blocks where one does."""
     block = value_format.block
     block_bytes = value_format.size(block) + index_bytes * block
     if block_bytes <= chunk_bytes:
@@ -163,7 +159,7 @@ def decode(chunk: pb.Chunk, within: Span) -> Segment:
     """Read one chunk, which must lie inside ``within``; values come out as fp32 on the host.
 
     Raises:
-        Refusal: ``BAD_CHUNK``, ``UNKNOWN_CODEC`` or ``NON_FINITE``; nothing is allocated from an unchecked length.
+        Rejected: ``BAD_CHUNK``, ``UNKNOWN_CODEC`` or ``NON_FINITE``; nothing is allocated from an unchecked length.
     """
     span = Span(chunk.start, chunk.start + chunk.length)
     if not (within.start <= span.start and span.end <= within.end):
@@ -187,30 +183,28 @@ class ChunkReader:
 
     Args:
         within: where the chunks must lie.
-        checksum: counts what is read, for the commit; shared where a stream holds several sequences.
+        checksum: counts what is read, for the commit; shared where a stream has several sequences.
+
+    Attributes:
+        segments: what has been read.
+        position: index behind it.
     """
 
     def __init__(self, within: Span, checksum: Checksum | None = None) -> None:
-        """Expect the first chunk."""
         self.within = within
         self.checksum = checksum or Checksum()
         self.segments: list[Segment] = []
-        self._next_start = within.start
-
-    @property
-    def position(self) -> int:
-        """Index behind everything that has come."""
-        return self._next_start
+        self.position = within.start
 
     def read(self, chunk: pb.Chunk) -> Segment:
-        """Take the next chunk; raises :class:`Rejected` as :func:`decode` does, and where it goes backwards."""
-        if chunk.start < self._next_start:
+        """Decode the next chunk; raises :class:`Rejected` as :func:`decode` does, and where it goes backwards."""
+        if chunk.start < self.position:
             raise Rejected(
-                ErrorCode.BAD_CHUNK, f"chunk at {chunk.start} overlaps or precedes what came before {self._next_start}"
+                ErrorCode.BAD_CHUNK, f"chunk at {chunk.start} overlaps or precedes what came before {self.position}"
             )
         segment = decode(chunk, self.within)
         self.checksum.add(chunk)
-        self._next_start = segment.span.end
+        self.position = segment.span.end
         self.segments.append(segment)
         return segment
 
@@ -227,17 +221,16 @@ def encode_bytes(data: bytes, chunk_bytes: int) -> Iterator[pb.BytesChunk]:
 
 
 class BytesReader:
-    """Joins the pieces of a byte string of declared length, which must come in order."""
+    """Joins the pieces of a byte string in order; refuses at once a declared length other than the expected one."""
 
     def __init__(self, length: int, expected: int) -> None:
-        """Refuse at once a declared length other than the expected one."""
         if length != expected:
             raise Rejected(ErrorCode.BAD_REQUEST, f"{length} bytes of buffers declared, the model has {expected}")
         self._length = length
         self._data = bytearray()
 
     def read(self, piece: pb.BytesChunk) -> None:
-        """Take the next piece; raises :class:`Rejected` if it is not the next or goes beyond the length."""
+        """Append a piece; raises :class:`Rejected` if it is not the next or goes beyond the length."""
         if piece.offset != len(self._data) or not piece.data or len(self._data) + len(piece.data) > self._length:
             raise Rejected(
                 ErrorCode.BAD_CHUNK,
@@ -247,12 +240,12 @@ class BytesReader:
 
     @property
     def received(self) -> int:
-        """Bytes that have come."""
+        """Bytes so far."""
         return len(self._data)
 
     @property
     def complete(self) -> bool:
-        """True once every byte has come."""
+        """True once every byte is there."""
         return len(self._data) == self._length
 
     def finish(self) -> bytes:

@@ -7,9 +7,9 @@ INT8 has a byte a value: the sign in the highest bit, and 128 evenly spaced leve
 
 INT4 has two values a byte, the first in the low bits (an odd one leaves four zero bits): the sign in the highest bit,
 and 8 levels whose fourth roots are evenly spaced. Such levels are nearly geometric, which suits what top-k selection
-leaves over (two thirds of the squared error of even spacing on Laplace tails, a third on Student's t3). Unlike geometric ones
-they reach down to zero and need square roots only, which every machine rounds alike. The smallest values beside a zero
-may become zeros too.
+leaves over (two thirds of the squared error of even spacing on Laplace tails, a third on Student's t3). Unlike
+geometric ones they reach down to zero and need square roots only, which every machine rounds alike. The smallest values
+beside a zero may become zeros too.
 """
 
 from typing import TypeVar
@@ -71,16 +71,15 @@ def _codes(values: Values, bounds: Values, ends: NDArray[Real], steps: int, root
     """
     low, spread = np.ascontiguousarray(ends[:, 0]), ends[:, 1] - ends[:, 0]
     scale = np.divide(steps, spread, out=np.zeros_like(low), where=spread > 0)
+    codes: Codes = np.empty(values.size, np.uint8)
     if is_compiled(values.size):
-        codes = np.empty(values.size, np.uint8)
         loops.write_levels(values, bounds, low, scale, low.dtype.type(steps), rooted or None, BLOCK, codes)
         return codes
     magnitudes = np.abs(values)
     points = _fourth_root(magnitudes) if rooted else magnitudes.astype(np.float64)
     levels = np.clip(np.rint((points - _by_value(low, values.size)) * _by_value(scale, values.size)), 0, steps)
     levels[magnitudes >= _by_value(bounds[:, 1], values.size)] = steps
-    codes: Codes = levels.astype(np.uint8)
-    codes |= np.signbit(values).astype(np.uint8) * np.uint8(steps + 1)
+    codes[:] = levels.astype(np.uint8) | np.signbit(values).astype(np.uint8) * np.uint8(steps + 1)
     return codes
 
 
