@@ -9,7 +9,7 @@ MAX_ENTRIES = 1 << 22
 """
 
 COMPILED_FROM = 1024
-"""Entries from which compiled loops are used; below, numpy is, so that a small model never waits for the compiler."""
+"""Entries from which compiled loops are worth their start: below, a small model shall never wait for the compiler."""
 
 
 def is_compiled(count: int) -> bool:

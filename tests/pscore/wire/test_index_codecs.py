@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets, rice, rice_loops, rice_numpy
+from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets, rice, rice_loops
 from pscore.wire.codecs.index.rice import decode, encode
 from pscore.wire.codecs.index.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER
 from pscore.wire.codecs.limits import MAX_ENTRIES
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.pscore import rice_reference
 from tests.pscore.codec_makers import each_index_format, gap_lists, length_of, offsets_of, random_support
 
 many = settings(deadline=None, max_examples=100)
@@ -22,7 +23,7 @@ each_format = pytest.mark.parametrize("codec", each_index_format.values(), ids=e
 
 def using(steps, function, *arguments):
     """Call with one implementation of the steps."""
-    with patch.object(rice, "steps_for", lambda count: steps):
+    with patch.object(rice, "steps", steps):
         return function(*arguments)
 
 
@@ -124,7 +125,7 @@ def cost(gaps, parameter):
 @given(gap_lists(huge=2**31))
 @many
 def test_each_block_gets_its_cheapest_parameter(gaps):
-    data = using(rice_numpy, encode, offsets_of(gaps), 0)
+    data = using(rice_reference, encode, offsets_of(gaps), 0)
     for block, parameter in enumerate(data[4 : 4 + -(-len(gaps) // BLOCK)]):
         part = gaps[block * BLOCK : (block + 1) * BLOCK]
         assert parameter == min(range(MAX_PARAMETER + 1), key=lambda candidate: cost(part, candidate))
@@ -135,9 +136,9 @@ def test_each_block_gets_its_cheapest_parameter(gaps):
 def test_loops_and_numpy_write_the_same_rice_bytes_and_read_each_other(gaps):
     offsets = offsets_of(gaps)
     length = length_of(offsets)
-    data = using(rice_numpy, encode, offsets, length)
+    data = using(rice_reference, encode, offsets, length)
     assert using(rice_loops, encode, offsets, length) == data
-    for steps in (rice_numpy, rice_loops):
+    for steps in (rice_reference, rice_loops):
         assert using(steps, decode, data, len(gaps), length).tolist() == offsets.tolist()
 
 
@@ -146,11 +147,11 @@ def test_loops_and_numpy_write_the_same_rice_bytes_and_read_each_other(gaps):
 def test_loops_and_numpy_refuse_the_same_rice_bytes(gaps, data):
     offsets = offsets_of(gaps)
     length = length_of(offsets)
-    raw = bytearray(using(rice_numpy, encode, offsets, length))
+    raw = bytearray(using(rice_reference, encode, offsets, length))
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     answers = []
-    for steps in (rice_numpy, rice_loops):
+    for steps in (rice_reference, rice_loops):
         try:
             answers.append(using(steps, decode, bytes(raw), len(gaps), length).tolist())
         except Rejected as refusal:
@@ -160,7 +161,7 @@ def test_loops_and_numpy_refuse_the_same_rice_bytes(gaps, data):
 
 def test_the_layout_of_rice_bytes_is_the_documented_one():
     """Gaps 0, 5, 3, 2 and a long one: b = 1 is the cheapest; quotients 0, 2, 1, 1 and an escape."""
-    data = using(rice_numpy, encode, offsets_of([0, 5, 3, 2, 1_000_000]), 0)
+    data = using(rice_reference, encode, offsets_of([0, 5, 3, 2, 1_000_000]), 0)
     quotient_bytes, b = [4, 0, 0, 0], [1]
     quotients = [0b10_10_100_1, 0, 0, 0b1]
     low_bits, escaped = [0b0110], [0x40, 0x42, 0x0F, 0x00]

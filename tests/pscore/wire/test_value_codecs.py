@@ -179,7 +179,7 @@ def test_an_unknown_codec_is_refused(codec):
     assert refused.value.reason is ErrorCode.UNKNOWN_CODEC
 
 
-@pytest.mark.parametrize("name", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
 @given(
     st.integers(0, 2**16),
     st.integers(1024, 3000),

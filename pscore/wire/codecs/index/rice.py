@@ -12,31 +12,22 @@ bits and long gaps stand in sections of their own, so that numpy can read and wr
 Bits fill bytes from the lowest; a section ends with the byte of its last bit, the rest of which is zero. There is one
 way to write given gaps with given parameters. An entry costs at most 49 bits, and reading it a constant number of
 steps.
-
-The steps between the sections stand in two modules with the same functions: ``rice_numpy`` and ``rice_loops``.
 """
 
 import math
-from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pscore.wire.codecs.index import rice_loops, rice_numpy
+from pscore.wire.codecs.index import rice_loops as steps
 from pscore.wire.codecs.index.format import IndexFormat, Offsets, check_end
 from pscore.wire.codecs.index.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER, Octets, Words
 from pscore.wire.codecs.limits import is_compiled
 from pscore.wire.errors import ErrorCode, Rejected
 
 
-def steps_for(count: int) -> ModuleType:
-    """Return the module whose steps write and read a chunk of ``count`` entries."""
-    return rice_loops if is_compiled(count) else rice_numpy
-
-
 def encode(offsets: Offsets, length: int) -> bytes:
     """Write offsets."""
-    steps = steps_for(offsets.size)
     gaps = np.empty(offsets.size, np.uint32)
     parameters = np.zeros(-(-offsets.size // BLOCK), np.uint8)
     unary_bits, low_bits, escaped = steps.plan(np.ascontiguousarray(offsets), gaps, parameters)
@@ -64,7 +55,6 @@ def decode(data: bytes, count: int, length: int) -> Offsets:
     ones = int(np.bitwise_count(quotients).sum(dtype=np.int64))
     if ones != count or (size and not quotients[-1]):
         raise Rejected(ErrorCode.BAD_CHUNK, f"{ones} quotients in {size} bytes for {count} entries")
-    steps = steps_for(count)
     offsets = np.empty(count, np.int64)
     low_bits, escaped = steps.read_quotients(_words_of(quotients), parameters, offsets)
     if low_bits < 0:
@@ -102,6 +92,7 @@ def _bits(count: int, length: int) -> float:
 
 
 def _nanoseconds(count: int, length: int) -> float:
+    # For few entries high enough for another codec to be chosen, so that a small model never waits for the compiler.
     return 2e4 + 9.0 * count if is_compiled(count) else 2e5 + 70.0 * count
 
 

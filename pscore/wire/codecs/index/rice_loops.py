@@ -1,4 +1,4 @@
-"""The steps of :mod:`pscore.wire.codecs.index.rice_numpy` as compiled loops.
+"""The steps between the sections of the Rice format, as compiled loops.
 
 Arithmetic is in signed 64-bit integers throughout: mixed with unsigned ones numba makes floats of them.
 """
@@ -35,7 +35,11 @@ _PLACES[[(_DE_BRUIJN << place & 0xFFFFFFFF) >> 27 for place in range(32)]] = ran
 
 @compiled
 def plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, int]:
-    """See ``rice_numpy``."""
+    """Fill in the gaps and each block's cheapest parameter (the lowest of equals).
+
+    Returns:
+        Bits of the quotients, bits of the low parts, and escapes.
+    """
     previous = np.int64(-1)
     for i in range(offsets.size):
         gaps[i] = offsets[i] - previous - 1
@@ -68,7 +72,7 @@ def plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, in
 
 @compiled
 def write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes: Gaps) -> None:
-    """See ``rice_numpy``."""
+    """Fill in quotients, low parts (both zero before) and escaped gaps."""
     unary = remainder = np.int64(0)  # bits that do not fill a word yet
     unary_bits = remainder_bits = np.int64(0)
     unary_words = remainder_words = escaped = 0
@@ -105,7 +109,11 @@ def write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes:
 
 @compiled
 def read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tuple[int, int]:
-    """See ``rice_numpy``."""
+    """Fill in the quotients (16 for escaped ones); the section must have as many 1 bits as there are entries.
+
+    Returns:
+        Bits of the low parts and escapes; (-1, -1) where a quotient exceeds 16.
+    """
     previous = np.int64(-1)
     entry = 0
     longest = np.int64(0)
@@ -135,7 +143,7 @@ def read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tuple
 
 @compiled
 def join(runs: Offsets, parameters: Octets, low: Words, escapes: Gaps) -> bool:
-    """See ``rice_numpy``."""
+    """Turn quotients into offsets, in place; return False where an escaped gap need not have been escaped."""
     buffered = buffered_bits = np.int64(0)
     read = escaped = 0
     offset = np.int64(-1)

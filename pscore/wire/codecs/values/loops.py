@@ -70,27 +70,3 @@ def read_even(low, spread, ratios, codes, block, values):
             code = np.int32(part[i])
             magnitude = np.float32(lowest + width * ratios[code & 127])
             out[i] = -magnitude if code > 127 else magnitude
-
-
-@compiled
-def write_half(values, halves):
-    """Fill in binary16 bits, rounded to nearest even; magnitudes beyond the largest become that one.
-
-    Args:
-        values: fp32, as the bits in uint32.
-        halves: uint16.
-    """
-    for i in range(values.size):
-        magnitude = values[i] & np.uint32(0x7FFFFFFF)
-        sign = (values[i] >> np.uint32(16)) & np.uint32(0x8000)
-        clipped = min(magnitude, np.uint32(0x477FE000))
-        shifted = clipped - np.uint32(0x38000000)  # another bias of the exponent
-        rounded = (shifted + np.uint32(0xFFF) + ((shifted >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13)
-        # Below the normal ones: steps of 2⁻²⁴, which the implicit bit is shifted down to, and rounded there.
-        distance = min(np.uint32(126) - min(clipped >> np.uint32(23), np.uint32(112)), np.uint32(31))
-        mantissa = (clipped & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
-        half = (np.uint32(1) << (distance - np.uint32(1))) - np.uint32(1)
-        small = (mantissa + half + ((mantissa >> distance) & np.uint32(1))) >> distance
-        number = small if clipped < np.uint32(0x38800000) else rounded
-        number = number if magnitude <= np.uint32(0x7F800000) else np.uint32(0x7E00)
-        halves[i] = np.uint16(number | sign)

@@ -1,4 +1,4 @@
-"""The steps of the Rice format in numpy: for small chunks, and as the reference for the loops."""
+"""The steps of the Rice format in numpy: the reference for the compiled loops."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,6 @@ def _widths(parameters: Octets, escaped: NDArray[np.bool_]) -> Offsets:
 
 
 def plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, int]:
-    """Fill in the gaps and each block's cheapest parameter (the lowest of equals).
-
-    Returns:
-        Bits of the quotients, bits of the low parts, and escapes.
-    """
     gaps[:] = np.diff(offsets, prepend=-1) - 1
     if not gaps.size:
         return 0, 0, 0
@@ -50,7 +45,6 @@ def plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, in
 
 
 def write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes: Gaps) -> None:
-    """Fill in quotients, low parts (both zero before) and escaped gaps."""
     shifts = parameters.astype(np.uint32).repeat(BLOCK)[: gaps.size]
     runs = np.minimum(gaps >> shifts, ESCAPE).astype(np.int64)
     escaped = runs == ESCAPE
@@ -68,11 +62,6 @@ def write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes:
 
 
 def read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tuple[int, int]:
-    """Fill in the quotients (16 for escaped ones); the section must have as many 1 bits as there are entries.
-
-    Returns:
-        Bits of the low parts and escapes; (-1, -1) where a quotient exceeds 16.
-    """
     ones = np.flatnonzero(_bits_of(quotients).view(np.bool_))
     runs[:] = np.diff(ones, prepend=-1) - 1
     if runs.size and int(runs.max()) > ESCAPE:
@@ -82,7 +71,6 @@ def read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tuple
 
 
 def join(runs: Offsets, parameters: Octets, low: Words, escapes: Gaps) -> bool:
-    """Turn quotients into offsets, in place; return False where an escaped gap need not have been escaped."""
     escaped = runs == ESCAPE
     widths = _widths(parameters, escaped)
     starts = np.cumsum(widths) - widths
