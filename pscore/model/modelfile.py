@@ -99,10 +99,9 @@ def write_part(
 ) -> None:
     """Write the piece ``flat`` (fp32, ``[span.length]``) of the layout, and the shard's buffers."""
     pieces = {
-        f"{layout.parameters[i].name}@{common.start - layout.offsets[i]}": flat[
-            common.start - span.start : common.end - span.start
-        ].to(layout.parameters[i].dtype)
+        f"{layout.parameters[i].name}@{common.start - layout.offsets[i]}": piece.to(layout.parameters[i].dtype)
         for i, common in layout.overlapping(span)
+        for piece in [flat[common.start - span.start : common.end - span.start]]
     }
     shapes = {spec.name: list(spec.shape) for spec in layout.parameters}
     write(path, {**pieces, **buffers}, {**metadata, "shapes": json.dumps(shapes)})

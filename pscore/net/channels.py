@@ -65,30 +65,23 @@ def warn_of_readers(path: Path) -> None:
             log.warning("every user of this machine can read %s: chmod o-r %s", path, path)
 
 
-_ADVICE = (
-    (
-        "Hostname Verification Check failed",
-        "its certificate is made out to another name; use that, or name it (PSCLIENT_TLS_SERVER_NAME)",
-    ),
-    ("CERTIFICATE_VERIFY_FAILED", "its certificate does not descend from the CA that was named (PSCLIENT_TLS_CA)"),
-    ("WRONG_VERSION_NUMBER", "it does not speak TLS: name no CA (PSCLIENT_TLS_CA), or this is another port"),
-    (
-        "Socket closed",
-        "if it speaks TLS, name its CA (PSCLIENT_TLS_CA); if it asks for certificates, yours too (PSCLIENT_TLS_CERT, "
-        "PSCLIENT_TLS_KEY)",
-    ),
-    (
-        "Failed parsing HTTP/2",
-        "it does not speak gRPC: is this the port for workers (--listen), or that of the metrics?",
-    ),
-)
+_ADVICE = {
+    "Hostname Verification Check failed": "its certificate is made out to another name; use that, or name it "
+    "(PSCLIENT_TLS_SERVER_NAME)",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate does not descend from the CA that was named (PSCLIENT_TLS_CA)",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS: name no CA (PSCLIENT_TLS_CA), or this is another port",
+    "Socket closed": "if it speaks TLS, name its CA (PSCLIENT_TLS_CA); if it asks for certificates, yours too "
+    "(PSCLIENT_TLS_CERT, PSCLIENT_TLS_KEY)",
+    "Failed parsing HTTP/2": "it does not speak gRPC: is this the port for workers (--listen), or that of the metrics?",
+}
+"""What to change, by a part of gRPC's words."""
 
 
 def advice(detail: str) -> str:
     """Return what to change where gRPC's words show that trying again will not help; else an empty text."""
     if "failed to connect" not in detail:
         return ""
-    return next((advice for text, advice in _ADVICE if text in detail), "")
+    return next((advice for text, advice in _ADVICE.items() if text in detail), "")
 
 
 def explain(detail: str) -> str:

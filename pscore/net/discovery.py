@@ -1,6 +1,6 @@
-"""Finding all shards behind one DNS name: ask each address which shard it is.
+"""Finding all shards behind one DNS name: each address is asked which shard it is.
 
-A headless Service of Kubernetes has one record a shard, in no order, and only of those that are there now.
+A headless Service of Kubernetes has a record for each shard that is ready, in no order.
 """
 
 import queue
@@ -22,17 +22,16 @@ class DiscoveryError(Exception):
 
 
 def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ...], Security]:
-    """Return every shard's address, and how it is called; one name for all shards is looked up, once.
+    """Return every shard's address and the security of its channel; one name for all shards is looked up once.
 
     Args:
         server: in any form of :func:`pscore.net.addresses.expand`.
-        security: how servers are called.
+        security: of the channels.
         seconds: time for the name, and again for the servers, to answer.
 
     Raises:
-        AddressError: the servers are named in another way.
-        DiscoveryError: shards behind a name are missing.
-        ChannelError: no channel can be secured as asked.
+        AddressError, ChannelError: see :mod:`pscore.net.addresses` and :mod:`pscore.net.channels`.
+        DiscoveryError: shards behind the name are missing.
     """
     addresses = expand(server)
     if not is_service(addresses[0]):
@@ -88,7 +87,7 @@ class Service:
 
     Args:
         address: ``dns:///HOST:PORT``.
-        security: how each is called. With TLS, each certificate must have the service's name, or
+        security: of the channels. With TLS, each certificate must have the service's name, or
             ``security.server_name``.
     """
 
@@ -107,16 +106,11 @@ class Service:
         return self.ask(found, seconds)
 
     def resolve(self, seconds: float) -> list[str]:
-        """Return every address of the name, as ``IP:PORT``.
-
-        Raises:
-            OSError: there is none now, or no answer in time.
-        """
+        """Return every address of the name, as ``IP:PORT``; raises ``OSError`` where there is none in time."""
         if self._lookup is None:  # else the lookup before has not returned yet
             self._lookup = queue.SimpleQueue()
-            threading.Thread(
-                target=_resolve, args=(self.host, self.port, self._lookup), name="resolve", daemon=True
-            ).start()
+            arguments = (self.host, self.port, self._lookup)
+            threading.Thread(target=_resolve, args=arguments, name="resolve", daemon=True).start()
         try:
             found = self._lookup.get(timeout=seconds)
         except queue.Empty:

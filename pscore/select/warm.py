@@ -1,12 +1,12 @@
 """The default: last step's threshold in one pass, corrected by the secant of the tail.
 
-What a step takes is decided by a threshold known before the step, so that one pass accumulates and takes. The count
-that the pass finds moves the threshold for the next step, by the tail's own scale. Where the count misses ``k`` by more
-than the tolerance, it is mended within the step: a surplus is put back (no pass over the memory), a lack costs counting
-passes and a second take. The Laplace estimate (see :mod:`pscore.select.ldte`) is where the first step starts.
+The threshold is known before the step, so one pass accumulates and takes. The count that the pass finds moves the
+threshold for the next step, by the tail's own scale. Where the count misses ``k`` by more than the tolerance, it is
+corrected within the step: a surplus is put back (no pass over the memory), a lack costs counting passes and a second
+take. The first step starts at the Laplace estimate (see :mod:`pscore.select.research.ldte`).
 
-The threshold does not follow the learning rate: when that falls, the entries near the threshold are still made of steps
-at the old rate. It drifts down as they are taken, and the drift is foreseen.
+The threshold does not follow the learning rate: when that falls, the entries near the threshold still consist of steps
+at the old rate. The threshold drifts down as these are taken, and the drift is predicted.
 """
 
 import math
@@ -44,13 +44,13 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
     lacks = result.count_above < (1 - TOLERANCE) * k and threshold != 0  # at 0 there is no more to be had
     if lacks or result.count_above > capacity:
         inputs.put_back(result.taken)
-        search.saw(expected, result.count_above, result.sum_above)
+        search.update(expected, result.count_above, result.sum_above)
         threshold = search.run(inputs)
         if threshold is None:
             return _rank(inputs, k, state, _RANKED_STEPS)
         result = inputs.take(threshold, capacity)
     assert threshold is not None
-    _foresee(state, threshold, result, k)
+    _predict(state, threshold, result, k)
     if result.count_above > (1 + TOLERANCE) * k:
         return keep_largest(inputs, result.taken, k)
     return result.taken
@@ -67,7 +67,7 @@ def _rank(inputs: SelectionInput, k: int, state: SelectorState, steps: float) ->
     return taken
 
 
-def _foresee(state: SelectorState, threshold: float, result: ThresholdResult, k: int) -> None:
+def _predict(state: SelectorState, threshold: float, result: ThresholdResult, k: int) -> None:
     """Set the threshold of the next step: level and drift of where ``k`` lies, smoothed (Holt's linear method).
 
     ``k`` lay at ``t + β·ln(c/k)`` with ``β`` = mean excess. The drift matters for a while after the learning rate has

@@ -142,7 +142,6 @@ def _exporter(name: str) -> SpanExporter:
             raise TracingError(f"OTEL_TRACES_EXPORTER={name}: use one of otlp, {', '.join(sorted(offered))}")
         made: SpanExporter = offered[name].load()()
     except (ValueError, OSError) as error:
-        raise TracingError(
-            f"the exporter {name} of traces cannot be made, check the OTEL_ variables: {error}"
-        ) from error
+        message = f"the exporter {name} of traces cannot be made, check the OTEL_ variables: {error}"
+        raise TracingError(message) from error
     return made

@@ -9,10 +9,11 @@ Spans carry numbers and names (step, shard, version, reason), never values, toke
 
 import contextvars
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from pscore.telemetry.span import NO_SPAN, Result, TraceSpan, TracingError
 
@@ -80,34 +81,23 @@ def continued(name: str, traceparent: str) -> TraceSpan:
 
 
 def traced(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Make each call of a function a span."""
+    """Make each call of a function a span; of a generator, the time from its first item until it ends."""
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @functools.wraps(function)
-        def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             with span(name):
                 return function(*args, **kwargs)
 
-        return wrapper
-
-    return decorate
-
-
-def traced_stream(
-    name: str,
-) -> Callable[[Callable[Parameters, Iterator[Result]]], Callable[Parameters, Iterator[Result]]]:
-    """Make a generator a span, from its first item until it ends."""
-
-    def decorate(function: Callable[Parameters, Iterator[Result]]) -> Callable[Parameters, Iterator[Result]]:
         @functools.wraps(function)
-        def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Iterator[Result]:
+        def iterate(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Iterator[Any]:
             opened = begin(name)
             try:
-                yield from function(*args, **kwargs)
+                yield from cast("Iterator[Any]", function(*args, **kwargs))
             finally:
                 opened.end()
 
-        return wrapper
+        return cast("Callable[Parameters, Result]", iterate) if inspect.isgeneratorfunction(function) else call
 
     return decorate
 

@@ -1,4 +1,4 @@
-"""Segments to messages and back: the one place where an update becomes bytes."""
+"""Segments to messages and back; an update becomes bytes nowhere else."""
 
 import zlib
 from collections.abc import Collection, Iterator
@@ -22,7 +22,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 DEFAULT_CHUNK_BYTES = 1 << 20
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 2 << 20
 FRAMING_BYTES = 5
-"""gRPC's own prefix of each message; counted with the message wherever this project counts bytes."""
+"""gRPC's own prefix of each message; every count of bytes includes it."""
 
 _RAW_INDEX_BYTES = 4  # what RAW32 needs for an entry; a codec that the cost model chooses hardly ever needs more
 _MAX_CHUNK_SPAN = 1 << 32  # offsets in a chunk are uint32
@@ -60,13 +60,13 @@ class Checksum:
 
 @dataclass(frozen=True, slots=True)
 class WireForm:
-    """How a segment is to travel.
+    """How a segment is written.
 
     Attributes:
         value: value codec, by its number in the proto; ``None`` for the one that writes the values' dtype exactly.
-        index: index codec; ``None`` to let the cost model choose for each chunk.
+        index: index codec; ``None`` to choose one for each chunk.
         allowed: index codecs that the peer reads, for that choice.
-        link_bytes_per_second: rate of the way to the peer, for that choice; ``None`` or 0 where it is not known.
+        link_bytes_per_second: rate of the link, for that choice; ``None`` or 0 where it is not known.
     """
 
     value: int | None = None
@@ -86,24 +86,25 @@ class Encoded(NamedTuple):
 
 
 def encode(segment: Segment, form: WireForm = WireForm(), *, chunk_bytes: int, group: int = 0) -> Iterator[Encoded]:
-    """Cut a segment into chunks of at most ``chunk_bytes`` of payload.
+    """Cut a segment into chunks of at most ``chunk_bytes`` of payload, and of one entry at least.
 
     Args:
         segment: values in fp32, fp16 or bf16 on any device, finite where the value codec is not exact.
         form: how indices and values are written.
-        chunk_bytes: payload bytes of a chunk, at least 64. A chunk holds one entry at least.
+        chunk_bytes: at least 64.
         group: number of the chunks' group in the header's plan.
 
     Raises:
-        Rejected: ``NON_FINITE``, by a lossy codec with bounds; the receiver would refuse what the other codecs write.
+        Rejected: ``NON_FINITE``, by a lossy codec with bounds; the receiver would refuse the others' bytes.
     """
     value = form.value if form.value is not None else CODEC_OF_DTYPE[segment.values.dtype]
     values = host_values(segment.values)
+    start = segment.span.start
     if segment.offsets is None:
         step = _entries_within(chunk_bytes, VALUE_FORMATS[value], 0)
         for first in range(0, segment.entries, step):
             piece = values[first : first + step]
-            yield _chunk(group, Span(segment.span.start + first, segment.span.start + first + piece.size), value, piece)
+            yield _chunk(group, Span(start + first, start + first + piece.size), value, piece)
         return
     offsets = segment.offsets.cpu().numpy()
     step = _entries_within(chunk_bytes, VALUE_FORMATS[value], _RAW_INDEX_BYTES)
@@ -115,7 +116,7 @@ def encode(segment: Segment, form: WireForm = WireForm(), *, chunk_bytes: int, g
         while positions.size > 1 and len(indices) + VALUE_FORMATS[value].size(positions.size) > chunk_bytes:
             positions = positions[: positions.size // 2]  # a codec that suits these offsets badly
             index, indices = _write_offsets(positions, form)
-        span = Span(segment.span.start + int(positions[0]), segment.span.start + int(positions[-1]) + 1)
+        span = Span(start + int(positions[0]), start + int(positions[-1]) + 1)
         yield _chunk(group, span, value, values[first : first + positions.size], index, indices)
         first += positions.size
 
@@ -156,17 +157,15 @@ def _chunk(
 
 
 def decode(chunk: pb.Chunk, within: Span) -> Segment:
-    """Read one chunk, which must lie inside ``within``; values come out as fp32 on the host.
+    """Read one chunk, which must lie inside ``within``, to fp32 values on the host.
 
     Raises:
         Rejected: ``BAD_CHUNK``, ``UNKNOWN_CODEC`` or ``NON_FINITE``; nothing is allocated from an unchecked length.
     """
     span = Span(chunk.start, chunk.start + chunk.length)
     if not (within.start <= span.start and span.end <= within.end):
-        raise Rejected(
-            ErrorCode.BAD_CHUNK,
-            f"chunk [{span.start}, {span.end}) lies outside [{within.start}, {within.end})",
-        )
+        where = f"[{span.start}, {span.end}) lies outside [{within.start}, {within.end})"
+        raise Rejected(ErrorCode.BAD_CHUNK, f"chunk {where}")
     if not 0 < chunk.count <= chunk.length:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{chunk.count} entries in a span of {chunk.length} elements")
     values = torch.from_numpy(decode_values(chunk.value_codec, chunk.values, chunk.count))
@@ -199,9 +198,8 @@ class ChunkReader:
     def read(self, chunk: pb.Chunk) -> Segment:
         """Decode the next chunk; raises :class:`Rejected` as :func:`decode` does, and where it goes backwards."""
         if chunk.start < self.position:
-            raise Rejected(
-                ErrorCode.BAD_CHUNK, f"chunk at {chunk.start} overlaps or precedes what came before {self.position}"
-            )
+            order = f"chunk at {chunk.start} overlaps or precedes what came before {self.position}"
+            raise Rejected(ErrorCode.BAD_CHUNK, order)
         segment = decode(chunk, self.within)
         self.checksum.add(chunk)
         self.position = segment.span.end
@@ -232,10 +230,8 @@ class BytesReader:
     def read(self, piece: pb.BytesChunk) -> None:
         """Append a piece; raises :class:`Rejected` if it is not the next or goes beyond the length."""
         if piece.offset != len(self._data) or not piece.data or len(self._data) + len(piece.data) > self._length:
-            raise Rejected(
-                ErrorCode.BAD_CHUNK,
-                f"{len(piece.data)} bytes at {piece.offset}, expected the rest from {len(self._data)}",
-            )
+            found = f"{len(piece.data)} bytes at {piece.offset}, expected the rest from {len(self._data)}"
+            raise Rejected(ErrorCode.BAD_CHUNK, found)
         self._data += piece.data
 
     @property
@@ -256,5 +252,5 @@ class BytesReader:
 
 
 def wire_bytes(message: Message) -> int:
-    """Bytes of one message on the wire as gRPC frames it (HTTP/2 and TCP headers not counted)."""
+    """Return the bytes of one message as gRPC frames it, without HTTP/2 and TCP headers."""
     return message.ByteSize() + FRAMING_BYTES

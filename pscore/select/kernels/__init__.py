@@ -1,5 +1,6 @@
 """The loops over all elements: accumulate, select, count. One file a backend; the interface is in ``base``."""
 
+import logging
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
     from pscore.select.kernels.base import Kernels
     from pscore.select.kernels.cuda import DeviceSelection
 
+log = logging.getLogger("pscore")
 
 _COMPILED_FROM = 16_384
 """Elements below which torch operations are used: no slower there, and a small model never waits for the compiler."""
@@ -27,9 +29,9 @@ def device_selection(device: "torch.device") -> "DeviceSelection | None":
     """Return what selects on a CUDA device without waiting for it; ``None`` on the host, or where Triton is missing."""
     if device.type != "cuda":
         return None
-    from pscore.select.kernels import cuda, reference
+    from pscore.select.kernels import cuda
 
     if not cuda.available():
-        reference.warn_that_it_stands_in("Triton")
+        log.warning("Triton is not installed: entries are selected by plain torch operations, which is slower")
         return None
     return cuda.DeviceSelection(device)

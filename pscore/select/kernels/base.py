@@ -19,11 +19,11 @@ class GradientUpdate:
 
     Attributes:
         gradient: ``g``, ``[n]``, floating point, on the memory's device.
-        scale: what the gradient is multiplied by.
+        scale: factor of the gradient.
         parameters: ``θ``, ``[n]``, floating point; ``None`` where ``decay`` is 0.
-        decay: what the parameters are multiplied by.
+        decay: factor of the parameters.
         momentum: ``u``, fp32 ``[n]``, changed in place.
-        factor: momentum ``m``.
+        factor: of the momentum.
     """
 
     gradient: torch.Tensor

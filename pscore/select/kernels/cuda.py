@@ -1,8 +1,7 @@
-"""Selection on a GPU without waiting for it: the threshold stays on the device and is warm from the step before.
+"""Selection on a GPU without waiting for it, at a threshold that stays on the device.
 
 A step launches one pass that accumulates and sifts at the threshold of the step before, a few corrections that return
-at once where that was good enough, and one pass over the hits. The host learns what was taken when it collects it.
-``docs/kernels.md`` counts the bytes.
+at once where that was good enough, and one pass over the hits (docs/kernels.md).
 """
 
 import math
@@ -30,13 +29,13 @@ def available() -> bool:
 
 
 class _Output(NamedTuple):
-    """How a selection's output lies in one int32 tensor, so that one copy takes all of it to the host."""
+    """The layout of a selection's output in one int32 tensor, so that one copy brings all of it to the host."""
 
     capacity: int
 
     @property
     def words(self) -> int:
-        """How long that tensor is."""
+        """Length of that tensor."""
         return 2 * _HEADER + 2 * self._room
 
     def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -96,17 +95,17 @@ class PendingTaken:
 class DeviceSelection:
     """Takes the largest entries out of tensors of one device, in a side stream.
 
-    The calls return before anything has run. Until :meth:`PendingTaken.collect` has returned, nobody else may write
-    the tensors handed in, nor read what is changed in them; they may be freed.
+    The calls return before anything has run. Until :meth:`PendingTaken.collect` has returned, no other code may write
+    the tensors of the call, nor read those that it changes; they may be freed.
 
-    What is remembered of a tensor lies in the ``state`` handed in with it: ``threshold``, an fp32 scalar on the device,
-    and ``turn``, a number. Both may be saved with the optimizer's state; without them a tensor starts cold.
+    A tensor's ``state`` has ``threshold``, an fp32 scalar on the device, and ``turn``, a number. Both may be saved with
+    the optimizer's state; without them a tensor starts cold.
 
     Args:
         device: a CUDA device; under Triton's interpreter the CPU.
         tolerance: how far, as a share of ``k``, the number of hits may be off before it is corrected.
         corrections: how many sifts may follow the first one.
-        cold_corrections: the same for a tensor of which nothing is remembered.
+        cold_corrections: the same for a cold start.
         block: elements a program works on; a power of two.
     """
 
@@ -145,7 +144,7 @@ class DeviceSelection:
             added: the update that is added first; ``None`` for none.
             k: entries wanted, at least 1. With ``k ≥ n`` every non-zero is taken; otherwise at most ``⌈1.25·k⌉``.
             keep: factor of an entry that is taken and stays.
-            state: what is remembered of this memory.
+            state: of this memory.
             masked: fp32 ``[n]``, becomes 0 where an entry is taken.
         """
         return self._select(memory, None, added, keep, masked, k, state)

@@ -4,22 +4,11 @@ They define the bits of the fast kernels, serve small tensors, and stand in wher
 every sum is rounded by itself (no fused multiply-add), so that all backends agree.
 """
 
-import functools
-import logging
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pscore.select.kernels.base import GradientUpdate, Taken, ThresholdResult
-
-log = logging.getLogger("pscore")
-
-
-@functools.cache
-def warn_that_it_stands_in(missing: str) -> None:
-    """Warn, once a process, that these operations replace those of ``missing``."""
-    log.warning("%s is not installed: entries are selected by plain torch operations, which is slower", missing)
 
 
 def accumulate(memory: torch.Tensor, added: GradientUpdate) -> None:
@@ -32,32 +21,15 @@ def accumulate(memory: torch.Tensor, added: GradientUpdate) -> None:
     memory.add_(step)
 
 
-def sift(x: torch.Tensor, threshold: float, capacity: int, turn: float = 0.0) -> Taken:
-    """Return the entries with |x| > threshold, ascending.
-
-    Args:
-        x: fp32 ``[n]``.
-        threshold: at least 0.
-        capacity: how many may be returned. Where there are more, they are taken in order from a start, round the end.
-        turn: that start, as a share of the entries found, in [0, 1).
-    """
-    offsets = (x.abs() > threshold).nonzero().view(-1)
-    if offsets.numel() > capacity:
-        window = (torch.arange(capacity, device=x.device) + _first(turn, offsets.numel())) % offsets.numel()
-        offsets = offsets[window.sort().values]
-    return Taken(offsets, x[offsets])
-
-
 def take(
-    memory: torch.Tensor, added: GradientUpdate | None, threshold: float, keep: float, capacity: int, turn: float = 0.0
+    memory: torch.Tensor, added: GradientUpdate | None, threshold: float, keep: float, capacity: int
 ) -> ThresholdResult:
-    """Accumulate, sift, and leave ``keep·value`` in ``memory`` where an entry was taken."""
+    """Accumulate, take out the first ``capacity`` entries above the threshold, leave ``keep·value`` behind."""
     if added is not None:
         accumulate(memory, added)
-    taken = sift(memory, threshold, capacity, turn)
-    found = ThresholdResult(taken, *count_above(memory, threshold))
-    memory[taken.offsets] = taken.values * keep
-    return found
+    result = take_difference(memory, None, threshold, capacity)
+    memory[result.taken.offsets] = result.taken.values * keep
+    return result
 
 
 def count_above(x: torch.Tensor, threshold: float) -> tuple[int, float]:
@@ -73,12 +45,11 @@ def magnitude(x: torch.Tensor) -> tuple[float, float]:
     return float(absolute.sum(dtype=torch.float64)), float(absolute.max()) if x.numel() else 0.0
 
 
-def take_difference(
-    a: torch.Tensor, b: torch.Tensor, threshold: float, capacity: int, turn: float = 0.0
-) -> ThresholdResult:
-    """Sift ``a − b``; neither is changed."""
-    x = a - b
-    return ThresholdResult(sift(x, threshold, capacity, turn), *count_above(x, threshold))
+def take_difference(a: torch.Tensor, b: torch.Tensor | None, threshold: float, capacity: int) -> ThresholdResult:
+    """Copy out the first ``capacity`` entries of ``a − b``, or of ``a``, above the threshold."""
+    x = a if b is None else a - b
+    offsets = (x.abs() > threshold).nonzero().view(-1)[:capacity]
+    return ThresholdResult(Taken(offsets, x[offsets]), *count_above(x, threshold))
 
 
 def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
@@ -93,8 +64,3 @@ def exceeding(
     offsets = offsets.long()
     tensors = torch.searchsorted(torch.from_numpy(ends), offsets, right=True)
     return offsets[(a[offsets] - b[offsets]).abs() > torch.from_numpy(bounds)[tensors]]
-
-
-def _first(turn: float, found: int) -> int:
-    """Return the rank at which filling starts, rounded as the kernels round it."""
-    return min(int(torch.tensor(turn, dtype=torch.float32) * float(found)), found - 1)

@@ -2,9 +2,8 @@
 
 from collections.abc import Collection
 
-from pscore.wire.codecs.index.bitmap import BITMAP
 from pscore.wire.codecs.index.format import IndexFormat, Offsets
-from pscore.wire.codecs.index.raw32 import RAW32
+from pscore.wire.codecs.index.plain import BITMAP, RAW32
 from pscore.wire.codecs.index.rice import RICE
 from pscore.wire.codecs.limits import check_count
 from pscore.wire.errors import ErrorCode, Rejected
@@ -40,11 +39,7 @@ def choose(count: int, length: int, link_bytes_per_second: float | None, allowed
 
 
 def decode_offsets(codec: int, data: bytes, count: int, length: int) -> Offsets:
-    """Read ``count`` offsets, which rise strictly and stay below ``length``.
-
-    Raises:
-        Rejected: ``UNKNOWN_CODEC``, or ``BAD_CHUNK`` with what is wrong.
-    """
+    """Read ``count`` offsets, which rise strictly and stay below ``length``; raises :class:`Rejected`."""
     index_format = INDEX_FORMATS.get(codec)
     if index_format is None:
         raise Rejected(ErrorCode.UNKNOWN_CODEC, f"index codec {codec} is not known")

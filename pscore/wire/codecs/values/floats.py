@@ -21,7 +21,7 @@ def _read_fp32(data: bytes, count: int) -> Values:
 def _narrow(values: Values, dtype: torch.dtype) -> bytes:
     """Round to a 16-bit type; magnitudes beyond its largest become that one."""
     largest = torch.finfo(dtype).max
-    parts = (part.clamp(-largest, largest).to(dtype) for part in torch.from_numpy(values).split(_SERIAL))
+    parts = (part.clamp(-largest, largest).to(dtype) for part in torch.split(torch.from_numpy(values), _SERIAL))
     return b"".join(part.view(torch.uint16).numpy().astype("<u2", copy=False).tobytes() for part in parts)
 
 

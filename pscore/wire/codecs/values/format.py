@@ -50,11 +50,10 @@ class ValueFormat:
         return data, values if self.exact else self.read(data, values.size)
 
     def decode(self, data: bytes, count: int) -> Values:
-        """Read ``count`` values, all finite.
+        """Read ``count`` values, all finite; raises :class:`Rejected`.
 
-        Raises:
-            Rejected: ``BAD_CHUNK`` where the bytes are not exactly so many values, before anything is allocated;
-                ``NON_FINITE`` where a value or a bound is infinite or no number.
+        ``BAD_CHUNK`` where the bytes are not exactly so many values, before anything is allocated; ``NON_FINITE`` where
+        a value or a bound is infinite or no number.
         """
         if len(data) != self.size(count):
             raise Rejected(ErrorCode.BAD_CHUNK, f"{len(data)} value bytes, {count} entries in {self.name} need others")
