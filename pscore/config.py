@@ -118,7 +118,7 @@ def unknown_variables(prefix: str, names: Iterable[str], environment: Mapping[st
 
 
 def _unknown(name: str, known: Iterable[str], form: Callable[[str], str]) -> str:
-    """Return a line that names an unknown setting and the nearest known one, both in the form in which it was given."""
+    """Return a line that names an unknown setting and the nearest known one, both in the form of their source."""
     nearest = difflib.get_close_matches(name, [*known], n=1)
     hint = f"did you mean {form(nearest[0])}?" if nearest else "docs/settings.md lists those there are"
     return f"{form(name)}: there is no such setting; {hint}"

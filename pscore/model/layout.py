@@ -130,7 +130,7 @@ class ModelLayout:
         return digest.digest()
 
     def span(self, position: int) -> Span:
-        """Return where parameter number ``position`` lies."""
+        """Return the span of parameter number ``position``."""
         return Span(self.offsets[position], self.offsets[position + 1])
 
     def shard_spans(self, num_shards: int) -> tuple[Span, ...]:

@@ -1,4 +1,4 @@
-"""Sets of positions, as sorted ranges: which samples of an epoch somebody holds."""
+"""Sets of positions as sorted ranges, such as the samples of an epoch that a worker has leased."""
 
 from collections.abc import Iterable, Iterator
 
@@ -25,7 +25,7 @@ class Ranges:
 
     @property
     def total(self) -> int:
-        """How many integers there are."""
+        """Number of integers."""
         return sum(end - start for start, end in self.pairs)
 
     def first(self, count: int) -> "Ranges":

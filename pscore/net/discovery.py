@@ -37,7 +37,7 @@ def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ..
     if not is_service(addresses[0]):
         return addresses, security
     service = Service(addresses[0], security)
-    result = service.look(seconds)
+    result = service.discover(seconds)
     if result.addresses is None:
         raise DiscoveryError(f"{service.address}: {result.describe()}")
     return result.addresses, service.security
@@ -97,7 +97,7 @@ class Service:
         self.security = replace(security, server_name=security.server_name or self.host)
         self._lookup: queue.SimpleQueue[list[str] | OSError] | None = None
 
-    def look(self, seconds: float) -> DiscoveryResult:
+    def discover(self, seconds: float) -> DiscoveryResult:
         """Resolve the name and ask every address; each of the two takes at most ``seconds``."""
         try:
             found = self.resolve(seconds)

@@ -1,4 +1,4 @@
-"""What a selector is, and what several of them share."""
+"""The interface of a selector, and functions that several of them share."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from pscore.select.inputs import SelectionInput
 from pscore.select.kernels.base import Taken
 
 SelectorState = dict[str, float]
-"""What a selector remembers of one input from one step to the next; empty at first. Part of a saved state."""
+"""A selector's memory of one input between steps; empty at first, and part of a saved state."""
 
 TOLERANCE = 0.1
 """Share of ``k`` by which a threshold selector may miss it."""
@@ -19,12 +19,12 @@ class Selector(Protocol):
     """Takes about the ``k`` entries of greatest magnitude out of its input."""
 
     def __call__(self, inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
-        """Take them.
+        """Take them, but never a zero.
 
         Args:
-            inputs: fp32 ``[n]``, finite. A zero is never taken, so an all-zero input gives nothing.
-            k: how many, ``1 ≤ k ≤ n``.
-            state: the state of this input, changed in place.
+            inputs: fp32 ``[n]``, finite.
+            k: ``1 ≤ k ≤ n``.
+            state: of these inputs, changed in place.
         """
 
 
@@ -39,7 +39,7 @@ def nothing(like: torch.Tensor) -> Taken:
 
 
 def keep_largest(inputs: SelectionInput, taken: Taken, k: int) -> Taken:
-    """Put back all but the ``k`` largest of what was taken; of equal ones the first stay."""
+    """Put back all entries but the ``k`` largest; of equal ones the first stay taken."""
     if taken.values.numel() <= k:
         return taken
     chosen = largest(taken.values, k)
@@ -52,8 +52,7 @@ def keep_largest(inputs: SelectionInput, taken: Taken, k: int) -> Taken:
 def largest(x: torch.Tensor, k: int) -> torch.Tensor:
     """Return the offsets of the ``k`` largest magnitudes, ascending; of equal ones the first.
 
-    On the host the threshold comes from a quickselect (``numpy.partition``), which is several times faster there than
-    ``torch.topk``.
+    On the host by a quickselect (``numpy.partition``), which is several times faster there than ``torch.topk``.
     """
     magnitude = x.detach().abs()
     if k >= magnitude.numel():

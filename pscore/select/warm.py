@@ -24,7 +24,7 @@ _ROOM = 3  # capacity of the pass, as a multiple of k: what a surplus may be wit
 
 
 def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
-    """Take ``k`` entries within the tolerance; ``state`` holds the threshold."""
+    """Take ``k`` entries within the tolerance; ``state`` has the threshold."""
     if k >= inputs.numel:
         return take_all(inputs)
     if state.get("ranked", 0) > 0:
@@ -57,7 +57,7 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
 
 
 def _rank(inputs: SelectionInput, k: int, state: SelectorState, steps: float) -> Taken:
-    """Take the exact top-k, in this step and in some to come: where counting finds no threshold, ranking costs less."""
+    """Take the exact top-k, now and in ``steps`` steps to come: without a threshold, ranking is cheaper than counting."""
     taken = exact(inputs, k, state)
     state.clear()
     if steps:
@@ -68,20 +68,21 @@ def _rank(inputs: SelectionInput, k: int, state: SelectorState, steps: float) ->
 
 
 def _predict(state: SelectorState, threshold: float, result: ThresholdResult, k: int) -> None:
-    """Set the threshold of the next step: level and drift of where ``k`` lies, smoothed (Holt's linear method).
+    """Set the threshold of the next step: level and drift of the best threshold, smoothed (Holt's linear method).
 
-    ``k`` lay at ``t + β·ln(c/k)`` with ``β`` = mean excess. The drift matters for a while after the learning rate has
-    dropped: each step then takes from a residual that grows more slowly than it is emptied. Upwards it is damped: while
-    a residual fills, its threshold rises with the root of the steps, ever more slowly, and would be overshot.
+    The best one of this step was ``t + β·ln(c/k)`` with ``β`` = mean excess. The drift matters for a while after the
+    learning rate has dropped: each step then takes from a residual that grows more slowly than it is emptied. Upwards
+    it is damped: while a residual fills, its threshold rises with the root of the steps, ever more slowly, and would be
+    overshot.
     """
     if threshold == 0 and result.count_above <= k:
         state.update(threshold=0.0, drift=0.0)
         return
-    lay = max(threshold / 2, threshold + result.sum_above / result.count_above * math.log(result.count_above / k))
-    expected = state.get("threshold", lay)
+    best = max(threshold / 2, threshold + result.sum_above / result.count_above * math.log(result.count_above / k))
+    expected = state.get("threshold", best)
     drift = state.get("drift", 0.0)
     drift *= _RISING if drift > 0 else 1.0
-    level = expected + _LEVEL_GAIN * (lay - expected)
+    level = expected + _LEVEL_GAIN * (best - expected)
     drift += _DRIFT_GAIN * (level - expected)
     state["drift"] = drift
-    state["threshold"] = max(lay / 2, level + drift)
+    state["threshold"] = max(best / 2, level + drift)

@@ -114,10 +114,7 @@ def _spec_from_message(spec: pb.TensorSpec) -> TensorSpec:
     if dtype is None:
         raise Rejected(ErrorCode.BAD_REQUEST, f"tensor {shown(spec.name)!r} has unknown data type {spec.data_type}")
     sizes = tuple(spec.shape[: _MAX_DIMENSIONS + 1])  # bounded before anything is multiplied
-    if (
-        len(sizes) > _MAX_DIMENSIONS
-        or math.prod(min(max(1, size), 2 * _MAX_ELEMENTS) for size in sizes) > _MAX_ELEMENTS
-    ):
+    if len(sizes) > _MAX_DIMENSIONS or math.prod(max(1, size) for size in sizes) > _MAX_ELEMENTS:
         raise Rejected(ErrorCode.BAD_REQUEST, f"tensor {shown(spec.name)!r} has an impossible shape")
     return TensorSpec(spec.name, sizes, dtype, tuple(spec.aliases))
 
@@ -143,10 +140,10 @@ def first_difference(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> tuple[str,
             extra = longer[min(len(mine), len(yours))]
             how = f"the worker {which} {kind} {_described(extra)}"
             return _frozen_on_one_side(ours, theirs, extra, extra) or (shown(extra.name), how)
-    for known, told in zip(ours.frozen, theirs.frozen, strict=True):
-        if known.digest != told.digest:
-            return shown(told.spec.name), (
-                f"frozen parameter {_described(told.spec)} has other values than the run's: load the same weights "
+    for known, stated in zip(ours.frozen, theirs.frozen, strict=True):
+        if known.digest != stated.digest:
+            return shown(stated.spec.name), (
+                f"frozen parameter {_described(stated.spec)} has other values than the run's: load the same weights "
                 "before the optimizer is made, or set upload_frozen (PSCLIENT_UPLOAD_FROZEN) on all workers"
             )
     return None

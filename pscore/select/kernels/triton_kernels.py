@@ -11,7 +11,7 @@ int32. Kernels are launched with ``enable_fp_fusion=False``, which costs nothing
 bits of :mod:`pscore.select.kernels.reference`.
 """
 # mypy: ignore-errors
-# Triton compiles these functions; what they say is not typed Python.
+# Triton compiles these functions: they are not typed Python.
 
 import triton
 import triton.language as tl
