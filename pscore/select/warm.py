@@ -57,7 +57,7 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
 
 
 def _rank(inputs: SelectionInput, k: int, state: SelectorState, steps: float) -> Taken:
-    """Take the exact top-k, now and in ``steps`` steps to come: without a threshold, ranking is cheaper than counting."""
+    """Take the exact top-k, now and in ``steps`` more steps: without a threshold, ranking is cheaper than counting."""
     taken = exact(inputs, k, state)
     state.clear()
     if steps:

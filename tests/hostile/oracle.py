@@ -15,6 +15,7 @@ from pscore.wire.codecs.limits import MAX_ENTRIES
 from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.pscore import rice_reference
 
 ANYWHERE = Span(0, 1 << 48)
 """A model beyond any, so that a decoder is asked and not the span."""
@@ -87,9 +88,10 @@ def decode_alike(chunk: pb.Chunk, within: Span = ANYWHERE) -> None:
     for most in (0, 1 << 62):
         with patch.object(limits, "COMPILED_FROM", most):
             outcomes.append(_outcome(_segment_or_refusal(chunk, within)))
-    if chunk.index_codec == pb.INDEX_CODEC_RICE and chunk.count <= _FEW:
-        with patch.object(rice, "steps", INTERPRETED):
-            outcomes.append(_outcome(_segment_or_refusal(chunk, within)))
+    if chunk.index_codec == pb.INDEX_CODEC_RICE:
+        for steps in (rice_reference, INTERPRETED) if chunk.count <= _FEW else (rice_reference,):
+            with patch.object(rice, "steps", steps):
+                outcomes.append(_outcome(_segment_or_refusal(chunk, within)))
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 

@@ -8,7 +8,7 @@ MAX_ENTRIES = 1 << 22
 4 Mi entries are 16 MiB of fp32 values and 32 MiB of int64 offsets; a chunk of 2 MiB with 4-bit values has as many.
 """
 
-COMPILED_FROM = 1024
+COMPILED_FROM = 256
 """Entries from which compiled loops are worth their start: below, a small model shall never wait for the compiler."""
 
 

@@ -27,6 +27,11 @@ def test_fast_links_get_what_is_quick_to_write(density):
     assert chosen(density, 100 * GIGABIT) == "raw32"
 
 
+def test_few_entries_do_not_wait_for_the_compiler():
+    assert chosen(0.01, None, count=255) == "raw32"
+    assert chosen(0.01, None, count=256) == "rice"
+
+
 def test_bitmaps_begin_near_thirty_per_cent():
     assert chosen(0.35, None) == "bitmap"
     assert chosen(0.2, None) == "rice"
