@@ -9,8 +9,7 @@ import grpc
 
 from pscore.names import escaped, shown
 from pscore.net.channels import advice
-from pscore.wire import error_details
-from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.errors import ErrorCode, Rejected, details_of
 
 START_FIRST = "Start the server first, or raise PSCLIENT_CONNECT_SECONDS"
 STEP_AGAIN = "Nothing is lost: call step() again, or raise PSCLIENT_PATIENCE_SECONDS"
@@ -312,7 +311,7 @@ class Transient(Exception):  # noqa: N818 - never leaves the library: it is answ
 def from_rpc_error(error: grpc.RpcError) -> Exception:
     """Say what a failed call means: :class:`Rejected`, a :class:`Transient`, or an error that ends the attempts."""
     code, detail = error.code(), escaped(error.details() or "")
-    found = error_details.from_error(error)
+    found = details_of(error)
     reason, retry_seconds = found.reason, found.retry_seconds
     if reason in _LATER:
         return Transient(detail, retry_seconds, reason)

@@ -1,11 +1,12 @@
 """Settings from several sources: explicit values, then the environment, then a YAML file, then defaults.
 
-Server and worker read their settings by the same rule; this is the rule. A name that is no setting is refused in all of
-them, and a value that cannot be is named as it was given.
+Server and worker share this rule. Each source refuses unknown names; messages name a value as its source does.
 """
 
+import difflib
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +15,9 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, YamlConf
 from yaml import YAMLError
 
 from pscore.names import is_url
-from pscore.variables import unknown, unknown_variables
+
+_SERVICE_LINK = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 class LayeredSettings(BaseSettings):
@@ -25,12 +28,11 @@ class LayeredSettings(BaseSettings):
     """
 
     failure: ClassVar[type[Exception]]
-    """What is raised."""
+    """The type of all errors."""
 
     config: Path | None = Field(None, description="YAML file with any of these settings")
 
     def __init__(self, **given: Any) -> None:
-        """Read all sources; ``given`` wins."""
         names = type(self).model_fields
         if lines := unknown_variables(str(self.model_config["env_prefix"]), names):
             raise self.failure("\n".join(lines))
@@ -43,19 +45,19 @@ class LayeredSettings(BaseSettings):
                 form = self._form_of(name, given)
                 message = problem["msg"].removeprefix("Value error, ")
                 if problem["type"] == "extra_forbidden":
-                    lines.append(unknown(name, names, form))
+                    lines.append(_unknown(name, names, form))
                 else:
                     lines.append(f"{'.'.join([form(name), *inner])}: {message}" if name else message)
             raise self.failure("\n".join(lines)) from error
 
     @staticmethod
     def explicit(name: str) -> str:
-        """Write a setting's name as a caller gives it explicitly."""
+        """Return a setting's name as a caller writes it explicitly."""
         return f"{name}="
 
     @classmethod
     def _form_of(cls, name: str, given: dict[str, Any]) -> Callable[[str], str]:
-        """Return how names are written in the source that a setting has come from."""
+        """Return how the source of a setting writes names."""
         prefix = str(cls.model_config["env_prefix"])
         variables = {variable.upper() for variable in os.environ}
         if name in given:
@@ -92,3 +94,35 @@ class LayeredSettings(BaseSettings):
             return init_settings, env_settings, YamlConfigSettingsSource(settings_cls, yaml_file=config)
         except (OSError, YAMLError, TypeError, ValueError) as error:
             raise cls.failure(f"{config} is not a YAML mapping of settings: {error}") from error
+
+
+def unknown_variables(prefix: str, names: Iterable[str], environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a line for each variable of the environment that begins like a setting and is none.
+
+    Variables that Kubernetes sets for a Service whose name begins like the prefix (``PSSERVICE_SERVICE_HOST``,
+    ``PSSERVICE_PORT=tcp://…``) are ignored.
+
+    Args:
+        prefix: of the variables, in capitals.
+        names: of the settings, in small letters.
+        environment: variables by name.
+    """
+    known = [*names]
+    lines = []
+    for variable, value in sorted(environment.items()):
+        name = variable.upper().removeprefix(prefix)
+        if not variable.upper().startswith(prefix) or name.lower() in known or _is_service_link(name, value):
+            continue
+        lines.append(_unknown(name.lower(), known, lambda each: prefix + each.upper()))
+    return lines
+
+
+def _unknown(name: str, known: Iterable[str], form: Callable[[str], str]) -> str:
+    """Return a line that names an unknown setting and the nearest known one, both in the form of their source."""
+    nearest = difflib.get_close_matches(name, [*known], n=1)
+    hint = f"did you mean {form(nearest[0])}?" if nearest else "docs/settings.md lists those there are"
+    return f"{form(name)}: there is no such setting; {hint}"
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    return bool(_SERVICE_LINK.fullmatch(name) or (name.endswith("PORT") and _SERVICE_URL.match(value)))

@@ -1,10 +1,10 @@
-"""Functions compiled by numba at their first use; numba itself is imported no earlier."""
+"""Loops that numba compiles at their first call; numba itself is imported no earlier."""
 
 import importlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -12,73 +12,68 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 announce: Callable[..., None] = _log.info
-"""How a process says, once, that it compiles; a worker's is louder: its steps wait for that."""
-
-_lock = threading.Lock()
-_compiled: dict[Callable[..., Any], Callable[..., Any] | None] = {}
-_said: set[str] = set()
-
-
-def compile_once(function: Callable[P, R], **options: bool) -> Callable[P, R] | None:
-    """Return ``function`` compiled, or ``None`` where numba is missing or cannot start.
-
-    The caller keeps a numpy implementation for ``None``; ``function`` itself would be far too slow uncompiled.
-    Compiling happens at the first call for each combination of argument types. The result holds no GIL while it runs,
-    and is cached on disk beside the source, or in numba's cache directory, where one of them can be written. Where
-    writing or reading fails later, it is compiled all the same, and a warning says so once.
-
-    Args:
-        function: module-level function in the subset of Python that numba takes. Constants that it uses must stand in
-            its own file: the cache on disk notices changes there and nowhere else.
-        options: further options of ``numba.njit``, for instance ``fastmath=True``; those of the first call count.
-    """
-    found = _compiled.get(function, _MISSING)
-    if found is _MISSING:
-        with _lock:
-            found = _compiled.get(function, _MISSING)
-            if found is _MISSING:
-                found = _compiled[function] = _compile(function, options)
-    return cast("Callable[P, R] | None", found)
-
-
-def _MISSING() -> None:  # noqa: N802 - a marker that no caller can hand in
-    """Stand for a function that was not asked for yet."""
-
-
-def _compile(function: Callable[..., Any], options: dict[str, bool]) -> Callable[..., Any] | None:
-    try:
-        numba: Any = importlib.import_module("numba")
-    except Exception as error:  # a broken LLVM raises OSError, a numpy that is too new ImportError, and so on
-        _log.warning("numba cannot start, numpy takes over and is slower: %s", error)
-        return None
-    if numba.config.DISABLE_JIT:
-        return None
-    try:
-        loop = numba.njit(nogil=True, cache=True, **options)(function)
-    except RuntimeError as error:  # no directory for the cache can be written
-        _once(announce, _COMPILING)
-        _once(_log.warning, _NOT_KEPT, "any directory", error)
-        return cast("Callable[..., Any]", numba.njit(nogil=True, **options)(function))
-    loop._cache = _ForgivingCache(loop._cache)
-    return cast("Callable[..., Any]", loop)
-
+"""Logs, once a process, that loops are being compiled. A worker sets a louder one: its steps wait for the compiler."""
 
 _COMPILING = "compiling loops for this machine's processor: that takes some seconds, and is kept for the next start"
 _NOT_KEPT = (
     "compiled loops cannot be cached in %s (%s): they are used, and compiled again by the next process; make room "
     "there, empty it, or name another directory in NUMBA_CACHE_DIR"
 )
+_lock = threading.Lock()
+_logged: set[str] = set()
 
 
-def _once(say: Callable[..., None], words: str, *arguments: object) -> None:
-    """Say something the first time."""
-    if words not in _said:
-        _said.add(words)
-        say(words, *arguments)
+class compiled(Generic[P, R]):  # noqa: N801 - a decorator
+    """Makes a function a loop that numba compiles, once for each combination of argument types.
+
+    A loop runs without the GIL. It is cached on disk, beside the source or in numba's cache directory; where the cache
+    can be neither written nor read it is compiled all the same, and a warning says so once.
+
+    Args:
+        function: module-level function in the subset of Python that numba takes. Its constants must stand in its own
+            file: the cache on disk notices changes there and nowhere else.
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self.function = function
+        self._dispatcher: Any = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the loop."""
+        result: R = self.dispatcher(*args, **kwargs)
+        return result
+
+    @property
+    def dispatcher(self) -> Any:
+        """The compiled function; the plain one where NUMBA_DISABLE_JIT is set."""
+        if self._dispatcher is None:
+            with _lock:
+                self._dispatcher = self._dispatcher or _compile(self.function)
+        return self._dispatcher
+
+
+def _compile(function: Callable[..., Any]) -> Any:
+    numba: Any = importlib.import_module("numba")  # its types lack what is used here
+    if numba.config.DISABLE_JIT:
+        return function
+    try:
+        loop = numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError as error:  # no directory for the cache can be written
+        _log_once(announce, _COMPILING)
+        _log_once(_log.warning, _NOT_KEPT, "any directory", error)
+        return numba.njit(nogil=True)(function)
+    loop._cache = _ForgivingCache(loop._cache)
+    return loop
+
+
+def _log_once(log: Callable[..., None], words: str, *arguments: object) -> None:
+    if words not in _logged:
+        _logged.add(words)
+        log(words, *arguments)
 
 
 class _ForgivingCache:
-    """A function's cache on disk, whose failures stay here: numba lets them pass through the call that compiles."""
+    """A function's cache on disk whose errors do not reach the call that compiles; numba's own would."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -91,13 +86,13 @@ class _ForgivingCache:
         try:
             found = self._cache.load_overload(signature, context)
         except Exception as error:  # half a file may raise anything
-            _once(_log.warning, _NOT_KEPT, self._cache.cache_path, error)
+            _log_once(_log.warning, _NOT_KEPT, self._cache.cache_path, error)
         if found is None:
-            _once(announce, _COMPILING)
+            _log_once(announce, _COMPILING)
         return found
 
     def save_overload(self, signature: Any, result: Any) -> None:
         try:
             self._cache.save_overload(signature, result)
-        except Exception as error:  # it reads the index first: see above
-            _once(_log.warning, _NOT_KEPT, self._cache.cache_path, error)
+        except Exception as error:  # numba reads the index first: see above
+            _log_once(_log.warning, _NOT_KEPT, self._cache.cache_path, error)

@@ -1,4 +1,4 @@
-"""Names that another side has chosen: what they may be, and how a terminal or a log shows them."""
+"""Names that a peer has chosen: their limits, and their form in a terminal or a log."""
 
 import os
 import re
@@ -10,14 +10,14 @@ LONGEST_TENSOR_NAME = 512
 """Characters."""
 
 RESERVED_TENSOR_NAME = "__metadata__"
-"""What a safetensors file calls its own header entry: a tensor of that name could be written and never read."""
+"""The header entry of a safetensors file: a tensor of that name could be written and never read."""
 
 _LONGEST_SHOWN = 200
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Tell whether what should be a file's path is a URL, also one that ``Path`` has taken a slash from."""
+    """Tell whether a path is a URL, also one from which ``Path`` has removed a slash."""
     return _URL.match(str(path)) is not None
 
 
@@ -27,7 +27,7 @@ def is_name(text: str, longest: int = LONGEST_NAME) -> bool:
 
 
 def tensor_name_fault(name: str) -> str:
-    """Return what is wrong with a tensor's name or alias; empty where nothing is."""
+    """Return the fault of a tensor's name or alias; empty where there is none."""
     if name == RESERVED_TENSOR_NAME:
         return f"a tensor cannot be called {name!r}: files of models use that name for themselves; rename it"
     if not is_name(name, LONGEST_TENSOR_NAME):
@@ -42,12 +42,12 @@ _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 
 
 def escaped(text: str) -> str:
-    """Return a text in which nothing moves a terminal's cursor or begins a line: what is not printable is escaped."""
+    """Return a text with unprintable characters escaped, so that none moves a terminal's cursor or begins a line."""
     if text.isprintable():
         return text
     return _UNPRINTABLE.sub(lambda found: found[0] if found[0].isprintable() else ascii(found[0])[1:-1], text)
 
 
 def shown(text: str, longest: int = _LONGEST_SHOWN) -> str:
-    """Return a text for a message: escaped, and cut where it is long."""
+    """Return a text for a message: escaped, and cut at ``longest``."""
     return escaped(text if len(text) <= longest else f"{text[:longest]}…")

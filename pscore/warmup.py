@@ -19,7 +19,7 @@ def warm_up() -> None:
     kernels = kernels_for(theta)
     kernels.subtract_at(theta, offsets, torch.ones(offsets.numel()))
     kernels.take_difference(theta, image, 0.5, _ENTRIES)
-    kernels.tail(theta, 0.5)
+    kernels.count_above(theta, 0.5)
     kernels.magnitude(theta)
     ends, bounds = np.array([_SIZE], np.int64), np.zeros(1, np.float32)
     kernels.exceeding(theta, image, offsets.int(), ends, bounds)

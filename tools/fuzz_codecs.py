@@ -3,8 +3,7 @@
 Begins with the hostile corpus, with good chunks, and with what earlier runs reached (``runs/fuzz``). An input is a
 Chunk message; it must be refused in the protocol's words or keep every promise, within memory, and alike by every
 implementation of its codec. One that does not is written as text to ``runs/fuzz/findings``, to be mended and to become
-a file of the corpus. The compiled libraries behind PCODEC and STREAMVBYTE are not instrumented: inputs reach them, but
-nothing guides them inside.
+a file of the corpus.
 """
 
 import argparse
@@ -21,7 +20,7 @@ MOST_BYTES = 16 << 10
 SECONDS_A_CHUNK = 5
 MOST_MEMORY_MB = 1024
 NOT_INSTRUMENTED = [
-    "pscore.wire.codecs.index.rice.loops",
+    "pscore.wire.codecs.index.rice_loops",
     "pscore.wire.codecs.values.loops",
 ]  # numba compiles their bytecode
 

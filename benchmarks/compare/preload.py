@@ -25,7 +25,6 @@ def _load() -> None:
         GradientUpdate(gradient, 1.0),
         GradientUpdate(gradient, 1.0, momentum=torch.zeros(_SIZE), factor=0.5),
     ):
-        kernels.feed(memory, added)
         kernels.take(memory, added, 0.5, 0.5, _SIZE)
     kernels.take(memory, None, 0.5, 0.5, _SIZE)
     for task in TASKS.values():

@@ -21,7 +21,7 @@ from psclient.rpc.cluster import Cluster
 from psclient.rpc.shard import PulledReply, PushPart
 from pscore.model.segment import entries
 from pscore.telemetry import tracing
-from pscore.telemetry.tracing import NO_SPAN
+from pscore.telemetry.span import NO_SPAN
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 Replies = dict[int, PulledReply]

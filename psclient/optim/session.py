@@ -26,7 +26,7 @@ from psclient.settings import ClientSettings
 from pscore import jit
 from pscore.select import SELECTORS
 from pscore.telemetry import tracing
-from pscore.telemetry.tracing import TracingError
+from pscore.telemetry.span import TracingError
 
 Server = str | Sequence[str] | LocalServer
 """What names the servers: addresses in one string or in several, or servers of one's own."""

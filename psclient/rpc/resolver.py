@@ -57,7 +57,7 @@ class Directory:
         for attempt in RetryPolicy(self.address, seconds, _LOOK_SECONDS, hint):
             with attempt:
                 try:
-                    sighting = self._service.look(attempt.timeout)
+                    sighting = self._service.discover(attempt.timeout)
                 except ChannelError as error:
                     raise ConfigurationError(str(error)) from error
                 for failed in sighting.errors.values():

@@ -24,7 +24,7 @@ from psclient.settings import AUTO, ClientSettings
 from pscore.model.layout import Span
 from pscore.model.segment import Segment
 from pscore.telemetry import tracing
-from pscore.telemetry.tracing import NO_SPAN, TraceSpan
+from pscore.telemetry.span import NO_SPAN, TraceSpan
 from pscore.wire import frames
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected

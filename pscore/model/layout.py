@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
@@ -39,7 +39,7 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     def describe(self) -> str:
-        """Say name, shape and dtype in one phrase, for messages."""
+        """Return name, shape and dtype in one phrase, for messages."""
         return f"{shown(self.name)} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
@@ -74,9 +74,9 @@ class ModelLayout:
     """The tensors of a model in order.
 
     Args:
-        parameters: what is trained; laid out flat in this order.
-        buffers: persistent buffers; not part of the flat layout (see :mod:`pscore.model.buffers`).
-        frozen: parameters that are not trained; compared only.
+        parameters: trained; laid out flat in this order.
+        buffers: persistent ones; not part of the flat layout (see :mod:`pscore.model.buffers`).
+        frozen: parameters that are not trained; only compared.
 
     Raises:
         ValueError: a name occurs twice, or a parameter has a dtype outside :data:`PARAMETER_DTYPES`.
@@ -88,7 +88,6 @@ class ModelLayout:
     offsets: tuple[int, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check names and dtypes, and place the tensors."""
         names = [spec.name for spec in self.tensors()]
         if len(set(names)) != len(names):
             duplicate = next(name for name in names if names.count(name) > 1)
@@ -99,9 +98,7 @@ class ModelLayout:
                     f"parameter {spec.describe()}: only float32, float16 and bfloat16 can be trained; "
                     "convert it with model.float()"
                 )
-        offsets = [0]
-        for spec in self.parameters:
-            offsets.append(offsets[-1] + spec.numel)
+        offsets = accumulate((spec.numel for spec in self.parameters), initial=0)
         object.__setattr__(self, "offsets", tuple(offsets))
 
     def tensors(self) -> Iterator[TensorSpec]:
@@ -117,10 +114,7 @@ class ModelLayout:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """SHA-256 over kind, name, sizes and dtype of every tensor, in order, each behind its length (uint32).
-
-        For frozen ones, their digests too.
-        """
+        """SHA-256 over kind, name, sizes, dtype and frozen values' digest of every tensor, each behind its length."""
         digest = hashlib.sha256()
 
         def add(kind: str, spec: TensorSpec, *more: bytes) -> None:
@@ -128,16 +122,15 @@ class ModelLayout:
             for data in (*(part.encode() for part in (kind, spec.name, sizes, dtype)), *more):
                 digest.update(len(data).to_bytes(4, "little") + data)
 
-        for spec in self.parameters:
-            add("parameter", spec)
-        for spec in self.buffers:
-            add("buffer", spec)
+        for kind, specs in (("parameter", self.parameters), ("buffer", self.buffers)):
+            for spec in specs:
+                add(kind, spec)
         for tensor in self.frozen:
             add("frozen", tensor.spec, tensor.digest)
         return digest.digest()
 
     def span(self, position: int) -> Span:
-        """Return where parameter number ``position`` lies."""
+        """Return the span of parameter number ``position``."""
         return Span(self.offsets[position], self.offsets[position + 1])
 
     def shard_spans(self, num_shards: int) -> tuple[Span, ...]:
@@ -156,17 +149,9 @@ class ModelLayout:
 
     def dtype_runs(self, span: Span) -> Iterator[tuple[torch.dtype, Span]]:
         """Yield the longest pieces of ``span`` over which the parameters have one dtype, in order."""
-        run: tuple[torch.dtype, Span] | None = None
-        for position, common in self.overlapping(span):
-            dtype = self.parameters[position].dtype
-            if run is not None and run[0] == dtype:
-                run = (dtype, Span(run[1].start, common.end))
-                continue
-            if run is not None:
-                yield run
-            run = (dtype, common)
-        if run is not None:
-            yield run
+        for dtype, run in groupby(self.overlapping(span), lambda found: self.parameters[found[0]].dtype):
+            spans = [common for _, common in run]
+            yield dtype, Span(spans[0].start, spans[-1].end)
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:

@@ -1,15 +1,16 @@
 """Models as safetensors files: whole, or one part a shard.
 
-A whole file is what ``model.state_dict()`` would give, so it loads anywhere. A part holds the flat pieces of the
-tensors that its shard owns (names ``tensor@start``), with the layout in its metadata, and :func:`read_parts` joins all
-parts into a whole again.
+A whole file has the tensors of ``model.state_dict()``. A part has the flat pieces of the tensors that its shard owns
+(names ``tensor@start``), and the layout in its metadata; :func:`read_parts` joins all parts into a whole.
 """
 
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -56,7 +57,7 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
     """Write contiguous tensors on the host as a safetensors file.
 
     Raises:
-        OSError: that is not possible. The library has an error of its own for that, also for a full disk.
+        OSError: the file cannot be written, in place of the library's own error.
     """
     try:
         save_file(dict(tensors), path, None if metadata is None else dict(metadata))
@@ -69,7 +70,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
 
     Raises:
         ModelFileError: the path is a URL.
-        OSError: it cannot be written; what was there stays.
+        OSError: the file cannot be written; an earlier one stays.
     """
     if is_url(path):
         raise ModelFileError(f"{path} is a URL; name a file on this machine")
@@ -87,7 +88,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
 
 
 def part_path(path: Path, shard_index: int, num_shards: int) -> Path:
-    """Return where a shard writes its part: ``model.safetensors`` → ``model-00001-of-00002.safetensors``."""
+    """Return the path of a shard's part: ``model.safetensors`` → ``model-00001-of-00002.safetensors``."""
     if num_shards == 1:
         return path
     return path.with_name(f"{path.stem}-{shard_index + 1:05d}-of-{num_shards:05d}{path.suffix}")
@@ -96,12 +97,11 @@ def part_path(path: Path, shard_index: int, num_shards: int) -> Path:
 def write_part(
     path: Path, layout: ModelLayout, span: Span, flat: torch.Tensor, buffers: StateDict, metadata: Mapping[str, str]
 ) -> None:
-    """Write the piece ``flat`` (fp32, ``[span.length]``) of the layout, and the buffers that the shard has."""
+    """Write the piece ``flat`` (fp32, ``[span.length]``) of the layout, and the shard's buffers."""
     pieces = {
-        f"{layout.parameters[i].name}@{common.start - layout.offsets[i]}": flat[
-            common.start - span.start : common.end - span.start
-        ].to(layout.parameters[i].dtype)
+        f"{layout.parameters[i].name}@{common.start - layout.offsets[i]}": piece.to(layout.parameters[i].dtype)
         for i, common in layout.overlapping(span)
+        for piece in [flat[common.start - span.start : common.end - span.start]]
     }
     shapes = {spec.name: list(spec.shape) for spec in layout.parameters}
     write(path, {**pieces, **buffers}, {**metadata, "shapes": json.dumps(shapes)})
@@ -113,19 +113,16 @@ def read(path: Path) -> StateDict:
     Raises:
         ModelFileError: it is missing, damaged, or a part of a sharded model.
     """
-    state, metadata = _open(path)
+    state, metadata = _read(path)
     if "shapes" in metadata:
         raise ModelFileError(f"{path} is one shard's part; join all parts with `psclient merge`")
     return state
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Read what a model file, or a part, says of itself; raises :class:`ModelFileError` where it cannot be read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise ModelFileError(f"cannot read {path}: {error}") from error
+    """Read the metadata of a model file or a part; raises :class:`ModelFileError` where it cannot be read."""
+    with _opened(path) as file:
+        return dict(file.metadata() or {})
 
 
 def read_parts(paths: Iterable[Path]) -> StateDict:
@@ -139,7 +136,7 @@ def read_parts(paths: Iterable[Path]) -> StateDict:
     whole: StateDict = {}
     shapes: dict[str, list[int]] = {}
     for path in paths:
-        state, metadata = _open(path)
+        state, metadata = _read(path)
         if "shapes" not in metadata:
             raise ModelFileError(f"{path} is not a part of a sharded model")
         shapes = json.loads(metadata["shapes"])
@@ -161,9 +158,15 @@ def read_parts(paths: Iterable[Path]) -> StateDict:
     return whole
 
 
-def _open(path: Path) -> tuple[StateDict, dict[str, str]]:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            yield file
     except (OSError, SafetensorError) as error:
         raise ModelFileError(f"cannot read {path}: {error}") from error
+
+
+def _read(path: Path) -> tuple[StateDict, dict[str, str]]:
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118

@@ -1,19 +1,18 @@
-"""Sets of positions, as sorted ranges: which samples of an epoch somebody holds."""
+"""Sets of positions as sorted ranges, such as the samples of an epoch that a worker has leased."""
 
 from collections.abc import Iterable, Iterator
 
 
 class Ranges:
-    """An immutable set of integers, kept as half-open ranges that are ascending, disjoint and not adjacent.
+    """An immutable set of integers, as half-open ranges that are ascending, disjoint and not adjacent.
 
     Args:
-        pairs: ``(start, end)`` of ranges in any order, which may overlap; empty ones are left out.
+        pairs: ``(start, end)`` of ranges in any order, which may overlap or be empty.
     """
 
     __slots__ = ("pairs",)
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
-        """Sort and join."""
         joined: list[tuple[int, int]] = []
         for start, end in sorted(pairs):
             if start >= end:
@@ -26,7 +25,7 @@ class Ranges:
 
     @property
     def total(self) -> int:
-        """How many integers there are."""
+        """Number of integers."""
         return sum(end - start for start, end in self.pairs)
 
     def first(self, count: int) -> "Ranges":
@@ -40,11 +39,9 @@ class Ranges:
         return Ranges(found)
 
     def __or__(self, other: "Ranges") -> "Ranges":
-        """Return what is in either."""
         return Ranges((*self.pairs, *other.pairs))
 
     def __and__(self, other: "Ranges") -> "Ranges":
-        """Return what is in both."""
         found, mine, theirs = [], 0, 0
         while mine < len(self.pairs) and theirs < len(other.pairs):
             (start, end), (other_start, other_end) = self.pairs[mine], other.pairs[theirs]
@@ -56,7 +53,6 @@ class Ranges:
         return Ranges(found)
 
     def __sub__(self, other: "Ranges") -> "Ranges":
-        """Return what is here and not in the other."""
         found, theirs = [], 0
         for start, end in self.pairs:
             while theirs < len(other.pairs) and other.pairs[theirs][1] <= start:
@@ -70,21 +66,16 @@ class Ranges:
         return Ranges(found)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Iterate over the ranges."""
         return iter(self.pairs)
 
     def __len__(self) -> int:
-        """Count the ranges."""
         return len(self.pairs)
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether both hold the same integers."""
         return isinstance(other, Ranges) and self.pairs == other.pairs
 
     def __hash__(self) -> int:
-        """Hash the ranges."""
         return hash(self.pairs)
 
     def __repr__(self) -> str:
-        """Show the ranges."""
         return f"Ranges({list(self.pairs)})"

@@ -19,7 +19,7 @@ _SHOWN = 100  # characters of a wrong address in a message
 
 
 class AddressError(ValueError):
-    """Servers are not named as they can be; the message says what to write instead."""
+    """An address has none of the forms; the message says what to write instead."""
 
 
 def expand(server: str) -> tuple[str, ...]:
@@ -28,8 +28,7 @@ def expand(server: str) -> tuple[str, ...]:
     Args:
         server: ``HOST:PORT``, several with commas between them, a range in braces (``ps-{0..3}.ps:50051`` are four), or
             one ``dns:///HOST:PORT``, behind which :mod:`pscore.net.discovery` finds all shards. In a list,
-            ``dns:///`` says nothing that an address without it does not, and is left out. An IPv6 address stands in
-            brackets.
+            ``dns:///`` means nothing and is left out. An IPv6 address stands in brackets.
 
     Raises:
         AddressError: it is none of these, or names an address twice.
@@ -51,7 +50,7 @@ def expand(server: str) -> tuple[str, ...]:
 
 
 def is_service(address: str) -> bool:
-    """Tell whether this is one name for all shards (what :func:`expand` has left of the form ``dns:///``)."""
+    """Tell whether an address from :func:`expand` is one name for all shards."""
     return address.startswith(SERVICE_PREFIX)
 
 
@@ -85,7 +84,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def _names_a_service(address: str) -> bool:
-    """Tell whether an address says ``dns:///``, and has something to look up."""
+    """Tell whether an address has the form ``dns:///``, and a name rather than an IP address."""
     if not address.startswith(SERVICE_PREFIX):
         return False
     try:
@@ -96,7 +95,7 @@ def _names_a_service(address: str) -> bool:
 
 
 def _expand_range(address: str) -> list[str]:
-    """Return what a range in braces stands for; the address itself without one."""
+    """Return the addresses of a range in braces; the address itself without one."""
     if not ("{" in address or "}" in address):
         return [address]
     ranges = list(_RANGE.finditer(address))

@@ -27,14 +27,14 @@ class ChannelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """How a caller protects a channel, and shows who it is.
+    """How a caller protects a channel and identifies itself.
 
     Attributes:
         ca: certificates that the server's must descend from, PEM; ``None`` for plaintext.
         cert, key: the caller's own, PEM, for mutual TLS.
         server_name: the name in the server's certificate, where the address has another.
         token: a bearer token; never shown.
-        token_file: a file that holds it, read anew for each channel; wins over ``token``.
+        token_file: a file with the token, read anew for each channel; wins over ``token``.
     """
 
     ca: Path | None = None
@@ -45,11 +45,7 @@ class Security:
     token_file: Path | None = None
 
     def read_token(self) -> str:
-        """Return the token; empty where there is none.
-
-        Raises:
-            ChannelError: the file cannot be read, or holds none, or it is none that can be sent.
-        """
+        """Return the token, empty where there is none; raises :class:`ChannelError` where it cannot be read or sent."""
         if self.token_file is None:
             if not self.token.isascii() or not self.token.isprintable():
                 raise ChannelError("the token holds characters that no header can; is PSCLIENT_TOKEN one line?")
@@ -63,46 +59,33 @@ class Security:
 
 @cache
 def warn_of_readers(path: Path) -> None:
-    """Warn, once in a process, of a secret that everybody on this machine can read; a file that is missing is none."""
+    """Warn, once a process, of a secret file that every user of this machine can read."""
     with suppress(OSError):
         if path.stat().st_mode & stat.S_IROTH:
             log.warning("every user of this machine can read %s: chmod o-r %s", path, path)
 
 
-_ADVICE = (
-    (
-        "Hostname Verification Check failed",
-        "its certificate is made out to another name; use that, or name it (PSCLIENT_TLS_SERVER_NAME)",
-    ),
-    ("CERTIFICATE_VERIFY_FAILED", "its certificate does not descend from the CA that was named (PSCLIENT_TLS_CA)"),
-    ("WRONG_VERSION_NUMBER", "it does not speak TLS: name no CA (PSCLIENT_TLS_CA), or this is another port"),
-    (
-        "Socket closed",
-        "if it speaks TLS, name its CA (PSCLIENT_TLS_CA); if it asks for certificates, yours too (PSCLIENT_TLS_CERT, "
-        "PSCLIENT_TLS_KEY)",
-    ),
-    (
-        "Failed parsing HTTP/2",
-        "it does not speak gRPC: is this the port for workers (--listen), or that of the metrics?",
-    ),
-)
+_ADVICE = {
+    "Hostname Verification Check failed": "its certificate is made out to another name; use that, or name it "
+    "(PSCLIENT_TLS_SERVER_NAME)",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate does not descend from the CA that was named (PSCLIENT_TLS_CA)",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS: name no CA (PSCLIENT_TLS_CA), or this is another port",
+    "Socket closed": "if it speaks TLS, name its CA (PSCLIENT_TLS_CA); if it asks for certificates, yours too "
+    "(PSCLIENT_TLS_CERT, PSCLIENT_TLS_KEY)",
+    "Failed parsing HTTP/2": "it does not speak gRPC: is this the port for workers (--listen), or that of the metrics?",
+}
+"""What to change, by a part of gRPC's words."""
 
 
 def advice(detail: str) -> str:
-    """Return what to change where gRPC's words show that two sides cannot understand each other; else nothing.
-
-    Someone listens there and trying again will not help, unless one of the two is started anew.
-    """
+    """Return what to change where gRPC's words show that trying again will not help; else an empty text."""
     if "failed to connect" not in detail:
         return ""
-    return next((advice for text, advice in _ADVICE if text in detail), "")
+    return next((advice for text, advice in _ADVICE.items() if text in detail), "")
 
 
 def explain(detail: str) -> str:
-    """Return what gRPC says of a failed call, and what to change where that can be told.
-
-    The other side's words are escaped, since a terminal or a log will show them.
-    """
+    """Return gRPC's words on a failed call, escaped for a terminal or a log, and :func:`advice`."""
     detail = escaped(detail)
     return "; ".join(filter(None, (detail, advice(detail))))
 
@@ -119,10 +102,10 @@ def open_channel(address: str, security: Security, options: OptionPairs = (), he
     """Open a channel to ``HOST:PORT``; nothing is dialled yet.
 
     Args:
-        address: where to.
+        address: of the server.
         security: how the channel is protected.
         options: gRPC's.
-        headers: metadata that every call carries.
+        headers: metadata of every call.
 
     Raises:
         ChannelError: a file cannot be read or is not what it should be, or a token would travel in plaintext beyond
@@ -170,7 +153,7 @@ def _read(path: Path, what: str) -> bytes:
 
 
 def _check_files(ca: Path, cert: Path | None, key: Path | None) -> None:
-    """Say now what gRPC would say with the first call, and not so clearly: these files cannot be used."""
+    """Refuse files that cannot be used; gRPC would with the first call, and less clearly."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(ca)
@@ -189,11 +172,11 @@ def _check_files(ca: Path, cert: Path | None, key: Path | None) -> None:
 
 
 class _Call(NamedTuple):
-    """What gRPC wants to know of a call (its own class cannot be made)."""
+    """Details of a call as gRPC reads them (its own class has no constructor)."""
 
     method: str
     timeout: float | None
-    metadata: Sequence[tuple[str, str]] | None
+    metadata: Headers | None
     credentials: grpc.CallCredentials | None
     wait_for_ready: bool | None
     compression: Any
@@ -205,21 +188,15 @@ class _Headers(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds metadata to every call; a token too: gRPC gives call credentials out over TLS alone, even to loopback."""
+    """Adds metadata to every call; a token too, since gRPC sends call credentials over TLS only, even to loopback."""
 
     def __init__(self, headers: Headers) -> None:
         self._headers = tuple(headers)
 
     def _add(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
-        call = _Call(
-            details.method,
-            details.timeout,
-            [*(details.metadata or ()), *self._headers],
-            details.credentials,
-            details.wait_for_ready,
-            details.compression,
-        )
-        return continuation(call, request)
+        fields = {name: getattr(details, name) for name in _Call._fields}
+        fields["metadata"] = [*(details.metadata or ()), *self._headers]
+        return continuation(_Call(**fields), request)
 
     intercept_unary_unary = _add  # type: ignore[assignment]
     intercept_unary_stream = _add  # type: ignore[assignment]

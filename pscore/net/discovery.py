@@ -1,6 +1,6 @@
-"""Finding all shards behind one DNS name: ask each address which shard it is.
+"""Finding all shards behind one DNS name: each address is asked which shard it is.
 
-A headless Service of Kubernetes has one record a shard, in no order, and only of those that are there now.
+A headless Service of Kubernetes has a record for each shard that is ready, in no order.
 """
 
 import queue
@@ -22,36 +22,35 @@ class DiscoveryError(Exception):
 
 
 def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ...], Security]:
-    """Return every shard's address, and how it is called; one name for all shards is looked up, once.
+    """Return every shard's address and the security of its channel; one name for all shards is looked up once.
 
     Args:
         server: in any form of :func:`pscore.net.addresses.expand`.
-        security: how servers are called.
-        seconds: how long the name, and then the servers, may take to answer.
+        security: of the channels.
+        seconds: time for the name, and again for the servers, to answer.
 
     Raises:
-        AddressError: the servers are named in another way.
-        DiscoveryError: shards behind a name are missing.
-        ChannelError: no channel can be secured as asked.
+        AddressError, ChannelError: see :mod:`pscore.net.addresses` and :mod:`pscore.net.channels`.
+        DiscoveryError: shards behind the name are missing.
     """
     addresses = expand(server)
     if not is_service(addresses[0]):
         return addresses, security
     service = Service(addresses[0], security)
-    sighting = service.look(seconds)
-    if sighting.addresses is None:
-        raise DiscoveryError(f"{service.address}: {sighting.describe()}")
-    return sighting.addresses, service.security
+    result = service.discover(seconds)
+    if result.addresses is None:
+        raise DiscoveryError(f"{service.address}: {result.describe()}")
+    return result.addresses, service.security
 
 
 @dataclass(frozen=True)
 class DiscoveryResult:
-    """What one look has found.
+    """What asking all addresses of a name has found.
 
     Attributes:
-        shards: address by shard, of those of which there is no doubt.
-        num_shards: how many there should be; 0 where nobody has said so.
-        troubles: what is in the way, for a person.
+        shards: address by shard, without those that are in doubt.
+        num_shards: expected; 0 where no server has answered.
+        troubles: obstacles, for a person.
         errors: failed calls, by address.
     """
 
@@ -67,13 +66,13 @@ class DiscoveryResult:
 
     @property
     def addresses(self) -> tuple[str, ...] | None:
-        """The address of each shard, in order, where all are found and nothing speaks against it."""
+        """The address of each shard, in order; ``None`` where some are missing or the servers disagree."""
         if not self.num_shards or self.missing:
             return None
         return tuple(self.shards[index] for index in range(self.num_shards))
 
     def describe(self) -> str:
-        """Say what is missing, and why."""
+        """Return which shards are missing, and why."""
         if self.num_shards:
             several = len(self.missing) > 1
             numbers = ", ".join(map(str, self.missing))
@@ -88,23 +87,18 @@ class Service:
 
     Args:
         address: ``dns:///HOST:PORT``.
-        security: how each is called. With TLS, each certificate must have the service's name, or
+        security: of the channels. With TLS, each certificate must have the service's name, or
             ``security.server_name``.
     """
 
     def __init__(self, address: str, security: Security) -> None:
-        """Note the name; nothing is resolved yet."""
         self.address = address
         self.host, self.port = split(address)
         self.security = replace(security, server_name=security.server_name or self.host)
         self._lookup: queue.SimpleQueue[list[str] | OSError] | None = None
 
-    def look(self, seconds: float) -> DiscoveryResult:
-        """Resolve the name and ask every address; each of the two takes at most ``seconds``.
-
-        Raises:
-            ChannelError: no channel can be secured as asked.
-        """
+    def discover(self, seconds: float) -> DiscoveryResult:
+        """Resolve the name and ask every address; each of the two takes at most ``seconds``."""
         try:
             found = self.resolve(seconds)
         except OSError as error:
@@ -112,16 +106,11 @@ class Service:
         return self.ask(found, seconds)
 
     def resolve(self, seconds: float) -> list[str]:
-        """Return every address of the name, as ``IP:PORT``.
-
-        Raises:
-            OSError: there is none now, or no answer in time.
-        """
-        if self._lookup is None:  # else the one before has not returned yet: the system takes its time
+        """Return every address of the name, as ``IP:PORT``; raises ``OSError`` where there is none in time."""
+        if self._lookup is None:  # else the lookup before has not returned yet
             self._lookup = queue.SimpleQueue()
-            threading.Thread(
-                target=_resolve, args=(self.host, self.port, self._lookup), name="resolve", daemon=True
-            ).start()
+            arguments = (self.host, self.port, self._lookup)
+            threading.Thread(target=_resolve, args=arguments, name="resolve", daemon=True).start()
         try:
             found = self._lookup.get(timeout=seconds)
         except queue.Empty:
@@ -132,12 +121,12 @@ class Service:
         return found
 
     def ask(self, addresses: Sequence[str], seconds: float, num_shards: int = 0) -> DiscoveryResult:
-        """Ask addresses which shard they are, all at once.
+        """Ask addresses, all at once, which shard they are; raises :class:`ChannelError` as :func:`open_channel` does.
 
         Args:
-            addresses: to be asked.
-            seconds: how long to wait for an answer.
-            num_shards: of the run, where that is known; who says another number belongs to another.
+            addresses: ``HOST:PORT`` each.
+            seconds: time for the answers.
+            num_shards: of the run, where it is known; a server with another number belongs to another run.
         """
         channels: list[grpc.Channel] = []
         calls: list[grpc._CallFuture[pb.GetStatusResponse]] = []
@@ -162,7 +151,7 @@ class Service:
 def _sort(
     answers: Mapping[str, pb.GetStatusResponse], errors: Mapping[str, grpc.RpcError], num_shards: int
 ) -> DiscoveryResult:
-    """Give each shard its address; one that two servers claim has none."""
+    """Assign an address to each shard; a shard that two servers claim has none."""
     troubles = [
         f"{address} does not answer ({e.code().name}: {explain(e.details() or '')})" for address, e in errors.items()
     ]

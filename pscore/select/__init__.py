@@ -2,10 +2,10 @@
 
 from pscore.select.base import TOLERANCE, Selector, SelectorState
 from pscore.select.exact import exact
-from pscore.select.ldte import ldte
-from pscore.select.reuse import reuse
-from pscore.select.sampled import sampled
-from pscore.select.trimmed import trimmed
+from pscore.select.research.ldte import ldte
+from pscore.select.research.reuse import reuse
+from pscore.select.research.sampled import sampled
+from pscore.select.research.trimmed import trimmed
 from pscore.select.warm import warm
 
 __all__ = [

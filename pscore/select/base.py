@@ -1,36 +1,36 @@
-"""What a selector is, and what several of them share."""
+"""The interface of a selector, and functions that several of them share."""
 
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from pscore.select.inputs import Source
+from pscore.select.inputs import SelectionInput
 from pscore.select.kernels.base import Taken
 
 SelectorState = dict[str, float]
-"""What a selector remembers of one source from one step to the next; empty at first. Part of a saved state."""
+"""A selector's memory of one input between steps; empty at first, and part of a saved state."""
 
 TOLERANCE = 0.1
 """Share of ``k`` by which a threshold selector may miss it."""
 
 
 class Selector(Protocol):
-    """Takes about the ``k`` entries of greatest magnitude out of a source."""
+    """Takes about the ``k`` entries of greatest magnitude out of its input."""
 
-    def __call__(self, source: Source, k: int, recall: SelectorState) -> Taken:
-        """Take them.
+    def __call__(self, inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
+        """Take them, but never a zero.
 
         Args:
-            source: fp32 ``[n]``, finite. A zero is never taken, so an all-zero source gives nothing.
-            k: how many, ``1 ≤ k ≤ n``.
-            recall: this source's memory, changed in place.
+            inputs: fp32 ``[n]``, finite.
+            k: ``1 ≤ k ≤ n``.
+            state: of these inputs, changed in place.
         """
 
 
-def take_all(source: Source) -> Taken:
+def take_all(inputs: SelectionInput) -> Taken:
     """Take every entry that is not zero."""
-    return source.take(0.0, source.numel).taken
+    return inputs.take(0.0, inputs.numel).taken
 
 
 def nothing(like: torch.Tensor) -> Taken:
@@ -38,22 +38,21 @@ def nothing(like: torch.Tensor) -> Taken:
     return Taken(torch.empty(0, dtype=torch.int64, device=like.device), torch.empty(0, device=like.device))
 
 
-def keep_largest(source: Source, taken: Taken, k: int) -> Taken:
-    """Put back all but the ``k`` largest of what was taken; of equal ones the first stay."""
+def keep_largest(inputs: SelectionInput, taken: Taken, k: int) -> Taken:
+    """Put back all entries but the ``k`` largest; of equal ones the first stay taken."""
     if taken.values.numel() <= k:
         return taken
     chosen = largest(taken.values, k)
     back = torch.ones(taken.values.numel(), dtype=torch.bool, device=taken.values.device)
     back[chosen] = False
-    source.put_back(Taken(taken.offsets[back], taken.values[back]))
+    inputs.put_back(Taken(taken.offsets[back], taken.values[back]))
     return Taken(taken.offsets[chosen], taken.values[chosen])
 
 
 def largest(x: torch.Tensor, k: int) -> torch.Tensor:
     """Return the offsets of the ``k`` largest magnitudes, ascending; of equal ones the first.
 
-    On the host the threshold comes from a quickselect (``numpy.partition``), which is several times faster there than
-    ``torch.topk``.
+    On the host by a quickselect (``numpy.partition``), which is several times faster there than ``torch.topk``.
     """
     magnitude = x.detach().abs()
     if k >= magnitude.numel():

@@ -1,7 +1,7 @@
-"""What a selector selects from: a memory, a difference, or several of them as if they were one.
+"""What a selector selects from: a residual, a difference, or several of them end to end.
 
-A selector asks for statistics and takes by a threshold, and never sees where the numbers come from. What a step adds to
-a memory is added at the first question, and where that question is :meth:`Source.take`, in the same pass.
+A selector asks for statistics and takes entries by a threshold. A step's gradient is added to a residual by the first
+call; where that call is :meth:`SelectionInput.take`, in the same pass over memory.
 """
 
 from abc import ABC, abstractmethod
@@ -14,14 +14,14 @@ from pscore.select.kernels import kernels_for
 from pscore.select.kernels.base import GradientUpdate, Taken, ThresholdResult
 
 
-class Source(ABC):
+class SelectionInput(ABC):
     """Numbers ``x`` (fp32, ``[numel]``) of which the largest in magnitude are to be taken."""
 
     numel: int
 
     @abstractmethod
     def take(self, threshold: float, capacity: int) -> ThresholdResult:
-        """Take out every entry above the threshold, but no more than ``capacity``, in ascending order."""
+        """Take out every entry above the threshold, but no more than the first ``capacity``."""
 
     @abstractmethod
     def take_at(self, offsets: torch.Tensor) -> Taken:
@@ -32,72 +32,69 @@ class Source(ABC):
         """Undo a take, bit for bit, wholly or in part."""
 
     @abstractmethod
-    def tail(self, threshold: float) -> tuple[int, float]:
-        """Count the magnitudes above the threshold, and sum what they exceed it by; one reading pass."""
+    def arrays(self) -> list[torch.Tensor]:
+        """Return ``x`` in contiguous pieces, to be read only."""
 
-    @abstractmethod
+    def count_above(self, threshold: float) -> tuple[int, float]:
+        """Count the magnitudes above the threshold, and sum what they exceed it by; one reading pass."""
+        found = [kernels_for(array).count_above(array, threshold) for array in self.arrays()]
+        return sum(count for count, _ in found), sum(excess for _, excess in found)
+
     def magnitude(self) -> tuple[float, float]:
         """Return mean and largest magnitude; one reading pass."""
+        found = [kernels_for(array).magnitude(array) for array in self.arrays()]
+        return sum(total for total, _ in found) / max(1, self.numel), max(largest for _, largest in found)
 
-    @abstractmethod
-    def every(self, step: int, first: int) -> torch.Tensor:
-        """Return every ``step``-th element from ``first`` on."""
+    def stride_sample(self, step: int, first: int) -> torch.Tensor:
+        """Return every ``step``-th element from ``first`` on, ``first < step``."""
+        pieces, start = [], 0
+        for array in self.arrays():
+            pieces.append(array[(first - start) % step :: step])
+            start += array.numel()
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-class Memory(Source):
-    """A residual, and what this step adds to it.
+class Memory(SelectionInput):
+    """A residual, and the update that this step adds to it.
 
     Args:
         tensor: fp32 ``[n]``, contiguous; changed in place.
-        added: what the step adds; ``None`` for nothing.
-        keep: what remains of an entry that is taken, as a factor.
+        added: the step's update; ``None`` for none.
+        keep: factor of an entry that is taken and stays in the residual.
     """
 
     def __init__(self, tensor: torch.Tensor, added: GradientUpdate | None = None, keep: float = 0.0) -> None:
-        """Nothing is added yet."""
         self.tensor = tensor
         self.numel = tensor.numel()
         self._added = added
         self._keep = keep
-        self._kernels = kernels_for(tensor)
 
     def take(self, threshold: float, capacity: int) -> ThresholdResult:
-        """See :class:`Source`; the first time, with what is added, in one pass."""
+        """The first call adds the update, in the same pass."""
         added, self._added = self._added, None
-        return self._kernels.take(self.tensor, added, threshold, self._keep, capacity)
+        return kernels_for(self.tensor).take(self.tensor, added, threshold, self._keep, capacity)
 
     def take_at(self, offsets: torch.Tensor) -> Taken:
-        """See :class:`Source`."""
-        x = self._fed()
+        """Leave ``keep·x`` at the offsets."""
+        (x,) = self.arrays()
         values = x[offsets]
         x[offsets] = self._keep * values
         return Taken(offsets, values)
 
     def put_back(self, taken: Taken) -> None:
-        """See :class:`Source`."""
+        """Write the values where they were."""
         self.tensor[taken.offsets] = taken.values
 
-    def tail(self, threshold: float) -> tuple[int, float]:
-        """See :class:`Source`."""
-        return self._kernels.tail(self._fed(), threshold)
-
-    def magnitude(self) -> tuple[float, float]:
-        """See :class:`Source`."""
-        return self._kernels.magnitude(self._fed())
-
-    def every(self, step: int, first: int) -> torch.Tensor:
-        """See :class:`Source`."""
-        return self._fed()[first::step]
-
-    def _fed(self) -> torch.Tensor:
+    def arrays(self) -> list[torch.Tensor]:
+        """The first call adds the update."""
         if self._added is not None:
-            self._kernels.feed(self.tensor, self._added)
+            kernels_for(self.tensor).accumulate(self.tensor, self._added)
             self._added = None
-        return self.tensor
+        return [self.tensor]
 
 
-class Difference(Source):
-    """``a − b``; neither is changed, so what is taken stays until someone adds it to ``b``.
+class Difference(SelectionInput):
+    """``a − b``; taking changes neither.
 
     Args:
         a: fp32 ``[n]``, contiguous.
@@ -105,93 +102,67 @@ class Difference(Source):
     """
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Nothing is computed yet."""
         self.numel = a.numel()
         self._a, self._b = a, b
-        self._kernels = kernels_for(a)
         self._whole: torch.Tensor | None = None
 
     def take(self, threshold: float, capacity: int) -> ThresholdResult:
-        """See :class:`Source`."""
-        return self._kernels.take_difference(self._a, self._b, threshold, capacity)
+        """Copy the entries."""
+        return kernels_for(self._a).take_difference(self._a, self._b, threshold, capacity)
 
     def take_at(self, offsets: torch.Tensor) -> Taken:
-        """See :class:`Source`."""
+        """Copy the entries."""
         return Taken(offsets, self._a[offsets] - self._b[offsets])
 
     def put_back(self, taken: Taken) -> None:
-        """Nothing to do: taking has changed nothing."""
+        """Taking has changed nothing."""
 
-    def tail(self, threshold: float) -> tuple[int, float]:
-        """See :class:`Source`."""
-        return self._kernels.tail(self._computed(), threshold)
-
-    def magnitude(self) -> tuple[float, float]:
-        """See :class:`Source`."""
-        return self._kernels.magnitude(self._computed())
-
-    def every(self, step: int, first: int) -> torch.Tensor:
-        """See :class:`Source`."""
-        return self._a[first::step] - self._b[first::step]
-
-    def _computed(self) -> torch.Tensor:
-        """Write the difference out: where several passes are needed, they are cheaper over one array than over two."""
+    def arrays(self) -> list[torch.Tensor]:
+        """The difference is written out: several passes are cheaper over one array than over two."""
         if self._whole is None:
             self._whole = self._a - self._b
-        return self._whole
+        return [self._whole]
 
 
-class Joined(Source):
-    """Several sources laid end to end: one threshold over a merged group.
+class Joined(SelectionInput):
+    """Several inputs laid end to end: one threshold over a merged group.
 
     Args:
         parts: at least one, on one device.
     """
 
-    def __init__(self, parts: Sequence[Source]) -> None:
-        """Lay them end to end."""
+    def __init__(self, parts: Sequence[SelectionInput]) -> None:
         self.parts = tuple(parts)
         self.starts = [0, *np.cumsum([part.numel for part in parts]).tolist()]
         self.numel = self.starts[-1]
 
     def take(self, threshold: float, capacity: int) -> ThresholdResult:
-        """See :class:`Source`."""
-        sifts: list[ThresholdResult] = []
-        for part in self.parts:  # every part, even where there is no room left: each has something to add
-            sifts.append(part.take(threshold, capacity - sum(sift.taken.offsets.numel() for sift in sifts)))
+        """Take from every part, even where there is no room left: each may have an update to add."""
+        results: list[ThresholdResult] = []
+        for part in self.parts:
+            results.append(part.take(threshold, capacity))
+            capacity -= results[-1].taken.offsets.numel()
         return ThresholdResult(
-            self._joined([sift.taken for sift in sifts]),
-            sum(sift.above for sift in sifts),
-            sum(sift.excess for sift in sifts),
+            self._joined([result.taken for result in results]),
+            sum(result.count_above for result in results),
+            sum(result.sum_above for result in results),
         )
 
     def take_at(self, offsets: torch.Tensor) -> Taken:
-        """See :class:`Source`."""
+        """Take from each part."""
         return self._joined([part.take_at(piece) for part, piece in zip(self.parts, self._cut(offsets), strict=True)])
 
     def put_back(self, taken: Taken) -> None:
-        """See :class:`Source`."""
+        """Put back into each part."""
         for part, piece in zip(self.parts, self.split(taken), strict=True):
             part.put_back(piece)
 
-    def tail(self, threshold: float) -> tuple[int, float]:
-        """See :class:`Source`."""
-        found = [part.tail(threshold) for part in self.parts]
-        return sum(count for count, _ in found), sum(excess for _, excess in found)
-
-    def magnitude(self) -> tuple[float, float]:
-        """See :class:`Source`."""
-        found = [part.magnitude() for part in self.parts]
-        total = sum(mean * part.numel for (mean, _), part in zip(found, self.parts, strict=True))
-        return total / max(1, self.numel), max(largest for _, largest in found)
-
-    def every(self, step: int, first: int) -> torch.Tensor:
-        """See :class:`Source`."""
-        firsts = [(first - start) % step if start else first for start in self.starts[:-1]]
-        return torch.cat([part.every(step, at) for part, at in zip(self.parts, firsts, strict=True)])
+    def arrays(self) -> list[torch.Tensor]:
+        """Those of each part."""
+        return [array for part in self.parts for array in part.arrays()]
 
     def split(self, taken: Taken) -> list[Taken]:
-        """Cut what was taken by part, offsets counted from each part's start."""
+        """Cut a selection by part, offsets counted from each part's start."""
         offsets = self._cut(taken.offsets)
         sizes = [piece.numel() for piece in offsets]
         return [Taken(piece, values) for piece, values in zip(offsets, torch.split(taken.values, sizes), strict=True)]
@@ -206,8 +177,7 @@ class Joined(Source):
     def _joined(self, pieces: Sequence[Taken]) -> Taken:
         if len(pieces) == 1:
             return pieces[0]
-        starts = self.starts[:-1]
         return Taken(
-            torch.cat([piece.offsets + start for piece, start in zip(pieces, starts, strict=True)]),
+            torch.cat([piece.offsets + start for piece, start in zip(pieces, self.starts[:-1], strict=True)]),
             torch.cat([piece.values for piece in pieces]),
         )

@@ -1,12 +1,12 @@
 """Searching a threshold above which about ``k`` entries lie, by counting passes."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from pscore.select.base import TOLERANCE
-from pscore.select.inputs import Source
+from pscore.select.inputs import SelectionInput
 
 _MOST_PASSES = 8
 _UNTIL_ZERO = 3
@@ -15,16 +15,16 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(slots=True)
 class TailSearch:
-    """Finds a threshold by the secant of the logarithm of the count: magnitudes thin out exponentially in the tail.
+    """Finds a threshold by the secant of the logarithm of the count: counts fall exponentially in the tail.
 
     With ``c`` entries above ``t`` and ``s`` the sum of their excess, the tail's scale is ``β = s/c`` at first, then
-    ``β = (t − t′)/ln(c′/c)`` between two passes, and the next threshold ``t + β·ln(c/k)``; where that leaves the
-    bracket of what is known, the bracket is halved, geometrically: magnitudes may span sixty orders.
+    ``β = (t − t′)/ln(c′/c)`` between two passes, and the next threshold ``t + β·ln(c/k)``. Where that leaves the known
+    bracket, the bracket is halved, geometrically: magnitudes may span sixty orders.
 
     Attributes:
-        k: how many entries should lie above.
+        k: entries that should lie above.
         threshold: the last one tried.
-        count: how many lie above it.
+        count: entries above that.
         passes: counting passes so far.
     """
 
@@ -35,10 +35,10 @@ class TailSearch:
     _low: float = 0.0
     _high: float = math.inf
     _scale: float = 0.0
-    _plunge: int = field(default=1)
+    _plunge: int = 1
 
-    def saw(self, threshold: float, count: int, excess: float) -> None:
-        """Take a pass into account."""
+    def update(self, threshold: float, count: int, excess: float) -> None:
+        """Account for a counting pass."""
         if self.count > 0 and count > 0 and count != self.count and threshold != self.threshold:
             self._scale = (threshold - self.threshold) / math.log(self.count / count)
         elif count > 0:
@@ -55,17 +55,17 @@ class TailSearch:
         """True where the last count is within the tolerance."""
         return abs(self.count - self.k) <= TOLERANCE * self.k
 
-    def run(self, source: Source, first: float | None = None) -> float | None:
-        """Search from ``first`` (``None``: from what was seen) and return a threshold.
+    def run(self, inputs: SelectionInput, first: float | None = None) -> float | None:
+        """Return a threshold, searched from ``first`` or, for ``None``, from the last pass.
 
         Returns:
-            Where no more than ``k`` entries are not zero, 0. ``None`` where the search has found nothing within its
-            passes: equal magnitudes lie on both sides of ``k``, or a few are out of all proportion to the rest.
+            0 where no more than ``k`` entries are not zero. ``None`` where the passes did not suffice: equal magnitudes
+            lie on both sides of ``k``, or a few are out of all proportion to the rest.
         """
         if first is not None:
-            self.saw(first, *source.tail(first))
+            self.update(first, *inputs.count_above(first))
         if math.isinf(self._high) and self.count > self.k:
-            self._high = source.magnitude()[1]
+            self._high = inputs.magnitude()[1]
         started = self.passes
         while not self.close:
             tried = self.passes - started + 1
@@ -74,13 +74,13 @@ class TailSearch:
                 following = 0.0  # still too few: perhaps there are no more that are not zero
             elif tried > _MOST_PASSES or not self._low < following < self._high:
                 return None
-            self.saw(following, *source.tail(following))
+            self.update(following, *inputs.count_above(following))
             if following == 0 and self.count <= self.k:
                 return 0.0
         return self.threshold
 
     def _next(self) -> float:
-        """Return where to look next, as the kernels compare: in fp32."""
+        """Return the next threshold, in fp32 as the kernels compare."""
         if self.count > 0 and self._scale > 0:
             following = _single(self.threshold + self._scale * math.log(self.count / self.k))
             if self._low < following < self._high:

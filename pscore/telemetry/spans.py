@@ -1,4 +1,4 @@
-"""Spans by OpenTelemetry; imported by :func:`pscore.telemetry.tracing.start` alone."""
+"""Spans of OpenTelemetry; only :func:`pscore.telemetry.tracing.start` imports this module."""
 
 import atexit
 import contextvars
@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from pscore.telemetry.tracing import NO_SPAN, TRACEPARENT, Headers, Result, TraceSpan, TracingError
+from pscore.telemetry.span import NO_SPAN, TRACEPARENT, Headers, Result, TraceSpan, TracingError
 from pscore.version import __version__
 
 Attributes = Mapping[str, str | int | float]
@@ -26,24 +26,21 @@ _EXPORTERS = "opentelemetry_traces_exporter"
 """The entry points under which installed packages offer exporters."""
 
 _LAST_SECONDS = 5.0
-"""For the last spans at a process's end. OpenTelemetry would take 30 s, where a collector does not answer."""
+"""Time for the last spans at a process's end; OpenTelemetry's is 30 s where a collector does not answer."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Spans:
-    """Makes the spans of this process, and exports them.
+    """Makes and exports the spans of this process; see :mod:`pscore.telemetry.tracing`.
 
-    The provider is our own: a program's global one is left as it is. A span that is current there is a parent all the
-    same.
+    The provider is our own, beside a program's global one; a span that is current there is a parent all the same.
+
+    Raises:
+        TracingError: there is no such exporter, or it cannot be made.
     """
 
     def __init__(self, service: str, instance: str) -> None:
-        """Begin; see :func:`pscore.telemetry.tracing.start`.
-
-        Raises:
-            TracingError: there is no such exporter, or it cannot be made.
-        """
         described = {"service.instance.id": instance}
         if not os.environ.get("OTEL_SERVICE_NAME"):
             described["service.name"] = service
@@ -54,7 +51,7 @@ class Spans:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Export what is left, as far as that can be done soon; the end of a process waits for no collector."""
+        """Export the remaining spans; the end of a process does not wait long for a collector."""
         atexit.unregister(self.close)
         ending = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         ending.start()
@@ -65,7 +62,7 @@ class Spans:
         if not root and not trace.get_current_span().is_recording():
             return NO_SPAN
         kind = SpanKind.CLIENT if name in ("push", "pull") else SpanKind.INTERNAL
-        return _OpenSpan.of(self._tracer.start_span(name, kind=kind, attributes=_named(attributes)))
+        return _open(self._tracer.start_span(name, kind=kind, attributes=_named(attributes)))
 
     @contextmanager
     def body(self, name: str, attributes: Attributes) -> Iterator[TraceSpan]:
@@ -86,24 +83,17 @@ class Spans:
         if not trace.get_current_span(parent).get_span_context().is_valid:
             return NO_SPAN
         described = {"rpc.system": "grpc", "rpc.method": name}
-        return _OpenSpan.of(self._tracer.start_span(name, parent, SpanKind.SERVER, described))
+        return _open(self._tracer.start_span(name, parent, SpanKind.SERVER, described))
 
 
 class _OpenSpan(TraceSpan):
-    """A span that is recorded."""
-
     def __init__(self, opened: trace.Span) -> None:
         self._span = opened
         self._context = trace.set_span_in_context(opened)
 
-    @classmethod
-    def of(cls, opened: trace.Span) -> TraceSpan:
-        """Return a span of ours; one that does nothing where this trace is not sampled."""
-        return cls(opened) if opened.is_recording() else NO_SPAN
-
     @property
     def headers(self) -> Headers | None:
-        """The ``traceparent`` alone: what else a trace carries is not for the servers."""
+        """The ``traceparent`` alone: the rest of a trace's baggage is not for the servers."""
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier, self._context)
         return ((TRACEPARENT, carrier[TRACEPARENT]),)
@@ -125,10 +115,15 @@ class _OpenSpan(TraceSpan):
         self._span.set_attributes(_named(attributes))
 
     def end(self, error: str = "") -> None:
-        if error and self._span.is_recording():
-            self._span.set_status(Status(StatusCode.ERROR, error))
         if self._span.is_recording():
+            if error:
+                self._span.set_status(Status(StatusCode.ERROR, error))
             self._span.end()
+
+
+def _open(opened: trace.Span) -> TraceSpan:
+    """Return a span that does nothing where this trace is not sampled."""
+    return _OpenSpan(opened) if opened.is_recording() else NO_SPAN
 
 
 def _named(attributes: Attributes) -> dict[str, Any]:
@@ -147,7 +142,6 @@ def _exporter(name: str) -> SpanExporter:
             raise TracingError(f"OTEL_TRACES_EXPORTER={name}: use one of otlp, {', '.join(sorted(offered))}")
         made: SpanExporter = offered[name].load()()
     except (ValueError, OSError) as error:
-        raise TracingError(
-            f"the exporter {name} of traces cannot be made, check the OTEL_ variables: {error}"
-        ) from error
+        message = f"the exporter {name} of traces cannot be made, check the OTEL_ variables: {error}"
+        raise TracingError(message) from error
     return made

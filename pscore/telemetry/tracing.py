@@ -1,63 +1,26 @@
-"""Traces: what a worker's step waits for, here and at each server, as one tree of spans. Off until :func:`start`.
+"""Traces of a worker's step, here and at each server, as one tree of spans. Off until :func:`start`.
 
-A span is opened where something begins, as a child of the one that is current in that thread, and only where there is
-one: a step opens the first (:func:`begin_step`), a server goes on with what a call brings (:func:`continued`). While
-tracing is off, everything here does nothing, and OpenTelemetry is not imported. The spans are in
-:mod:`pscore.telemetry.spans`.
+A step opens the first span (:func:`begin_step`), a server continues that of a caller (:func:`continued`). Any other
+span is a child of the current one of its thread, and is opened only where there is one. While tracing is off nothing
+here has an effect, and OpenTelemetry is not imported.
 
 Spans carry numbers and names (step, shard, version, reason), never values, tokens or messages of errors.
 """
 
 import contextvars
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
+
+from pscore.telemetry.span import NO_SPAN, Result, TraceSpan, TracingError
 
 if TYPE_CHECKING:
     from pscore.telemetry.spans import Spans
 
 Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-Headers = tuple[tuple[str, str], ...]
-"""Metadata of a call."""
-
-TRACEPARENT = "traceparent"
-"""The only header that is sent and read: https://www.w3.org/TR/trace-context/."""
-
-
-class TracingError(Exception):
-    """Tracing is asked for and cannot begin; the message says what to do."""
-
-
-class TraceSpan:
-    """A span that has begun and not ended. This one belongs to no trace and does nothing."""
-
-    @property
-    def headers(self) -> Headers | None:
-        """What a call sends along to be part of the trace; ``None`` for nothing."""
-        return None
-
-    def active(self) -> AbstractContextManager[None]:
-        """Let what begins in the body, in this thread, be part of it."""
-        return _NULL
-
-    def run(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Call a function, and let what begins in it be part of the span."""
-        return function(*arguments)
-
-    def note(self, **attributes: str | int | float) -> None:
-        """Add attributes, which are named ``sparseps.…``."""
-
-    def end(self, error: str = "") -> None:
-        """End it, once; ``error`` is the kind of what went wrong."""
-
-
-NO_SPAN = TraceSpan()
-_NULL: AbstractContextManager[None] = nullcontext()
-_NO_SPAN_HERE: AbstractContextManager[TraceSpan] = nullcontext(NO_SPAN)
 
 _spans: "Spans | None" = None
 _starting = threading.Lock()
@@ -66,7 +29,7 @@ _starting = threading.Lock()
 def start(service: str, instance: str) -> None:
     """Trace from now on; once a process, later calls do nothing.
 
-    What happens with spans is set by OpenTelemetry's own variables (docs/tracing.md).
+    OpenTelemetry's own variables say where spans go (docs/tracing.md).
 
     Args:
         service: ``service.name``, where ``OTEL_SERVICE_NAME`` names no other.
@@ -89,7 +52,7 @@ def start(service: str, instance: str) -> None:
 
 
 def stop() -> None:
-    """Hand over the spans that have ended, and trace no longer."""
+    """Export the spans that have ended, and trace no longer."""
     global _spans
     with _starting:
         ending, _spans = _spans, None
@@ -108,8 +71,8 @@ def begin(name: str, **attributes: str | int | float) -> TraceSpan:
 
 
 def span(name: str, **attributes: str | int | float) -> AbstractContextManager[TraceSpan]:
-    """Let the body be a span below the current one."""
-    return _NO_SPAN_HERE if _spans is None else _spans.body(name, attributes)
+    """Make the body a span below the current one."""
+    return nullcontext(NO_SPAN) if _spans is None else _spans.body(name, attributes)
 
 
 def continued(name: str, traceparent: str) -> TraceSpan:
@@ -118,45 +81,32 @@ def continued(name: str, traceparent: str) -> TraceSpan:
 
 
 def traced(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Make each call of a function a span."""
+    """Make each call of a function a span; of a generator, the time from its first item until it ends."""
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @functools.wraps(function)
-        def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            if _spans is None:
-                return function(*args, **kwargs)
-            with _spans.body(name, {}):
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            with span(name):
                 return function(*args, **kwargs)
 
-        return wrapper
-
-    return decorate
-
-
-def traced_stream(
-    name: str,
-) -> Callable[[Callable[Parameters, Iterator[Result]]], Callable[Parameters, Iterator[Result]]]:
-    """Make a generator a span, from its first item until it ends."""
-
-    def decorate(function: Callable[Parameters, Iterator[Result]]) -> Callable[Parameters, Iterator[Result]]:
         @functools.wraps(function)
-        def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Iterator[Result]:
+        def iterate(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Iterator[Any]:
             opened = begin(name)
             try:
-                yield from function(*args, **kwargs)
+                yield from cast("Iterator[Any]", function(*args, **kwargs))
             finally:
                 opened.end()
 
-        return wrapper
+        return cast("Callable[Parameters, Result]", iterate) if inspect.isgeneratorfunction(function) else call
 
     return decorate
 
 
 def carried(job: Callable[[], Result], waiting: str = "") -> Callable[[], Result]:
-    """Return a job for another thread, to be part of what is current here.
+    """Return a job for another thread that is part of the span that is current here.
 
     Args:
-        job: what is to be done.
+        job: to be called once.
         waiting: name of a span from now until the job begins; empty for none.
     """
     if _spans is None:

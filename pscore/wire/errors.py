@@ -1,10 +1,22 @@
-"""Why a call is refused: the one table that binds a reason to a gRPC status and to advice.
+"""Why a call is refused: the one table that binds a reason to a gRPC status and to advice, and its way over the wire.
 
-The names are those of ``RefusalReason`` in the proto. The server raises :class:`Rejected` anywhere below its RPC layer
-and maps it to a status there; the client maps it back (``psclient.errors``). Neither side names a status elsewhere.
+The names are those of ``RefusalReason`` in the proto. The server raises :class:`Rejected` anywhere below its RPC layer,
+which turns it into a status with ``google.rpc`` error details; the client reads them (``psclient.errors``). Neither
+side names a status elsewhere.
 """
 
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import cast
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
+
+from pscore.names import escaped
 
 DOMAIN = "sparseps"
 """``domain`` of the ``google.rpc.ErrorInfo`` that carries a reason."""
@@ -45,7 +57,6 @@ class ErrorCode(Enum):
     NO_SUCH_CHECKPOINT = ("NOT_FOUND", "look at `psservice checkpoints` for those there are")
 
     def __init__(self, status_name: str, advice: str) -> None:
-        """Name the members' two parts."""
         self.status_name = status_name
         self.advice = advice
 
@@ -60,20 +71,65 @@ class ErrorCode(Enum):
         return cls.__members__.get(wire_name.removeprefix("REFUSAL_REASON_"))
 
 
-class Rejected(Exception):  # noqa: N818 - the protocol's word: nothing is wrong with the one who raises it
+class Rejected(Exception):  # noqa: N818 - the protocol's word: the raising side has no fault
     """A call is refused and nothing was changed.
 
     Attributes:
         reason: why.
         detail: what exactly was wrong, for a person.
         metadata: machine-readable particulars, for instance ``{"tensor": "fc.weight"}``.
-        retry_seconds: when to come back, for back-pressure.
+        retry_seconds: delay before the next attempt, for back-pressure.
     """
 
     def __init__(self, reason: ErrorCode, detail: str, *, retry_seconds: float | None = None, **metadata: str) -> None:
-        """Say why and what."""
         super().__init__(f"{detail} ({reason.name}: {reason.advice})")
         self.reason = reason
         self.detail = detail
         self.metadata = metadata
         self.retry_seconds = retry_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a failed call carries.
+
+    Attributes:
+        reason: ``None`` where the call was not refused, or for a reason that this version does not know.
+        metadata: of the reason, with unprintable characters escaped.
+        retry_seconds: delay before the next attempt, where the server states one.
+    """
+
+    reason: ErrorCode | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    retry_seconds: float | None = None
+
+
+def to_status(refusal: Rejected) -> grpc.Status:
+    """Return the status of a refused call."""
+    details = [_packed(ErrorInfo(reason=refusal.reason.wire_name, domain=DOMAIN, metadata=refusal.metadata))]
+    if refusal.retry_seconds is not None:
+        delay = Duration()
+        delay.FromNanoseconds(int(refusal.retry_seconds * 1e9))
+        details.append(_packed(RetryInfo(retry_delay=delay)))
+    code = grpc.StatusCode[refusal.reason.status_name]
+    return rpc_status.to_status(Status(code=code.value[0], message=str(refusal), details=details))
+
+
+def details_of(error: grpc.RpcError) -> Details:
+    """Return what :func:`to_status` has put into a failed call; nothing where another side ended it."""
+    status = rpc_status.from_call(cast(grpc.Call, error))
+    reason, metadata, retry_seconds = None, {}, None
+    for detail in status.details if status is not None else ():
+        info, retry = ErrorInfo(), RetryInfo()
+        if detail.Is(ErrorInfo.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
+            reason = ErrorCode.from_wire_name(info.reason)
+            metadata = {name: escaped(value) for name, value in info.metadata.items()}
+        elif detail.Is(RetryInfo.DESCRIPTOR) and detail.Unpack(retry):
+            retry_seconds = retry.retry_delay.ToNanoseconds() / 1e9
+    return Details(reason, metadata, retry_seconds)
+
+
+def _packed(message: ErrorInfo | RetryInfo) -> Any:
+    packed = Any()
+    packed.Pack(message)
+    return packed

@@ -1,4 +1,4 @@
-"""Segments to messages and back: the one place where an update becomes bytes."""
+"""Segments to messages and back; an update becomes bytes nowhere else."""
 
 import zlib
 from collections.abc import Collection, Iterator
@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from pscore.model.layout import Span
 from pscore.model.segment import Segment
-from pscore.wire.codecs.cost import choose_for
-from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets
+from pscore.wire.codecs.index import INDEX_FORMATS, choose, decode_offsets
 from pscore.wire.codecs.limits import MAX_ENTRIES
 from pscore.wire.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, decode_values, host_values
 from pscore.wire.codecs.values.format import ValueFormat, Values
@@ -23,17 +22,16 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 DEFAULT_CHUNK_BYTES = 1 << 20
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 2 << 20
 FRAMING_BYTES = 5
-"""gRPC's own prefix of each message; counted with the message wherever this project counts bytes."""
+"""gRPC's own prefix of each message; every count of bytes includes it."""
 
 _RAW_INDEX_BYTES = 4  # what RAW32 needs for an entry; a codec that the cost model chooses hardly ever needs more
 _MAX_CHUNK_SPAN = 1 << 32  # offsets in a chunk are uint32
 
 
 class Checksum:
-    """Counts what passes: chunks, entries, and a CRC-32 over index and value bytes."""
+    """Counts chunks, their entries, and a CRC-32 over index and value bytes."""
 
     def __init__(self) -> None:
-        """Start at nothing."""
         self.chunks = 0
         self.entries = 0
         self.crc32 = 0
@@ -52,26 +50,23 @@ class Checksum:
         """Compare with the sender's own count.
 
         Raises:
-            Refusal: ``BAD_COMMIT``, naming what differs.
+            Rejected: ``BAD_COMMIT``, naming what differs.
         """
-        for what, ours, theirs in (
-            ("chunks", self.chunks, commit.chunks),
-            ("entries", self.entries, commit.entries),
-            ("crc32", self.crc32, commit.crc32),
-        ):
+        for what in ("chunks", "entries", "crc32"):
+            ours, theirs = getattr(self, what), getattr(commit, what)
             if ours != theirs:
                 raise Rejected(ErrorCode.BAD_COMMIT, f"the commit says {what} = {theirs}, received were {ours}")
 
 
 @dataclass(frozen=True, slots=True)
 class WireForm:
-    """How a segment is to travel.
+    """How a segment is written.
 
     Attributes:
         value: value codec, by its number in the proto; ``None`` for the one that writes the values' dtype exactly.
-        index: index codec; ``None`` to let the cost model choose for each chunk.
+        index: index codec; ``None`` to choose one for each chunk.
         allowed: index codecs that the peer reads, for that choice.
-        link_bytes_per_second: rate of the way to the peer, for that choice; ``None`` or 0 where it is not known.
+        link_bytes_per_second: rate of the link, for that choice; ``None`` or 0 where it is not known.
     """
 
     value: int | None = None
@@ -83,7 +78,7 @@ class WireForm:
 class Encoded(NamedTuple):
     """A chunk, and the fp32 values ``[count]`` that its receiver will decode, bit for bit.
 
-    What a lossy codec takes from the values is the difference to ``decoded``; it belongs back in the sender's residual.
+    The difference between the values and ``decoded`` belongs back in the sender's residual.
     """
 
     chunk: pb.Chunk
@@ -91,24 +86,25 @@ class Encoded(NamedTuple):
 
 
 def encode(segment: Segment, form: WireForm = WireForm(), *, chunk_bytes: int, group: int = 0) -> Iterator[Encoded]:
-    """Cut a segment into chunks of at most ``chunk_bytes`` of payload.
+    """Cut a segment into chunks of at most ``chunk_bytes`` of payload, and of one entry at least.
 
     Args:
         segment: values in fp32, fp16 or bf16 on any device, finite where the value codec is not exact.
         form: how indices and values are written.
-        chunk_bytes: payload bytes of a chunk, at least 64. A chunk holds one entry at least.
+        chunk_bytes: at least 64.
         group: number of the chunks' group in the header's plan.
 
     Raises:
-        Refusal: ``NON_FINITE``, by a lossy codec with bounds; the receiver would refuse what the other codecs write.
+        Rejected: ``NON_FINITE``, by a lossy codec with bounds; the receiver would refuse the others' bytes.
     """
     value = form.value if form.value is not None else CODEC_OF_DTYPE[segment.values.dtype]
     values = host_values(segment.values)
+    start = segment.span.start
     if segment.offsets is None:
         step = _entries_within(chunk_bytes, VALUE_FORMATS[value], 0)
         for first in range(0, segment.entries, step):
             piece = values[first : first + step]
-            yield _chunk(group, Span(segment.span.start + first, segment.span.start + first + piece.size), value, piece)
+            yield _chunk(group, Span(start + first, start + first + piece.size), value, piece)
         return
     offsets = segment.offsets.cpu().numpy()
     step = _entries_within(chunk_bytes, VALUE_FORMATS[value], _RAW_INDEX_BYTES)
@@ -120,13 +116,13 @@ def encode(segment: Segment, form: WireForm = WireForm(), *, chunk_bytes: int, g
         while positions.size > 1 and len(indices) + VALUE_FORMATS[value].size(positions.size) > chunk_bytes:
             positions = positions[: positions.size // 2]  # a codec that suits these offsets badly
             index, indices = _write_offsets(positions, form)
-        span = Span(segment.span.start + int(positions[0]), segment.span.start + int(positions[-1]) + 1)
+        span = Span(start + int(positions[0]), start + int(positions[-1]) + 1)
         yield _chunk(group, span, value, values[first : first + positions.size], index, indices)
         first += positions.size
 
 
 def _entries_within(chunk_bytes: int, value_format: ValueFormat, index_bytes: int) -> int:
-    """Entries whose values, and indices of so many bytes each, surely fit: whole blocks where one does."""
+    """Return how many entries fit with indices of so many bytes each: whole blocks where one does."""
     block = value_format.block
     block_bytes = value_format.size(block) + index_bytes * block
     if block_bytes <= chunk_bytes:
@@ -139,7 +135,7 @@ def _write_offsets(positions: NDArray[np.int64], form: WireForm) -> tuple[int, b
     length = int(offsets[-1]) + 1
     index = form.index
     if index is None:
-        index = choose_for(offsets, length, form.link_bytes_per_second, form.allowed)
+        index = choose(offsets.size, length, form.link_bytes_per_second, form.allowed)
     return index, INDEX_FORMATS[index].encode(offsets, length)
 
 
@@ -161,17 +157,15 @@ def _chunk(
 
 
 def decode(chunk: pb.Chunk, within: Span) -> Segment:
-    """Read one chunk, which must lie inside ``within``; values come out as fp32 on the host.
+    """Read one chunk, which must lie inside ``within``, to fp32 values on the host.
 
     Raises:
-        Refusal: ``BAD_CHUNK``, ``UNKNOWN_CODEC`` or ``NON_FINITE``; nothing is allocated from an unchecked length.
+        Rejected: ``BAD_CHUNK``, ``UNKNOWN_CODEC`` or ``NON_FINITE``; nothing is allocated from an unchecked length.
     """
     span = Span(chunk.start, chunk.start + chunk.length)
     if not (within.start <= span.start and span.end <= within.end):
-        raise Rejected(
-            ErrorCode.BAD_CHUNK,
-            f"chunk [{span.start}, {span.end}) lies outside [{within.start}, {within.end})",
-        )
+        where = f"[{span.start}, {span.end}) lies outside [{within.start}, {within.end})"
+        raise Rejected(ErrorCode.BAD_CHUNK, f"chunk {where}")
     if not 0 < chunk.count <= chunk.length:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{chunk.count} entries in a span of {chunk.length} elements")
     values = torch.from_numpy(decode_values(chunk.value_codec, chunk.values, chunk.count))
@@ -188,30 +182,27 @@ class ChunkReader:
 
     Args:
         within: where the chunks must lie.
-        checksum: counts what is read, for the commit; shared where a stream holds several sequences.
+        checksum: counts what is read, for the commit; shared where a stream has several sequences.
+
+    Attributes:
+        segments: what has been read.
+        position: index behind it.
     """
 
     def __init__(self, within: Span, checksum: Checksum | None = None) -> None:
-        """Expect the first chunk."""
         self.within = within
         self.checksum = checksum or Checksum()
         self.segments: list[Segment] = []
-        self._next_start = within.start
-
-    @property
-    def position(self) -> int:
-        """Index behind everything that has come."""
-        return self._next_start
+        self.position = within.start
 
     def read(self, chunk: pb.Chunk) -> Segment:
-        """Take the next chunk; raises :class:`Rejected` as :func:`decode` does, and where it goes backwards."""
-        if chunk.start < self._next_start:
-            raise Rejected(
-                ErrorCode.BAD_CHUNK, f"chunk at {chunk.start} overlaps or precedes what came before {self._next_start}"
-            )
+        """Decode the next chunk; raises :class:`Rejected` as :func:`decode` does, and where it goes backwards."""
+        if chunk.start < self.position:
+            order = f"chunk at {chunk.start} overlaps or precedes what came before {self.position}"
+            raise Rejected(ErrorCode.BAD_CHUNK, order)
         segment = decode(chunk, self.within)
         self.checksum.add(chunk)
-        self._next_start = segment.span.end
+        self.position = segment.span.end
         self.segments.append(segment)
         return segment
 
@@ -228,32 +219,29 @@ def encode_bytes(data: bytes, chunk_bytes: int) -> Iterator[pb.BytesChunk]:
 
 
 class BytesReader:
-    """Joins the pieces of a byte string of declared length, which must come in order."""
+    """Joins the pieces of a byte string in order; refuses at once a declared length other than the expected one."""
 
     def __init__(self, length: int, expected: int) -> None:
-        """Refuse at once a declared length other than the expected one."""
         if length != expected:
             raise Rejected(ErrorCode.BAD_REQUEST, f"{length} bytes of buffers declared, the model has {expected}")
         self._length = length
         self._data = bytearray()
 
     def read(self, piece: pb.BytesChunk) -> None:
-        """Take the next piece; raises :class:`Rejected` if it is not the next or goes beyond the length."""
+        """Append a piece; raises :class:`Rejected` if it is not the next or goes beyond the length."""
         if piece.offset != len(self._data) or not piece.data or len(self._data) + len(piece.data) > self._length:
-            raise Rejected(
-                ErrorCode.BAD_CHUNK,
-                f"{len(piece.data)} bytes at {piece.offset}, expected the rest from {len(self._data)}",
-            )
+            found = f"{len(piece.data)} bytes at {piece.offset}, expected the rest from {len(self._data)}"
+            raise Rejected(ErrorCode.BAD_CHUNK, found)
         self._data += piece.data
 
     @property
     def received(self) -> int:
-        """Bytes that have come."""
+        """Bytes so far."""
         return len(self._data)
 
     @property
     def complete(self) -> bool:
-        """True once every byte has come."""
+        """True once every byte is there."""
         return len(self._data) == self._length
 
     def finish(self) -> bytes:
@@ -264,5 +252,5 @@ class BytesReader:
 
 
 def wire_bytes(message: Message) -> int:
-    """Bytes of one message on the wire as gRPC frames it (HTTP/2 and TCP headers not counted)."""
+    """Return the bytes of one message as gRPC frames it, without HTTP/2 and TCP headers."""
     return message.ByteSize() + FRAMING_BYTES

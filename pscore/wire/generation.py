@@ -1,9 +1,8 @@
-"""Generations: which upload of the model a shard holds.
+"""Generations: which upload of the model a shard has.
 
-A generation is 64 bits: an *epoch* above (which full upload this is; the coordinator raises it) and a random *nonce*
-below (which history of versions this is). Epochs are ordered, so that a late upload cannot overwrite a newer one.
-Nonces only differ: two uploads never share a history, even where a restarted server counts epochs from the beginning,
-so no replica of one history is ever taken for a replica of another.
+A generation is 64 bits: an *epoch* above and a random *nonce* below. The coordinator raises the epoch with each full
+upload, so a late upload cannot overwrite a newer one. The nonce names a history of versions: two uploads never share
+one, even where a restarted server counts epochs from the beginning.
 """
 
 import secrets
@@ -12,20 +11,20 @@ _NONCE_BITS = 32
 
 
 def epoch(generation: int) -> int:
-    """Return which full upload a generation belongs to; 0 for none."""
+    """Return the number of a generation's full upload; 0 for none."""
     return generation >> _NONCE_BITS
 
 
 def nonce(generation: int) -> int:
-    """Return which history of versions a generation is, among those of its epoch."""
+    """Return the history of a generation among those of its epoch."""
     return generation & ((1 << _NONCE_BITS) - 1)
 
 
 def next_generation(seen: int) -> int:
-    """Return a generation whose epoch is above that of ``seen``: a full upload, handed out by the coordinator."""
+    """Return a generation with the epoch after that of ``seen``, for a full upload."""
     return (epoch(seen) + 1) << _NONCE_BITS | secrets.randbits(_NONCE_BITS)
 
 
 def sibling_generation(generation: int) -> int:
-    """Return one of the same epoch with a history of its own: a shard was filled from a replica, or went back."""
+    """Return a generation of the same epoch with a new history, for a shard that a replica filled or that went back."""
     return epoch(generation) << _NONCE_BITS | secrets.randbits(_NONCE_BITS)

@@ -17,7 +17,7 @@ LARGEST_RATE = 1e3
 """Of a param group of an optimizer on the server."""
 
 SHARD_HEADER = "sparseps-shard"
-"""Metadata of a call: the shard that the caller takes the server for, as :func:`place_of` writes it."""
+"""Metadata of a call: the shard that the call is for, as :func:`place_of` writes it."""
 
 DATA_TYPES: dict[torch.dtype, "pb.DataType.ValueType"] = {
     torch.float32: pb.DATA_TYPE_FLOAT32,
@@ -69,10 +69,10 @@ def layout_to_message(layout: ModelLayout) -> pb.ModelLayout:
 
 
 def layout_from_message(message: pb.ModelLayout) -> ModelLayout:
-    """Read a layout that another side has sent: its names, and that it has the fingerprint which it states.
+    """Read a peer's layout, check its names and that it has the fingerprint which it states.
 
     Raises:
-        Refusal: ``BAD_REQUEST``, saying which tensor is malformed.
+        Rejected: ``BAD_REQUEST``, naming the tensor that is malformed.
     """
     specs = [*message.parameters, *message.buffers, *(each.spec for each in message.frozen)]
     for what, count in (("tensors", len(specs)), ("aliases", sum(len(spec.aliases) for spec in specs))):
@@ -89,10 +89,10 @@ def layout_from_message(message: pb.ModelLayout) -> ModelLayout:
 
 
 def kept_layout_from_message(message: pb.ModelLayout) -> ModelLayout:
-    """Read a layout that this side has written, perhaps by an older release, which took other names.
+    """Read a layout that this side has written, perhaps by an older release, which allowed other names.
 
     Raises:
-        Refusal: ``BAD_REQUEST``, saying which tensor is malformed.
+        Rejected: ``BAD_REQUEST``, naming the tensor that is malformed.
     """
     try:
         layout = ModelLayout(
@@ -114,9 +114,7 @@ def _spec_from_message(spec: pb.TensorSpec) -> TensorSpec:
     if dtype is None:
         raise Rejected(ErrorCode.BAD_REQUEST, f"tensor {shown(spec.name)!r} has unknown data type {spec.data_type}")
     sizes = tuple(spec.shape[: _MAX_DIMENSIONS + 1])  # bounded before anything is multiplied
-    if len(sizes) > _MAX_DIMENSIONS or any(size > _MAX_ELEMENTS for size in sizes):
-        raise Rejected(ErrorCode.BAD_REQUEST, f"tensor {shown(spec.name)!r} has an impossible shape")
-    if math.prod(max(1, size) for size in sizes) > _MAX_ELEMENTS:
+    if len(sizes) > _MAX_DIMENSIONS or math.prod(max(1, size) for size in sizes) > _MAX_ELEMENTS:
         raise Rejected(ErrorCode.BAD_REQUEST, f"tensor {shown(spec.name)!r} has an impossible shape")
     return TensorSpec(spec.name, sizes, dtype, tuple(spec.aliases))
 
@@ -124,7 +122,7 @@ def _spec_from_message(spec: pb.TensorSpec) -> TensorSpec:
 def first_difference(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> tuple[str, str] | None:
     """Return the name of the first tensor in which ``theirs`` differs, and how; ``None`` if none does.
 
-    Two lists of messages are walked side by side up to there; nothing is made of them, whatever ``theirs`` holds.
+    The messages are compared up to that tensor and not converted, so a hostile ``theirs`` costs nothing more.
     """
     for kind, mine, yours in (
         ("parameter", ours.parameters, theirs.parameters),
@@ -142,10 +140,10 @@ def first_difference(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> tuple[str,
             extra = longer[min(len(mine), len(yours))]
             how = f"the worker {which} {kind} {_described(extra)}"
             return _frozen_on_one_side(ours, theirs, extra, extra) or (shown(extra.name), how)
-    for known, told in zip(ours.frozen, theirs.frozen, strict=True):
-        if known.digest != told.digest:
-            return shown(told.spec.name), (
-                f"frozen parameter {_described(told.spec)} has other values than the run's: load the same weights "
+    for known, stated in zip(ours.frozen, theirs.frozen, strict=True):
+        if known.digest != stated.digest:
+            return shown(stated.spec.name), (
+                f"frozen parameter {_described(stated.spec)} has other values than the run's: load the same weights "
                 "before the optimizer is made, or set upload_frozen (PSCLIENT_UPLOAD_FROZEN) on all workers"
             )
     return None
@@ -154,7 +152,7 @@ def first_difference(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> tuple[str,
 def _frozen_on_one_side(
     ours: pb.ModelLayout, theirs: pb.ModelLayout, stored: pb.TensorSpec, brought: pb.TensorSpec
 ) -> tuple[str, str] | None:
-    """Return the name of a tensor that only one side has frozen, and what to do; ``None`` if neither is one."""
+    """Return the name of a tensor that only one side has frozen, and what to do; ``None`` if there is none."""
     if any(each.spec.name == stored.name for each in theirs.frozen):
         spec, where = stored, "frozen in this worker and stored by the run"
     elif any(each.spec.name == brought.name for each in ours.frozen):

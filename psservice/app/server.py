@@ -15,7 +15,7 @@ from grpc_health.v1 import health
 
 from pscore.net.channels import is_loopback
 from pscore.telemetry import tracing
-from pscore.telemetry.tracing import TracingError
+from pscore.telemetry.span import TracingError
 from pscore.version import __version__
 from psservice.app import metric_bindings
 from psservice.app.background import Upkeep

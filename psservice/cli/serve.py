@@ -236,10 +236,10 @@ def _drop_output() -> None:
 def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines on stderr; the error that follows says the same
 
+    from pscore.config import unknown_variables
     from pscore.net.addresses import AddressError  # late: the parser answers --help without loading gRPC
     from pscore.net.channels import ChannelError, Security
     from pscore.net.discovery import DiscoveryError, find
-    from pscore.variables import unknown_variables
     from psservice.operator import checkpoints, commands, drain, render
     from psservice.operator.client import Lines, OperateError
     from psservice.operator.top import top

@@ -10,8 +10,7 @@ import grpc
 from google.protobuf.message import Message
 
 from pscore.net.channels import ChannelError, Security, explain, open_channel
-from pscore.wire import error_details
-from pscore.wire.errors import ErrorCode
+from pscore.wire.errors import ErrorCode, details_of
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 EXIT_DONE, EXIT_UNREACHABLE, EXIT_USAGE, EXIT_REFUSED, EXIT_PARTIAL = 0, 1, 2, 3, 4
@@ -71,7 +70,7 @@ class Line:
         try:
             return getattr(self._stub, rpc)(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
-            reason = error_details.from_error(error).reason
+            reason = details_of(error).reason
             refused = reason is not None or error.code() not in _NO_ANSWER
             message = f"{self.address}: {error.code().name}: {explain(error.details() or '')}"
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:

@@ -21,9 +21,8 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from pscore.telemetry import tracing
-from pscore.telemetry.tracing import TRACEPARENT, TraceSpan
-from pscore.wire import error_details
-from pscore.wire.errors import ErrorCode, Rejected
+from pscore.telemetry.span import NO_SPAN, TRACEPARENT, TraceSpan
+from pscore.wire.errors import ErrorCode, Rejected, to_status
 from pscore.wire.frames import FRAMING_BYTES
 from pscore.wire.messages import SHARD_HEADER
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -222,7 +221,7 @@ class Door:
         if len(self._open) >= _MOST_CALLS:
             raise Rejected(ErrorCode.BUSY, f"{_MOST_CALLS} calls are open", retry_seconds=1.0)
         parent = headers.get(TRACEPARENT)
-        span = tracing.continued(rpc, parent) if isinstance(parent, str) else tracing.NO_SPAN
+        span = tracing.continued(rpc, parent) if isinstance(parent, str) else NO_SPAN
         opened = _Open(Call(rpc, caller), context, rule, span, time.monotonic())
         self._open.add(opened)
         self._silent[opened] = None
@@ -379,7 +378,7 @@ class Door:
             "refused",
             extra={"rpc": rpc, "peer": context.peer(), "reason": refusal.reason.name, "detail": refusal.detail},
         )
-        return error_details.to_status(refusal)
+        return to_status(refusal)
 
 
 class _Answers:

@@ -11,8 +11,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from pscore.wire import error_details
-from pscore.wire.errors import Rejected
+from pscore.wire.errors import Rejected, to_status
 from psservice.rpc.auth import Authenticator, Role
 
 _V1ALPHA = reflection.SERVICE_NAME
@@ -42,7 +41,7 @@ def handlers(services: Sequence[str], gate: Authenticator) -> tuple[grpc.Generic
                 async for response in servicer.ServerReflectionInfo(requests(context), context):  # type: ignore[attr-defined]
                     await context.write(response.SerializeToString())
         except Rejected as refusal:
-            await context.abort_with_status(error_details.to_status(refusal))
+            await context.abort_with_status(to_status(refusal))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"reflection ends after {_SECONDS:.0f} s")
         except DecodeError:

@@ -12,7 +12,7 @@ from pscore.model.buffers import pack, packed_bytes
 from pscore.model.layout import ModelLayout
 from pscore.model.segment import Segment
 from pscore.telemetry import tracing
-from pscore.telemetry.tracing import traced_stream
+from pscore.telemetry.tracing import traced
 from pscore.version import __version__
 from pscore.wire import frames
 from pscore.wire.codecs.names import (
@@ -396,7 +396,7 @@ class WorkerCalls:
                 checksum.add(chunk)
                 yield chunk
 
-    @traced_stream("encode")
+    @traced("encode")
     def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse]:
         checksum, unchecked = frames.Checksum(), 0
         yield pb.PullDiffResponse(header=header)

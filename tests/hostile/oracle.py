@@ -1,6 +1,7 @@
 """What a decoder may do with a chunk, whatever its bytes: refuse it in the protocol's words, or keep every promise."""
 
 import tracemalloc
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -8,14 +9,13 @@ import numpy as np
 from pscore.model.layout import Span
 from pscore.model.segment import Segment
 from pscore.wire import frames
-from pscore.wire.codecs.index import INDEX_FORMATS
-from pscore.wire.codecs.index.rice import format as rice_format
-from pscore.wire.codecs.index.rice import loops
-from pscore.wire.codecs.index.rice.layout import Steps
+from pscore.wire.codecs import limits
+from pscore.wire.codecs.index import INDEX_FORMATS, rice, rice_loops
 from pscore.wire.codecs.limits import MAX_ENTRIES
-from pscore.wire.codecs.values import VALUE_FORMATS, bounds
+from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.pscore import rice_reference
 
 ANYWHERE = Span(0, 1 << 48)
 """A model beyond any, so that a decoder is asked and not the span."""
@@ -26,7 +26,9 @@ KINDS = frozenset({ErrorCode.BAD_CHUNK, ErrorCode.NON_FINITE, ErrorCode.UNKNOWN_
 ONE_SPELLING = frozenset({pb.INDEX_CODEC_RAW32, pb.INDEX_CODEC_BITMAP})
 """Index codecs in which the same entries have the same bytes; so have they in the value codecs without bounds."""
 
-INTERPRETED = Steps(loops._plan, loops._write, loops._read_quotients, loops._join)
+INTERPRETED = SimpleNamespace(
+    **{name: getattr(rice_loops, name).function for name in ("plan", "write", "read_quotients", "join")}
+)
 _FEW = 100
 
 
@@ -84,11 +86,12 @@ def decode_alike(chunk: pb.Chunk, within: Span = ANYWHERE) -> None:
     """See that compiled loops, numpy and, for few Rice codes, the loops as Python (which checks every place) agree."""
     outcomes = []
     for most in (0, 1 << 62):
-        with patch.object(rice_format, "_WORTH_COMPILING", most), patch.object(bounds, "_WORTH_COMPILING", most):
+        with patch.object(limits, "COMPILED_FROM", most):
             outcomes.append(_outcome(_segment_or_refusal(chunk, within)))
-    if chunk.index_codec == pb.INDEX_CODEC_RICE and chunk.count <= _FEW:
-        with patch.object(rice_format, "steps_for", lambda count: INTERPRETED):
-            outcomes.append(_outcome(_segment_or_refusal(chunk, within)))
+    if chunk.index_codec == pb.INDEX_CODEC_RICE:
+        for steps in (rice_reference, INTERPRETED) if chunk.count <= _FEW else (rice_reference,):
+            with patch.object(rice, "steps", steps):
+                outcomes.append(_outcome(_segment_or_refusal(chunk, within)))
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 

@@ -113,11 +113,8 @@ BAD_CHUNKS = {
     "unknown group": chunk([1], [1], group=7),
     "dense with index bytes": chunk([0], [1], length=1, index_codec=pb.INDEX_CODEC_DENSE),
     "dense with a hole": chunk([0], [1], length=2, indices=b"", index_codec=pb.INDEX_CODEC_DENSE),
-    "short gaps": chunk([1, 2], [1, 2], indices=b"\1", index_codec=pb.INDEX_CODEC_STREAMVBYTE),
-    "gap beyond the span": chunk([1], [1], indices=b"\3\xff\xff\xff\xff", index_codec=pb.INDEX_CODEC_STREAMVBYTE),
     "empty bitmap": chunk([1], [1], indices=b"", index_codec=pb.INDEX_CODEC_BITMAP),
     "endless quotients": chunk([1], [1], indices=b"\xff\xff\xff\xff\0\1", index_codec=pb.INDEX_CODEC_RICE),
-    "no pcodec": chunk([1], [1], indices=b"pco!\1\2\3", index_codec=pb.INDEX_CODEC_PCODEC),
 }
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 
 from pscore.select.kernels import reference
-from pscore.select.kernels.base import GradientUpdate
+from pscore.select.kernels.base import GradientUpdate, Taken
 from pscore.select.kernels.cuda import DeviceSelection
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,6 +48,16 @@ def same_bits(a, b):
     return torch.equal(a.cpu().view(torch.int32), b.cpu().view(torch.int32))
 
 
+def sift(x, threshold, capacity, turn):
+    """The entries with |x| > threshold, ascending; where they do not fit, from ``turn`` (a share) round the end."""
+    offsets = (x.abs() > threshold).nonzero().view(-1)
+    hits = offsets.numel()
+    if hits > capacity:
+        first = min(int(torch.tensor(turn, dtype=torch.float32) * float(hits)), hits - 1)  # as the kernels round
+        offsets = offsets[((torch.arange(capacity, device=x.device) + first) % hits).sort().values]
+    return Taken(offsets, x[offsets]), hits
+
+
 def check_against_reference(select, memory, feed, twin_momentum, k, keep, state):
     """Take with the kernels and with the reference at the threshold that they used; return what was pending."""
     n = memory.numel()
@@ -57,8 +67,10 @@ def check_against_reference(select, memory, feed, twin_momentum, k, keep, state)
     )
     pending = select.take(memory, feed, k, keep, state, feed and feed.momentum)
     taken = pending.collect()
-    found = reference.take(twin, twin_feed, pending.threshold, keep, capacity_of(n, k), turn_of(state))
-    expected, hits = found.taken, found.above
+    if twin_feed is not None:
+        reference.accumulate(twin, twin_feed)
+    expected, hits = sift(twin, pending.threshold, capacity_of(n, k), turn_of(state))
+    twin[expected.offsets] = expected.values * keep
     if twin_momentum is not None:
         twin_momentum[expected.offsets] = 0
     assert taken.offsets.dtype == torch.int64

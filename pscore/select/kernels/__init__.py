@@ -1,5 +1,6 @@
 """The loops over all elements: accumulate, select, count. One file a backend; the interface is in ``base``."""
 
+import logging
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
@@ -9,21 +10,18 @@ if TYPE_CHECKING:
     from pscore.select.kernels.base import Kernels
     from pscore.select.kernels.cuda import DeviceSelection
 
+log = logging.getLogger("pscore")
 
-_WORTH_COMPILING = 16_384
+_COMPILED_FROM = 16_384
 """Elements below which torch operations are used: no slower there, and a small model never waits for the compiler."""
 
 
 def kernels_for(tensor: "torch.Tensor") -> "Kernels":
     """Return the kernels for such tensors: compiled loops for large ones on the host, torch operations elsewhere."""
-    return _backend(tensor.device.type == "cpu" and tensor.numel() >= _WORTH_COMPILING)
-
-
-@cache
-def _backend(on_host: bool) -> "Kernels":
     from pscore.select.kernels import cpu, reference
 
-    return cast("Kernels", cpu if on_host and cpu.available() else reference)
+    on_host = tensor.device.type == "cpu" and tensor.numel() >= _COMPILED_FROM
+    return cast("Kernels", cpu if on_host else reference)
 
 
 @cache
@@ -31,10 +29,9 @@ def device_selection(device: "torch.device") -> "DeviceSelection | None":
     """Return what selects on a CUDA device without waiting for it; ``None`` on the host, or where Triton is missing."""
     if device.type != "cuda":
         return None
-    from pscore.select.kernels import cuda as room
-    from pscore.select.kernels import reference
+    from pscore.select.kernels import cuda
 
-    if not room.available():
-        reference.say_that_it_stands_in("Triton")
+    if not cuda.available():
+        log.warning("Triton is not installed: entries are selected by plain torch operations, which is slower")
         return None
-    return room.DeviceSelection(device)
+    return cuda.DeviceSelection(device)

@@ -1,8 +1,4 @@
-"""What the selection kernels do, whatever runs them.
-
-Everything is flat and contiguous. A *memory* is the fp32 tensor from which entries are selected: a residual ``r``, or
-on the server the difference between the model and an image.
-"""
+"""The interface of the selection kernels. All tensors are flat and contiguous; a *memory* is an fp32 residual ``r``."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -23,11 +19,11 @@ class GradientUpdate:
 
     Attributes:
         gradient: ``g``, ``[n]``, floating point, on the memory's device.
-        scale: what the gradient is multiplied by.
+        scale: factor of the gradient.
         parameters: ``θ``, ``[n]``, floating point; ``None`` where ``decay`` is 0.
-        decay: what the parameters are multiplied by.
+        decay: factor of the parameters.
         momentum: ``u``, fp32 ``[n]``, changed in place.
-        factor: momentum ``m``.
+        factor: of the momentum.
     """
 
     gradient: torch.Tensor
@@ -54,31 +50,31 @@ class ThresholdResult(NamedTuple):
     """What a pass has found.
 
     Attributes:
-        taken: what was taken; no more than the capacity.
-        above: how many were above the threshold.
-        excess: ``Σ (|x| − threshold)`` over them.
+        taken: no more entries than the capacity.
+        count_above: entries above the threshold.
+        sum_above: ``Σ (|x| − threshold)`` over these entries.
     """
 
     taken: Taken
-    above: int
-    excess: float
+    count_above: int
+    sum_above: float
 
 
 class Kernels(Protocol):
     """A backend: a module with these functions."""
 
-    def feed(self, memory: torch.Tensor, added: GradientUpdate) -> None:
-        """Accumulate."""
+    def accumulate(self, memory: torch.Tensor, added: GradientUpdate) -> None:
+        """Add ``added`` to ``memory``, in place, and bring its momentum up to date."""
 
     def take(
         self, memory: torch.Tensor, added: GradientUpdate | None, threshold: float, keep: float, capacity: int
     ) -> ThresholdResult:
-        """Accumulate, take out what is above the threshold (the first ``capacity``), leave ``keep`` of it behind."""
+        """Accumulate, take out the first ``capacity`` entries above the threshold, leave ``keep·value`` behind."""
 
     def take_difference(self, a: torch.Tensor, b: torch.Tensor, threshold: float, capacity: int) -> ThresholdResult:
-        """Copy out ``a − b`` where its magnitude is above the threshold."""
+        """Copy out ``a − b`` where its magnitude is above the threshold (the first ``capacity``)."""
 
-    def tail(self, x: torch.Tensor, threshold: float) -> tuple[int, float]:
+    def count_above(self, x: torch.Tensor, threshold: float) -> tuple[int, float]:
         """Count the magnitudes above the threshold, and sum what they exceed it by."""
 
     def subtract_at(self, x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
@@ -92,7 +88,15 @@ class Kernels(Protocol):
         ends: NDArray[np.int64],
         bounds: NDArray[np.float32],
     ) -> torch.Tensor:
-        """Return those of ``offsets`` (ascending) where ``|a − b|`` exceeds the bound of its tensor, as int64."""
+        """Return those of ``offsets`` where ``|a − b|`` exceeds the bound of its tensor, as int64.
+
+        Args:
+            a: fp32 ``[n]``.
+            b: likewise.
+            offsets: int32 or int64, ascending.
+            ends: the end of each tensor, ascending; the last is ``n``.
+            bounds: one for each tensor.
+        """
 
     def magnitude(self, x: torch.Tensor) -> tuple[float, float]:
-        """Return mean and largest of ``|x|``; ``(0, 0)`` of nothing."""
+        """Return sum and largest of ``|x|``; ``(0, 0)`` of an empty tensor."""

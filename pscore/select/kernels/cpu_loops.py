@@ -1,42 +1,31 @@
-"""The compiled loops of :mod:`pscore.select.kernels.cpu`; ``None`` where numba is missing.
+"""The compiled loops of :mod:`pscore.select.kernels.cpu`.
 
-Elements are visited in runs whose comparisons are joined before one branch is taken: at the densities in question most
-runs hold nothing, and the compiler makes vector instructions of the rest. Each array passes through memory once.
-
-An argument may be ``None`` (nothing to add, no decay, no momentum); the compiler then leaves its lines out.
+An argument may be ``None``; the compiler then leaves its lines out.
 """
 
 # mypy: ignore-errors
 
 import numpy as np
 
-from pscore.jit import compile_once
+from pscore.jit import compiled
 
 RUN = 32
 
 
-@compile_once
-def feed(r, g, theta, u, scale, decay, factor):
-    """Accumulate, and no more."""
-    for i in range(r.size):
-        d = scale * g[i]
-        if theta is not None:
-            d += decay * theta[i]
-        if u is not None:
-            d += factor * u[i]
-            u[i] = d
-        r[i] += d
+@compiled
+def take(x, b, g, theta, u, scale, decay, factor, threshold, keep, offsets, values):
+    """Accumulate into ``x`` and take out the entries above the threshold, in one pass.
 
+    With ``b`` the entries are those of ``x − b`` and are copied; ``x`` stays. Elements are visited in runs whose
+    comparisons are joined before one branch is taken: at the usual densities most runs have no entry, and the compiler
+    makes vector instructions of the rest.
 
-@compile_once
-def take(r, g, theta, u, scale, decay, factor, threshold, keep, offsets, values):
-    """Accumulate and take out what is above the threshold, in one pass.
-
-    Returns how many are above, and the sum of their excess; those that do not fit into ``offsets`` are counted and
-    stay.
+    Returns:
+        How many entries are above, and the sum of their excess. Entries that do not fit into ``offsets`` are counted
+        and stay.
     """
     count, capacity, excess = 0, offsets.size, 0.0
-    runs = r.size // RUN
+    runs = x.size // RUN
     for number in range(runs + 1):
         low = number * RUN
         high = low + RUN
@@ -44,7 +33,9 @@ def take(r, g, theta, u, scale, decay, factor, threshold, keep, offsets, values)
         if number < runs:
             for j in range(RUN):  # a fixed number of turns: this is the loop that is vectorised
                 i = low + j
-                v = r[i]
+                v = x[i]
+                if b is not None:
+                    v -= b[i]
                 if g is not None:
                     d = scale * g[i]
                     if theta is not None:
@@ -53,86 +44,37 @@ def take(r, g, theta, u, scale, decay, factor, threshold, keep, offsets, values)
                         d += factor * u[i]
                         u[i] = d
                     v += d
-                    r[i] = v
+                    x[i] = v
                 hit |= np.int32(abs(v) > threshold)
         else:
-            high, hit = r.size, np.int32(1)
-            if g is not None:
-                feed(
-                    r[low:],
-                    g[low:],
-                    None if theta is None else theta[low:],
-                    None if u is None else u[low:],
-                    scale,
-                    decay,
-                    factor,
-                )
-        if not hit:
-            continue
-        for i in range(low, high):
-            v = r[i]
-            if abs(v) > threshold:
-                if count < capacity:
-                    offsets[count] = i
-                    values[count] = v
-                    r[i] = keep * v
-                count += 1
-                excess += abs(v) - threshold
-    return count, excess
-
-
-@compile_once
-def take_difference(a, b, threshold, offsets, values):
-    """Copy out ``a − b`` where it is above the threshold; returns as :func:`take`."""
-    count, capacity, excess = 0, offsets.size, 0.0
-    runs = a.size // RUN
-    for number in range(runs + 1):
-        low = number * RUN
-        high = low + RUN
-        hit = np.int32(0)
-        if number < runs:
-            for j in range(RUN):
-                hit |= np.int32(abs(a[low + j] - b[low + j]) > threshold)
-        else:
-            high, hit = a.size, np.int32(1)
-        if not hit:
-            continue
-        for i in range(low, high):
-            v = a[i] - b[i]
-            if abs(v) > threshold:
-                if count < capacity:
-                    offsets[count] = i
-                    values[count] = v
-                count += 1
-                excess += abs(v) - threshold
-    return count, excess
-
-
-@compile_once
-def tail(x, threshold):
-    """Count what is above the threshold, and sum its excess."""
-    count, excess = 0, 0.0
-    runs = x.size // RUN
-    for number in range(runs + 1):
-        low = number * RUN
-        high = low + RUN
-        hit = np.int32(0)
-        if number < runs:
-            for j in range(RUN):
-                hit |= np.int32(abs(x[low + j]) > threshold)
-        else:
             high, hit = x.size, np.int32(1)
+            if g is not None:
+                for i in range(low, high):
+                    d = scale * g[i]
+                    if theta is not None:
+                        d += decay * theta[i]
+                    if u is not None:
+                        d += factor * u[i]
+                        u[i] = d
+                    x[i] += d
         if not hit:
             continue
         for i in range(low, high):
-            v = abs(x[i])
-            if v > threshold:
+            v = x[i]
+            if b is not None:
+                v -= b[i]
+            if abs(v) > threshold:
+                if count < capacity:
+                    offsets[count] = i
+                    values[count] = v
+                    if b is None:
+                        x[i] = keep * v
                 count += 1
-                excess += v - threshold
+                excess += abs(v) - threshold
     return count, excess
 
 
-@compile_once
+@compiled
 def magnitude(x):
     """Sum and largest of ``|x|``."""
     total, largest = 0.0, np.float32(0)
@@ -146,14 +88,14 @@ def magnitude(x):
     return total, largest
 
 
-@compile_once
+@compiled
 def subtract_at(x, offsets, values):
     """``x[offsets] −= values``, in order."""
     for i in range(offsets.size):
         x[offsets[i]] -= values[i]
 
 
-@compile_once
+@compiled
 def exceeding(a, b, offsets, ends, bounds, found):
     """Write those of ``offsets`` where ``|a − b|`` exceeds its tensor's bound; return how many."""
     count, tensor = 0, 0

@@ -1,11 +1,8 @@
 """The selection kernels in plain torch operations, on any device.
 
-They say what the fast kernels compute, bit for bit, and stand in for them where Triton or numba is missing. Every
-product and every sum is rounded by itself (no fused multiply-add), so that all backends agree.
+They define the bits of the fast kernels, serve small tensors, and stand in where Triton is missing. Every product and
+every sum is rounded by itself (no fused multiply-add), so that all backends agree.
 """
-
-import functools
-import logging
 
 import numpy as np
 import torch
@@ -13,17 +10,9 @@ from numpy.typing import NDArray
 
 from pscore.select.kernels.base import GradientUpdate, Taken, ThresholdResult
 
-log = logging.getLogger("pscore")
 
-
-@functools.cache
-def say_that_it_stands_in(missing: str) -> None:
-    """Log, once a process, that these operations do the work of ``missing``'s."""
-    log.warning("%s is not installed: entries are selected by plain torch operations, which is slower", missing)
-
-
-def feed(memory: torch.Tensor, added: GradientUpdate) -> None:
-    """Add what ``added`` says to ``memory``, in place, and bring its momentum up to date."""
+def accumulate(memory: torch.Tensor, added: GradientUpdate) -> None:
+    """Add ``added`` to ``memory``, in place, and bring its momentum up to date."""
     step = added.gradient.float() * added.scale
     if added.parameters is not None:
         step = step + added.parameters.float() * added.decay
@@ -32,35 +21,18 @@ def feed(memory: torch.Tensor, added: GradientUpdate) -> None:
     memory.add_(step)
 
 
-def sift(x: torch.Tensor, threshold: float, capacity: int, turn: float = 0.0) -> Taken:
-    """Return the entries with |x| > threshold, ascending.
-
-    Args:
-        x: fp32 ``[n]``.
-        threshold: at least 0.
-        capacity: how many may be returned. Where there are more, they are taken in order from a start, round the end.
-        turn: that start, as a share of the entries found, in [0, 1).
-    """
-    offsets = (x.abs() > threshold).nonzero().view(-1)
-    if offsets.numel() > capacity:
-        window = (torch.arange(capacity, device=x.device) + _first(turn, offsets.numel())) % offsets.numel()
-        offsets = offsets[window.sort().values]
-    return Taken(offsets, x[offsets])
-
-
 def take(
-    memory: torch.Tensor, added: GradientUpdate | None, threshold: float, keep: float, capacity: int, turn: float = 0.0
+    memory: torch.Tensor, added: GradientUpdate | None, threshold: float, keep: float, capacity: int
 ) -> ThresholdResult:
-    """Accumulate, sift, and leave ``keep·value`` in ``memory`` where an entry was taken."""
+    """Accumulate, take out the first ``capacity`` entries above the threshold, leave ``keep·value`` behind."""
     if added is not None:
-        feed(memory, added)
-    taken = sift(memory, threshold, capacity, turn)
-    found = ThresholdResult(taken, *tail(memory, threshold))
-    memory[taken.offsets] = taken.values * keep
-    return found
+        accumulate(memory, added)
+    result = take_difference(memory, None, threshold, capacity)
+    memory[result.taken.offsets] = result.taken.values * keep
+    return result
 
 
-def tail(x: torch.Tensor, threshold: float) -> tuple[int, float]:
+def count_above(x: torch.Tensor, threshold: float) -> tuple[int, float]:
     """Return how many |x| lie above the threshold, and ``Σ(|x| − threshold)`` over them."""
     magnitude = x.abs()
     above = magnitude[magnitude > threshold]
@@ -68,19 +40,16 @@ def tail(x: torch.Tensor, threshold: float) -> tuple[int, float]:
 
 
 def magnitude(x: torch.Tensor) -> tuple[float, float]:
-    """Return the mean and the largest |x|; zeros for an empty tensor."""
-    if not x.numel():
-        return 0.0, 0.0
+    """Return sum and largest of |x|; zeros for an empty tensor."""
     absolute = x.abs()
-    return float(absolute.mean(dtype=torch.float64)), float(absolute.max())
+    return float(absolute.sum(dtype=torch.float64)), float(absolute.max()) if x.numel() else 0.0
 
 
-def take_difference(
-    a: torch.Tensor, b: torch.Tensor, threshold: float, capacity: int, turn: float = 0.0
-) -> ThresholdResult:
-    """Sift ``a − b``; neither is changed."""
-    x = a - b
-    return ThresholdResult(sift(x, threshold, capacity, turn), *tail(x, threshold))
+def take_difference(a: torch.Tensor, b: torch.Tensor | None, threshold: float, capacity: int) -> ThresholdResult:
+    """Copy out the first ``capacity`` entries of ``a − b``, or of ``a``, above the threshold."""
+    x = a if b is None else a - b
+    offsets = (x.abs() > threshold).nonzero().view(-1)[:capacity]
+    return ThresholdResult(Taken(offsets, x[offsets]), *count_above(x, threshold))
 
 
 def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
@@ -91,12 +60,7 @@ def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) ->
 def exceeding(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, ends: NDArray[np.int64], bounds: NDArray[np.float32]
 ) -> torch.Tensor:
-    """Return those of ``offsets`` (ascending) where ``|a − b|`` exceeds the bound of its tensor, as int64."""
+    """See :class:`~pscore.select.kernels.base.Kernels`."""
     offsets = offsets.long()
     tensors = torch.searchsorted(torch.from_numpy(ends), offsets, right=True)
     return offsets[(a[offsets] - b[offsets]).abs() > torch.from_numpy(bounds)[tensors]]
-
-
-def _first(turn: float, found: int) -> int:
-    """Return the rank at which filling starts, rounded as the kernels round it."""
-    return min(int(torch.tensor(turn, dtype=torch.float32) * float(found)), found - 1)

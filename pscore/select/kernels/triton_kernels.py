@@ -1,21 +1,17 @@
-"""The Triton kernels of device selection; :mod:`pscore.select.kernels.cuda` launches them and says in which order.
+"""The Triton kernels of device selection, launched by :mod:`pscore.select.kernels.cuda`; importing this loads Triton.
 
-Import this only where Triton is wanted: it loads Triton.
+One program works on one *block* of consecutive elements. A sift compares |x| with a threshold on the device and writes,
+per block, the number of hits, their excess ``Σ(|x| − t)``, and the hits in ascending order into the block's *slot*,
+whose capacity is a few times the expected number. ``settle`` reads the blocks' counts, accepts or moves the threshold,
+and assigns each block its place in the output. ``emit`` moves the hits there; only a block with more hits than its slot
+has room is read again.
 
-One program works on one *block* of consecutive elements. A sift compares |x| with a threshold that lives on the device
-and writes, per block, how many hits there are, their excess ``Σ(|x| − t)``, and the hits themselves in ascending order
-into the block's *slot*, whose capacity is a few times the expected number. ``settle`` reads the blocks' counts, decides
-whether the threshold will do, and gives each block its place in the output. ``emit`` moves the hits there. A slot
-spares ``emit`` a second read of the block; a block with more hits than its slot holds is read again.
-
-Nothing here depends on the order in which programs run, and no sum is taken by atomics: same input, same bits.
-
-Offsets are int32: a single tensor has fewer than 2³⁰ elements, and 4 bytes less an entry are moved and copied to the
-host. Kernels are launched with ``enable_fp_fusion=False``, which costs nothing where memory is the limit and gives the
+No result depends on the order in which programs run, and no sum is taken by atomics: same input, same bits. Offsets are
+int32. Kernels are launched with ``enable_fp_fusion=False``, which costs nothing where memory is the limit and gives the
 bits of :mod:`pscore.select.kernels.reference`.
 """
 # mypy: ignore-errors
-# Triton compiles these functions; what they say is not typed Python.
+# Triton compiles these functions: they are not typed Python.
 
 import triton
 import triton.language as tl
@@ -61,7 +57,7 @@ def accumulate_and_sift(
     start, counts, excess, peaks, slot_offsets, slot_values, n,
     BLOCK: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Add the feed to the memory and sift it at the threshold ``start``; each element is read and written once.
+    """Add the update to the memory and sift it at the threshold ``start``; each element is read and written once.
 
     ``parameters`` is None without decay, ``momentum`` without momentum.
     """
@@ -118,14 +114,14 @@ def settle(
         counts: hits of each block.
         excess: their excess.
         peaks: the largest |x| of each block.
-        places: takes the rank of each block's first hit.
-        blocks: how many.
+        places: output, the rank of each block's first hit.
+        blocks: number of blocks.
         k: hits wanted.
         capacity: hits that fit in the output.
-        tolerance: how far, as a share of ``k``, their number may be off.
+        tolerance: share of ``k`` by which their number may be off.
         turn: where filling starts if they do not fit, as a share of the hits.
         OPENING: whether the last sift was the first of this step.
-        REMAINING: how many more are launched.
+        REMAINING: further sifts that are launched.
         TILE: blocks read at a time.
     """
     if OPENING:

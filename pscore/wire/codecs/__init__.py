@@ -1,6 +1,5 @@
-"""Index and value codecs: an array to bytes and back, every decoder checking before it allocates.
+"""Index and value codecs: arrays to bytes and back. Every decoder checks before it allocates.
 
-``index`` writes positions, ``values`` what stands there, and ``cost`` picks the index codec that arrives first. The
-bytes of each are in docs/wire-format.md. Everything works on host memory in numpy, or in functions compiled by numba
-that use one thread: RPC threads call them.
+``index`` writes positions, ``values`` the numbers at these positions. docs/wire-format.md has the bytes. All codecs
+work on host memory in the calling thread: RPC threads call them.
 """

@@ -1,4 +1,4 @@
-"""What settings and reports call the codecs, and which of them this version reads."""
+"""The codecs' names in settings and reports, and which codecs this version reads."""
 
 from pscore.wire.codecs.index import INDEX_FORMATS
 from pscore.wire.codecs.values import VALUE_FORMATS
@@ -9,8 +9,7 @@ VALUE_CODECS: dict[str, int] = {form.name: number for number, form in VALUE_FORM
 
 READABLE_INDEX_CODECS: tuple["pb.IndexCodec.ValueType", ...] = (pb.INDEX_CODEC_DENSE, *INDEX_FORMATS)  # type: ignore[arg-type]
 READABLE_VALUE_CODECS: tuple["pb.ValueCodec.ValueType", ...] = tuple(VALUE_FORMATS)  # type: ignore[arg-type]
-"""As they are told at join."""
 
 PLAIN_INDEX_CODECS: frozenset[int] = frozenset({pb.INDEX_CODEC_DENSE, pb.INDEX_CODEC_RAW32})
 PLAIN_VALUE_CODECS: frozenset[int] = frozenset({pb.VALUE_CODEC_FP32, pb.VALUE_CODEC_FP16, pb.VALUE_CODEC_BF16})
-"""What a worker reads that lists nothing."""
+"""What a worker reads that lists no codecs when it joins."""

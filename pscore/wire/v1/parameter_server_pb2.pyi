@@ -42,10 +42,6 @@ class _IndexCodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IndexCodec
     """One bit an element of the span, lowest bit of the first byte first."""
     INDEX_CODEC_RICE: _IndexCodec.ValueType  # 4
     """Gaps in Golomb-Rice codes, with a parameter per block and an escape."""
-    INDEX_CODEC_PCODEC: _IndexCodec.ValueType  # 5
-    """Gaps as a standalone file of the pcodec library."""
-    INDEX_CODEC_STREAMVBYTE: _IndexCodec.ValueType  # 6
-    """Gaps in Stream VByte."""
 
 class IndexCodec(_IndexCodec, metaclass=_IndexCodecEnumTypeWrapper):
     """How the indices of a chunk are written. A gap is an offset minus the previous offset minus one (the first: from -1).
@@ -62,10 +58,6 @@ INDEX_CODEC_BITMAP: IndexCodec.ValueType  # 3
 """One bit an element of the span, lowest bit of the first byte first."""
 INDEX_CODEC_RICE: IndexCodec.ValueType  # 4
 """Gaps in Golomb-Rice codes, with a parameter per block and an escape."""
-INDEX_CODEC_PCODEC: IndexCodec.ValueType  # 5
-"""Gaps as a standalone file of the pcodec library."""
-INDEX_CODEC_STREAMVBYTE: IndexCodec.ValueType  # 6
-"""Gaps in Stream VByte."""
 Global___IndexCodec: _TypeAlias = IndexCodec  # noqa: Y015
 
 class _ValueCodec:

@@ -16,8 +16,7 @@ from psclient.rpc.shard import ShardClient
 from psclient.settings import ClientSettings
 from pscore.net import discovery
 from pscore.net.channels import Security
-from pscore.wire.error_details import to_status
-from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.errors import ErrorCode, Rejected, to_status
 from pscore.wire.messages import SHARD_HEADER
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import (

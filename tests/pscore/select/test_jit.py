@@ -1,4 +1,4 @@
-"""Compiling at first use: once a function, wherever it can be cached, and never a reason to fail."""
+"""Compiling at the first call: once a function, wherever it can be cached; the cache is never a reason to fail."""
 
 import os
 import subprocess
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pscore import jit
-from pscore.jit import compile_once
+from pscore.jit import compiled
 
 
 def double(number):
@@ -20,32 +19,16 @@ def triple(number):
     return 3 * number
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
-    monkeypatch.setattr(jit, "_compiled", {})
-
-
 def test_a_function_is_compiled_once_whoever_asks():
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(compile_once(double))) for _ in range(4)]
+    loop, found = compiled(double), []
+    threads = [threading.Thread(target=lambda: found.append(loop.dispatcher)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len({id(each) for each in found}) == 1
-    assert found[0](21) == 42
+    assert loop(21) == 42
     assert found[0] is not double
-
-
-@pytest.mark.parametrize("error", [ImportError("numba needs an older numpy"), OSError("no LLVM here")])
-def test_where_numba_cannot_start_there_is_none(monkeypatch, caplog, error):
-    def fail(name):
-        raise error
-
-    monkeypatch.setattr(jit.importlib, "import_module", fail)
-    assert compile_once(double) is None
-    assert compile_once(double) is None
-    assert caplog.text.count(str(error)) == 1
 
 
 def in_a_fresh_process(code, *, whole=False, **environment):
@@ -62,9 +45,9 @@ def in_a_fresh_process(code, *, whole=False, **environment):
     return done if whole else done.stdout.strip()
 
 
-def test_where_compiling_is_switched_off_there_is_none():
-    code = "from pscore.wire.codecs.index.rice.loops import compiled_steps; print(compiled_steps())"
-    assert in_a_fresh_process(code, NUMBA_DISABLE_JIT="1") == "None"
+def test_where_compiling_is_switched_off_loops_are_functions():
+    code = "from pscore.wire.codecs.index.rice_loops import plan; print(plan.dispatcher is plan.function)"
+    assert in_a_fresh_process(code, NUMBA_DISABLE_JIT="1") == "True"
 
 
 def test_without_a_directory_for_the_cache_it_compiles_all_the_same():
@@ -72,9 +55,8 @@ def test_without_a_directory_for_the_cache_it_compiles_all_the_same():
 import numba.core.caching
 import numpy
 numba.core.caching.CacheImpl._locator_classes = []  # as where no directory can be written
-from pscore.wire.codecs.index.rice.loops import _plan
-from pscore.jit import compile_once
-print(compile_once(_plan)(numpy.arange(5), numpy.empty(5, numpy.uint32), numpy.zeros(1, numpy.uint8)))
+from pscore.wire.codecs.index.rice_loops import plan
+print(plan(numpy.arange(5), numpy.empty(5, numpy.uint32), numpy.zeros(1, numpy.uint8)))
 """
     assert in_a_fresh_process(code) == "(5, 0, 0)"
 
@@ -83,16 +65,16 @@ FULL = """
 import logging, os, sys
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr)
 import numba.core.caching as caching
-from pscore.jit import compile_once
+from pscore.jit import compiled
 from tests.pscore.select import test_jit as loops
 
 def full(*_, **__):
     raise OSError(28, "No space left on device", "cache")
 
+double, triple = compiled(loops.double), compiled(loops.triple)
 {failure}
-double, triple = compile_once(loops.double), compile_once(loops.triple)
 print(double(21), double(2.5), triple(5), double(4))
-print([len(loop.signatures) for loop in (double, triple)])
+print([len(loop.dispatcher.signatures) for loop in (double, triple)])
 """
 
 FAILURES = {
@@ -101,7 +83,7 @@ FAILURES = {
     "reading the index": "caching.IndexDataCacheFile._load_index = full",
     "the directory": "caching._CacheLocator.ensure_cache_path = full",
     "the directory, later": """
-compile_once(loops.double), compile_once(loops.triple)
+double.dispatcher, triple.dispatcher
 caching._CacheLocator.ensure_cache_path = full
 """,
     "in the middle": """
@@ -143,11 +125,11 @@ def test_a_damaged_cache_is_compiled_again(suffix, damage, tmp_path):
 
 def test_the_cache_is_used(tmp_path):
     code = """
-from pscore.jit import compile_once
+from pscore.jit import compiled
 from tests.pscore.select.test_jit import double
-loop = compile_once(double)
+loop = compiled(double)
 loop(21)
-print(sum(loop.stats.cache_hits.values()), sum(loop.stats.cache_misses.values()))
+print(sum(loop.dispatcher.stats.cache_hits.values()), sum(loop.dispatcher.stats.cache_misses.values()))
 """
     assert in_a_fresh_process(code, NUMBA_CACHE_DIR=str(tmp_path)) == "0 1"
     assert in_a_fresh_process(code, NUMBA_CACHE_DIR=str(tmp_path)) == "1 0"

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.select.kernels import reference
+from pscore.select.kernels import cuda, device_selection, reference
 from pscore.select.kernels.base import GradientUpdate
+from tests.pscore.kernel_makers import sift
 
 many = settings(deadline=None, max_examples=200)
 numbers = st.lists(st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, -1.0, 2.0, 2.0**-100, -(2.0**127)]), max_size=40)
@@ -21,7 +22,7 @@ def test_sift_is_sorted_and_cut_from_a_start_round_the_end(x, threshold, capacit
     if len(found) > capacity:
         first = int(turn * len(found))
         found = sorted((found + found)[first : first + capacity])
-    taken = reference.sift(torch.tensor(x), threshold, capacity, turn)
+    taken, _ = sift(torch.tensor(x), threshold, capacity, turn)
     assert taken.offsets.tolist() == found
     assert taken.values.tolist() == [x[i] for i in found]
 
@@ -31,7 +32,7 @@ def test_sift_is_sorted_and_cut_from_a_start_round_the_end(x, threshold, capacit
 def test_differences_are_those_of_a_sift(a, b):
     length = min(len(a), len(b))
     a, b = torch.tensor(a[:length]), torch.tensor(b[:length])
-    one, other = reference.take_difference(a, b, 0.5, 5).taken, reference.sift(a - b, 0.5, 5)
+    one, other = reference.take_difference(a, b, 0.5, 5).taken, sift(a - b, 0.5, 5, 0.0)[0]
     assert torch.equal(one.offsets, other.offsets)
     assert torch.equal(one.values, other.values)
 
@@ -51,20 +52,22 @@ def test_a_step_with_momentum_and_decay():
 
 def test_tail_and_magnitude():
     x = torch.tensor([3.0, -1.0, 0.0, -4.0])
-    assert reference.tail(x, 1.0) == (2, 5.0)
-    assert reference.tail(x, 4.0) == (0, 0.0)
-    assert reference.magnitude(x) == (2.0, 4.0)
+    assert reference.count_above(x, 1.0) == (2, 5.0)
+    assert reference.count_above(x, 4.0) == (0, 0.0)
+    assert reference.magnitude(x) == (8.0, 4.0)
     assert reference.magnitude(torch.empty(0)) == (0.0, 0.0)
 
 
-def test_standing_in_is_said_once(caplog):
-    reference.say_that_it_stands_in.cache_clear()
+def test_standing_in_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(cuda, "available", lambda: False)
+    device_selection.cache_clear()
     with caplog.at_level(logging.WARNING, logger="pscore"):
-        reference.say_that_it_stands_in("Triton")
-        reference.say_that_it_stands_in("Triton")
+        assert device_selection(torch.device("cuda")) is None
+        assert device_selection(torch.device("cuda")) is None
+    device_selection.cache_clear()
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["Triton is not installed"]
 
 
 @pytest.mark.parametrize("turn", [0.0, 0.999999999])
 def test_a_start_beyond_the_last_hit_is_the_last(turn):
-    assert reference.sift(torch.ones(3), 0.5, 1, turn).offsets.tolist() == [0 if turn == 0 else 2]
+    assert sift(torch.ones(3), 0.5, 1, turn)[0].offsets.tolist() == [0 if turn == 0 else 2]

@@ -12,7 +12,7 @@ from pscore.select import DEFAULT_DENSE_BELOW, SELECTORS, entries_for
 from pscore.select.base import take_all
 from pscore.select.exact import exact
 from pscore.select.inputs import Difference, Joined, Memory
-from pscore.select.kernels import reference
+from pscore.select.kernels import cpu, reference
 from pscore.select.kernels.base import GradientUpdate
 
 many = settings(deadline=None, max_examples=150)
@@ -110,8 +110,8 @@ def test_the_warm_threshold_keeps_the_density_over_a_run_and_mostly_in_one_pass(
     k, r = entries_for(n, density), torch.zeros(n)
     scales = torch.from_numpy(np.exp(np.random.default_rng(1).normal(size=n)).astype(np.float32))
     searches = []
-    original = Memory.tail
-    monkeypatch.setattr(Memory, "tail", lambda self, t: (searches.append(t), original(self, t))[1])
+    original = Memory.count_above
+    monkeypatch.setattr(Memory, "count_above", lambda self, t: (searches.append(t), original(self, t))[1])
     for step in range(120):
         lr = 0.1 if step < 60 else 0.01
         g = numbers("normal", n, step) * scales
@@ -144,9 +144,9 @@ class Counting(Memory):
         self.passes += 1
         return super().take(threshold, capacity)
 
-    def tail(self, threshold):
+    def count_above(self, threshold):
         self.passes += 1
-        return super().tail(threshold)
+        return super().count_above(threshold)
 
 
 def test_ties_are_cut_by_index_and_lose_nothing():
@@ -198,9 +198,6 @@ def test_the_compiled_pass_has_the_bits_of_the_reference(kind, n, threshold, roo
         parameters = theta if kind in ("decay", "both") else None
         return GradientUpdate(g, 0.3, parameters, 0.01 if parameters is not None else 0.0, momentum, 0.9)
 
-    pytest.importorskip("numba")
-    from pscore.select.kernels import cpu
-
     ours, theirs = r.clone(), r.clone()
     mine, yours = (u.clone(), u.clone()) if kind in ("momentum", "both") else (None, None)
     found = cpu.take(ours, feed(mine), threshold, 0.7, room)
@@ -209,26 +206,24 @@ def test_the_compiled_pass_has_the_bits_of_the_reference(kind, n, threshold, roo
     assert torch.equal(found.taken.values, expected.taken.values)
     assert torch.equal(ours, theirs)
     assert mine is None or torch.equal(mine, yours)
-    assert found.above == expected.above
-    assert found.excess == pytest.approx(expected.excess, rel=1e-4, abs=1e-4)
+    assert found.count_above == expected.count_above
+    assert found.sum_above == pytest.approx(expected.sum_above, rel=1e-4, abs=1e-4)
     for one, two in ((cpu.take_difference(r, g, threshold, room), reference.take_difference(r, g, threshold, room)),):
         assert torch.equal(one.taken.offsets, two.taken.offsets)
         assert torch.equal(one.taken.values, two.taken.values)
-        assert one.above == two.above
-    assert cpu.tail(r, threshold)[0] == reference.tail(r, threshold)[0]
+        assert one.count_above == two.count_above
+    assert cpu.count_above(r, threshold)[0] == reference.count_above(r, threshold)[0]
     assert cpu.magnitude(r) == pytest.approx(reference.magnitude(r), rel=1e-5)
 
 
 def test_the_result_does_not_depend_on_the_number_of_threads():
     x, g = numbers("laplace", 600_001), numbers("normal", 600_001, 1)
-    from pscore.select.kernels import cpu
-
     found, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             r = x.clone()
-            found.append((cpu.take(r, GradientUpdate(g, 0.1), 3.0, 0.5, 20_000).taken, r, cpu.tail(x, 2.0)[0]))
+            found.append((cpu.take(r, GradientUpdate(g, 0.1), 3.0, 0.5, 20_000).taken, r, cpu.count_above(x, 2.0)[0]))
     finally:
         torch.set_num_threads(before)
     for taken, r, count in found[1:]:

@@ -62,13 +62,13 @@ def test_what_a_server_that_lists_nothing_cannot_read_is_said(server, setting):
 
 
 def test_nothing_is_written_that_the_server_does_not_list(server):
-    listed = (pb.INDEX_CODEC_DENSE, pb.INDEX_CODEC_STREAMVBYTE)
+    listed = (pb.INDEX_CODEC_DENSE, pb.INDEX_CODEC_RICE)
     address, model = server(listed, (pb.VALUE_CODEC_FP32,)), make_model(batch_norm=False)
     with dgs(model, address) as optimizer:
         codecs = pushed(optimizer)
         for _ in range(3):
             train_step(model, optimizer, *make_data())
-        assert codecs == {(pb.INDEX_CODEC_STREAMVBYTE, pb.VALUE_CODEC_FP32)}
+        assert codecs == {(pb.INDEX_CODEC_RICE, pb.VALUE_CODEC_FP32)}
 
 
 def test_a_worker_that_lists_nothing_is_answered_in_the_plain_codecs_or_refused(monkeypatch):

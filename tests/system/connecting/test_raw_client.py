@@ -124,18 +124,8 @@ def decode_offsets(chunk: pb.Chunk) -> np.ndarray:
         return np.arange(chunk.length)
     if chunk.index_codec == pb.INDEX_CODEC_RAW32:
         return np.frombuffer(chunk.indices, "<u4").astype(np.int64)
-    if chunk.index_codec == pb.INDEX_CODEC_BITMAP:
-        return np.flatnonzero(np.unpackbits(np.frombuffer(chunk.indices, np.uint8), bitorder="little"))
-    assert chunk.index_codec == pb.INDEX_CODEC_STREAMVBYTE, "the other codecs do not pay for so few entries"
-    offsets, previous = [], -1
-    position = -(-chunk.count // 4)
-    for i in range(chunk.count):
-        width = (chunk.indices[i // 4] >> 2 * (i % 4) & 3) + 1
-        previous += int.from_bytes(chunk.indices[position : position + width], "little") + 1
-        position += width
-        offsets.append(previous)
-    assert position == len(chunk.indices)
-    return np.array(offsets, np.int64)
+    assert chunk.index_codec == pb.INDEX_CODEC_BITMAP, "Rice does not pay for so few entries"
+    return np.flatnonzero(np.unpackbits(np.frombuffer(chunk.indices, np.uint8), bitorder="little"))
 
 
 def test_two_raw_workers_train_a_least_squares_problem():

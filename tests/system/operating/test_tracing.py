@@ -16,7 +16,7 @@ import psclient
 from psclient.errors import ConfigurationError
 from psclient.rpc.local_server import LocalServer
 from pscore.telemetry import tracing
-from pscore.telemetry.tracing import TracingError
+from pscore.telemetry.span import NO_SPAN, TracingError
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.app.server import Server, StartError
@@ -219,7 +219,7 @@ def test_an_exporter_that_there_is_not_is_named_with_those_that_there_are(monkey
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "pigeon")
     with pytest.raises(TracingError, match=r"OTEL_TRACES_EXPORTER=pigeon: use one of otlp, .*console"):
         tracing.start("psservice", "shard-0")
-    assert tracing.begin_step(step=1) is tracing.NO_SPAN
+    assert tracing.begin_step(step=1) is NO_SPAN
 
 
 def test_a_collector_that_does_not_answer_keeps_no_process_from_ending(monkeypatch):

@@ -1,4 +1,4 @@
-"""What an index codec is, and the arithmetic that most of them share."""
+"""The interface of an index codec."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +11,6 @@ from pscore.wire.errors import ErrorCode, Rejected
 Offsets = NDArray[np.int64]
 """int64 ``[count]``, strictly increasing, from 0."""
 
-Gaps = NDArray[np.uint32]
-"""uint32 ``[count]``: an offset minus the previous one minus one; the first counts from -1."""
-
 
 @dataclass(frozen=True, slots=True)
 class IndexFormat:
@@ -22,8 +19,8 @@ class IndexFormat:
     Attributes:
         name: what settings and reports call it.
         encode: offsets and length to bytes.
-        decode: bytes, count and length to offsets, checked. Raises :class:`Rejected` (``BAD_CHUNK``) where the bytes
-            are not exactly such offsets, before allocating more than a small multiple of the bytes or of the count.
+        decode: bytes, count and length to offsets. Raises :class:`Rejected` (``BAD_CHUNK``) where the bytes are not
+            exactly such offsets, before allocating more than a small multiple of the bytes or of the count.
         bits: estimate of the bits that ``count`` entries at random places of ``length`` need, from both numbers.
         nanoseconds: estimate of encoding plus decoding them on one core; measured as docs/wire-format.md says.
     """
@@ -33,20 +30,6 @@ class IndexFormat:
     decode: Callable[[bytes, int, int], Offsets]
     bits: Callable[[int, int], float]
     nanoseconds: Callable[[int, int], float]
-
-
-def gaps_of(offsets: Offsets) -> Gaps:
-    """Return the gaps between offsets, which must lie below 2³²."""
-    return (np.diff(offsets, prepend=-1) - 1).astype(np.uint32)
-
-
-def offsets_of(gaps: Gaps, length: int) -> Offsets:
-    """Return the offsets with these gaps; raises :class:`Rejected` where they leave a span of ``length`` elements."""
-    offsets = gaps.astype(np.int64)
-    offsets[1:] += 1
-    np.cumsum(offsets, out=offsets)
-    check_end(offsets, length)
-    return offsets
 
 
 def check_end(offsets: Offsets, length: int) -> None:

@@ -3,10 +3,9 @@
 import torch
 
 from pscore.wire.codecs.limits import check_count
+from pscore.wire.codecs.values.bounded import INT4, INT8
 from pscore.wire.codecs.values.floats import BF16, FP16, FP32, widen_bf16
 from pscore.wire.codecs.values.format import ValueFormat, Values
-from pscore.wire.codecs.values.int4 import INT4
-from pscore.wire.codecs.values.int8 import INT8
 from pscore.wire.codecs.values.sign_mean import SIGN_MEAN
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -31,7 +30,7 @@ CODEC_OF_DTYPE: dict[torch.dtype, int] = {
 def host_values(values: torch.Tensor) -> Values:
     """Return fp32, fp16 or bf16 values as fp32 on the host, exactly; fp32 ones there already share their memory.
 
-    In numpy, which stays on this thread: torch would start a pool of threads for each thread that calls it.
+    In numpy: for many values torch would start a pool of threads for each thread that calls it.
     """
     tensor = values.detach().cpu()
     if tensor.dtype == torch.bfloat16:
@@ -40,11 +39,7 @@ def host_values(values: torch.Tensor) -> Values:
 
 
 def decode_values(codec: int, data: bytes, count: int) -> Values:
-    """Read ``count`` values as fp32, all of them finite.
-
-    Raises:
-        Refusal: ``UNKNOWN_CODEC``, ``NON_FINITE``, or ``BAD_CHUNK`` with what is wrong.
-    """
+    """Read ``count`` finite values as fp32; raises :class:`Rejected`."""
     value_format = VALUE_FORMATS.get(codec)
     if value_format is None:
         raise Rejected(ErrorCode.UNKNOWN_CODEC, f"value codec {codec} is not known")

@@ -1,13 +1,12 @@
 """Floating-point numbers, little-endian: binary32, binary16 and bfloat16, rounded to nearest even."""
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from pscore.wire.codecs.values.bounds import loops_for
 from pscore.wire.codecs.values.format import ValueFormat, Values
 
-_LARGEST_FP16 = np.float32(65504)
-_LARGEST_BF16 = np.array(0x7F7F0000, np.uint32).view(np.float32)[()]
+_SERIAL = 1 << 14  # elements that torch converts in the calling thread; for more it would start threads of its own
 
 
 def _write_fp32(values: Values) -> bytes:
@@ -19,13 +18,15 @@ def _read_fp32(data: bytes, count: int) -> Values:
     return np.frombuffer(data, "<f4").astype(np.float32)
 
 
+def _narrow(values: Values, dtype: torch.dtype) -> bytes:
+    """Round to a 16-bit type; magnitudes beyond its largest become that one."""
+    largest = torch.finfo(dtype).max
+    parts = (part.clamp(-largest, largest).to(dtype) for part in torch.split(torch.from_numpy(values), _SERIAL))
+    return b"".join(part.view(torch.uint16).numpy().astype("<u2", copy=False).tobytes() for part in parts)
+
+
 def _write_fp16(values: Values) -> bytes:
-    loops = loops_for(values.size)
-    if loops is not None:  # ten times faster than numpy
-        halves = np.empty(values.size, np.uint16)
-        loops.write_half(values.view(np.uint32), halves)
-        return halves.astype("<u2").tobytes()
-    return np.clip(values, -_LARGEST_FP16, _LARGEST_FP16).astype("<f2").tobytes()
+    return _narrow(values, torch.float16)
 
 
 def _read_fp16(data: bytes, count: int) -> Values:
@@ -33,11 +34,7 @@ def _read_fp16(data: bytes, count: int) -> Values:
 
 
 def _write_bf16(values: Values) -> bytes:
-    bits = np.clip(values, -_LARGEST_BF16, _LARGEST_BF16).view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
-    if np.isnan(values).any():  # rounding could carry a NaN into a zero; let it stay one, and be refused
-        rounded[np.isnan(values)] = 0x7FC00000
-    return (rounded >> np.uint32(16)).astype("<u2").tobytes()
+    return _narrow(values, torch.bfloat16)
 
 
 def _read_bf16(data: bytes, count: int) -> Values:

@@ -1,4 +1,4 @@
-"""What a value codec is."""
+"""The interface of a value codec."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ Values = NDArray[np.float32]
 class ValueFormat:
     """How values are written, in blocks that share their bounds.
 
-    A decoder works with correctly rounded operations only (no exp, no fused multiply-add), so that sender and receiver
-    get the same fp32 values bit for bit on any machine; that is what lets a sender keep the error.
+    A decoder uses correctly rounded operations only (no exp, no fused multiply-add). Sender and receiver then get the
+    same fp32 values bit for bit on any machine, and the sender knows the error.
 
     Attributes:
         name: what settings and reports call it.
-        bits: of each value, the bounds not counted.
-        exact: True where every finite fp32 value comes back as it was.
-        write: contiguous finite values to bytes; the decoded values follow from these by ``read``.
-        read: bytes and count to values; ``decode`` has checked the length.
+        bits: of each value, without the bounds.
+        exact: True where decoding restores every finite fp32 value.
+        write: contiguous finite values to bytes.
+        read: bytes of the right length, and the count, to values.
         block: values that share bounds; 1 where there are none.
-        bound_bytes: of each block's bounds.
+        bound_bytes: bytes of a block's bounds.
     """
 
     name: str
@@ -42,19 +42,18 @@ class ValueFormat:
         return -(-count // self.block) * self.bound_bytes + -(-count * self.bits // 8)
 
     def encode(self, values: Values) -> tuple[bytes, Values]:
-        """Write values, which must be finite; return the bytes and what the receiver will decode from them.
+        """Write finite values; return the bytes and the values that the receiver will decode from them.
 
-        Magnitudes beyond the largest that the format has become that one.
+        A magnitude beyond the format's largest becomes the largest.
         """
         data = self.write(np.ascontiguousarray(values))
         return data, values if self.exact else self.read(data, values.size)
 
     def decode(self, data: bytes, count: int) -> Values:
-        """Read ``count`` values, all finite.
+        """Read ``count`` values, all finite; raises :class:`Rejected`.
 
-        Raises:
-            Refusal: ``BAD_CHUNK`` where the bytes are not exactly so many values, before anything is allocated;
-                ``NON_FINITE`` where a value or a bound is infinite or no number.
+        ``BAD_CHUNK`` where the bytes are not exactly so many values, before anything is allocated; ``NON_FINITE`` where
+        a value or a bound is infinite or no number.
         """
         if len(data) != self.size(count):
             raise Rejected(ErrorCode.BAD_CHUNK, f"{len(data)} value bytes, {count} entries in {self.name} need others")

@@ -1,7 +1,4 @@
-"""The loops behind the narrow value codecs, for numba; imported at their first use, ``None`` where it is missing.
-
-Magnitudes are compared as the integers that their bits are: in that order too, and in vector instructions.
-"""
+"""The compiled loops of the narrow value codecs."""
 
 # mypy: ignore-errors
 
@@ -9,12 +6,15 @@ import math
 
 import numpy as np
 
-from pscore.jit import compile_once
+from pscore.jit import compiled
 
 
-@compile_once
+@compiled
 def find_bounds(bits, block, bounds):
-    """Fill in the least and the largest magnitude of each block; everything as the bits of fp32 in int32."""
+    """Fill in the least and the largest magnitude of each block.
+
+    Everything is the bits of fp32 in int32, which have the same order and are compared in vector instructions.
+    """
     for b in range(bounds.shape[0]):
         part = bits[b * block : (b + 1) * block]
         low, high = np.int32(0x7FFFFFFF), np.int32(0)
@@ -24,44 +24,30 @@ def find_bounds(bits, block, bounds):
         bounds[b, 0], bounds[b, 1] = low, high
 
 
-@compile_once
-def write_even(values, bounds, low, scale, steps, block, codes):
-    """Fill in codes: the nearest of evenly spaced levels of each value's block, and the sign in the highest bit."""
+@compiled
+def write_levels(values, bounds, low, scale, steps, rooted, block, codes):
+    """Fill in codes: the nearest of the evenly spaced levels of each value's block, and the sign in the bit above.
+
+    ``rooted`` is ``None``, or the levels are evenly spaced between fourth roots; the compiler leaves the other branch
+    out. Arithmetic is in the dtype of ``low``, ``scale`` and ``steps``.
+    """
+    none = steps - steps
+    sign = np.int32(steps) + np.int32(1)
     for b in range(low.size):
         lowest, factor, highest = low[b], scale[b], bounds[b, 1]
         part, out = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
         for i in range(part.size):
             magnitude = abs(part[i])
-            level = np.rint((np.float64(magnitude) - lowest) * factor)
-            level = level if level > 0.0 else 0.0
+            if rooted is None:
+                level = np.rint((np.float64(magnitude) - lowest) * factor)
+            else:
+                level = np.rint((np.sqrt(np.sqrt(magnitude)) - lowest) * factor)
+            level = level if level > none else none
             level = level if level < steps and magnitude < highest else steps
-            out[i] = np.uint8(np.int32(level) + (np.int32(128) if math.copysign(np.float32(1), part[i]) < 0 else 0))
+            out[i] = np.uint8(np.int32(level) + (sign if math.copysign(np.float32(1), part[i]) < 0 else np.int32(0)))
 
 
-@compile_once
-def write_rooted(values, bounds, low, scale, steps, block, codes):
-    """Fill in codes as :func:`write_even` does, but levels are evenly spaced between fourth roots, the sign is 8."""
-    for b in range(low.size):
-        lowest, factor, highest = low[b], scale[b], bounds[b, 1]
-        part, out = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
-        for i in range(part.size):
-            magnitude = abs(part[i])
-            level = np.rint((np.sqrt(np.sqrt(magnitude)) - lowest) * factor)
-            level = level if level > np.float32(0) else np.float32(0)
-            level = level if level < steps and magnitude < highest else steps
-            out[i] = np.uint8(np.int32(level) + (np.int32(8) if math.copysign(np.float32(1), part[i]) < 0 else 0))
-
-
-@compile_once
-def pack(codes, packed):
-    """Put pairs of 4-bit codes into bytes, the first of two in the low bits; the last may be alone."""
-    for i in range(codes.size // 2):
-        packed[i] = codes[2 * i] | (codes[2 * i + 1] << np.uint8(4))
-    if codes.size % 2:
-        packed[-1] = codes[-1]
-
-
-@compile_once
+@compiled
 def read_packed(table, packed, block, values):
     """Fill in values from pairs of 4-bit codes; ``table`` is fp32 ``[blocks, 16]``, and a block an even size."""
     for b in range(table.shape[0]):
@@ -74,7 +60,7 @@ def read_packed(table, packed, block, values):
             out[-1] = levels[part[-1] & 15]
 
 
-@compile_once
+@compiled
 def read_even(low, spread, ratios, codes, block, values):
     """Fill in values: ``ratios`` are the parts of a block's spread that the codes stand for, above 127 with a minus."""
     for b in range(low.size):
@@ -84,27 +70,3 @@ def read_even(low, spread, ratios, codes, block, values):
             code = np.int32(part[i])
             magnitude = np.float32(lowest + width * ratios[code & 127])
             out[i] = -magnitude if code > 127 else magnitude
-
-
-@compile_once
-def write_half(values, halves):
-    """Fill in binary16 bits, rounded to nearest even; magnitudes beyond the largest become that one.
-
-    Args:
-        values: fp32, as the bits in uint32.
-        halves: uint16.
-    """
-    for i in range(values.size):
-        magnitude = values[i] & np.uint32(0x7FFFFFFF)
-        sign = (values[i] >> np.uint32(16)) & np.uint32(0x8000)
-        clipped = min(magnitude, np.uint32(0x477FE000))
-        shifted = clipped - np.uint32(0x38000000)  # another bias of the exponent
-        rounded = (shifted + np.uint32(0xFFF) + ((shifted >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13)
-        # Below the normal ones: steps of 2⁻²⁴, which the implicit bit is shifted down to, and rounded there.
-        distance = min(np.uint32(126) - min(clipped >> np.uint32(23), np.uint32(112)), np.uint32(31))
-        mantissa = (clipped & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
-        half = (np.uint32(1) << (distance - np.uint32(1))) - np.uint32(1)
-        small = (mantissa + half + ((mantissa >> distance) & np.uint32(1))) >> distance
-        number = small if clipped < np.uint32(0x38800000) else rounded
-        number = number if magnitude <= np.uint32(0x7F800000) else np.uint32(0x7E00)
-        halves[i] = np.uint16(number | sign)

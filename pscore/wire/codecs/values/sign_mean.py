@@ -1,8 +1,7 @@
 """One bit a value: its sign, and one mean magnitude a block (sparse ternary compression, Sattler et al. 2019).
 
-The fp32 means come first, one for 512 values; then a bit a value, set for negative ones, lowest bit of the first byte
-first. Every value of a block comes back as plus or minus the mean, a zero too: the error of that goes back into the
-sender's residual like any other, so a dense tensor of many zeros is better served by another codec.
+The fp32 means come first; then a bit a value, set for negative ones. Every value of a block is read as plus or minus
+the mean, a zero too, so another codec suits a dense tensor of many zeros better.
 """
 
 import numpy as np

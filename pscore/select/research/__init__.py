@@ -1,0 +1,1 @@
+"""Selectors of the published comparison with LDTE-BS (docs/ldte.md); none of them is a default."""
