@@ -8,8 +8,8 @@ import torch
 
 from pscore.model import modelfile
 from psservice.model.parameters import ShardSettings
-from psservice.recovery.replayer import History, at_checkpoint, at_version, newest
-from psservice.storage.files import StorageError
+from psservice.recovery.replayer import LogReplayer, at_checkpoint, at_version, newest
+from psservice.storage.files import DISK, StorageError
 
 
 def shard_directories(data_dir: Path) -> list[Path]:
@@ -31,16 +31,15 @@ def shard_directories(data_dir: Path) -> list[Path]:
     return found
 
 
-def histories(data_dir: Path, version: int | None = None, checkpoint: str = "") -> list[History]:
+def histories(data_dir: Path, version: int | None = None, checkpoint: str = "") -> list[LogReplayer]:
     """Bring every shard back to a version, a checkpoint, or the last version; raises :class:`StorageError`."""
-    brought: list[History] = []
+    brought: list[LogReplayer] = []
     for directory in shard_directories(data_dir):
+        where = (directory, DISK, torch.device("cpu"), ShardSettings())
         if version is not None:
-            history = at_version(directory, version, torch.device("cpu"), ShardSettings())
-        elif checkpoint:
-            history = at_checkpoint(directory, checkpoint, torch.device("cpu"), ShardSettings())
+            history = at_version(version, *where)
         else:
-            history = newest(directory, torch.device("cpu"), ShardSettings())
+            history = at_checkpoint(checkpoint, *where) if checkpoint else newest(*where)
         runs = {each.run_id for each in (*brought, history)} - {""}  # a shard that was just begun may not know it yet
         if brought and (len(runs) > 1 or history.layout.fingerprint != brought[0].layout.fingerprint):
             raise StorageError(f"{directory} belongs to another run than {brought[0].snapshot.path.parents[1]}")
@@ -48,7 +47,7 @@ def histories(data_dir: Path, version: int | None = None, checkpoint: str = "") 
     return brought
 
 
-def state_of(brought: Sequence[History], *, exact: bool) -> modelfile.StateDict:
+def state_of(brought: Sequence[LogReplayer], *, exact: bool) -> modelfile.StateDict:
     """Join the shards of one model into a state dict; parameters in fp32 if ``exact``, else in their own dtypes."""
     layout, buffers = brought[0].layout, brought[0].buffers
     flat = torch.cat([history.model.current() for history in brought])

@@ -10,6 +10,7 @@ import torch
 
 from pscore.model import modelfile
 from psservice.model.parameters import ModelShard
+from psservice.storage.environment import MACHINE, Environment
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,10 @@ class FinalModel:
         has_failed: whether the newest attempt to write it has.
     """
 
-    def __init__(self, path: Path | None, shard_index: int, num_shards: int) -> None:
-        """Nothing is written yet."""
+    def __init__(
+        self, path: Path | None, shard_index: int, num_shards: int, environment: Environment = MACHINE
+    ) -> None:
+        self._environment = environment
         self._path = modelfile.part_path(path, shard_index, num_shards) if path else None
         self._whole = num_shards == 1
         self.has_failed = False
@@ -57,8 +60,10 @@ class FinalModel:
         """Take a copy now, if there is something to write, and write it in a thread of its own."""
         if self._path is not None:
             self.has_failed = False
-            self._thread = threading.Thread(target=self._write, args=(copy(), run_id, self._path), name="final-model")
-            self._thread.start()
+            taken, path = copy(), self._path
+            self._thread = self._environment.start(lambda: self._write(taken, run_id, path), "final-model")
+            if self._thread is None:
+                self._write(taken, run_id, path)
 
     def wait(self) -> str:
         """Wait until it is written; return where, or nothing."""

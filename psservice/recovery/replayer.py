@@ -5,20 +5,19 @@ so the parameters come out bit for bit as they were.
 """
 
 import logging
-import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.json_format import ParseDict, ParseError
+from google.protobuf.message import DecodeError
 
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.segment import Segment, merge
 from pscore.wire.errors import Rejected
-from pscore.wire.messages import kept_layout_from_message, layout_to_message
+from pscore.wire.messages import kept_layout_from_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.leases import Identity, PushAnswer, PushRecord
 from psservice.cluster.run import RunState, added
@@ -31,64 +30,21 @@ from psservice.model.wagma.replicas import GroupedShard, make_shard
 from psservice.model.wagma.rounds import Decision
 from psservice.policy.admission import first_clock
 from psservice.policy.staleness import OwnVersions
+from psservice.recovery.records import Kind, messages_in
 from psservice.rpc.identity import identity_from_message
 from psservice.rpc.push_stream import PushReader, read_all, read_push
 from psservice.sampling.codec import brought_back, finished_of, redo
-from psservice.storage.files import StorageError
-from psservice.storage.journal_format import Body, DamagedError, Record
-from psservice.storage.recovery_source import RecoverySource, pasts
-from psservice.storage.snapshots import Manifest, Snapshot, found
+from psservice.storage.files import Files, StorageError
+from psservice.storage.journal_format import DamagedError, Record
+from psservice.storage.manifest import Manifest
+from psservice.storage.recovery_source import RecoverySource, sources
+from psservice.storage.snapshots import Snapshot, found
 
 log = logging.getLogger(__name__)
-
-PUSHED, AVERAGED, JOINED, LEFT, FINISHED, ROUND, GROUPS = range(1, 8)
-"""What a record says: a push was taken, buffers were averaged in, a lease began or ended, the run is over, a round was
-closed, something was decided in the groups."""
-
-LEASED = 10
-"""What a record says: samples were handed out."""
 
 THETA, BUFFER_PREFIX, MEMORY_PREFIX = "theta", "buffer.", "memory."
 """Names of a snapshot's tensors: the shard's parameters, fp32 ``[length]``, each buffer of the average, and what the
 update rule and an open round remember."""
-
-_LENGTH = struct.Struct("<I")
-
-
-def body_of(messages: Sequence[Message]) -> Body:
-    """Return messages as the body of a record; see :func:`body_of_raw`."""
-    return body_of_raw([message.SerializeToString() for message in messages])
-
-
-def body_of_raw(messages: Sequence[bytes]) -> Body:
-    """Return messages as they came as the body of a record, each behind its length (uint32)."""
-    return Body.of([part for data in messages for part in (_LENGTH.pack(len(data)), data)])
-
-
-def add_message(body: Body, message: Message) -> Body:
-    """Add one message behind a body."""
-    data = message.SerializeToString()
-    return body.with_part(_LENGTH.pack(len(data)) + data)
-
-
-def messages_in(body: bytes) -> list[bytes]:
-    """Take a body apart; raises ``ValueError`` where the lengths do not fit."""
-    found, position = [], 0
-    while position < len(body):
-        if position + _LENGTH.size > len(body):
-            raise ValueError("a length is cut")
-        (length,) = _LENGTH.unpack_from(body, position)
-        position += _LENGTH.size
-        if position + length > len(body):
-            raise ValueError("a message is cut")
-        found.append(body[position : position + length])
-        position += length
-    return found
-
-
-def layout_to_plain(layout: ModelLayout) -> dict[str, object]:
-    """Return a layout as plain values, for a manifest."""
-    return dict(MessageToDict(layout_to_message(layout)))
 
 
 @dataclass(slots=True)
@@ -101,13 +57,13 @@ class Live:
     """See :class:`psservice.cluster.leases.Member`."""
 
 
-class History:
+class LogReplayer:
     """A shard at one moment of its past.
 
     Args:
-        past: the directory; its snapshot is there.
+        source: the directory; its snapshot is there.
         device: where the parameters are to live.
-        settings: what the shard keeps after :meth:`settle`; until then it is what the records were made with.
+        settings: what the shard keeps after :meth:`apply_settings`; until then it is what the records were made with.
 
     Raises:
         StorageError: the snapshot does not make sense.
@@ -124,15 +80,15 @@ class History:
         replayed: records done again.
     """
 
-    def __init__(self, past: RecoverySource, device: torch.device, settings: ShardSettings) -> None:
+    def __init__(self, source: RecoverySource, device: torch.device, settings: ShardSettings) -> None:
         """Begin at the snapshot."""
-        assert past.snapshot is not None
-        self._past = past
-        self.snapshot: Snapshot = past.snapshot
+        assert source.snapshot is not None
+        self._source = source
+        self.snapshot: Snapshot = source.snapshot
         manifest = self.manifest
         self.layout = _layout_of(self.snapshot)
         self.span = Span(manifest.start, manifest.start + manifest.length)
-        tensors = past.tensors
+        tensors = source.tensors
         theta = tensors.get(THETA)
         if theta is None or theta.dtype != torch.float32 or tuple(theta.shape) != (self.span.length,):
             raise StorageError(f"{self.snapshot.path}: the parameters are not fp32 [{self.span.length}]")
@@ -195,7 +151,7 @@ class History:
             StorageError: the version is not covered.
         """
         if to_version is None or to_version > self.model.version:
-            for record in self._past.records():
+            for record in self._source.records():
                 try:
                     self._do(record)
                 except (Rejected, ValueError, DecodeError, KeyError, IndexError) as error:
@@ -219,10 +175,10 @@ class History:
 
     def versions_dropped(self) -> int:
         """Return how many versions are given up behind damage, as far as their records can be read."""
-        made_by = PUSHED if self.model.round is None else ROUND
-        return sum(record.kind == made_by for record in self._past.dropped())
+        made_by = Kind.PUSHED if self.model.round is None else Kind.ROUND
+        return sum(record.kind == made_by for record in self._source.dropped())
 
-    def settle(self) -> bool:
+    def apply_settings(self) -> bool:
         """Keep from now on what the settings say; return whether the records were made with something else.
 
         Then a snapshot has to follow, and diffs begin anew.
@@ -246,7 +202,7 @@ class History:
             regime=TrainingMode.of(self.manifest.method_settings),
         )
 
-    def remember_supports(self) -> None:
+    def extend_changelog(self) -> None:
         """Let the ledger reach back before the snapshot, as far as the journal is kept: diffs stay sparse.
 
         Segments are read newest first and only while the ledger has room for what they hold, so this takes no more
@@ -255,7 +211,7 @@ class History:
         if not self.model.versions_are_pushes:
             return
         ledger, version = self.model.ledger, self.manifest.version
-        for records in self._past.earlier():
+        for records in self._source.earlier():
             if ledger.covered_from != version or not ledger.room:
                 return
             newest = self._newest_supports(records, version, ledger.room)
@@ -283,7 +239,7 @@ class History:
         last: tuple[int, ChangedIndices] | None = None
         try:
             for record in records:
-                if record.kind != PUSHED:
+                if record.kind != Kind.PUSHED:
                     continue
                 header, segments, answer = self._push_in(record)
                 if header.generation != self.manifest.generation:
@@ -310,30 +266,30 @@ class History:
         return header, segments, pb.PushSparseResponse.FromString(answer)
 
     def _do(self, record: Record) -> None:
-        if record.kind == PUSHED:
+        if record.kind == Kind.PUSHED:
             self._do_push(record)
-        elif record.kind == AVERAGED:
+        elif record.kind == Kind.AVERAGED:
             self._do_buffers(record)
-        elif record.kind == JOINED:
+        elif record.kind == Kind.JOINED:
             request = pb.JoinRequest.FromString(messages_in(record.body)[0])
             identity = identity_from_message(request.identity)
             others = (live.clock for name, live in self.workers.items() if name != identity.worker_id)
             self.workers[identity.worker_id] = Live(identity, frozenset(request.index_codecs), first_clock(others))
-        elif record.kind == LEFT:
+        elif record.kind == Kind.LEFT:
             identity = identity_from_message(pb.LeaveRequest.FromString(messages_in(record.body)[0]).identity)
             known = self.workers.get(identity.worker_id)
             if known is not None and known.identity == identity:
                 del self.workers[identity.worker_id]
-        elif record.kind == FINISHED:
+        elif record.kind == Kind.FINISHED:
             self.run_state = RunState.FINISHED
             self.model.finish()
-        elif record.kind == ROUND:
+        elif record.kind == Kind.ROUND:
             self._do_round(record)
-        elif record.kind == GROUPS:
+        elif record.kind == Kind.GROUPS:
             if not isinstance(self.model, GroupedShard):
                 raise ValueError("the shard has no groups")
             self.model.decide(Decision.from_bytes(record.body))
-        elif record.kind == LEASED:
+        elif record.kind == Kind.LEASED:
             redo(self.datasets, messages_in(record.body))
         else:
             raise ValueError(f"records of kind {record.kind} are not known to this version of the server")
@@ -392,49 +348,53 @@ class History:
         self.pushes.setdefault(identity_from_message(header.identity), PushRecord()).buffer_step = header.step
 
 
-def at_version(directory: Path, version: int, device: torch.device, settings: ShardSettings) -> History:
+def at_version(
+    version: int, directory: Path, files: Files, device: torch.device, settings: ShardSettings
+) -> LogReplayer:
     """Bring a shard back as it was at a version, in its newest history that had it.
 
     Raises:
         StorageError: no snapshot and journal that are kept cover it.
     """
-    for past in pasts(directory, lambda manifest: manifest.version <= version):
-        history = History(past, device, settings)
+    for source in sources(directory, files, lambda manifest: manifest.version <= version):
+        replayer = LogReplayer(source, device, settings)
         try:
-            for _ in history.replay(version):
+            for _ in replayer.replay(version):
                 pass
         except StorageError as error:
-            log.info("not from here", extra={"snapshot": str(history.snapshot.path), "error": str(error)})
+            log.info("not from here", extra={"snapshot": str(replayer.snapshot.path), "error": str(error)})
             continue
-        history.settle()
-        return history
-    raise StorageError(f"version {version} is not covered by what {directory} keeps: {_covered(directory)}")
+        replayer.apply_settings()
+        return replayer
+    raise StorageError(f"version {version} is not covered by what {directory} keeps: {_covered(directory, files)}")
 
 
-def newest(directory: Path, device: torch.device, settings: ShardSettings) -> History:
+def newest(directory: Path, files: Files, device: torch.device, settings: ShardSettings) -> LogReplayer:
     """Bring a shard back to its last version; raises :class:`StorageError` where nothing is kept or it is damaged."""
-    past = RecoverySource(directory)
-    if past.snapshot is None:
+    source = RecoverySource(directory, files)
+    if source.snapshot is None:
         raise StorageError(f"{directory} holds no model yet")
-    history = History(past, device, settings)
-    for _ in history.replay():
+    replayer = LogReplayer(source, device, settings)
+    for _ in replayer.replay():
         pass
-    return history
+    return replayer
 
 
-def at_checkpoint(directory: Path, checkpoint: str, device: torch.device, settings: ShardSettings) -> History:
+def at_checkpoint(
+    checkpoint: str, directory: Path, files: Files, device: torch.device, settings: ShardSettings
+) -> LogReplayer:
     """Bring a shard back as it was in a checkpoint; raises :class:`StorageError` where it is not kept."""
-    for past in pasts(directory, lambda manifest: manifest.checkpoint == checkpoint):
-        history = History(past, device, settings)
-        history.settle()
-        return history
-    raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {_covered(directory)}")
+    for source in sources(directory, files, lambda manifest: manifest.checkpoint == checkpoint):
+        replayer = LogReplayer(source, device, settings)
+        replayer.apply_settings()
+        return replayer
+    raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {_covered(directory, files)}")
 
 
-def _covered(directory: Path) -> str:
+def _covered(directory: Path, files: Files) -> str:
     kept = [
         f"{snapshot.manifest.version}" + (f" ({snapshot.manifest.checkpoint})" if snapshot.manifest.checkpoint else "")
-        for snapshot in found(directory / "snapshots")
+        for snapshot in found(files, directory / "snapshots")
     ]
     return "there are snapshots of version " + ", ".join(kept) if kept else "there are no snapshots"
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pscore.telemetry import tracing
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.storage.environment import MACHINE, Environment
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class Writer:
         queue_limit: jobs that may wait.
         waited: told of each job for how many seconds it has waited.
         on_failure: called once, when a change has failed half-way.
+        environment: without threads, a job runs in the thread of its caller.
 
     Attributes:
         failed: whether one has: nothing is run any more, and the process is to stop and recover.
@@ -36,6 +38,7 @@ class Writer:
         queue_limit: int,
         waited: Callable[[float], None] = lambda seconds: None,
         on_failure: Callable[[], None] = lambda: None,
+        environment: Environment = MACHINE,
     ) -> None:
         """Start the thread."""
         self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any], float] | None] = queue.Queue(queue_limit)
@@ -44,8 +47,7 @@ class Writer:
         self._held = False
         self._closing = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="shard-writer", daemon=True)
-        self._thread.start()
+        self._thread = environment.start(self._work, "shard-writer")
 
     @property
     def queued(self) -> int:
@@ -59,6 +61,9 @@ class Writer:
             Refusal: ``BUSY`` where the queue is full or the state is replaced, ``DRAINING`` after :meth:`close` or a
                 change that failed.
         """
+        if self._thread is None:
+            self.require_free()
+            return job()
         future: Future[Result] = Future()
         with self._closing:
             self.require_free()
@@ -122,8 +127,9 @@ class Writer:
         """Finish what is queued and stop the thread; jobs that come later are refused."""
         with self._closing:
             self._closed = True
-        self._jobs.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
 
     def _work(self) -> None:
         while (entry := self._jobs.get()) is not None:
