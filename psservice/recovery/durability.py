@@ -285,7 +285,7 @@ class Durability:
                 engine.writer.release()
         return content
 
-    def _copy(self, engine: Kept, content: Content, checkpoint: str | None, *, clean: bool = False) -> Capture:
+    def _copy(self, engine: Kept, content: Content, checkpoint: str | None) -> Capture:
         """Copy what a shard holds, and begin another segment behind it; on the writer thread."""
         assert self._dir is not None
         model, average = content.model, content.buffers
@@ -306,7 +306,6 @@ class Durability:
                 shard_index=self._settings.shard_index,
                 num_shards=self._settings.num_shards,
                 last_checkpoint=self.checkpoints.up_to(checkpoint),
-                clean=clean,
                 created_unix_seconds=self._environment.unix_seconds(),
             )
 
@@ -324,12 +323,12 @@ class Durability:
         self.checkpoints.taken(snapshot.manifest.checkpoint)
         metrics.observe_snapshot(snapshot.manifest.version, snapshot.manifest.created_unix_seconds)
 
-    def _write(self, copied: Capture, metrics: Metrics) -> Snapshot:
+    def _write(self, copied: Capture, metrics: Metrics, *, clean: bool = False) -> Snapshot:
         assert self._dir is not None
         started = self._environment.monotonic()
         with self._counted():
             on_host = {name: tensor.cpu().contiguous() for name, tensor in copied.tensors.items()}
-            snapshot = self._dir.write(copied.manifest, on_host)
+            snapshot = self._dir.write(copied.manifest, on_host, clean=clean)
         self._note(snapshot, metrics)
         seconds = self._environment.monotonic() - started
         metrics.snapshot_write_seconds.set(seconds)
@@ -389,7 +388,8 @@ class Durability:
             with self._taking:
                 if engine.model is not None:
                     checkpoint = self._checkpoint_if_unchanged(engine.model)
-                    self._write(self._copy(engine, engine.content(), checkpoint, clean=True), engine.metrics)
+                    copied = self._copy(engine, engine.content(), checkpoint)
+                    self._write(copied, engine.metrics, clean=True)
         except (StorageError, Rejected) as error:
             log.error("no snapshot at the end; the journal has everything", extra={"error": str(error)})
         self._dir.close()

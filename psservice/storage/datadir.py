@@ -103,7 +103,7 @@ class DataDir:
         """
         self._number = number
         # Without a promise if not true: a power cut would be judged by that of the life before.
-        begun = replace(self._lock_file.watermark or Watermark(), boot_id="", fsync="")
+        begun = replace(self._lock_file.watermark or Watermark(), boot_id="", fsync="", clean=False)
         if self.keeps_journal:
             begun = replace(begun, segment=number, appended=0, durable=0)
             if is_true:
@@ -132,8 +132,13 @@ class DataDir:
         self._number = self._number + 1 if self.journal is None else self.journal.rotate()
         return self._number
 
-    def write(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+    def write(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], *, clean: bool) -> Snapshot:
         """Write a snapshot; remove what is behind the oldest one kept.
+
+        Args:
+            manifest: says everything else.
+            tensors: contiguous, on the host.
+            clean: whether this is the last act of a server that was told to stop.
 
         Raises:
             StorageError: it could not be written; what was there is untouched.
@@ -142,7 +147,9 @@ class DataDir:
             try:
                 snapshot = snapshots.write(self.files, self._snapshots, manifest, tensors)
                 try:  # from now on the disk says what is served
-                    self._lock_file.note(snapshot=manifest.segment, generation=manifest.generation, **self._promise())
+                    self._lock_file.note(
+                        snapshot=manifest.segment, generation=manifest.generation, clean=clean, **self._promise()
+                    )
                 except OSError:
                     discard(self.files, snapshot.path)
                     raise

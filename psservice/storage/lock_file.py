@@ -9,6 +9,7 @@ every change: after the death of the machine it may be older than the journal, a
 import struct
 import threading
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from typing import Any
 from psservice.storage.files import Files, StorageError
 
 LOCK_NAME = "lock"
-_MAGIC = b"SPSLOCK1"
-_FORM = struct.Struct("<8s36s8sQQQQQ")
+_MAGIC = b"SPSLOCK2"
+_FORM = struct.Struct("<8s36s8sQQQQQ?")
 _CRC = struct.Struct("<I")
 
 
@@ -33,6 +34,7 @@ class Watermark:
         durable: its bytes that were forced to the disk; they survive the death of the machine.
         snapshot: segment in the name of the newest snapshot; 0 for none.
         generation: of the model in it.
+        clean: whether that snapshot was the last act of a life that was told to stop, and no life has begun since.
     """
 
     boot_id: str = ""
@@ -42,10 +44,11 @@ class Watermark:
     durable: int = 0
     snapshot: int = 0
     generation: int = 0
+    clean: bool = False
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
-        counts = self.segment, self.appended, self.durable, self.snapshot, self.generation
+        counts = self.segment, self.appended, self.durable, self.snapshot, self.generation, self.clean
         data = _FORM.pack(_MAGIC, self.boot_id.encode(), self.fsync.encode(), *counts)
         return data + _CRC.pack(zlib.crc32(data))
 
@@ -104,6 +107,9 @@ class LockFile:
             self._write(watermark)
             self._file.sync()
             self._files.sync(self._directory)
+            for parent in self._directory.parents[:2]:  # a directory is as durable as its name in the one above
+                with suppress(PermissionError):
+                    self._files.sync(parent)
 
     def note(self, **changes: Any) -> None:
         """Change attributes of the watermark; raises ``OSError``."""
@@ -112,7 +118,9 @@ class LockFile:
             self._write(replace(self.watermark, **changes))
 
     def close(self) -> None:
-        """Unlock the directory."""
+        """Force the watermark to the disk, and unlock the directory."""
+        with suppress(OSError):
+            self._file.sync()
         self._file.close()
 
     def _write(self, watermark: Watermark) -> None:

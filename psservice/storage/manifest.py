@@ -91,7 +91,6 @@ class Manifest(_Strict):
         buffer_weight: weight of the average of buffers.
         last_checkpoint: place of the newest checkpoint that the shard has taken part in; see
             ``psservice.cluster.checkpoints``.
-        clean: taken when the server was told to stop, with nothing applied afterwards.
         tensors: size and checksum of the file of tensors.
         crc32: of all this, with 0 in its place.
     """
@@ -121,7 +120,6 @@ class Manifest(_Strict):
     ledger_multiple: float
     buffer_weight: float
     last_checkpoint: tuple[_Count, _Count]
-    clean: bool
     created_unix_seconds: float
     tensors: FileSeal | None = None
     crc32: int = 0

@@ -128,8 +128,8 @@ class RecoverySource:
 
     @property
     def next_number(self) -> int:
-        """The number of the segment to begin: behind all others, and not before any snapshot, readable or not."""
-        return max(self.last_segment + 1, self._watermark.segment + 1, self._newest_snapshot)
+        """The number of the segment to begin: the next, since a gap is damage, and not before any snapshot."""
+        return max(self.last_segment + 1, self._newest_snapshot)
 
     @property
     def is_complete(self) -> bool:
@@ -138,7 +138,7 @@ class RecoverySource:
         manifest, last = self.snapshot.manifest, self.last_segment
         if self.lost or self._newest_snapshot > max(manifest.segment, last):
             return False
-        untouched = manifest.clean and last <= manifest.segment
+        untouched = self._watermark.clean and self._watermark.snapshot == manifest.segment
         return untouched or self._same_boot or self._watermark.fsync == "always"
 
     @property
