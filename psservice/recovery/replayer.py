@@ -35,7 +35,7 @@ from psservice.rpc.identity import identity_from_message
 from psservice.rpc.push_stream import PushReader, read_all, read_push
 from psservice.sampling.codec import brought_back, finished_of, redo
 from psservice.storage.files import Files, StorageError
-from psservice.storage.journal_format import DamagedError, Record
+from psservice.storage.journal_format import Record
 from psservice.storage.manifest import Manifest
 from psservice.storage.recovery_source import RecoverySource, sources
 from psservice.storage.snapshots import Snapshot, found
@@ -155,9 +155,8 @@ class LogReplayer:
                 try:
                     self._do(record)
                 except (Rejected, ValueError, DecodeError, KeyError, IndexError) as error:
-                    raise DamagedError(
-                        self.snapshot.path, record.offset, f"a record cannot be done: {error}"
-                    ) from error
+                    self._source.give_up(self._source.damaged(record, f"a record cannot be done: {error}"))
+                    break
                 except (MemoryError, RuntimeError) as error:  # torch's want of memory is the latter
                     raise StorageError(
                         f"the record at byte {record.offset} of the journal behind {self.snapshot.path} cannot be "

@@ -54,6 +54,7 @@ class RecoverySource:
         self.tensors: dict[str, torch.Tensor] = {}
         self.lost = False
         self._until: int | None = None  # the segment where another generation begins
+        self._reading: Segment | None = None
         self._damaged: Segment | None = None
         # Before the files: while a server runs, they only ever hold more than it says.
         watermark = None if begin_at else read_watermark(directory, files)  # any version that is there may be asked for
@@ -164,7 +165,7 @@ class RecoverySource:
         must_reach = self._watermark.segment if self._bytes_required and self._until is None else 0
         last = max([must_reach, *there])
         for number in range(self.snapshot.manifest.segment, last + 1):
-            segment = Segment(segment_path(self._journal, number), self._files)
+            segment = self._reading = Segment(segment_path(self._journal, number), self._files)
             try:
                 if number not in there:
                     raise DamagedError(segment.path, 0, "this segment is missing")
@@ -176,11 +177,20 @@ class RecoverySource:
                 if segment.torn is not None and number != last:
                     raise DamagedError(segment.path, segment.good, f"{segment.torn}, and another segment follows")
             except DamagedError as error:
-                self._forgive(error.what, error)
-                self._damaged = segment
+                self.give_up(error)
                 return
             if segment.torn is not None:
                 self._drop_tail(segment)
+
+    def damaged(self, record: Record, why: str) -> DamagedError:
+        """Return the error of the record that :meth:`records` has yielded last."""
+        assert self._reading is not None
+        return DamagedError(self._reading.path, record.offset, why)
+
+    def give_up(self, error: DamagedError) -> None:
+        """Give up everything from the record on that was read last; raises the error in the mode ``strict``."""
+        self._forgive(error.what, error)
+        self._damaged = self._reading
 
     def earlier(self) -> Iterator[Iterator[Record]]:
         """Yield the segments from before the snapshot, newest first, each as its records; nothing rests on them.
