@@ -1,4 +1,4 @@
-"""Between the engine and its data directory: what is written when, and how a shard begins from it again.
+"""The durability of a shard: what is written when, and how a shard begins from that again.
 
 The order of things is the promise: a record is appended *before* the push is applied, and an answer leaves when the
 record is as durable as the mode promises. A pull waits likewise, so that no worker ever holds a version that a power
@@ -17,7 +17,7 @@ from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
 from psservice.recovery.capture import Capture, Content, Kept, capture
 from psservice.recovery.event_log import EventLog, not_durable
-from psservice.recovery.replayer import LogReplayer, at_checkpoint, at_version
+from psservice.recovery.replayer import LogReplayer, bring_back
 from psservice.settings import ServerSettings
 from psservice.storage.datadir import DataDir, require_same_number
 from psservice.storage.environment import MACHINE, Environment
@@ -29,19 +29,19 @@ log = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
 _POLL_SECONDS = 1.0
-_PATIENCE = 3
-"""Periods after which a shard that hears of no checkpoint takes a snapshot for itself."""
+_PATIENCE = 3  # periods after which a shard that hears of no checkpoint takes a snapshot for itself
 
 
 class Durability:
-    """What an engine tells, and is told by, its data directory. Without one, every call does nothing.
+    """Writes what happens to a shard to its data directory. Without one, every call does nothing.
 
     Args:
         settings: the server's.
         on_health: told ``False`` while pushes cannot be made durable, ``True`` when they can again.
+        environment: clocks, threads and files.
 
     Attributes:
-        events: what is written down one by one.
+        averaging: held while buffers are averaged in and noted, so that a snapshot falls between two of these.
         last_snapshot: the newest; ``None`` before the first.
         snapshot_errors: snapshots that could not be taken, since the start.
 
@@ -60,7 +60,6 @@ class Durability:
             self._dir = DataDir(settings, environment, on_health)
         self.events = EventLog(self._dir)
         self.averaging = threading.Lock()
-        """Held while buffers are averaged in and noted, so that a snapshot falls between two of these."""
         self._stop, self._told = threading.Event(), threading.Event()
         self.checkpoints = Checkpoints()
         self._bytes_behind = 0  # of the journal, where the newest snapshot was begun
@@ -91,14 +90,8 @@ class Durability:
         periods = 1 if self._settings.shard_index == 0 else _PATIENCE
         return 0.0 if self._dir is None else self._settings.snapshot_seconds * periods
 
-    # The way back
-
     def recover(self, engine: Kept) -> None:
-        """Bring an engine that has just been made to where the directory's past ends.
-
-        Raises:
-            StorageError: the past is damaged, or of another run.
-        """
+        """Bring a new engine to where the directory's past ends; raises :class:`StorageError`."""
         if self._dir is None:
             return
         source = self._dir.source()
@@ -146,16 +139,12 @@ class Durability:
             self.take(engine)  # what the disk says must be true when this life ends without a word
 
     def look_back(self, engine: Kept, version: int | None, checkpoint: str) -> LogReplayer:
-        """Bring back what the shard was at a version, or in a checkpoint, beside the running one.
-
-        Raises:
-            Refusal: ``NO_SUCH_CHECKPOINT``, where it is not kept.
-        """
+        """Return the shard as it was at a version or in a checkpoint; raises ``NO_SUCH_CHECKPOINT``."""
         data_dir = self._require_dir()
         where = (data_dir.directory, data_dir.files, engine.device, self._settings.shard)
         with self._taking:  # nothing is removed meanwhile
             try:
-                return at_checkpoint(checkpoint, *where) if version is None else at_version(version, *where)
+                return bring_back(*where, version=version, checkpoint=checkpoint)
             except StorageError as error:
                 raise Rejected(ErrorCode.NO_SUCH_CHECKPOINT, str(error)) from error
 
@@ -177,17 +166,13 @@ class Durability:
                 "leave --run-id out to continue, or use another --data-dir"
             )
 
-    # What happens meanwhile
-
     def start(self, engine: Kept) -> None:
         """Begin to take snapshots every period."""
         if self._dir is not None:
             self._thread = self._environment.start(lambda: self._work(engine), "snapshots")
 
-    # Snapshots
-
     def told(self, engine: Kept) -> str:
-        """Return what workers carry to the other shards: shard 0's newest checkpoint, or nothing."""
+        """Return shard 0's newest checkpoint, which workers carry to the other shards, or nothing."""
         if not engine.is_coordinator or self.last_snapshot is None:
             return ""
         return self.checkpoints.told(engine.run.run_id, self.last_snapshot.manifest.checkpoint)
@@ -214,12 +199,7 @@ class Durability:
         return self._require_dir().snapshots()
 
     def delete(self, checkpoint: str) -> Snapshot:
-        """Remove a checkpoint that an operator has named, and return what it was.
-
-        Raises:
-            Refusal: ``NO_SUCH_CHECKPOINT``; ``BAD_REQUEST``, where it was not named or is what the server would recover
-                from.
-        """
+        """Remove a checkpoint that an operator has named; raises ``NO_SUCH_CHECKPOINT`` or ``BAD_REQUEST``."""
         data_dir = self._require_dir()
         with self._taking:
             kept = data_dir.snapshots()
@@ -249,10 +229,9 @@ class Durability:
             self._told.set()
 
     def take(self, engine: Kept, checkpoint: str | None = "") -> Snapshot | None:
-        """Take a snapshot, of a checkpoint (for ``None`` shard 0 draws one), if there is a directory and a model.
+        """Take a snapshot, of a checkpoint (for ``None`` shard 0 draws one); raises :class:`StorageError`.
 
-        Raises:
-            StorageError: it could not be written.
+        Nothing happens without a directory or a model.
         """
         if self._dir is None or engine.model is None:
             return None
@@ -261,10 +240,10 @@ class Durability:
             return self._write(copied, engine.metrics)
 
     def install(self, engine: Kept, make: Callable[[], Content], publish: Callable[[Content], None]) -> Content:
-        """Take the first snapshot of what a shard is to hold, and publish that; the writer is held meanwhile.
+        """Take the first snapshot of a new content, and publish that; the writer refuses jobs meanwhile.
 
         Raises:
-            Refusal: ``NOT_DURABLE``, or what ``make`` raises on the writer thread.
+            Rejected: ``NOT_DURABLE``, or what ``make`` raises on the writer thread.
         """
 
         def begin() -> tuple[Content, Capture | None]:
@@ -311,7 +290,6 @@ class Durability:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count whatever goes wrong with a snapshot."""
         try:
             yield
         except Exception:
@@ -375,12 +353,12 @@ class Durability:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Let the directory go as it is."""
+        """Close the directory without a snapshot."""
         if self._dir is not None:
             self._dir.close()
 
     def close(self, engine: Kept) -> None:
-        """Take the last snapshot, after the writer has stopped, and let the directory go."""
+        """Take the last snapshot, after the writer has stopped, and close the directory."""
         self.stop()
         if self._dir is None:
             return

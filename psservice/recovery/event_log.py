@@ -1,4 +1,4 @@
-"""What happens to a shard, written to its journal one by one, each before it is done."""
+"""The records of a shard, each written to the journal before what it says is done."""
 
 import logging
 from collections.abc import Sequence

@@ -8,16 +8,12 @@ import torch
 
 from pscore.model import modelfile
 from psservice.model.parameters import ShardSettings
-from psservice.recovery.replayer import LogReplayer, at_checkpoint, at_version, newest
+from psservice.recovery.replayer import LogReplayer, bring_back
 from psservice.storage.files import DISK, StorageError
 
 
 def shard_directories(data_dir: Path) -> list[Path]:
-    """Return the directories of all shards, in order.
-
-    Raises:
-        StorageError: there are none, one is missing, or they are of several numbers of shards.
-    """
+    """Return the directories of all shards, in order; raises :class:`StorageError` unless there is one of each."""
     found = sorted(data_dir.glob("shard-*-of-*"), key=lambda path: int(path.name.split("-")[1]))
     if not found:
         raise StorageError(f"{data_dir} holds no shard's directory; is it what a server was given as --data-dir?")
@@ -36,10 +32,7 @@ def histories(data_dir: Path, version: int | None = None, checkpoint: str = "") 
     brought: list[LogReplayer] = []
     for directory in shard_directories(data_dir):
         where = (directory, DISK, torch.device("cpu"), ShardSettings())
-        if version is not None:
-            history = at_version(version, *where)
-        else:
-            history = at_checkpoint(checkpoint, *where) if checkpoint else newest(*where)
+        history = bring_back(*where, version=version, checkpoint=checkpoint)
         runs = {each.run_id for each in (*brought, history)} - {""}  # a shard that was just begun may not know it yet
         if brought and (len(runs) > 1 or history.layout.fingerprint != brought[0].layout.fingerprint):
             raise StorageError(f"{directory} belongs to another run than {brought[0].snapshot.path.parents[1]}")

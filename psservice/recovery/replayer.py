@@ -14,7 +14,7 @@ import torch
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError
 
-from pscore.model.layout import ModelLayout, Span
+from pscore.model.layout import Span
 from pscore.model.segment import Segment, merge
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import kept_layout_from_message
@@ -49,44 +49,34 @@ update rule and an open round remember."""
 
 @dataclass(slots=True)
 class Live:
-    """A worker that held a lease at some moment of the past."""
+    """A worker that held a lease; see :class:`psservice.cluster.leases.Member`."""
 
     identity: Identity
     index_codecs: frozenset[int]
     clock: int
-    """See :class:`psservice.cluster.leases.Member`."""
 
 
 class LogReplayer:
-    """A shard at one moment of its past.
+    """A shard at one version of its past: a snapshot, and the records behind it as far as they were replayed.
 
     Args:
-        source: the directory; its snapshot is there.
+        source: with a snapshot.
         device: where the parameters are to live.
-        settings: what the shard keeps after :meth:`apply_settings`; until then it is what the records were made with.
+        settings: what the shard keeps after :meth:`apply_settings`; until then, what the records were made with.
 
     Raises:
         StorageError: the snapshot does not make sense.
-
-    Attributes:
-        layout: of the model.
-        model: at the version reached so far.
-        buffers: likewise; ``None`` where the shard keeps none.
-        run_id, run_state, samples: of the run.
-        pushes: what is remembered of each incarnation.
-        last_pushes: by worker name.
-        workers: who holds a lease, by name.
-        datasets: whose samples are whose.
-        replayed: records done again.
     """
 
     def __init__(self, source: RecoverySource, device: torch.device, settings: ShardSettings) -> None:
-        """Begin at the snapshot."""
         assert source.snapshot is not None
         self._source = source
         self.snapshot: Snapshot = source.snapshot
-        manifest = self.manifest
-        self.layout = _layout_of(self.snapshot)
+        self.manifest = manifest = source.snapshot.manifest
+        try:
+            self.layout = kept_layout_from_message(ParseDict(manifest.layout, pb.ModelLayout()))
+        except (ParseError, Rejected) as error:
+            raise StorageError(f"{self.snapshot.path}: the layout in the manifest is malformed: {error}") from error
         self.span = Span(manifest.start, manifest.start + manifest.length)
         tensors = source.tensors
         theta = tensors.get(THETA)
@@ -102,12 +92,9 @@ class LogReplayer:
             self.model.restore(RuleState(manifest.memory, memory))
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise StorageError(f"{self.snapshot.path}: the update rule's state cannot be read: {error}") from error
-        values = {name.removeprefix(BUFFER_PREFIX): t for name, t in tensors.items() if name.startswith(BUFFER_PREFIX)}
-        self.buffers = (
-            BufferAverage(self.layout.buffers, [values[spec.name] for spec in self.layout.buffers])
-            if values and {*values} == {spec.name for spec in self.layout.buffers}
-            else None
-        )
+        values = [tensors.get(f"{BUFFER_PREFIX}{spec.name}") for spec in self.layout.buffers]
+        there = [value for value in values if value is not None]
+        self.buffers = BufferAverage(self.layout.buffers, there) if there and len(there) == len(values) else None
         if self.buffers is not None:
             self.buffers.weight = manifest.buffer_weight
         self.run_id = manifest.run_id
@@ -135,20 +122,11 @@ class LogReplayer:
         self.datasets = brought_back(manifest.datasets)
         self.replayed = 0
 
-    @property
-    def manifest(self) -> Manifest:
-        """The snapshot's."""
-        return self.snapshot.manifest
-
     def replay(self, to_version: int | None = None) -> Iterator[int]:
-        """Do the records again, one by one, and yield the version after each.
-
-        Args:
-            to_version: the last one; ``None`` for all that there is.
+        """Replay the records one by one, and yield the version after each.
 
         Raises:
-            DamagedError: a record makes no sense behind the ones before it.
-            StorageError: the version is not covered.
+            StorageError: a record makes no sense behind the ones before it, or the version is not covered.
         """
         if to_version is None or to_version > self.model.version:
             for record in self._source.records():
@@ -171,6 +149,11 @@ class LogReplayer:
             raise StorageError(
                 f"version {to_version} is not covered: there are {self.manifest.version} to {self.model.version}"
             )
+
+    def replay_to(self, version: int | None) -> None:
+        """Replay up to a version, or everything; see :meth:`replay`."""
+        for _ in self.replay(version):
+            pass
 
     def versions_dropped(self) -> int:
         """Return how many versions are given up behind damage, as far as their records can be read."""
@@ -202,10 +185,9 @@ class LogReplayer:
         )
 
     def extend_changelog(self) -> None:
-        """Let the ledger reach back before the snapshot, as far as the journal is kept: diffs stay sparse.
+        """Let the change log reach back before the snapshot, as far as the journal is kept: diffs stay sparse.
 
-        Segments are read newest first and only while the ledger has room for what they hold, so this takes no more
-        memory than the ledger and one push.
+        Segments are read newest first and only while there is room, so this takes no more memory than the log itself.
         """
         if not self.model.versions_are_pushes:
             return
@@ -223,16 +205,10 @@ class LogReplayer:
             version -= len(supports)
 
     def _newest_supports(self, records: Iterator[Record], version: int, room: int) -> UpdateLedger | None:
-        """Return what the pushes of a segment changed, as many of the last ones as there is room for.
-
-        Args:
-            records: of the segment.
-            version: of its last push.
-            room: entries.
+        """Return what the last pushes of a segment changed, ending in ``version``, within ``room`` entries.
 
         Returns:
-            Of versions that follow one another and end in ``version``; none where the segment holds no push.
-            ``None`` where those cannot be read.
+            Nothing changed where the segment holds no push; ``None`` where the versions do not follow one another.
         """
         newest = UpdateLedger(self.span.length, room)
         last: tuple[int, ChangedIndices] | None = None
@@ -347,55 +323,46 @@ class LogReplayer:
         self.pushes.setdefault(identity_from_message(header.identity), PushRecord()).buffer_step = header.step
 
 
-def at_version(
-    version: int, directory: Path, files: Files, device: torch.device, settings: ShardSettings
+def bring_back(
+    directory: Path,
+    files: Files,
+    device: torch.device,
+    settings: ShardSettings,
+    *,
+    version: int | None = None,
+    checkpoint: str = "",
 ) -> LogReplayer:
-    """Bring a shard back as it was at a version, in its newest history that had it.
+    """Bring a shard back as it was at a version (of its newest history that had it), in a checkpoint, or at the end.
 
     Raises:
-        StorageError: no snapshot and journal that are kept cover it.
+        StorageError: that is not kept, or is damaged.
     """
-    for source in sources(directory, files, lambda manifest: manifest.version <= version):
+    if version is None and not checkpoint:
+        newest = RecoverySource(directory, files)
+        if newest.snapshot is None:
+            raise StorageError(f"{directory} holds no model yet")
+        replayer = LogReplayer(newest, device, settings)
+        replayer.replay_to(None)
+        return replayer
+
+    def is_wanted(manifest: Manifest) -> bool:
+        return manifest.checkpoint == checkpoint if version is None else manifest.version <= version
+
+    for source in sources(directory, files, is_wanted):
         replayer = LogReplayer(source, device, settings)
         try:
-            for _ in replayer.replay(version):
-                pass
+            replayer.replay_to(replayer.model.version if version is None else version)
         except StorageError as error:
             log.info("not from here", extra={"snapshot": str(replayer.snapshot.path), "error": str(error)})
             continue
         replayer.apply_settings()
         return replayer
-    raise StorageError(f"version {version} is not covered by what {directory} keeps: {_covered(directory, files)}")
-
-
-def newest(directory: Path, files: Files, device: torch.device, settings: ShardSettings) -> LogReplayer:
-    """Bring a shard back to its last version; raises :class:`StorageError` where nothing is kept or it is damaged."""
-    source = RecoverySource(directory, files)
-    if source.snapshot is None:
-        raise StorageError(f"{directory} holds no model yet")
-    replayer = LogReplayer(source, device, settings)
-    for _ in replayer.replay():
-        pass
-    return replayer
-
-
-def at_checkpoint(
-    checkpoint: str, directory: Path, files: Files, device: torch.device, settings: ShardSettings
-) -> LogReplayer:
-    """Bring a shard back as it was in a checkpoint; raises :class:`StorageError` where it is not kept."""
-    for source in sources(directory, files, lambda manifest: manifest.checkpoint == checkpoint):
-        replayer = LogReplayer(source, device, settings)
-        replayer.apply_settings()
-        return replayer
-    raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {_covered(directory, files)}")
-
-
-def _covered(directory: Path, files: Files) -> str:
-    kept = [
-        f"{snapshot.manifest.version}" + (f" ({snapshot.manifest.checkpoint})" if snapshot.manifest.checkpoint else "")
-        for snapshot in found(files, directory / "snapshots")
-    ]
-    return "there are snapshots of version " + ", ".join(kept) if kept else "there are no snapshots"
+    kept = [each.manifest for each in found(files, directory / "snapshots")]
+    names = ", ".join(f"{each.version}" + (f" ({each.checkpoint})" if each.checkpoint else "") for each in kept)
+    there = f"there are snapshots of version {names}" if kept else "there are no snapshots"
+    if version is None:
+        raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {there}")
+    raise StorageError(f"version {version} is not covered by what {directory} keeps: {there}")
 
 
 def on_device(update: Segment | None, device: torch.device) -> Segment | None:
@@ -404,11 +371,3 @@ def on_device(update: Segment | None, device: torch.device) -> Segment | None:
         return update
     offsets = None if update.offsets is None else update.offsets.to(device)
     return Segment(update.span, offsets, update.values.to(device))
-
-
-def _layout_of(snapshot: Snapshot) -> ModelLayout:
-    path: Path = snapshot.path
-    try:
-        return kept_layout_from_message(ParseDict(snapshot.manifest.layout, pb.ModelLayout()))
-    except (ParseError, Rejected) as error:
-        raise StorageError(f"{path}: the layout in the manifest is malformed: {error}") from error

@@ -36,11 +36,7 @@ def shard_directory(data_dir: Path, shard_index: int, num_shards: int) -> Path:
 
 
 def require_same_number(files: Files, data_dir: Path, shard_index: int, num_shards: int) -> None:
-    """Refuse to begin with nothing beside what a run with another number of shards keeps.
-
-    Raises:
-        StorageError: a shard of such a run is there, and nothing of this one.
-    """
+    """Raise :class:`StorageError` where a run with another number of shards has a directory, and this one has none."""
     if snapshots.last_number(files, shard_directory(data_dir, shard_index, num_shards) / "snapshots"):
         return
     for name in files.list(data_dir):
@@ -54,17 +50,10 @@ def require_same_number(files: Files, data_dir: Path, shard_index: int, num_shar
 
 
 class DataDir:
-    """The directory of a running shard.
-
-    Args:
-        settings: with a ``data_dir``.
-        on_health: told whether records can be written.
+    """The directory of a running shard; raises :class:`StorageError` where another server has the directory.
 
     Attributes:
         journal: ``None`` before :meth:`begin`, and where only snapshots are kept.
-
-    Raises:
-        StorageError: another server has the directory, or it cannot be written.
     """
 
     def __init__(self, settings: ServerSettings, environment: Environment, on_health: Callable[[bool], None]) -> None:
@@ -92,14 +81,11 @@ class DataDir:
         return RecoverySource(self.directory, self.files, mode=self._settings.recover, mend=True)
 
     def begin(self, number: int, *, is_true: bool) -> None:
-        """Begin to append, in a segment of this number.
+        """Begin to append, in a segment of this number; raises :class:`StorageError`.
 
         Args:
             number: of the segment.
-            is_true: whether what is on the disk is what will be served; else the next snapshot makes it so.
-
-        Raises:
-            StorageError: it cannot be written.
+            is_true: whether the shard serves what is on the disk; else the next snapshot makes it so.
         """
         self._number = number
         # Without a promise if not true: a power cut would be judged by that of the life before.
@@ -124,24 +110,14 @@ class DataDir:
             raise StorageError(f"cannot write to {self.directory}: {error.strerror}") from error
 
     def rotate(self) -> int:
-        """Begin another segment, for a snapshot of this version; return its number.
-
-        Raises:
-            JournalError: it cannot be begun.
-        """
+        """Begin another segment, for a snapshot of this version; return its number. Raises :class:`JournalError`."""
         self._number = self._number + 1 if self.journal is None else self.journal.rotate()
         return self._number
 
     def write(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], *, clean: bool) -> Snapshot:
-        """Write a snapshot; remove what is behind the oldest one kept.
+        """Write a snapshot, or raise :class:`StorageError`; then remove what is behind the oldest one kept.
 
-        Args:
-            manifest: says everything else.
-            tensors: contiguous, on the host.
-            clean: whether this is the last act of a server that was told to stop.
-
-        Raises:
-            StorageError: it could not be written; what was there is untouched.
+        Tensors are contiguous and on the host. ``clean``: the last act of a server that was told to stop.
         """
         with self._writing:
             try:

@@ -51,16 +51,12 @@ class Journal:
     """Appends records to numbered segments.
 
     Args:
-        directory: exists, and is this process's own.
         number: of the first segment; its file must not exist.
-        fsync: when what was appended is forced to the disk.
-        interval_seconds: between two of these, in that mode.
         on_health: told ``False`` when a record could not be written, ``True`` when one can be again.
         on_reach: told, before an append or a wait returns, of the newest segment's number, of its bytes up to the end
             of the last record, and of those that were forced to the disk. May raise ``OSError``.
 
     Attributes:
-        bytes_written: appended so far.
         errors: failed attempts to write or to force to the disk, so far.
 
     Raises:
@@ -101,11 +97,7 @@ class Journal:
         return self._broken is not None
 
     def append(self, kind: int, body: Body) -> None:
-        """Write one record.
-
-        Raises:
-            JournalError: it could not be written; the journal is as it was before.
-        """
+        """Write one record, or raise :class:`JournalError` with the journal as before."""
         with self._lock:
             self._require_whole()
             parts = [frame(self._mark, kind, body), *body.parts]
@@ -125,11 +117,7 @@ class Journal:
             self._set_healthy(True)
 
     def wait(self) -> None:
-        """Wait until every record that was appended before this call is as durable as the mode promises.
-
-        Raises:
-            JournalError: it could not be made durable.
-        """
+        """Wait until every record that was appended before this call is as durable as the mode promises."""
         if self._fsync == "always":
             self.force()
 
@@ -142,11 +130,7 @@ class Journal:
                 self._sync()
 
     def rotate(self) -> int:
-        """End the segment and begin the next; return its number.
-
-        Raises:
-            JournalError: it cannot be begun; the old one goes on.
-        """
+        """End the segment and begin the next, or raise :class:`JournalError`; return the newest one's number."""
         with self._forcing, self._lock:
             self._require_whole()
             if self._fsync != "never":  # first: a torn tail with another segment behind it would be taken for damage

@@ -34,13 +34,7 @@ _SEARCH_BYTES = 1 << 20
 
 
 class DamagedError(StorageError):
-    """A journal is damaged before its end.
-
-    Attributes:
-        path: the file.
-        offset: where the record begins that does not check.
-        what: the damage, without what can be done.
-    """
+    """A journal is damaged before its end; ``what`` is the message without the advice."""
 
     def __init__(self, path: Path, offset: int, why: str) -> None:
         self.path, self.offset = path, offset

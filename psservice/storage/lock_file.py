@@ -72,16 +72,10 @@ def read_watermark(directory: Path, files: Files) -> Watermark | None:
 
 
 class LockFile:
-    """A directory that this process has until :meth:`close`. Thread-safe.
+    """A directory, which is created, that this process has until :meth:`close`. Thread-safe.
 
-    Args:
-        directory: is created where there is none.
-
-    Attributes:
-        watermark: what the file says; ``None`` where it is new or damaged.
-
-    Raises:
-        StorageError: another process has the directory, or it cannot be written.
+    Raises :class:`StorageError` where another process has the directory. ``watermark`` is ``None`` where the file is
+    new or damaged.
     """
 
     def __init__(self, directory: Path, files: Files) -> None:

@@ -25,6 +25,7 @@ class RecoverySource:
 
     Args:
         directory: the shard's own.
+        files: where the directory is.
         mode: with ``last-good``, reading ends at damage instead of refusing it.
         mend: whether a torn tail is cut off its file; a reader beside a running server must not.
         begin_at: the snapshot to begin from; ``None`` for the newest that is whole.
@@ -111,11 +112,7 @@ class RecoverySource:
         return None
 
     def sync(self) -> None:
-        """Force the segments behind the snapshot to the disk: the life that wrote them may have died before it did.
-
-        Raises:
-            StorageError: that is not possible, so nobody knows what a power cut would leave.
-        """
+        """Force the segments behind the snapshot to the disk: the life that wrote them may have died before it did."""
         try:
             for number in self._behind():
                 self._files.sync(segment_path(self._journal, number))
@@ -154,11 +151,7 @@ class RecoverySource:
         return [number for number in numbers if first <= number and (self._until is None or number < self._until)]
 
     def records(self) -> Iterator[Record]:
-        """Yield what was appended since the snapshot, in order.
-
-        Raises:
-            DamagedError: there is damage, in the mode ``strict``.
-        """
+        """Yield what was appended since the snapshot, in order; raises :class:`DamagedError` in the mode ``strict``."""
         if self.snapshot is None:
             return
         there = self._behind()
@@ -193,10 +186,7 @@ class RecoverySource:
         self._damaged = self._reading
 
     def earlier(self) -> Iterator[Iterator[Record]]:
-        """Yield the segments from before the snapshot, newest first, each as its records; nothing rests on them.
-
-        Reading a segment may raise :class:`StorageError`.
-        """
+        """Yield the segments from before the snapshot, newest first, each as its records (may raise StorageError)."""
         if self.snapshot is None:
             return
         for number in reversed(segment_numbers(self._files, self._journal)):
