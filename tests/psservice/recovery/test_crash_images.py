@@ -212,3 +212,52 @@ def test_a_manifest_that_makes_no_sense_is_not_begun_from(change, directory):
         path.write_text(json.dumps(plain | {"crc32": zlib.crc32(whole.model_dump_json(warnings=False).encode())}))
     with pytest.raises(StorageError):
         Shard(directory)
+
+
+def test_a_snapshot_is_published_whole_or_not_at_all(directory, monkeypatch):
+    with Shard(directory) as engine:
+        begin(engine)
+        before = sorted((directory / "shard-0-of-1" / "snapshots").iterdir())
+        with monkeypatch.context() as patched:
+            patched.setattr(files.Files, "write", full)
+            with pytest.raises(StorageError, match="No space"):
+                engine.persistence.take(engine)
+        assert sorted((directory / "shard-0-of-1" / "snapshots").iterdir()) == before
+
+
+def test_a_server_that_died_before_its_first_segment_leaves_no_gap(directory, monkeypatch):
+    with Shard(directory) as engine:
+        begin(engine)
+        copy = after_a_crash(directory)
+    with monkeypatch.context() as patched:
+        patched.setattr(files.Files, "open_new", full)
+        with pytest.raises(StorageError, match="cannot write"):
+            Shard(copy)
+    with Shard(copy) as engine:
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        third = copy.with_name("third")
+        shutil.copytree(copy, third)
+        with Shard(third) as again:
+            assert_same(again, engine)
+
+
+def test_a_record_that_does_not_follow_is_refused_and_last_good_goes_back_before_it(directory):
+    with Shard(directory) as engine:
+        begin(engine)
+        copy = after_a_crash(directory)
+    for step in (1, 2, 3):
+        with Shard(copy) as engine:
+            send(engine, step, sparse_push(engine.span, 0.5, step))
+            following = copy.with_name(f"life{step}")
+            shutil.copytree(copy, following)
+        copy = following
+    second = segment_path(journal_of(copy), segment_numbers(DISK, journal_of(copy))[-2])
+    os.truncate(second, 20)  # cut behind its head: exactly between two records
+    with pytest.raises(StorageError, match="cannot be done"):
+        Shard(copy)
+    with Shard(copy, recover="last-good") as again:
+        assert again.model.version == 1
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
