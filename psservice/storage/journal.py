@@ -25,15 +25,7 @@ _QUIET_SECONDS = 60.0  # between two lines that say that records cannot be writt
 
 
 class JournalError(StorageError):
-    """A record could not be made durable.
-
-    Attributes:
-        final: True where only a restart helps: after a failed ``fsync`` nobody knows what is on the disk.
-    """
-
-    def __init__(self, message: str, *, final: bool) -> None:
-        super().__init__(message)
-        self.final = final
+    """A record could not be made durable."""
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -109,8 +101,7 @@ class Journal:
                 self._undo_last(error)
                 raise JournalError(
                     f"cannot append to {self._path}: {error.strerror}; free space or mend the disk, "
-                    "pushes are taken again as soon as it can be written",
-                    final=False,
+                    "pushes are taken again as soon as it can be written"
                 ) from error
             self._size += size
             self.bytes_written += size
@@ -142,7 +133,7 @@ class Journal:
             except OSError as error:
                 self.number -= 1
                 self.errors += 1
-                raise JournalError(f"cannot begin a segment of the journal: {error.strerror}", final=False) from error
+                raise JournalError(f"cannot begin a segment of the journal: {error.strerror}") from error
             old.close()
             return self.number
 
@@ -187,7 +178,7 @@ class Journal:
         except OSError as error:
             with self._lock:
                 self._break(f"fsync of {self._path}: {error.strerror}")
-                raise JournalError(str(self._broken), final=True) from error
+                raise JournalError(str(self._broken)) from error
 
     # The lock is held
 
@@ -227,7 +218,7 @@ class Journal:
 
     def _require_whole(self) -> None:
         if self._broken is not None:
-            raise JournalError(self._broken, final=True)
+            raise JournalError(self._broken)
 
     def _set_healthy(self, healthy: bool, why: str = "") -> None:
         """Tell of a change, and log it once in a while: a small record may fit where the next one does not."""
