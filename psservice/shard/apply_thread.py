@@ -61,21 +61,19 @@ class Writer:
             Refusal: ``BUSY`` where the queue is full or the state is replaced, ``DRAINING`` after :meth:`close` or a
                 change that failed.
         """
-        if self._thread is None:
-            self.require_free()
-            return job()
         future: Future[Result] = Future()
         with self._closing:
             self.require_free()
             if self._closed:
                 raise Rejected(ErrorCode.DRAINING, "the server is stopping")
             try:
-                self._jobs.put_nowait((tracing.carried(job, "queue"), future, time.perf_counter()))
+                if self._thread is not None:
+                    self._jobs.put_nowait((tracing.carried(job, "queue"), future, time.perf_counter()))
             except queue.Full:
                 raise Rejected(
                     ErrorCode.BUSY, "too many updates are waiting to be applied", retry_seconds=BUSY_RETRY_SECONDS
                 ) from None
-        return future.result()
+        return future.result() if self._thread is not None else job()
 
     def hold(self) -> None:
         """Refuse every job behind this one, on the writer thread: the state is replaced, until :meth:`release`."""
