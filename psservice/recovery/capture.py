@@ -1,22 +1,23 @@
-"""A shard at one moment, copied: what a snapshot is made of."""
+"""A copy of a shard at one version, of which a snapshot is made."""
 
-import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from google.protobuf.json_format import MessageToDict
 
-from pscore.model.modelfile import StateDict
+from pscore.wire.messages import layout_to_message
+from psservice.cluster.checkpoints import place_of
 from psservice.cluster.leases import Membership
 from psservice.cluster.run import Run, RunState
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
-from psservice.recovery.replayer import BUFFER_PREFIX, MEMORY_PREFIX, THETA, History, layout_to_plain
+from psservice.recovery.replayer import BUFFER_PREFIX, MEMORY_PREFIX, THETA, LogReplayer
 from psservice.sampling.codec import kept
 from psservice.sampling.dataset import Datasets
 from psservice.shard.apply_thread import Writer
-from psservice.storage.snapshots import KnownPush, LiveWorker, Manifest
+from psservice.storage.manifest import KnownPush, LiveWorker, Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,61 +46,46 @@ class Kept(Protocol):
     def content(self) -> Content:
         """Return what it holds."""
 
-    def adopt(self, history: History) -> None:
-        """Become what a history has been replayed to."""
+    def adopt(self, history: LogReplayer) -> None:
+        """Become what a log was replayed to."""
 
     def require_model(self, generation: int | None) -> ModelShard:
         """Return the model; raises :class:`Rejected` where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class Capture:
     """A shard at one version, copied, and ready to be written."""
 
     manifest: Manifest
     tensors: dict[str, torch.Tensor]
 
 
-def moment_of(
-    engine: Kept,
-    content: Content,
-    place: tuple[int, int],
-    segment: int,
-    buffers: tuple[float, StateDict],
-    checkpoint: str,
-    last_checkpoint: tuple[int, int],
-    *,
-    clean: bool,
-) -> Moment:
+def capture(engine: Kept, content: Content, checkpoint: str, average: tuple[float, Any], **others: Any) -> Capture:
     """Copy a shard; on the writer thread.
 
     Args:
-        engine: whose it is.
-        content: what it holds, or is to hold.
-        place: its number, and of how many.
-        segment: of the journal, that begins behind this moment.
-        buffers: weight and values of the average of buffers.
-        checkpoint: to which it belongs, or nothing.
-        last_checkpoint: where the newest is that this shard has taken part in.
-        clean: whether nothing follows in this life of the server.
+        engine: the shard.
+        content: what the shard holds, or is to hold.
+        checkpoint: to which the copy belongs, or nothing.
+        average: weight and values of the average of buffers.
+        others: fields of the manifest that the shard does not know.
     """
-    model = content.model
+    model, run = content.model, engine.run
     memory = model.export()
     known, last_pushes = engine.membership.remembered()
     manifest = Manifest(
         checkpoint=checkpoint,
-        segment=segment,
+        is_named=bool(checkpoint) and place_of(checkpoint) is None,
         version=model.version,
         generation=model.generation,
         start=model.span.start,
         length=model.span.length,
-        shard_index=place[0],
-        num_shards=place[1],
-        layout=layout_to_plain(model.layout),
+        layout=MessageToDict(layout_to_message(model.layout)),
         run_id=content.run_id,
         run_state=content.run_state.value,
-        method=engine.run.method,
-        method_settings=engine.run.method_settings,
+        method=run.method,
+        method_settings=run.method_settings,
         samples=content.samples,
         pushes=[
             KnownPush(
@@ -129,11 +115,9 @@ def moment_of(
         datasets=kept(content.datasets),
         delay_compensation=model.settings.delay_compensation,
         ledger_multiple=model.settings.ledger_multiple,
-        buffer_weight=buffers[0],
-        last_checkpoint=last_checkpoint,
-        clean=clean,
-        created_unix_seconds=time.time(),
+        buffer_weight=average[0],
+        **others,
     )
     tensors = {THETA: model.current()}
-    tensors |= {f"{BUFFER_PREFIX}{name}": value for name, value in buffers[1].items()}
-    return Moment(manifest, tensors | {f"{MEMORY_PREFIX}{name}": value for name, value in memory.tensors.items()})
+    tensors |= {f"{BUFFER_PREFIX}{name}": value for name, value in average[1].items()}
+    return Capture(manifest, tensors | {f"{MEMORY_PREFIX}{name}": value for name, value in memory.tensors.items()})

@@ -1,4 +1,4 @@
-"""Between the engine and its data directory: what is written when, and how a shard begins from it again.
+"""The durability of a shard: what is written when, and how a shard begins from that again.
 
 The order of things is the promise: a record is appended *before* the push is applied, and an answer leaves when the
 record is as durable as the mode promises. A pull waits likewise, so that no worker ever holds a version that a power
@@ -7,39 +7,41 @@ cut could take back (with ``--fsync always``).
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import sibling_generation
 from psservice.cluster.checkpoints import Checkpoints, new_id
+from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
-from psservice.recovery.capture import Content, Kept, Moment, moment_of
+from psservice.recovery.capture import Capture, Content, Kept, capture
 from psservice.recovery.event_log import EventLog, not_durable
-from psservice.recovery.replayer import History, at_checkpoint, at_version
+from psservice.recovery.replayer import LogReplayer, bring_back
 from psservice.settings import ServerSettings
-from psservice.storage.datadir import Store, StoreSettings, require_same_number, shard_directory
-from psservice.storage.files import StorageError
-from psservice.storage.snapshots import Manifest, Snapshot
+from psservice.storage.datadir import DataDir, require_same_number
+from psservice.storage.environment import MACHINE, Environment
+from psservice.storage.files import StorageError, discard
+from psservice.storage.manifest import Manifest
+from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
 _POLL_SECONDS = 1.0
-_PATIENCE = 3
-"""Periods after which a shard that hears of no checkpoint takes a snapshot for itself."""
+_PATIENCE = 3  # periods after which a shard that hears of no checkpoint takes a snapshot for itself
 
 
 class Durability:
-    """What an engine tells, and is told by, its data directory. Without one, every call does nothing.
+    """Writes what happens to a shard to its data directory. Without one, every call does nothing.
 
     Args:
         settings: the server's.
         on_health: told ``False`` while pushes cannot be made durable, ``True`` when they can again.
+        environment: clocks, threads and files.
 
     Attributes:
-        events: what is written down one by one.
+        averaging: held while buffers are averaged in and noted, so that a snapshot falls between two of these.
         last_snapshot: the newest; ``None`` before the first.
         snapshot_errors: snapshots that could not be taken, since the start.
 
@@ -47,134 +49,109 @@ class Durability:
         StorageError: the directory is in use, cannot be written, or lies beside that of another number of shards.
     """
 
-    def __init__(self, settings: ServerSettings, on_health: Callable[[bool], None]) -> None:
-        self._settings = settings
-        self._store: Store | None = None
+    def __init__(
+        self, settings: ServerSettings, on_health: Callable[[bool], None], environment: Environment = MACHINE
+    ) -> None:
+        self._settings, self._environment = settings, environment
+        self._dir: DataDir | None = None
         if settings.data_dir is not None and settings.durability != "none":
-            directory = shard_directory(settings.data_dir, settings.shard_index, settings.num_shards)
             if settings.init is None:
-                require_same_number(settings.data_dir, settings.shard_index, settings.num_shards)
-            self._store = Store(
-                StoreSettings(
-                    directory,
-                    settings.durability == "journal",
-                    settings.fsync,
-                    settings.fsync_interval_seconds,
-                    settings.keep_snapshots,
-                ),
-                on_health,
-            )
-        self.events = EventLog(self._store)
+                require_same_number(environment.files, settings.data_dir, settings.shard_index, settings.num_shards)
+            self._dir = DataDir(settings, environment, on_health)
+        self.events = EventLog(self._dir)
         self.averaging = threading.Lock()
-        """Held while buffers are averaged in and noted, so that a snapshot falls between two of these."""
         self._stop, self._told = threading.Event(), threading.Event()
         self.checkpoints = Checkpoints()
         self._bytes_behind = 0  # of the journal, where the newest snapshot was begun
         self._thread: threading.Thread | None = None
         self._taking = threading.Lock()
+        self._tried = environment.monotonic()
         self.last_snapshot: Snapshot | None = None
         self.snapshot_errors = 0
 
     @property
     def journal_bytes(self) -> int:
-        """Bytes written down since the start."""
-        return 0 if self._store is None else self._store.journal_bytes
+        """Bytes appended to the journal since the start."""
+        return self._dir.journal.bytes_written if self._dir and self._dir.journal else 0
 
     @property
     def journal_errors(self) -> int:
         """Failed attempts to write the journal, or to force it to the disk, since the start."""
-        return 0 if self._store is None else self._store.journal_errors
+        return self._dir.journal.errors if self._dir and self._dir.journal else 0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing can be written any more until the server is started again."""
+        return bool(self._dir and self._dir.journal and self._dir.journal.is_broken)
 
     @property
     def snapshot_interval_seconds(self) -> float:
         """Longest time between two snapshots of a model that changes; 0 where none are taken."""
         periods = 1 if self._settings.shard_index == 0 else _PATIENCE
-        return 0.0 if self._store is None else self._settings.snapshot_seconds * periods
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether nothing can be written down any more until the server is started again."""
-        return self._store is not None and self._store.is_broken
-
-    # The way back
+        return 0.0 if self._dir is None else self._settings.snapshot_seconds * periods
 
     def recover(self, engine: Kept) -> None:
-        """Bring an engine that has just been made to where the directory's past ends.
-
-        Raises:
-            StorageError: the past is damaged, or of another run.
-        """
-        if self._store is None:
+        """Bring a new engine to where the directory's past ends; raises :class:`StorageError`."""
+        if self._dir is None:
             return
-        past = self._store.past(self._settings.recover)
-        if past.snapshot is None:
-            log.info("the data directory is empty", extra={"path": str(self._store.directory)})
-            self._store.begin(past.next_number, is_true=True)
+        source = self._dir.source()
+        if source.snapshot is None:
+            log.info("the data directory is empty", extra={"path": str(self._dir.directory)})
+            self._dir.begin(source.next_number, is_true=True)
             return
-        manifest = past.snapshot.manifest
+        manifest = source.snapshot.manifest
         self._require_ours(manifest)
-        history = History(past, engine.device, self._settings.shard)
-        started = said = time.monotonic()
-        for version in history.replay():
-            if time.monotonic() - said > _PROGRESS_SECONDS:
-                said = time.monotonic()
-                log.info("replaying the journal", extra={"version": version, "records": history.replayed})
-        if past.lost:
+        replayer = LogReplayer(source, engine.device, self._settings.shard)
+        started = reported = self._environment.monotonic()
+        for version in replayer.replay():
+            if self._environment.monotonic() - reported > _PROGRESS_SECONDS:
+                reported = self._environment.monotonic()
+                log.info("replaying the journal", extra={"version": version, "records": replayer.replayed})
+        if source.lost:
+            dropped = f"at least {replayer.versions_dropped()}"
             log.error(
                 "went back to the last good version",
-                extra={
-                    "version": history.model.version,
-                    "versions_dropped": f"at least {history.versions_dropped()}",
-                },
+                extra={"version": replayer.model.version, "versions_dropped": dropped},
             )
-        resettled = history.settle()
-        history.remember_supports()
+        has_other_settings = replayer.apply_settings()
+        replayer.extend_changelog()
         if self._settings.fsync != "never":  # the next segment's promise is for what is served from now on, old or new
-            past.sync()
-        untouched = manifest.clean and past.last_segment <= manifest.segment
-        lost = past.lost or not past.reaches_the_newest_snapshot
-        new_history = lost or not (untouched or past.nothing_was_lost)
+            source.sync()
+        new_history = not source.is_complete
         if new_history:  # versions that workers have seen may be gone: the same numbers will mean other values
-            history.model.generation = sibling_generation(manifest.generation)
-        engine.adopt(history)
-        self._store.begin(past.next_number, is_true=not new_history)
+            replayer.model.generation = sibling_generation(manifest.generation)
+        engine.adopt(replayer)
+        self._dir.begin(source.next_number, is_true=not new_history)
         self.checkpoints.last = manifest.last_checkpoint
-        self._note(past.snapshot, engine.metrics)
+        self._note(source.snapshot, engine.metrics)
         log.info(
             "recovered",
             extra={
-                "version": history.model.version,
+                "version": replayer.model.version,
                 "snapshot": manifest.version,
-                "replayed": history.replayed,
-                "seconds": round(time.monotonic() - started, 3),
-                "workers": len(history.workers),
+                "replayed": replayer.replayed,
+                "seconds": round(self._environment.monotonic() - started, 3),
+                "workers": len(replayer.workers),
                 "history": "new" if new_history else "the same",
             },
         )
-        if (
-            new_history or resettled or not self.events.keeps_journal
-        ):  # what the disk says must be true when this life ends without a word
-            self.take(engine)
+        if new_history or has_other_settings or not self._dir.keeps_journal:
+            self.take(engine)  # what the disk says must be true when this life ends without a word
 
-    def look_back(self, engine: Kept, version: int | None, checkpoint: str) -> History:
-        """Bring back what the shard was at a version, or in a checkpoint, beside the running one.
-
-        Raises:
-            Refusal: ``NO_SUCH_CHECKPOINT``, where it is not kept.
-        """
-        directory = self._require_store().directory
+    def look_back(self, engine: Kept, version: int | None, checkpoint: str) -> LogReplayer:
+        """Return the shard as it was at a version or in a checkpoint; raises ``NO_SUCH_CHECKPOINT``."""
+        data_dir = self._require_dir()
+        where = (data_dir.directory, data_dir.files, engine.device, self._settings.shard)
         with self._taking:  # nothing is removed meanwhile
             try:
-                if version is not None:
-                    return at_version(directory, version, engine.device, self._settings.shard)
-                return at_checkpoint(directory, checkpoint, engine.device, self._settings.shard)
+                return bring_back(*where, version=version, checkpoint=checkpoint)
             except StorageError as error:
                 raise Rejected(ErrorCode.NO_SUCH_CHECKPOINT, str(error)) from error
 
-    def _require_store(self) -> Store:
-        if self._store is None:
+    def _require_dir(self) -> DataDir:
+        if self._dir is None:
             raise Rejected(ErrorCode.BAD_REQUEST, "this server keeps nothing; start it with --data-dir")
-        return self._store
+        return self._dir
 
     def _require_ours(self, manifest: Manifest) -> None:
         mine = (self._settings.shard_index, self._settings.num_shards)
@@ -189,18 +166,13 @@ class Durability:
                 "leave --run-id out to continue, or use another --data-dir"
             )
 
-    # What happens meanwhile
-
     def start(self, engine: Kept) -> None:
         """Begin to take snapshots every period."""
-        if self._store is not None:
-            self._thread = threading.Thread(target=self._work, args=(engine,), name="snapshots", daemon=True)
-            self._thread.start()
-
-    # Snapshots
+        if self._dir is not None:
+            self._thread = self._environment.start(lambda: self._work(engine), "snapshots")
 
     def told(self, engine: Kept) -> str:
-        """Return what workers carry to the other shards: shard 0's newest checkpoint, or nothing."""
+        """Return shard 0's newest checkpoint, which workers carry to the other shards, or nothing."""
         if not engine.is_coordinator or self.last_snapshot is None:
             return ""
         return self.checkpoints.told(engine.run.run_id, self.last_snapshot.manifest.checkpoint)
@@ -224,18 +196,13 @@ class Durability:
 
     def snapshots(self) -> list[Snapshot]:
         """Return what is kept, oldest first; raises :class:`Rejected` (``BAD_REQUEST``) where nothing is."""
-        return self._require_store().snapshots()
+        return self._require_dir().snapshots()
 
     def delete(self, checkpoint: str) -> Snapshot:
-        """Remove a checkpoint that an operator has named, and return what it was.
-
-        Raises:
-            Refusal: ``NO_SUCH_CHECKPOINT``; ``BAD_REQUEST``, where it was not named or is what the server would recover
-                from; ``NOT_DURABLE``.
-        """
-        store = self._require_store()
+        """Remove a checkpoint that an operator has named; raises ``NO_SUCH_CHECKPOINT`` or ``BAD_REQUEST``."""
+        data_dir = self._require_dir()
         with self._taking:
-            kept = store.snapshots()
+            kept = data_dir.snapshots()
             if kept and kept[-1].manifest.checkpoint == checkpoint:
                 raise Rejected(
                     ErrorCode.BAD_REQUEST,
@@ -250,49 +217,45 @@ class Durability:
                     ErrorCode.BAD_REQUEST,
                     f"nobody has named checkpoint {checkpoint!r}: it goes by itself with newer ones (--keep-snapshots)",
                 )
-            try:
-                store.remove(found[0])
-            except StorageError as error:
-                raise not_durable(error) from error
+            discard(data_dir.files, found[0].path)
         log.info("checkpoint deleted", extra={"checkpoint": checkpoint, "path": str(found[0].path)})
         return found[0]
 
     def follow(self, engine: Kept, told: str) -> None:
         """Take part in a checkpoint of shard 0's that a worker has told of, beside the call that told it."""
         model = engine.model
-        follows = self._store is not None and told and not engine.is_coordinator
+        follows = self._dir is not None and told and not engine.is_coordinator
         if follows and model is not None and self.checkpoints.hear(engine.run.run_id, model.generation, told):
             self._told.set()
 
     def take(self, engine: Kept, checkpoint: str | None = "") -> Snapshot | None:
-        """Take a snapshot, of a checkpoint (for ``None`` shard 0 draws one), if there is a directory and a model.
+        """Take a snapshot, of a checkpoint (for ``None`` shard 0 draws one); raises :class:`StorageError`.
 
-        Raises:
-            StorageError: it could not be written.
+        Nothing happens without a directory or a model.
         """
-        if self._store is None or engine.model is None:
+        if self._dir is None or engine.model is None:
             return None
         with self._taking:
-            moment = engine.writer.run(lambda: self._copy(engine, engine.content(), checkpoint))
-            return self._write(moment, engine.metrics)
+            copied = engine.writer.run(lambda: self._copy(engine, engine.content(), checkpoint))
+            return self._write(copied, engine.metrics)
 
     def install(self, engine: Kept, make: Callable[[], Content], publish: Callable[[Content], None]) -> Content:
-        """Take the first snapshot of what a shard is to hold, and publish that; the writer is held meanwhile.
+        """Take the first snapshot of a new content, and publish that; the writer refuses jobs meanwhile.
 
         Raises:
-            Refusal: ``NOT_DURABLE``, or what ``make`` raises on the writer thread.
+            Rejected: ``NOT_DURABLE``, or what ``make`` raises on the writer thread.
         """
 
-        def begin() -> tuple[Content, Moment | None]:
+        def begin() -> tuple[Content, Capture | None]:
             engine.writer.hold()  # first: buffers are averaged in beside the writer
             content = make()
-            return content, None if self._store is None else self._copy(engine, content, "")
+            return content, None if self._dir is None else self._copy(engine, content, "")
 
         with self._taking:  # a snapshot of the old model must not come behind this one
             try:
-                content, moment = engine.writer.run(begin)
-                if moment is not None:
-                    self._write(moment, engine.metrics)
+                content, copied = engine.writer.run(begin)
+                if copied is not None:
+                    self._write(copied, engine.metrics)
             except StorageError as error:
                 raise not_durable(error) from error
             else:
@@ -301,25 +264,32 @@ class Durability:
                 engine.writer.release()
         return content
 
-    def _copy(self, engine: Kept, content: Content, checkpoint: str | None, *, clean: bool = False) -> Moment:
+    def _copy(self, engine: Kept, content: Content, checkpoint: str | None) -> Capture:
         """Copy what a shard holds, and begin another segment behind it; on the writer thread."""
-        assert self._store is not None
+        assert self._dir is not None
         model, average = content.model, content.buffers
         with self._counted():
             with self.averaging:
                 engine.writer.require_whole()  # nor half of an average that has failed
-                segment = self._store.rotate()
+                segment = self._dir.rotate()
                 self._bytes_behind = self.journal_bytes
                 buffers = average.export() if average else (0.0, {})
-            place = (self._settings.shard_index, self._settings.num_shards)
             if checkpoint is None:
                 checkpoint = new_id(model.generation, segment, model.version) if engine.is_coordinator else ""
-            last = self.checkpoints.up_to(checkpoint)
-            return moment_of(engine, content, place, segment, buffers, checkpoint, last, clean=clean)
+            return capture(
+                engine,
+                content,
+                checkpoint,
+                buffers,
+                segment=segment,
+                shard_index=self._settings.shard_index,
+                num_shards=self._settings.num_shards,
+                last_checkpoint=self.checkpoints.up_to(checkpoint),
+                created_unix_seconds=self._environment.unix_seconds(),
+            )
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count whatever goes wrong with a snapshot."""
         try:
             yield
         except Exception:
@@ -331,47 +301,49 @@ class Durability:
         self.checkpoints.taken(snapshot.manifest.checkpoint)
         metrics.observe_snapshot(snapshot.manifest.version, snapshot.manifest.created_unix_seconds)
 
-    def _write(self, moment: Moment, metrics: Metrics) -> Snapshot:
-        assert self._store is not None
-        started = time.monotonic()
+    def _write(self, copied: Capture, metrics: Metrics, *, clean: bool = False) -> Snapshot:
+        assert self._dir is not None
+        started = self._environment.monotonic()
         with self._counted():
-            on_host = {name: tensor.cpu().contiguous() for name, tensor in moment.tensors.items()}
-            snapshot = self._store.write(moment.manifest, on_host)
+            on_host = {name: tensor.cpu().contiguous() for name, tensor in copied.tensors.items()}
+            snapshot = self._dir.write(copied.manifest, on_host, clean=clean)
         self._note(snapshot, metrics)
-        metrics.snapshot_write_seconds.set(time.monotonic() - started)
+        seconds = self._environment.monotonic() - started
+        metrics.snapshot_write_seconds.set(seconds)
         log.info(
             "snapshot taken",
             extra={
-                "version": moment.manifest.version,
-                "checkpoint": moment.manifest.checkpoint,
+                "version": copied.manifest.version,
+                "checkpoint": copied.manifest.checkpoint,
                 "path": str(snapshot.path),
-                "seconds": round(time.monotonic() - started, 3),
+                "seconds": round(seconds, 3),
             },
         )
         return snapshot
 
     def _work(self, engine: Kept) -> None:
-        """Shard 0 takes a checkpoint every period; the others when they are told of one, or long after nobody did."""
-        period = self.snapshot_interval_seconds
-        tried = time.monotonic()
         while not self._stop.is_set():
-            told = self._told.wait(min(_POLL_SECONDS, period))
-            self._told.clear()
-            model = engine.model
-            long_journal = self.journal_bytes - self._bytes_behind >= self._settings.journal_bytes
-            due = told or long_journal or time.monotonic() - tried >= period
-            if self._stop.is_set() or model is None or not due:
-                continue
-            tried = time.monotonic()
-            last = self.last_snapshot.manifest if self.last_snapshot else None
-            unchanged = last is not None and (last.generation, last.version) == (model.generation, model.version)
-            if unchanged and not self.checkpoints.wanted and not long_journal:
-                continue
-            try:
-                self.take(engine, self.checkpoints.wanted or None)
-            except Exception as error:  # whatever it was, the thread lives on and tries again
-                unknown = not isinstance(error, StorageError | Rejected)
-                log.error("no snapshot could be taken", extra={"error": str(error)}, exc_info=unknown)
+            self._told.wait(min(_POLL_SECONDS, self.snapshot_interval_seconds))
+            if not self._stop.is_set():
+                self.snapshot_if_due(engine)
+
+    def snapshot_if_due(self, engine: Kept) -> None:
+        """Shard 0 takes a checkpoint every period; the others when they are told of one, or long after nobody did."""
+        told = self._told.is_set()
+        self._told.clear()
+        model, now = engine.model, self._environment.monotonic()
+        long_journal = self.journal_bytes - self._bytes_behind >= self._settings.journal_bytes
+        if model is None or not (told or long_journal or now - self._tried >= self.snapshot_interval_seconds):
+            return
+        self._tried = now
+        unchanged = self._is_last(model)
+        if unchanged and not self.checkpoints.wanted and not long_journal:
+            return
+        try:
+            self.take(engine, self.checkpoints.wanted or None)
+        except Exception as error:  # whatever it was, the thread lives on and tries again
+            unknown = not isinstance(error, StorageError | Rejected)
+            log.error("no snapshot could be taken", extra={"error": str(error)}, exc_info=unknown)
 
     def stop(self) -> None:
         """Stop the periodic snapshots."""
@@ -381,28 +353,32 @@ class Durability:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Let the directory go as it is."""
-        if self._store is not None:
-            self._store.close()
+        """Close the directory without a snapshot."""
+        if self._dir is not None:
+            self._dir.close()
 
     def close(self, engine: Kept) -> None:
-        """Take the last snapshot, after the writer has stopped, and let the directory go."""
+        """Take the last snapshot, after the writer has stopped, and close the directory."""
         self.stop()
-        if self._store is None:
+        if self._dir is None:
             return
         try:
             with self._taking:
                 if engine.model is not None:
-                    checkpoint = self._last_if_unchanged(engine.model.generation, engine.model.version)
-                    self._write(self._copy(engine, engine.content(), checkpoint, clean=True), engine.metrics)
+                    checkpoint = self._checkpoint_if_unchanged(engine.model)
+                    copied = self._copy(engine, engine.content(), checkpoint)
+                    self._write(copied, engine.metrics, clean=True)
         except (StorageError, Rejected) as error:
             log.error("no snapshot at the end; the journal has everything", extra={"error": str(error)})
-        self._store.close()
+        self._dir.close()
 
-    def _last_if_unchanged(self, generation: int, version: int) -> str:
-        """Return the newest snapshot's checkpoint where nothing has changed since, so that the next takes its place."""
+    def _is_last(self, model: ModelShard) -> bool:
+        """Return whether the newest snapshot is of this version."""
         last = self.last_snapshot.manifest if self.last_snapshot else None
-        if last is None or (last.generation, last.version) != (generation, version):
+        return last is not None and (last.generation, last.version) == (model.generation, model.version)
+
+    def _checkpoint_if_unchanged(self, model: ModelShard) -> str:
+        """Return the newest snapshot's checkpoint where nothing has changed since, so that the next takes its place."""
+        if self.last_snapshot is None or not self._is_last(model) or self._settings.durability != "journal":
             return ""
-        unchanged = self._settings.durability == "journal" and self.journal_bytes == self._bytes_behind
-        return last.checkpoint if unchanged else ""
+        return self.last_snapshot.manifest.checkpoint if self.journal_bytes == self._bytes_behind else ""

@@ -8,16 +8,12 @@ import torch
 
 from pscore.model import modelfile
 from psservice.model.parameters import ShardSettings
-from psservice.recovery.replayer import History, at_checkpoint, at_version, newest
-from psservice.storage.files import StorageError
+from psservice.recovery.replayer import LogReplayer, bring_back
+from psservice.storage.files import DISK, StorageError
 
 
 def shard_directories(data_dir: Path) -> list[Path]:
-    """Return the directories of all shards, in order.
-
-    Raises:
-        StorageError: there are none, one is missing, or they are of several numbers of shards.
-    """
+    """Return the directories of all shards, in order; raises :class:`StorageError` unless there is one of each."""
     found = sorted(data_dir.glob("shard-*-of-*"), key=lambda path: int(path.name.split("-")[1]))
     if not found:
         raise StorageError(f"{data_dir} holds no shard's directory; is it what a server was given as --data-dir?")
@@ -31,16 +27,12 @@ def shard_directories(data_dir: Path) -> list[Path]:
     return found
 
 
-def histories(data_dir: Path, version: int | None = None, checkpoint: str = "") -> list[History]:
+def histories(data_dir: Path, version: int | None = None, checkpoint: str = "") -> list[LogReplayer]:
     """Bring every shard back to a version, a checkpoint, or the last version; raises :class:`StorageError`."""
-    brought: list[History] = []
+    brought: list[LogReplayer] = []
     for directory in shard_directories(data_dir):
-        if version is not None:
-            history = at_version(directory, version, torch.device("cpu"), ShardSettings())
-        elif checkpoint:
-            history = at_checkpoint(directory, checkpoint, torch.device("cpu"), ShardSettings())
-        else:
-            history = newest(directory, torch.device("cpu"), ShardSettings())
+        where = (directory, DISK, torch.device("cpu"), ShardSettings())
+        history = bring_back(*where, version=version, checkpoint=checkpoint)
         runs = {each.run_id for each in (*brought, history)} - {""}  # a shard that was just begun may not know it yet
         if brought and (len(runs) > 1 or history.layout.fingerprint != brought[0].layout.fingerprint):
             raise StorageError(f"{directory} belongs to another run than {brought[0].snapshot.path.parents[1]}")
@@ -48,7 +40,7 @@ def histories(data_dir: Path, version: int | None = None, checkpoint: str = "") 
     return brought
 
 
-def state_of(brought: Sequence[History], *, exact: bool) -> modelfile.StateDict:
+def state_of(brought: Sequence[LogReplayer], *, exact: bool) -> modelfile.StateDict:
     """Join the shards of one model into a state dict; parameters in fp32 if ``exact``, else in their own dtypes."""
     layout, buffers = brought[0].layout, brought[0].buffers
     flat = torch.cat([history.model.current() for history in brought])

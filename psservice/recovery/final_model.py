@@ -10,6 +10,7 @@ import torch
 
 from pscore.model import modelfile
 from psservice.model.parameters import ModelShard
+from psservice.storage.environment import MACHINE, Environment
 
 log = logging.getLogger(__name__)
 
@@ -25,26 +26,19 @@ class ModelCopy:
 
 
 class FinalModel:
-    """Writes the last version to a file, if one was asked for.
+    """Writes the last version to a file, if one was asked for; each of several shards writes a part beside it."""
 
-    Args:
-        path: the whole model's file, or ``None``.
-        shard_index: this shard.
-        num_shards: of how many; with several, each writes a part beside that path.
-
-    Attributes:
-        has_failed: whether the newest attempt to write it has.
-    """
-
-    def __init__(self, path: Path | None, shard_index: int, num_shards: int) -> None:
-        """Nothing is written yet."""
+    def __init__(
+        self, path: Path | None, shard_index: int, num_shards: int, environment: Environment = MACHINE
+    ) -> None:
+        self._environment = environment
         self._path = modelfile.part_path(path, shard_index, num_shards) if path else None
         self._whole = num_shards == 1
         self.has_failed = False
         self._thread: threading.Thread | None = None
 
     def is_there(self, run_id: str, version: int) -> bool:
-        """Tell whether the file is that of this run at this version, or none was asked for."""
+        """Return whether the file is that of this run at this version, or none was asked for."""
         if self._path is None:
             return True
         try:
@@ -54,14 +48,16 @@ class FinalModel:
         return (found.get("run_id"), found.get("version")) == (run_id, str(version))
 
     def begin(self, copy: Callable[[], ModelCopy], run_id: str) -> None:
-        """Take a copy now, if there is something to write, and write it in a thread of its own."""
+        """Copy the model now, if there is a file to write, and write the file in a thread."""
         if self._path is not None:
             self.has_failed = False
-            self._thread = threading.Thread(target=self._write, args=(copy(), run_id, self._path), name="final-model")
-            self._thread.start()
+            taken, path = copy(), self._path
+            self._thread = self._environment.start(lambda: self._write(taken, run_id, path), "final-model")
+            if self._thread is None:
+                self._write(taken, run_id, path)
 
     def wait(self) -> str:
-        """Wait until it is written; return where, or nothing."""
+        """Wait until the file is written; return its path, or nothing."""
         if self._thread is not None:
             self._thread.join()
         return str(self._path) if self._path and self._path.exists() and not self.has_failed else ""

@@ -16,15 +16,11 @@ from psservice.sampling.dataset import Datasets
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run begins with: a model, and where it comes from another run, how far that had come.
+    """What a run begins with: a model's tensors by name and, from another run, how far that had come.
 
     Attributes:
-        tensors: by name.
-        version: from which it counts.
-        samples: trained before.
         memories: of the update rules of all shards before; none where there was no run.
         layout: by which the memories are cut.
-        datasets: whose samples were whose.
         buffer_weight: how many contributions the averages of the buffers stand for.
     """
 
@@ -38,16 +34,11 @@ class Start:
 
 
 def read(path: Path, checkpoint: str) -> Start:
-    """Read a model file, or a checkpoint of a data directory.
-
-    Raises:
-        ModelFileError: the file cannot be read.
-        StorageError: the directory does not have it.
-    """
+    """Read a model file, or a checkpoint of a data directory; raises ``ModelFileError`` or :class:`StorageError`."""
     if not path.is_dir():
         return Start(modelfile.read(path))
     brought = export.histories(path, checkpoint=checkpoint)
-    first = brought[0]  # the coordinator: samples and buffers are its
+    first = brought[0]  # of the coordinator, which counts samples and averages buffers
     return Start(
         export.state_of(brought, exact=True),
         max(history.model.version for history in brought),

@@ -5,20 +5,19 @@ so the parameters come out bit for bit as they were.
 """
 
 import logging
-import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.json_format import ParseDict, ParseError
+from google.protobuf.message import DecodeError
 
-from pscore.model.layout import ModelLayout, Span
+from pscore.model.layout import Span
 from pscore.model.segment import Segment, merge
 from pscore.wire.errors import Rejected
-from pscore.wire.messages import kept_layout_from_message, layout_to_message
+from pscore.wire.messages import kept_layout_from_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.leases import Identity, PushAnswer, PushRecord
 from psservice.cluster.run import RunState, added
@@ -31,108 +30,55 @@ from psservice.model.wagma.replicas import GroupedShard, make_shard
 from psservice.model.wagma.rounds import Decision
 from psservice.policy.admission import first_clock
 from psservice.policy.staleness import OwnVersions
+from psservice.recovery.records import Kind, messages_in
 from psservice.rpc.identity import identity_from_message
 from psservice.rpc.push_stream import PushReader, read_all, read_push
 from psservice.sampling.codec import brought_back, finished_of, redo
-from psservice.storage.files import StorageError
-from psservice.storage.journal_format import Body, DamagedError, Record
-from psservice.storage.recovery_source import RecoverySource, pasts
-from psservice.storage.snapshots import Manifest, Snapshot, found
+from psservice.storage.files import Files, StorageError
+from psservice.storage.journal_format import Record
+from psservice.storage.manifest import Manifest
+from psservice.storage.recovery_source import RecoverySource, sources
+from psservice.storage.snapshots import Snapshot, found
 
 log = logging.getLogger(__name__)
-
-PUSHED, AVERAGED, JOINED, LEFT, FINISHED, ROUND, GROUPS = range(1, 8)
-"""What a record says: a push was taken, buffers were averaged in, a lease began or ended, the run is over, a round was
-closed, something was decided in the groups."""
-
-LEASED = 10
-"""What a record says: samples were handed out."""
 
 THETA, BUFFER_PREFIX, MEMORY_PREFIX = "theta", "buffer.", "memory."
 """Names of a snapshot's tensors: the shard's parameters, fp32 ``[length]``, each buffer of the average, and what the
 update rule and an open round remember."""
 
-_LENGTH = struct.Struct("<I")
-
-
-def body_of(messages: Sequence[Message]) -> Body:
-    """Return messages as the body of a record; see :func:`body_of_raw`."""
-    return body_of_raw([message.SerializeToString() for message in messages])
-
-
-def body_of_raw(messages: Sequence[bytes]) -> Body:
-    """Return messages as they came as the body of a record, each behind its length (uint32)."""
-    return Body.of([part for data in messages for part in (_LENGTH.pack(len(data)), data)])
-
-
-def add_message(body: Body, message: Message) -> Body:
-    """Add one message behind a body."""
-    data = message.SerializeToString()
-    return body.with_part(_LENGTH.pack(len(data)) + data)
-
-
-def messages_in(body: bytes) -> list[bytes]:
-    """Take a body apart; raises ``ValueError`` where the lengths do not fit."""
-    found, position = [], 0
-    while position < len(body):
-        if position + _LENGTH.size > len(body):
-            raise ValueError("a length is cut")
-        (length,) = _LENGTH.unpack_from(body, position)
-        position += _LENGTH.size
-        if position + length > len(body):
-            raise ValueError("a message is cut")
-        found.append(body[position : position + length])
-        position += length
-    return found
-
-
-def layout_to_plain(layout: ModelLayout) -> dict[str, object]:
-    """Return a layout as plain values, for a manifest."""
-    return dict(MessageToDict(layout_to_message(layout)))
-
 
 @dataclass(slots=True)
 class Live:
-    """A worker that held a lease at some moment of the past."""
+    """A worker that held a lease; see :class:`psservice.cluster.leases.Member`."""
 
     identity: Identity
     index_codecs: frozenset[int]
     clock: int
-    """See :class:`psservice.cluster.leases.Member`."""
 
 
-class History:
-    """A shard at one moment of its past.
+class LogReplayer:
+    """A shard at one version of its past: a snapshot, and the records behind it as far as they were replayed.
 
     Args:
-        past: the directory; its snapshot is there.
+        source: with a snapshot.
         device: where the parameters are to live.
-        settings: what the shard keeps after :meth:`settle`; until then it is what the records were made with.
+        settings: what the shard keeps after :meth:`apply_settings`; until then, what the records were made with.
 
     Raises:
         StorageError: the snapshot does not make sense.
-
-    Attributes:
-        layout: of the model.
-        model: at the version reached so far.
-        buffers: likewise; ``None`` where the shard keeps none.
-        run_id, run_state, samples: of the run.
-        pushes: what is remembered of each incarnation.
-        last_pushes: by worker name.
-        workers: who holds a lease, by name.
-        datasets: whose samples are whose.
-        replayed: records done again.
     """
 
-    def __init__(self, past: RecoverySource, device: torch.device, settings: ShardSettings) -> None:
-        """Begin at the snapshot."""
-        assert past.snapshot is not None
-        self._past = past
-        self.snapshot: Snapshot = past.snapshot
-        manifest = self.manifest
-        self.layout = _layout_of(self.snapshot)
+    def __init__(self, source: RecoverySource, device: torch.device, settings: ShardSettings) -> None:
+        assert source.snapshot is not None
+        self._source = source
+        self.snapshot: Snapshot = source.snapshot
+        self.manifest = manifest = source.snapshot.manifest
+        try:
+            self.layout = kept_layout_from_message(ParseDict(manifest.layout, pb.ModelLayout()))
+        except (ParseError, Rejected) as error:
+            raise StorageError(f"{self.snapshot.path}: the layout in the manifest is malformed: {error}") from error
         self.span = Span(manifest.start, manifest.start + manifest.length)
-        tensors = past.tensors
+        tensors = source.tensors
         theta = tensors.get(THETA)
         if theta is None or theta.dtype != torch.float32 or tuple(theta.shape) != (self.span.length,):
             raise StorageError(f"{self.snapshot.path}: the parameters are not fp32 [{self.span.length}]")
@@ -146,12 +92,9 @@ class History:
             self.model.restore(RuleState(manifest.memory, memory))
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise StorageError(f"{self.snapshot.path}: the update rule's state cannot be read: {error}") from error
-        values = {name.removeprefix(BUFFER_PREFIX): t for name, t in tensors.items() if name.startswith(BUFFER_PREFIX)}
-        self.buffers = (
-            BufferAverage(self.layout.buffers, [values[spec.name] for spec in self.layout.buffers])
-            if values and {*values} == {spec.name for spec in self.layout.buffers}
-            else None
-        )
+        values = [tensors.get(f"{BUFFER_PREFIX}{spec.name}") for spec in self.layout.buffers]
+        there = [value for value in values if value is not None]
+        self.buffers = BufferAverage(self.layout.buffers, there) if there and len(there) == len(values) else None
         if self.buffers is not None:
             self.buffers.weight = manifest.buffer_weight
         self.run_id = manifest.run_id
@@ -179,29 +122,19 @@ class History:
         self.datasets = brought_back(manifest.datasets)
         self.replayed = 0
 
-    @property
-    def manifest(self) -> Manifest:
-        """The snapshot's."""
-        return self.snapshot.manifest
-
     def replay(self, to_version: int | None = None) -> Iterator[int]:
-        """Do the records again, one by one, and yield the version after each.
-
-        Args:
-            to_version: the last one; ``None`` for all that there is.
+        """Replay the records one by one, and yield the version after each.
 
         Raises:
-            DamagedError: a record makes no sense behind the ones before it.
-            StorageError: the version is not covered.
+            StorageError: a record makes no sense behind the ones before it, or the version is not covered.
         """
         if to_version is None or to_version > self.model.version:
-            for record in self._past.records():
+            for record in self._source.records():
                 try:
                     self._do(record)
                 except (Rejected, ValueError, DecodeError, KeyError, IndexError) as error:
-                    raise DamagedError(
-                        self.snapshot.path, record.offset, f"a record cannot be done: {error}"
-                    ) from error
+                    self._source.give_up(self._source.damaged(record, f"a record cannot be done: {error}"))
+                    break
                 except (MemoryError, RuntimeError) as error:  # torch's want of memory is the latter
                     raise StorageError(
                         f"the record at byte {record.offset} of the journal behind {self.snapshot.path} cannot be "
@@ -217,12 +150,17 @@ class History:
                 f"version {to_version} is not covered: there are {self.manifest.version} to {self.model.version}"
             )
 
+    def replay_to(self, version: int | None) -> None:
+        """Replay up to a version, or everything; see :meth:`replay`."""
+        for _ in self.replay(version):
+            pass
+
     def versions_dropped(self) -> int:
         """Return how many versions are given up behind damage, as far as their records can be read."""
-        made_by = PUSHED if self.model.round is None else ROUND
-        return sum(record.kind == made_by for record in self._past.dropped())
+        made_by = Kind.PUSHED if self.model.round is None else Kind.ROUND
+        return sum(record.kind == made_by for record in self._source.dropped())
 
-    def settle(self) -> bool:
+    def apply_settings(self) -> bool:
         """Keep from now on what the settings say; return whether the records were made with something else.
 
         Then a snapshot has to follow, and diffs begin anew.
@@ -246,16 +184,15 @@ class History:
             regime=TrainingMode.of(self.manifest.method_settings),
         )
 
-    def remember_supports(self) -> None:
-        """Let the ledger reach back before the snapshot, as far as the journal is kept: diffs stay sparse.
+    def extend_changelog(self) -> None:
+        """Let the change log reach back before the snapshot, as far as the journal is kept: diffs stay sparse.
 
-        Segments are read newest first and only while the ledger has room for what they hold, so this takes no more
-        memory than the ledger and one push.
+        Segments are read newest first and only while there is room, so this takes no more memory than the log itself.
         """
         if not self.model.versions_are_pushes:
             return
         ledger, version = self.model.ledger, self.manifest.version
-        for records in self._past.earlier():
+        for records in self._source.earlier():
             if ledger.covered_from != version or not ledger.room:
                 return
             newest = self._newest_supports(records, version, ledger.room)
@@ -268,22 +205,16 @@ class History:
             version -= len(supports)
 
     def _newest_supports(self, records: Iterator[Record], version: int, room: int) -> UpdateLedger | None:
-        """Return what the pushes of a segment changed, as many of the last ones as there is room for.
-
-        Args:
-            records: of the segment.
-            version: of its last push.
-            room: entries.
+        """Return what the last pushes of a segment changed, ending in ``version``, within ``room`` entries.
 
         Returns:
-            Of versions that follow one another and end in ``version``; none where the segment holds no push.
-            ``None`` where those cannot be read.
+            Nothing changed where the segment holds no push; ``None`` where the versions do not follow one another.
         """
         newest = UpdateLedger(self.span.length, room)
         last: tuple[int, ChangedIndices] | None = None
         try:
             for record in records:
-                if record.kind != PUSHED:
+                if record.kind != Kind.PUSHED:
                     continue
                 header, segments, answer = self._push_in(record)
                 if header.generation != self.manifest.generation:
@@ -310,30 +241,30 @@ class History:
         return header, segments, pb.PushSparseResponse.FromString(answer)
 
     def _do(self, record: Record) -> None:
-        if record.kind == PUSHED:
+        if record.kind == Kind.PUSHED:
             self._do_push(record)
-        elif record.kind == AVERAGED:
+        elif record.kind == Kind.AVERAGED:
             self._do_buffers(record)
-        elif record.kind == JOINED:
+        elif record.kind == Kind.JOINED:
             request = pb.JoinRequest.FromString(messages_in(record.body)[0])
             identity = identity_from_message(request.identity)
             others = (live.clock for name, live in self.workers.items() if name != identity.worker_id)
             self.workers[identity.worker_id] = Live(identity, frozenset(request.index_codecs), first_clock(others))
-        elif record.kind == LEFT:
+        elif record.kind == Kind.LEFT:
             identity = identity_from_message(pb.LeaveRequest.FromString(messages_in(record.body)[0]).identity)
             known = self.workers.get(identity.worker_id)
             if known is not None and known.identity == identity:
                 del self.workers[identity.worker_id]
-        elif record.kind == FINISHED:
+        elif record.kind == Kind.FINISHED:
             self.run_state = RunState.FINISHED
             self.model.finish()
-        elif record.kind == ROUND:
+        elif record.kind == Kind.ROUND:
             self._do_round(record)
-        elif record.kind == GROUPS:
+        elif record.kind == Kind.GROUPS:
             if not isinstance(self.model, GroupedShard):
                 raise ValueError("the shard has no groups")
             self.model.decide(Decision.from_bytes(record.body))
-        elif record.kind == LEASED:
+        elif record.kind == Kind.LEASED:
             redo(self.datasets, messages_in(record.body))
         else:
             raise ValueError(f"records of kind {record.kind} are not known to this version of the server")
@@ -392,51 +323,46 @@ class History:
         self.pushes.setdefault(identity_from_message(header.identity), PushRecord()).buffer_step = header.step
 
 
-def at_version(directory: Path, version: int, device: torch.device, settings: ShardSettings) -> History:
-    """Bring a shard back as it was at a version, in its newest history that had it.
+def bring_back(
+    directory: Path,
+    files: Files,
+    device: torch.device,
+    settings: ShardSettings,
+    *,
+    version: int | None = None,
+    checkpoint: str = "",
+) -> LogReplayer:
+    """Bring a shard back as it was at a version (of its newest history that had it), in a checkpoint, or at the end.
 
     Raises:
-        StorageError: no snapshot and journal that are kept cover it.
+        StorageError: that is not kept, or is damaged.
     """
-    for past in pasts(directory, lambda manifest: manifest.version <= version):
-        history = History(past, device, settings)
+    if version is None and not checkpoint:
+        newest = RecoverySource(directory, files)
+        if newest.snapshot is None:
+            raise StorageError(f"{directory} holds no model yet")
+        replayer = LogReplayer(newest, device, settings)
+        replayer.replay_to(None)
+        return replayer
+
+    def is_wanted(manifest: Manifest) -> bool:
+        return manifest.checkpoint == checkpoint if version is None else manifest.version <= version
+
+    for source in sources(directory, files, is_wanted):
+        replayer = LogReplayer(source, device, settings)
         try:
-            for _ in history.replay(version):
-                pass
+            replayer.replay_to(replayer.model.version if version is None else version)
         except StorageError as error:
-            log.info("not from here", extra={"snapshot": str(history.snapshot.path), "error": str(error)})
+            log.info("not from here", extra={"snapshot": str(replayer.snapshot.path), "error": str(error)})
             continue
-        history.settle()
-        return history
-    raise StorageError(f"version {version} is not covered by what {directory} keeps: {_covered(directory)}")
-
-
-def newest(directory: Path, device: torch.device, settings: ShardSettings) -> History:
-    """Bring a shard back to its last version; raises :class:`StorageError` where nothing is kept or it is damaged."""
-    past = RecoverySource(directory)
-    if past.snapshot is None:
-        raise StorageError(f"{directory} holds no model yet")
-    history = History(past, device, settings)
-    for _ in history.replay():
-        pass
-    return history
-
-
-def at_checkpoint(directory: Path, checkpoint: str, device: torch.device, settings: ShardSettings) -> History:
-    """Bring a shard back as it was in a checkpoint; raises :class:`StorageError` where it is not kept."""
-    for past in pasts(directory, lambda manifest: manifest.checkpoint == checkpoint):
-        history = History(past, device, settings)
-        history.settle()
-        return history
-    raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {_covered(directory)}")
-
-
-def _covered(directory: Path) -> str:
-    kept = [
-        f"{snapshot.manifest.version}" + (f" ({snapshot.manifest.checkpoint})" if snapshot.manifest.checkpoint else "")
-        for snapshot in found(directory / "snapshots")
-    ]
-    return "there are snapshots of version " + ", ".join(kept) if kept else "there are no snapshots"
+        replayer.apply_settings()
+        return replayer
+    kept = [each.manifest for each in found(files, directory / "snapshots")]
+    names = ", ".join(f"{each.version}" + (f" ({each.checkpoint})" if each.checkpoint else "") for each in kept)
+    there = f"there are snapshots of version {names}" if kept else "there are no snapshots"
+    if version is None:
+        raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {there}")
+    raise StorageError(f"version {version} is not covered by what {directory} keeps: {there}")
 
 
 def on_device(update: Segment | None, device: torch.device) -> Segment | None:
@@ -445,11 +371,3 @@ def on_device(update: Segment | None, device: torch.device) -> Segment | None:
         return update
     offsets = None if update.offsets is None else update.offsets.to(device)
     return Segment(update.span, offsets, update.values.to(device))
-
-
-def _layout_of(snapshot: Snapshot) -> ModelLayout:
-    path: Path = snapshot.path
-    try:
-        return kept_layout_from_message(ParseDict(snapshot.manifest.layout, pb.ModelLayout()))
-    except (ParseError, Rejected) as error:
-        raise StorageError(f"{path}: the layout in the manifest is malformed: {error}") from error

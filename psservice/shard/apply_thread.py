@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pscore.telemetry import tracing
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.storage.environment import MACHINE, Environment
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class Writer:
         queue_limit: jobs that may wait.
         waited: told of each job for how many seconds it has waited.
         on_failure: called once, when a change has failed half-way.
+        environment: without threads, a job runs in the thread of its caller.
 
     Attributes:
         failed: whether one has: nothing is run any more, and the process is to stop and recover.
@@ -36,6 +38,7 @@ class Writer:
         queue_limit: int,
         waited: Callable[[float], None] = lambda seconds: None,
         on_failure: Callable[[], None] = lambda: None,
+        environment: Environment = MACHINE,
     ) -> None:
         """Start the thread."""
         self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any], float] | None] = queue.Queue(queue_limit)
@@ -44,8 +47,7 @@ class Writer:
         self._held = False
         self._closing = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="shard-writer", daemon=True)
-        self._thread.start()
+        self._thread = environment.start(self._work, "shard-writer")
 
     @property
     def queued(self) -> int:
@@ -65,12 +67,13 @@ class Writer:
             if self._closed:
                 raise Rejected(ErrorCode.DRAINING, "the server is stopping")
             try:
-                self._jobs.put_nowait((tracing.carried(job, "queue"), future, time.perf_counter()))
+                if self._thread is not None:
+                    self._jobs.put_nowait((tracing.carried(job, "queue"), future, time.perf_counter()))
             except queue.Full:
                 raise Rejected(
                     ErrorCode.BUSY, "too many updates are waiting to be applied", retry_seconds=BUSY_RETRY_SECONDS
                 ) from None
-        return future.result()
+        return future.result() if self._thread is not None else job()
 
     def hold(self) -> None:
         """Refuse every job behind this one, on the writer thread: the state is replaced, until :meth:`release`."""
@@ -122,8 +125,9 @@ class Writer:
         """Finish what is queued and stop the thread; jobs that come later are refused."""
         with self._closing:
             self._closed = True
-        self._jobs.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
 
     def _work(self) -> None:
         while (entry := self._jobs.get()) is not None:

@@ -23,7 +23,9 @@ class RunEnd:
         """Nothing has ended."""
         self._state, self._close_round = state, close_round
         settings = state.settings
-        self._final_model = FinalModel(settings.final_model, settings.shard_index, settings.num_shards)
+        self._final_model = FinalModel(
+            settings.final_model, settings.shard_index, settings.num_shards, state.environment
+        )
 
     def finish(self) -> str:
         """End the run, write the final model if asked to, and return its path."""

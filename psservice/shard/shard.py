@@ -42,6 +42,7 @@ from psservice.shard.state import ShardState
 from psservice.shard.types import JoinOutcome, Loaded, Push
 from psservice.shard.upload import Upload
 from psservice.shard.wagma_coordinator import WagmaCoordinator
+from psservice.storage.environment import MACHINE, Environment
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Engine(ShardState):
         metrics: Metrics,
         on_health: Callable[[bool], None] = lambda healthy: None,
         on_failure: Callable[[], None] = lambda: None,
+        environment: Environment = MACHINE,
     ) -> None:
         """Start with what the data directory holds, else empty (or ready for ``--init``).
 
@@ -65,11 +67,12 @@ class Engine(ShardState):
             metrics: told what happens.
             on_health: told ``False`` while pushes cannot be made durable.
             on_failure: called once, when a change has failed half-way and the process is to stop.
+            environment: clocks, threads and files.
 
         Raises:
             StorageError: the data directory is in use, damaged, or of another run.
         """
-        super().__init__(settings, device, metrics, on_health, on_failure)
+        super().__init__(settings, device, metrics, on_health, on_failure, environment)
         self.admission = Admission(
             settings.max_staleness, settings.ssp_bound if self.is_coordinator else 0, settings.max_update_norm
         )
@@ -96,7 +99,7 @@ class Engine(ShardState):
             raise
         self._end.come_again()
         self.persistence.start(self)
-        threading.Thread(target=self._end_leases, name="lease-reaper", daemon=True).start()
+        environment.start(self._end_leases_in_time, "lease-reaper")
 
     # Membership
 
@@ -407,11 +410,15 @@ class Engine(ShardState):
         name, how = first_difference(layout_to_message(ours), layout_to_message(theirs)) or ("", "the layouts differ")
         raise Rejected(ErrorCode.FINGERPRINT_MISMATCH, how, tensor=name)
 
-    def _end_leases(self) -> None:
+    def _end_leases_in_time(self) -> None:
         while not self._stop.wait(min(1.0, self.settings.lease_seconds / 8)):
-            with self.join_lock:
-                self.membership.expire()
-            self._entry.forget_upload()
-            self.metrics.live_workers.set(len(self.membership))
-            with suppress(Rejected):  # busy, or not durable: the next look finds it due still
-                self._rounds.look(lambda: self.model, self.regime.rounds)
+            self.end_leases()
+
+    def end_leases(self) -> None:
+        """End the leases whose time is over; the thread of leases calls this often."""
+        with self.join_lock:
+            self.membership.expire()
+        self._entry.forget_upload()
+        self.metrics.live_workers.set(len(self.membership))
+        with suppress(Rejected):  # busy, or not durable: the next look finds it due still
+            self._rounds.look(lambda: self.model, self.regime.rounds)

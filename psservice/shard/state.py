@@ -21,10 +21,11 @@ from psservice.observability.traffic import Traffic
 from psservice.policy.reply_mode import reply_rule
 from psservice.recovery.capture import Content
 from psservice.recovery.durability import Durability
-from psservice.recovery.replayer import History
+from psservice.recovery.replayer import LogReplayer
 from psservice.sampling.dataset import Datasets
 from psservice.settings import ServerSettings
 from psservice.shard.apply_thread import Writer
+from psservice.storage.environment import Environment
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class ShardState:
         metrics: told what happens.
         on_health: told ``False`` while pushes cannot be made durable.
         on_failure: called once, when a change has failed half-way and the process is to stop.
+        environment: clocks, threads and files.
 
     Attributes:
         layout: the model's, from the first join on.
@@ -61,9 +63,11 @@ class ShardState:
         metrics: Metrics,
         on_health: Callable[[bool], None],
         on_failure: Callable[[], None],
+        environment: Environment,
     ) -> None:
         """Begin empty."""
         self.settings, self.device, self.metrics = settings, device, metrics
+        self.environment = environment
         self.traffic = Traffic()
         self.doorway = DrainGate()
         self.is_coordinator = settings.shard_index == 0
@@ -77,10 +81,10 @@ class ShardState:
             settings.lease_seconds,
             lambda: reply_rule(settings.down_mode, settings.exact_limit),
             on_expire=self._expired,
-            clock=ServingClock(settings.lease_seconds / 4),
+            clock=ServingClock(settings.lease_seconds / 4, environment.monotonic),
         )
         self.images = ImageBudget(settings.image_bytes)
-        self.writer = Writer(settings.apply_queue_limit, metrics.queue_seconds.observe, on_failure)
+        self.writer = Writer(settings.apply_queue_limit, metrics.queue_seconds.observe, on_failure, environment)
         self.model: ModelShard | None = None
         self.layout: ModelLayout | None = None
         self.buffers: BufferAverage | None = None
@@ -90,7 +94,7 @@ class ShardState:
         self.installing = False
         self.durable = True
         self._on_health = on_health
-        self.persistence = Durability(settings, self._health_changed)
+        self.persistence = Durability(settings, self._health_changed, environment)
 
     @property
     def span(self) -> Span:
@@ -123,7 +127,7 @@ class ShardState:
         run = self.run
         return Content(self.require_model(None), self.buffers, self.datasets, run.run_id, run.state, run.samples)
 
-    def adopt(self, history: History) -> None:
+    def adopt(self, history: LogReplayer) -> None:
         """Become what a history has been replayed to; before anything is served, or on the writer thread."""
         manifest = history.manifest
         self.layout, self.model, self.buffers = history.layout, history.model, history.buffers

@@ -11,39 +11,23 @@ them, so that any version since then can be had again.
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from psservice.storage import lock_file, snapshots
-from psservice.storage.files import StorageError, remove_directory
-from psservice.storage.journal import FsyncMode, Journal
-from psservice.storage.journal_format import Body
+from psservice.settings import ServerSettings
+from psservice.storage import snapshots
+from psservice.storage.environment import Environment
+from psservice.storage.files import Files, StorageError, discard
+from psservice.storage.journal import Journal
 from psservice.storage.lock_file import LockFile, Watermark
-from psservice.storage.recovery_source import RecoverMode, RecoverySource
-from psservice.storage.snapshots import Manifest, Snapshot
+from psservice.storage.manifest import Manifest
+from psservice.storage.recovery_source import RecoverySource
+from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSettings:
-    """How a data directory is used.
-
-    Attributes:
-        directory: the shard's own.
-        journal: whether every push is appended, or snapshots alone are kept.
-        fsync: when the journal is forced to the disk.
-        fsync_interval_seconds: in the interval mode.
-        keep: snapshots that are kept.
-    """
-
-    directory: Path
-    journal: bool
-    fsync: FsyncMode
-    fsync_interval_seconds: float
-    keep: int
 
 
 def shard_directory(data_dir: Path, shard_index: int, num_shards: int) -> Path:
@@ -51,185 +35,121 @@ def shard_directory(data_dir: Path, shard_index: int, num_shards: int) -> Path:
     return data_dir / f"shard-{shard_index}-of-{num_shards}"
 
 
-def require_same_number(data_dir: Path, shard_index: int, num_shards: int) -> None:
-    """Refuse to begin with nothing beside what a run with another number of shards keeps.
-
-    Raises:
-        StorageError: a shard of such a run is there, and nothing of this one.
-    """
-    if snapshots.last_number(shard_directory(data_dir, shard_index, num_shards) / "snapshots"):
+def require_same_number(files: Files, data_dir: Path, shard_index: int, num_shards: int) -> None:
+    """Raise :class:`StorageError` where a run with another number of shards has a directory, and this one has none."""
+    if snapshots.last_number(files, shard_directory(data_dir, shard_index, num_shards) / "snapshots"):
         return
-    for other in sorted(data_dir.glob("shard-*-of-*")):
-        number = other.name.rpartition("-")[2]
-        if number != str(num_shards) and snapshots.last_number(other / "snapshots"):
+    for name in files.list(data_dir):
+        number = name.rpartition("-of-")[2] if name.startswith("shard-") else str(num_shards)
+        if number != str(num_shards) and snapshots.last_number(files, data_dir / name / "snapshots"):
             raise StorageError(
-                f"{other} holds a model of a run with --num-shards {number}, and this server was started with "
-                f"{num_shards}. Start it with --num-shards {number} to go on with that run, or with a --data-dir of "
-                "its own, and --init DIR to begin from that model"
+                f"{data_dir / name} holds a model of a run with --num-shards {number}, and this server was started "
+                f"with {num_shards}. Start it with --num-shards {number} to go on with that run, or with a --data-dir "
+                "of its own, and --init DIR to begin from that model"
             )
 
 
-class Store:
-    """The directory of a running shard.
+class DataDir:
+    """The directory of a running shard; raises :class:`StorageError` where another server has the directory.
 
-    Args:
-        settings: see :class:`StoreSettings`.
-        on_health: told whether records can be written.
-
-    Raises:
-        StorageError: another server has the directory, or it cannot be written.
+    Attributes:
+        journal: ``None`` before :meth:`begin`, and where only snapshots are kept.
     """
 
-    def __init__(self, settings: StoreSettings, on_health: Callable[[bool], None]) -> None:
-        """Take the directory, and remove the snapshots that a dead writer had not finished."""
-        self.settings = settings
-        self.directory = settings.directory
-        self._on_health = on_health
-        self._lock_file = LockFile(self.directory)
-        self._journal: Journal | None = None
+    def __init__(self, settings: ServerSettings, environment: Environment, on_health: Callable[[bool], None]) -> None:
+        assert settings.data_dir is not None
+        self._settings, self._environment, self._on_health = settings, environment, on_health
+        self.files = environment.files
+        self.directory = shard_directory(settings.data_dir, settings.shard_index, settings.num_shards)
+        self.keeps_journal = settings.durability == "journal"
+        self.journal: Journal | None = None
+        self._lock_file = LockFile(self.directory, self.files)
+        self._snapshots = self.directory / "snapshots"
         self._number = 0
-        self._boot_id = lock_file.boot_id()  # now: later there may be no descriptor to read it with
+        self._boot_id = self.files.boot_id()  # now: later there may be no descriptor to read it with
         self._writing = threading.Lock()
         try:
             for name in ("snapshots", "journal"):
-                (self.directory / name).mkdir(exist_ok=True)
+                self.files.make_directory(self.directory / name)
         except OSError as error:
             self._lock_file.close()
             raise StorageError(f"cannot write to {self.directory} (--data-dir): {error.strerror}") from error
-        snapshots.remove_unfinished(self.directory / "snapshots")
+        snapshots.remove_unfinished(self.files, self._snapshots)
 
-    @property
-    def keeps_journal(self) -> bool:
-        """Whether every push is appended."""
-        return self.settings.journal
-
-    @property
-    def journal_bytes(self) -> int:
-        """Bytes appended since the start."""
-        return 0 if self._journal is None else self._journal.bytes_written
-
-    @property
-    def journal_errors(self) -> int:
-        """Failed attempts to write the journal, or to force it to the disk, since the start."""
-        return 0 if self._journal is None else self._journal.errors
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether only a restart helps. See :attr:`Journal.is_broken`."""
-        return self._journal is not None and self._journal.is_broken
-
-    def past(self, mode: RecoverMode) -> RecoverySource:
+    def source(self) -> RecoverySource:
         """Open what the directory holds; :meth:`begin` comes after it is read."""
-        return RecoverySource(self.directory, mode=mode, mend=True)
+        return RecoverySource(self.directory, self.files, mode=self._settings.recover, mend=True)
 
     def begin(self, number: int, *, is_true: bool) -> None:
-        """Begin to append, in a segment of this number.
+        """Begin to append, in a segment of this number; raises :class:`StorageError`.
 
         Args:
             number: of the segment.
-            is_true: whether what is on the disk is what will be served; else the next snapshot makes it so.
-
-        Raises:
-            StorageError: it cannot be written.
+            is_true: whether the shard serves what is on the disk; else the next snapshot makes it so.
         """
         self._number = number
-        # Not without it: a power cut would be judged by the promise of the life before.
-        begun = replace(self._lock_file.watermark or Watermark(), boot_id="", fsync="")
-        if self.settings.journal:
+        # Without a promise if not true: a power cut would be judged by that of the life before.
+        begun = replace(self._lock_file.watermark or Watermark(), boot_id="", fsync="", clean=False)
+        if self.keeps_journal:
             begun = replace(begun, segment=number, appended=0, durable=0)
             if is_true:
-                begun = replace(begun, boot_id=self._boot_id, fsync=self.settings.fsync)
+                begun = replace(begun, **self._promise())
         try:
             self._lock_file.begin(begun)
-            if self.settings.journal:
-                self._journal = Journal(
+            if self.keeps_journal:
+                self.journal = Journal(
+                    self._environment,
                     self.directory / "journal",
                     number,
-                    self.settings.fsync,
-                    self.settings.fsync_interval_seconds,
+                    self._settings.fsync,
+                    self._settings.fsync_interval_seconds,
                     self._on_health,
-                    self._reached,
+                    lambda at, appended, durable: self._lock_file.note(segment=at, appended=appended, durable=durable),
                 )
         except OSError as error:
             raise StorageError(f"cannot write to {self.directory}: {error.strerror}") from error
 
-    def append(self, kind: int, body: Body) -> None:
-        """Append one record, where there is a journal. See :meth:`Journal.append`."""
-        if self._journal is not None:
-            self._journal.append(kind, body)
-
-    def wait(self) -> None:
-        """Wait until what was appended is durable. See :meth:`Journal.wait`."""
-        if self._journal is not None:
-            self._journal.wait()
-
     def rotate(self) -> int:
-        """Begin another segment, for a snapshot of this moment; return its number.
-
-        Raises:
-            JournalError: it cannot be begun.
-        """
-        if self._journal is None:
-            self._number += 1
-        else:
-            self._number = self._journal.rotate()
+        """Begin another segment, for a snapshot of this version; return its number. Raises :class:`JournalError`."""
+        self._number = self._number + 1 if self.journal is None else self.journal.rotate()
         return self._number
 
-    def write(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-        """Write a snapshot; remove what is behind the oldest one kept.
+    def write(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], *, clean: bool) -> Snapshot:
+        """Write a snapshot, or raise :class:`StorageError`; then remove what is behind the oldest one kept.
 
-        Raises:
-            StorageError: it could not be written; what was there is untouched.
+        Tensors are contiguous and on the host. ``clean``: the last act of a server that was told to stop.
         """
-        directory = self.directory / "snapshots"
         with self._writing:
             try:
-                snapshot = snapshots.write(directory, manifest, tensors)
-                self._note(snapshot)
+                snapshot = snapshots.write(self.files, self._snapshots, manifest, tensors)
+                try:  # from now on the disk says what is served
+                    self._lock_file.note(
+                        snapshot=manifest.segment, generation=manifest.generation, clean=clean, **self._promise()
+                    )
+                except OSError:
+                    discard(self.files, snapshot.path)
+                    raise
             except OSError as error:
-                raise StorageError(f"cannot write a snapshot to {directory}: {error.strerror or error}") from error
-            self._remove_old(directory)
+                why = error.strerror or error
+                raise StorageError(f"cannot write a snapshot to {self._snapshots}: {why}") from error
+            try:  # the new one is on the disk already: no failure from here on is its caller's
+                kept = snapshots.prune(self.files, self._snapshots, self._settings.keep_snapshots)
+                if self.journal is not None and kept:
+                    self.journal.cut_before(min(each.manifest.segment for each in kept))
+            except OSError as error:
+                log.warning("old snapshots stay", extra={"path": str(self._snapshots), "error": str(error)})
         return snapshot
 
     def snapshots(self) -> list[Snapshot]:
         """Return the snapshots that can be read, oldest first."""
-        return snapshots.found(self.directory / "snapshots")
-
-    def remove(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot; raises :class:`StorageError`."""
-        try:
-            remove_directory(snapshot.path)
-        except OSError as error:
-            raise StorageError(f"cannot remove {snapshot.path}: {error.strerror or error}") from error
+        return snapshots.found(self.files, self._snapshots)
 
     def close(self) -> None:
-        """Close the journal and let the directory go."""
-        if self._journal is not None:
-            self._journal.close()
+        """Close the journal and unlock the directory."""
+        if self.journal is not None:
+            self.journal.close()
         self._lock_file.close()
 
-    def _note(self, snapshot: Snapshot) -> None:
-        """Note a snapshot in the lock; where that fails, the snapshot goes again. Raises ``OSError``."""
-        manifest = snapshot.manifest
-        # From now on the disk says what is served.
-        served = {"boot_id": self._boot_id, "fsync": self.settings.fsync} if self.settings.journal else {}
-        try:
-            self._lock_file.note(snapshot=manifest.segment, generation=manifest.generation, **served)
-        except OSError:
-            remove_directory(snapshot.path)
-            raise
-
-    def _remove_old(self, directory: Path) -> None:
-        """Remove what is behind the oldest snapshot kept; what cannot be removed now stays until the next snapshot.
-
-        The newest is on the disk already, so its caller must not be told that it could not be written.
-        """
-        try:
-            kept = snapshots.prune(directory, self.settings.keep)
-            if self._journal is not None and kept:
-                self._journal.cut_before(min(each.manifest.segment for each in kept))
-        except OSError as error:
-            log.warning("old snapshots stay", extra={"path": str(directory), "error": str(error)})
-
-    def _reached(self, number: int, appended: int, durable: int) -> None:
-        self._lock_file.note(segment=number, appended=appended, durable=durable)
+    def _promise(self) -> dict[str, Any]:
+        """Return what the watermark says of a life whose records are what it serves."""
+        return {"boot_id": self._boot_id, "fsync": self._settings.fsync} if self.keeps_journal else {}

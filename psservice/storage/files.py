@@ -1,62 +1,145 @@
-"""Files and directories that are there after a crash, and the errors where they are not."""
+"""Every file call below a data directory, so that a simulator can pass a disk of its own."""
 
+import fcntl
 import os
-import secrets
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pscore.model.modelfile import save
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MOST_PARTS = 512  # of one writev; Linux takes 1024
 
 
 class StorageError(Exception):
     """The data directory cannot be used as it is; the message names the file and what to do."""
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+class OpenFile:
+    """A file open for writing; each method may raise ``OSError``."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self._descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def lock(self) -> None:
+        """Lock the file against other processes; raises ``OSError`` where one has the lock."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def append(self, parts: Sequence[bytes]) -> None:
+        """Write every byte behind the end, or raise ``OSError`` with some of the bytes written."""
+        views = [memoryview(part) for part in parts if part]
+        while views:
+            written = os.writev(self._descriptor, views[:_MOST_PARTS])
+            while views and written >= len(views[0]):
+                written -= len(views[0])
+                views.pop(0)
+            if views and written:
+                views[0] = views[0][written:]
+
+    def overwrite(self, data: bytes) -> None:
+        """Write at the beginning, in one call."""
+        os.pwrite(self._descriptor, data, 0)
+
+    def cut(self, size: int) -> None:
+        """Shorten the file."""
+        os.ftruncate(self._descriptor, size)
+
+    def sync(self) -> None:
+        """Make the contents durable."""
+        os.fdatasync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file, which unlocks it."""
+        os.close(self._descriptor)
 
 
-def sync_file(path: Path) -> None:
-    """Make a file's contents durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+class Files:
+    """The file system; each method may raise ``OSError``."""
+
+    def open_new(self, path: Path) -> OpenFile:
+        """Create a file to append to; the name must be free."""
+        return OpenFile(path, os.O_WRONLY | os.O_EXCL | os.O_APPEND)
+
+    def open_lock(self, path: Path) -> OpenFile:
+        """Open a lock file, or create one."""
+        return OpenFile(path, os.O_RDWR)
+
+    def open(self, path: Path) -> BinaryIO:
+        """Open a file to read."""
+        return path.open("rb")
+
+    def list(self, directory: Path) -> list[str]:
+        """Return the names in a directory in order; none where there is no directory."""
+        return sorted(os.listdir(directory)) if directory.is_dir() else []
+
+    def make_directory(self, path: Path) -> None:
+        """Create a directory that only its owner reads, with its parents, unless the directory exists."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write a whole file."""
+        path.write_bytes(data)
+
+    def save_tensors(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write contiguous tensors on the host as a safetensors file."""
+        save(path, tensors)
+        path.chmod(0o644)
+
+    def load_tensors(self, path: Path) -> dict[str, torch.Tensor]:
+        """Read a safetensors file."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+
+    def rename(self, path: Path, to: Path) -> None:
+        """Rename a file or a directory."""
+        path.rename(to)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, if there is one."""
+        path.unlink(missing_ok=True)
+
+    def remove_empty(self, directory: Path) -> None:
+        """Remove an empty directory."""
+        directory.rmdir()
+
+    def cut(self, path: Path, size: int) -> None:
+        """Shorten a file."""
+        os.truncate(path, size)
+
+    def sync(self, path: Path) -> None:
+        """Make a file's contents, or the names in a directory, durable."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def boot_id(self) -> str:
+        """Return a value that changes when the machine is started anew; empty where that is not known."""
+        try:
+            return _BOOT_ID.read_text().strip()
+        except OSError:
+            return ""
 
 
-def publish(path: Path, fill: Callable[[Path], Any]) -> None:
-    """Fill a directory under a temporary name, make it durable, and give it its name in one step.
-
-    Args:
-        path: the name, in an existing directory; must not exist yet.
-        fill: writes files into the directory that it is handed.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
-    try:
-        fill(temporary)
-        for file in temporary.iterdir():
-            sync_file(file)
-        sync_directory(temporary)
-        temporary.rename(path)
-        sync_directory(path.parent)
-    except BaseException:
-        remove_directory(temporary if temporary.exists() else path)
-        raise
+DISK = Files()
 
 
-def remove_directory(path: Path) -> None:
-    """Remove a directory of plain files, which loses its name first; what cannot be removed stays, for another time."""
-    try:
+def discard(files: Files, path: Path) -> None:
+    """Remove a directory of plain files, which loses its name first; a failure leaves the rest for another time."""
+    with suppress(OSError):
         if not path.name.startswith("."):
-            path = path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"))
-        for file in path.iterdir():
-            file.unlink(missing_ok=True)
-        path.rmdir()
-    except OSError:
-        pass
+            hidden = path.with_name(f".{path.name}.tmp")
+            files.rename(path, hidden)
+            path = hidden
+        for name in files.list(path):
+            files.remove(path / name)
+        files.remove_empty(path)

@@ -1,41 +1,31 @@
 """The journal: what was acknowledged since the last snapshot, appended before it is acknowledged.
 
-Whoever appends is one thread at a time (the shard's writer, or under the journal's own lock); whoever waits for
-durability are many: one ``fsync`` serves all that wait (group commit). A record is in the kernel's hands when
-:meth:`Journal.append` returns, so the death of the process loses nothing in any mode.
+One thread at a time appends. Many wait for durability: the first of them forces to the disk what all have appended
+(group commit). A record is in the kernel's hands when :meth:`Journal.append` returns, so the death of the process
+loses nothing in any mode.
 """
 
 import logging
-import os
 import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from psservice.storage.files import StorageError, sync_directory
-from psservice.storage.journal_format import HEAD_BYTES, Body, frame, new_head
+from psservice.storage.environment import Environment
+from psservice.storage.files import Files, StorageError
+from psservice.storage.journal_format import HEAD_BYTES, MARK_BYTES, Body, frame, head_with
 
 log = logging.getLogger(__name__)
 
 FsyncMode = Literal["always", "interval", "never"]
 
 SEGMENT_SUFFIX = ".journal"
-_MOST_PARTS = 512  # of one writev; Linux takes 1024
 _QUIET_SECONDS = 60.0  # between two lines that say that records cannot be written
 
 
 class JournalError(StorageError):
-    """A record could not be made durable.
-
-    Attributes:
-        final: True where only a restart helps: after a failed ``fsync`` nobody knows what is on the disk.
-    """
-
-    def __init__(self, message: str, *, final: bool) -> None:
-        """Say what failed."""
-        super().__init__(message)
-        self.final = final
+    """A record could not be made durable."""
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -43,30 +33,31 @@ def segment_path(directory: Path, number: int) -> Path:
     return directory / f"{number:012d}{SEGMENT_SUFFIX}"
 
 
-def segment_numbers(directory: Path) -> list[int]:
+def segment_numbers(files: Files, directory: Path) -> list[int]:
     """Return the numbers of the segments that are there, ascending."""
-    return sorted(int(path.stem) for path in directory.glob(f"*{SEGMENT_SUFFIX}") if path.stem.isdigit())
+    stems = (name.removesuffix(SEGMENT_SUFFIX) for name in files.list(directory) if name.endswith(SEGMENT_SUFFIX))
+    return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
 class Journal:
     """Appends records to numbered segments.
 
     Args:
-        directory: exists, and is this process's own.
         number: of the first segment; its file must not exist.
-        fsync: when what was appended is forced to the disk.
-        interval_seconds: between two of these, in that mode.
         on_health: told ``False`` when a record could not be written, ``True`` when one can be again.
         on_reach: told, before an append or a wait returns, of the newest segment's number, of its bytes up to the end
             of the last record, and of those that were forced to the disk. May raise ``OSError``.
 
     Attributes:
-        bytes_written: appended so far.
         errors: failed attempts to write or to force to the disk, so far.
+
+    Raises:
+        OSError: the segment cannot be begun.
     """
 
     def __init__(
         self,
+        environment: Environment,
         directory: Path,
         number: int,
         fsync: FsyncMode,
@@ -74,7 +65,7 @@ class Journal:
         on_health: Callable[[bool], None] = lambda healthy: None,
         on_reach: Callable[[int, int, int], None] = lambda number, appended, durable: None,
     ) -> None:
-        """Begin a segment; raises ``OSError``."""
+        self._environment, self._files = environment, environment.files
         self.directory = directory
         self.number = number
         self.bytes_written = 0
@@ -84,16 +75,13 @@ class Journal:
         self._healthy = True
         self._complained = False
         self._complained_at = -_QUIET_SECONDS
-        self._forcing = threading.Lock()  # held during an fsync, and while the descriptor changes; before the other
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._appended = self._durable = self._wanted = 0  # records, over all segments
+        self._forcing = threading.Lock()  # during an fsync and while the file changes; acquired before the other
+        self._lock = threading.RLock()
+        self._bytes_durable = 0  # of bytes_written
         self._broken: str | None = None
-        self._closing = False
+        self._closing = threading.Event()
         self._open_segment()
-        self._thread = threading.Thread(target=self._flush, name="journal", daemon=True)
-        if fsync != "never":
-            self._thread.start()
+        self._thread = environment.start(self._force_at_intervals, "journal") if fsync == "interval" else None
 
     @property
     def is_broken(self) -> bool:
@@ -101,133 +89,123 @@ class Journal:
         return self._broken is not None
 
     def append(self, kind: int, body: Body) -> None:
-        """Write one record.
-
-        Raises:
-            JournalError: it could not be written; the journal is as it was before.
-        """
+        """Write one record, or raise :class:`JournalError` with the journal as before."""
         with self._lock:
             self._require_whole()
             parts = [frame(self._mark, kind, body), *body.parts]
             size = sum(map(len, parts))
             try:
-                _write_all(self._descriptor, parts)
-                self._on_reach(self.number, self._size + size, self._durable_size)
+                self._file.append(parts)
+                self._on_reach(self.number, self._size + size, self._size_durable)
             except OSError as error:
-                self._undo(error)
+                self._undo_last(error)
                 raise JournalError(
                     f"cannot append to {self._path}: {error.strerror}; free space or mend the disk, "
-                    "pushes are taken again as soon as it can be written",
-                    final=False,
+                    "pushes are taken again as soon as it can be written"
                 ) from error
             self._size += size
-            self._appended += 1
             self.bytes_written += size
             self._set_healthy(True)
 
     def wait(self) -> None:
-        """Wait until every record that was appended before this call is as durable as the mode promises.
+        """Wait until every record that was appended before this call is as durable as the mode promises."""
+        if self._fsync == "always":
+            self.force()
 
-        Raises:
-            JournalError: it could not be made durable.
-        """
-        if self._fsync != "always":
-            return
-        with self._changed:
-            number = self._appended
-            self._wanted = max(self._wanted, number)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._durable >= number or self._broken is not None)
-            if self._durable < number:
-                raise JournalError(str(self._broken), final=True)
+    def force(self) -> None:
+        """Force every record that was appended before this call to the disk; raises :class:`JournalError`."""
+        with self._lock:
+            target = self.bytes_written
+        with self._forcing:
+            if self._bytes_durable < target:
+                self._sync()
 
     def rotate(self) -> int:
-        """End the segment and begin the next; return its number.
-
-        Raises:
-            JournalError: it cannot be begun; the old one goes on.
-        """
+        """End the segment and begin the next, or raise :class:`JournalError`; return the newest one's number."""
         with self._forcing, self._lock:
             self._require_whole()
-            old = self._descriptor
-            try:  # first: a torn tail with another segment behind it would be taken for damage
-                if self._fsync != "never":
-                    os.fsync(old)
-                    self._now_durable(self._appended, self._size)
-            except OSError as error:
-                self._break(f"fsync of {self._path}: {error.strerror}")
-                raise JournalError(str(self._broken), final=True) from error
+            if self._fsync != "never":  # first: a torn tail with another segment behind it would be taken for damage
+                self._sync()
+            old = self._file
             self.number += 1
             try:
                 self._open_segment()
             except OSError as error:
                 self.number -= 1
                 self.errors += 1
-                raise JournalError(f"cannot begin a segment of the journal: {error.strerror}", final=False) from error
-            os.close(old)
+                raise JournalError(f"cannot begin a segment of the journal: {error.strerror}") from error
+            old.close()
             return self.number
 
     def cut_before(self, number: int) -> None:
-        """Remove the segments before one; what cannot be removed stays and is tried again the next time."""
-        for old in segment_numbers(self.directory):
+        """Remove the segments before one; a segment that cannot be removed stays for the next time."""
+        for old in segment_numbers(self._files, self.directory):
             if old < number:
                 try:
-                    segment_path(self.directory, old).unlink(missing_ok=True)
+                    self._files.remove(segment_path(self.directory, old))
                 except OSError as error:
                     log.warning("old segment stays", extra={"segment": old, "error": str(error)})
 
     def close(self) -> None:
-        """Force what is left to the disk (unless never) and close the file."""
-        with self._changed:
-            if self._closing:
-                return
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread.ident is not None:
+        """Force the rest to the disk (unless never) and close the file."""
+        self._closing.set()
+        if self._thread is not None:
             self._thread.join()
-        with self._lock:
-            try:
-                if self._fsync != "never" and self._broken is None:
-                    os.fsync(self._descriptor)
-                    self._now_durable(self._appended, self._size)
-            except OSError as error:
-                self._break(f"fsync of {self._path}: {error.strerror}")
-            self._broken = self._broken or "the journal is closed"
-            self._changed.notify_all()
-            os.close(self._descriptor)
+        with self._forcing, self._lock:
+            if self._broken == _CLOSED:
+                return
+            if self._fsync != "never" and self._broken is None:
+                with suppress(JournalError):  # logged
+                    self._sync()
+            self._broken = _CLOSED
+            self._file.close()
 
-    # Inner parts; the lock is held
+    def _force_at_intervals(self) -> None:
+        while not self._closing.wait(self._interval_seconds) and not self.is_broken:
+            with suppress(JournalError):  # logged
+                self.force()
+
+    def _sync(self) -> None:
+        """Force the segment to the disk; ``_forcing`` is held, so nobody closes the file."""
+        with self._lock:
+            self._require_whole()
+            written, size = self.bytes_written, self._size
+        try:
+            self._file.sync()
+            with self._lock:
+                self._on_reach(self.number, self._size, size)
+                self._bytes_durable, self._size_durable = written, size
+        except OSError as error:
+            with self._lock:
+                self._break(f"fsync of {self._path}: {error.strerror}")
+                raise JournalError(str(self._broken)) from error
+
+    # The lock is held
 
     def _open_segment(self) -> None:
         """Create the segment, and write to it from now on; raises ``OSError``, and then nothing has changed."""
-        path, (head, mark) = segment_path(self.directory, self.number), new_head()
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        path, mark = segment_path(self.directory, self.number), self._environment.random_bytes(MARK_BYTES)
+        file = self._files.open_new(path)
         try:
-            _write_all(descriptor, [head])
+            file.append([head_with(mark)])
             durable = 0
             if self._fsync != "never":
-                os.fsync(descriptor)
-                sync_directory(self.directory)
+                file.sync()
+                self._files.sync(self.directory)
                 durable = HEAD_BYTES
             self._on_reach(self.number, HEAD_BYTES, durable)
         except BaseException:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
+            file.close()
+            self._files.remove(path)
             raise
-        self._descriptor, self._path, self._mark = descriptor, path, mark
-        self._size, self._durable_size = HEAD_BYTES, durable
+        self._file, self._path, self._mark = file, path, mark
+        self._size, self._size_durable = HEAD_BYTES, durable
 
-    def _now_durable(self, records: int, size: int) -> None:
-        """Let those go that wait for so many records; so much of the segment is on the disk. May raise ``OSError``."""
-        self._durable, self._durable_size = max(self._durable, records), max(self._durable_size, size)
-        self._on_reach(self.number, self._size, self._durable_size)
-        self._changed.notify_all()
-
-    def _undo(self, error: OSError) -> None:
+    def _undo_last(self, error: OSError) -> None:
         self.errors += 1
         self._set_healthy(False, error.strerror or str(error))
         try:
-            os.ftruncate(self._descriptor, self._size)
+            self._file.cut(self._size)
         except OSError:
             self._break(f"a record is half written to {self._path} and cannot be cut off: {error.strerror}")
 
@@ -237,61 +215,23 @@ class Journal:
         self.errors += 1
         self._complained = True
         self._set_healthy(False)
-        self._changed.notify_all()
 
     def _require_whole(self) -> None:
         if self._broken is not None:
-            raise JournalError(self._broken, final=True)
+            raise JournalError(self._broken)
 
     def _set_healthy(self, healthy: bool, why: str = "") -> None:
         """Tell of a change, and log it once in a while: a small record may fit where the next one does not."""
+        now = self._environment.monotonic()
         if healthy and self._complained:
             log.warning("records can be written down again: pushes are taken")
             self._complained = False
-        elif not healthy and not self._complained and time.monotonic() - self._complained_at >= _QUIET_SECONDS:
+        elif not healthy and not self._complained and now - self._complained_at >= _QUIET_SECONDS:
             log.error("records cannot be written down: pushes are refused", extra={"error": why})
-            self._complained, self._complained_at = True, time.monotonic()
+            self._complained, self._complained_at = True, now
         if healthy != self._healthy:
             self._healthy = healthy
             self._on_health(healthy)
 
-    # The thread
 
-    def _flush(self) -> None:
-        """Force to the disk whatever is waited for; in the interval mode, whatever is there."""
-        while self._await_work():
-            try:
-                with self._forcing:  # so nobody closes the descriptor
-                    with self._lock:
-                        records, size = self._appended, self._size
-                    os.fdatasync(self._descriptor)
-                    with self._lock:
-                        self._now_durable(records, size)
-            except OSError as error:
-                with self._lock:
-                    self._break(f"fsync of {self._path}: {error.strerror}")
-
-    def _await_work(self) -> bool:
-        """Wait until something is to be forced to the disk; ``False`` where the journal is closed, or broken."""
-        while True:
-            with self._changed:
-                if self._fsync == "always":
-                    self._changed.wait_for(lambda: self._closing or self._wanted > self._durable)
-                else:
-                    self._changed.wait_for(lambda: self._closing, timeout=self._interval_seconds)
-                if self._closing or self._broken is not None:
-                    return False
-                if self._appended > self._durable:
-                    return True
-
-
-def _write_all(descriptor: int, parts: list[bytes]) -> None:
-    """Write every byte, or raise ``OSError``."""
-    views = [memoryview(part) for part in parts if part]
-    while views:
-        written = os.writev(descriptor, views[:_MOST_PARTS])
-        while views and written >= len(views[0]):
-            written -= len(views[0])
-            views.pop(0)
-        if views and written:
-            views[0] = views[0][written:]
+_CLOSED = "the journal is closed"

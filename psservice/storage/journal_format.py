@@ -11,11 +11,9 @@ both. A record is
 
 Integers are little-endian. A file ends anywhere inside its last record where a process or a machine died. So a record
 that is cut or does not check, with no record behind it, is a *torn tail*; with one behind it, the file is *damaged*
-there. Whether a torn tail was acknowledged is said in :mod:`psservice.storage.lock_file`.
+there. The watermark (:mod:`psservice.storage.lock_file`) tells whether a torn tail was acknowledged.
 """
 
-import os
-import secrets
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from psservice.storage.files import StorageError
+from psservice.storage.files import DISK, Files, StorageError
 
 MAGIC = b"SPSJRNL2"
 MARK_BYTES = 8
@@ -36,16 +34,9 @@ _SEARCH_BYTES = 1 << 20
 
 
 class DamagedError(StorageError):
-    """A journal is damaged before its end.
-
-    Attributes:
-        path: the file.
-        offset: where the record begins that does not check.
-        what: the damage, without what can be done.
-    """
+    """A journal is damaged before its end; ``what`` is the message without the advice."""
 
     def __init__(self, path: Path, offset: int, why: str) -> None:
-        """Say where, and what can be done."""
         self.path, self.offset = path, offset
         self.what = f"{path} is damaged at byte {offset}: {why}; records behind it cannot be trusted"
         super().__init__(
@@ -56,14 +47,7 @@ class DamagedError(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of a segment.
-
-    Attributes:
-        kind: what the body is.
-        body: its bytes.
-        offset: where it begins in the file.
-        end: where the next one begins.
-    """
+    """One record of a segment, ``offset`` to ``end`` in the file."""
 
     kind: int
     body: bytes
@@ -73,7 +57,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The parts of a record's body and their CRC so far, made beside the thread that appends."""
+    """The parts of a record's body and their CRC so far, computed beside the thread that appends."""
 
     parts: tuple[bytes, ...]
     length: int
@@ -82,28 +66,19 @@ class Body:
     @classmethod
     def of(cls, parts: Sequence[bytes]) -> "Body":
         """Join parts, without copying them."""
-        crc = 0
+        return cls((), 0, 0).with_parts(*parts)
+
+    def with_parts(self, *parts: bytes) -> "Body":
+        """Add parts behind."""
+        crc = self.crc
         for part in parts:
             crc = zlib.crc32(part, crc)
-        return cls(tuple(parts), sum(map(len, parts)), crc)
-
-    def with_part(self, part: bytes) -> "Body":
-        """Add a part behind."""
-        return Body((*self.parts, part), self.length + len(part), zlib.crc32(part, self.crc))
+        return Body((*self.parts, *parts), self.length + sum(map(len, parts)), crc)
 
 
-def new_head() -> tuple[bytes, bytes]:
-    """Return the head of a new segment, and the mark in it, which is its own."""
-    mark = secrets.token_bytes(MARK_BYTES)
-    return _HEAD.pack(MAGIC, mark, zlib.crc32(MAGIC + mark)), mark
-
-
-def mark_in(head: bytes) -> bytes | None:
-    """Return the mark in a segment's head; ``None`` where it does not check."""
-    if len(head) < HEAD_BYTES:
-        return None
-    magic, mark, crc = _HEAD.unpack(head)
-    return mark if magic == MAGIC and crc == zlib.crc32(magic + mark) else None
+def head_with(mark: bytes) -> bytes:
+    """Return the head of a segment with this mark."""
+    return _HEAD.pack(MAGIC, mark, zlib.crc32(MAGIC + mark))
 
 
 def frame(mark: bytes, kind: int, body: Body) -> bytes:
@@ -112,45 +87,47 @@ def frame(mark: bytes, kind: int, body: Body) -> bytes:
     return _FRAME.pack(mark, body.length, kind, crc)
 
 
-@dataclass(slots=True)
 class Segment:
-    """A segment that is read.
+    """A reader of one segment.
 
     Attributes:
-        path: the file.
         good: bytes up to the end of the last record that was read.
         torn: why reading ended before the end of the file; ``None`` where it did not.
     """
 
-    path: Path
-    good: int = 0
-    torn: str | None = None
+    def __init__(self, path: Path, files: Files = DISK) -> None:
+        self.path, self._files = path, files
+        self.good = 0
+        self.torn: str | None = None
+        self._size, self._mark = 0, b""
 
     def records(self) -> Iterator[Record]:
         """Yield the records up to the end or a torn tail.
 
         Raises:
             DamagedError: a record does not check and there are others behind it.
+            StorageError: the file cannot be read; a running server may have removed the file meanwhile.
         """
         try:
-            file = self.path.open("rb")
-        except OSError as error:  # a running server may have removed it meanwhile
+            file = self._files.open(self.path)
+        except OSError as error:
             raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
         with file:
-            size = os.fstat(file.fileno()).st_size
-            mark = mark_in(file.read(HEAD_BYTES))
-            if mark is None:
-                if size > HEAD_BYTES:
+            if not self._read_head(file):
+                if self._size > HEAD_BYTES:
                     raise DamagedError(self.path, 0, "its head does not check")
-                self.torn = "its head does not check" if size == HEAD_BYTES else "the file ends inside its head"
+                cut = self._size < HEAD_BYTES
+                self.torn = "the file ends inside its head" if cut else "its head does not check"
                 return
             self.good = HEAD_BYTES
-            while self.good < size:
-                record = self._read(file, mark, size)
+            while self.good < self._size:
+                record = self._read(file, self.good)
                 if isinstance(record, str):
-                    following = self._next_record(file, mark, size)
+                    following = self._next_record(file)
                     if following is not None:
-                        raise DamagedError(self.path, self.good, f"{record}, and there is a record at {following}")
+                        raise DamagedError(
+                            self.path, self.good, f"{record}, and there is a record at {following.offset}"
+                        )
                     self.torn = record
                     return
                 yield record
@@ -158,44 +135,48 @@ class Segment:
 
     def behind(self) -> Iterator[Record]:
         """Yield the records behind the end of what was read that check all the same; none where there is no file."""
-        with suppress(OSError), self.path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            mark = mark_in(file.read(HEAD_BYTES))
-            while mark is not None and (at := self._next_record(file, mark, size)) is not None:
-                record = self._read(file, mark, size, at)
-                assert isinstance(record, Record)
-                yield record
-                self.good = record.end - 1
+        with suppress(OSError), self._files.open(self.path) as file:
+            if self._read_head(file):
+                while (record := self._next_record(file)) is not None:
+                    yield record
+                    self.good = record.end - 1
 
-    def _read(self, file: BinaryIO, mark: bytes, size: int, at: int | None = None) -> Record | str:
+    def _read_head(self, file: BinaryIO) -> bool:
+        """Learn the file's size and mark; return whether the head checks."""
+        self._size = file.seek(0, 2)
+        file.seek(0)
+        head = file.read(HEAD_BYTES)
+        self._mark = head[len(MAGIC) : len(MAGIC) + MARK_BYTES]
+        return len(head) == HEAD_BYTES and head == head_with(self._mark)
+
+    def _read(self, file: BinaryIO, offset: int) -> Record | str:
         """Return the record at a position, or what is wrong with it."""
-        offset = self.good if at is None else at
         file.seek(offset)
         data = file.read(_FRAME.size)
         if len(data) < _FRAME.size:
             return "the file ends inside the head of a record"
         found, length, kind, crc = _FRAME.unpack(data)
-        if found != mark:
+        if found != self._mark:
             return "there is no record where one should begin"
         end = offset + _FRAME.size + length
-        if end > size:  # before anything is allocated
+        if end > self._size:  # before anything is allocated
             return f"a record of {length} bytes is cut by the end of the file"
         body = file.read(length)
         if zlib.crc32(_CHECKED.pack(length, kind), zlib.crc32(body)) != crc:
             return f"the checksum of a record of {length} bytes does not hold"
         return Record(kind, body, offset, end)
 
-    def _next_record(self, file: BinaryIO, mark: bytes, size: int) -> int | None:
-        """Look for a record that checks behind the one that does not."""
+    def _next_record(self, file: BinaryIO) -> Record | None:
+        """Search for a record that checks behind the end of what was read."""
         position = self.good + 1
-        while position < size:
+        while position < self._size:
             file.seek(position)
-            window = file.read(_SEARCH_BYTES + MARK_BYTES - 1)
-            found = window.find(mark)
+            found = file.read(_SEARCH_BYTES + MARK_BYTES - 1).find(self._mark)
             if found < 0:
                 position += _SEARCH_BYTES
                 continue
-            if not isinstance(self._read(file, mark, size, position + found), str):
-                return position + found
+            record = self._read(file, position + found)
+            if not isinstance(record, str):
+                return record
             position += found + 1
         return None

@@ -6,21 +6,19 @@ sector changes it, so the death of a process leaves the old content or the new o
 every change: after the death of the machine it may be older than the journal, and then asks for less.
 """
 
-import fcntl
-import os
 import struct
 import threading
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from psservice.storage.files import StorageError, sync_directory
+from psservice.storage.files import Files, StorageError
 
 LOCK_NAME = "lock"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MAGIC = b"SPSLOCK1"
-_FORM = struct.Struct("<8s36s8sQQQQQ")
+_MAGIC = b"SPSLOCK2"
+_FORM = struct.Struct("<8s36s8sQQQQQ?")
 _CRC = struct.Struct("<I")
 
 
@@ -36,6 +34,7 @@ class Watermark:
         durable: its bytes that were forced to the disk; they survive the death of the machine.
         snapshot: segment in the name of the newest snapshot; 0 for none.
         generation: of the model in it.
+        clean: whether that snapshot was the last act of a life that was told to stop, and no life has begun since.
     """
 
     boot_id: str = ""
@@ -45,88 +44,79 @@ class Watermark:
     durable: int = 0
     snapshot: int = 0
     generation: int = 0
+    clean: bool = False
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
-        counts = self.segment, self.appended, self.durable, self.snapshot, self.generation
+        counts = self.segment, self.appended, self.durable, self.snapshot, self.generation, self.clean
         data = _FORM.pack(_MAGIC, self.boot_id.encode(), self.fsync.encode(), *counts)
         return data + _CRC.pack(zlib.crc32(data))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Watermark | None":
         """Read a file's content; ``None`` where it does not check."""
-        if len(data) != _FORM.size + _CRC.size or _CRC.pack(zlib.crc32(data[: _FORM.size])) != data[_FORM.size :]:
+        form, crc = data[: _FORM.size], data[_FORM.size :]
+        if len(form) != _FORM.size or crc != _CRC.pack(zlib.crc32(form)) or not form.startswith(_MAGIC):
             return None
-        magic, boot_id, fsync, *counts = _FORM.unpack(data[: _FORM.size])
-        if magic != _MAGIC:
-            return None
+        _, boot_id, fsync, *counts = _FORM.unpack(form)
         return cls(boot_id.rstrip(b"\0").decode(), fsync.rstrip(b"\0").decode(), *counts)
 
 
-def boot_id() -> str:
-    """Return what changes when the machine is started anew; empty where that is not known."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
-
-
-def read_watermark(directory: Path) -> Watermark | None:
+def read_watermark(directory: Path, files: Files) -> Watermark | None:
     """Return what a directory's lock says, also while a server has it; ``None`` where it is missing or damaged."""
     try:
-        return Watermark.from_bytes((directory / LOCK_NAME).read_bytes())
+        with files.open(directory / LOCK_NAME) as file:
+            return Watermark.from_bytes(file.read())
     except OSError:
         return None
 
 
 class LockFile:
-    """A directory that this process has until :meth:`close`. Thread-safe.
+    """A directory, which is created, that this process has until :meth:`close`. Thread-safe.
 
-    Args:
-        directory: is created where it is not there.
-
-    Attributes:
-        watermark: what the file says; ``None`` where it is new or damaged.
-
-    Raises:
-        StorageError: another process has the directory, or it cannot be written.
+    Raises :class:`StorageError` where another process has the directory. ``watermark`` is ``None`` where the file is
+    new or damaged.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Take the directory."""
-        self._directory = directory
+    def __init__(self, directory: Path, files: Files) -> None:
+        self._directory, self._files = directory, files
         self._writing = threading.Lock()
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # models are not for everybody
-            self._descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            files.make_directory(directory)
+            self._file = files.open_lock(directory / LOCK_NAME)
         except OSError as error:
             raise StorageError(f"cannot write to {directory} (--data-dir): {error.strerror}") from error
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file.lock()
         except OSError as error:
             self.close()
             raise StorageError(
                 f"{directory} is in use by another server; give each shard of each run a --data-dir of its own"
             ) from error
-        self.watermark = read_watermark(directory)
+        self.watermark = read_watermark(directory, files)
 
     def begin(self, watermark: Watermark) -> None:
-        """Write the first watermark of this process, and force it to the disk; raises :class:`OSError`."""
+        """Write the first watermark of this process, and force it to the disk; raises ``OSError``."""
         with self._writing:
             self._write(watermark)
-            os.fsync(self._descriptor)
-            sync_directory(self._directory)
+            self._file.sync()
+            self._files.sync(self._directory)
+            for parent in self._directory.parents[:2]:  # a directory is as durable as its name in the one above
+                with suppress(PermissionError):
+                    self._files.sync(parent)
 
     def note(self, **changes: Any) -> None:
-        """Change attributes of the watermark; raises :class:`OSError`."""
+        """Change attributes of the watermark; raises ``OSError``."""
         with self._writing:
             assert self.watermark is not None, "begin comes first"
             self._write(replace(self.watermark, **changes))
 
     def close(self) -> None:
-        """Let the directory go."""
-        os.close(self._descriptor)
+        """Force the watermark to the disk, and unlock the directory."""
+        with suppress(OSError):
+            self._file.sync()
+        self._file.close()
 
     def _write(self, watermark: Watermark) -> None:
-        os.pwrite(self._descriptor, watermark.to_bytes(), 0)
+        self._file.overwrite(watermark.to_bytes())
         self.watermark = watermark

@@ -13,7 +13,6 @@ from psservice.observability.traffic import dense_bytes
 from psservice.recovery.durability import Durability
 from psservice.settings import ServerSettings
 from psservice.shard.shard import Engine
-from psservice.storage import journal as journal_module
 from psservice.storage import snapshots
 from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, push, reason_of, upload
 from tests.psservice.service_makers import BF16, F32, layout_of
@@ -92,7 +91,7 @@ def test_failed_writes_are_counted(running, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(journal_module.os, "writev", full)
+        patched.setattr(os, "writev", full)
         assert reason_of(join, running, LAYOUT, BERT) is ErrorCode.NOT_DURABLE
     assert value(running, "psservice_journal_errors_total") == 1
     before = value(running, "psservice_journal_bytes_total")

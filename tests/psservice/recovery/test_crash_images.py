@@ -11,11 +11,11 @@ import torch
 from pscore.model.segment import Segment
 from pscore.wire.errors import Rejected
 from psservice.model.parameters import ShardSettings
-from psservice.recovery.replayer import History
+from psservice.recovery.replayer import LogReplayer
 from psservice.storage import files, lock_file, recovery_source, snapshots
-from psservice.storage import journal as journal_module
-from psservice.storage.files import StorageError
+from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
+from psservice.storage.manifest import Manifest
 from tests.psservice.engine_makers import present, theta
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, assert_same, begin, send
 from tests.psservice.service_makers import bits, sparse_push
@@ -35,9 +35,9 @@ def test_what_a_former_life_wrote_is_forced_to_the_disk_before_it_is_served(dire
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
         copy = after_a_crash(directory)
-        pushed = segment_path(journal_of(copy), segment_numbers(journal_of(copy))[-1])
+        pushed = segment_path(journal_of(copy), segment_numbers(DISK, journal_of(copy))[-1])
     forced = []
-    monkeypatch.setattr(recovery_source, "sync_file", forced.append)
+    monkeypatch.setattr(files.Files, "sync", lambda _, path: forced.append(path))
     with Shard(copy, fsync="always"):
         assert pushed in forced
 
@@ -47,7 +47,7 @@ def test_a_segment_that_was_just_created_stops_nobody(directory):
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
         copy = after_a_crash(directory)
-        last = segment_numbers(journal_of(copy))[-1]
+        last = segment_numbers(DISK, journal_of(copy))[-1]
         segment_path(journal_of(copy), last + 1).touch()  # died between creating the file and writing its head
     with Shard(copy) as again:
         send(again, 2, sparse_push(again.span, 0.5, 2))
@@ -60,16 +60,16 @@ def test_a_segment_is_on_the_disk_before_there_is_a_next_one(directory, monkeypa
     with Shard(directory, fsync="always") as engine:
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        before, real = segment_numbers(journal_of(directory)), os.fsync
+        before, real = segment_numbers(DISK, journal_of(directory)), os.fdatasync
         seen = []
 
         def fsync(descriptor):
             name = os.readlink(f"/proc/self/fd/{descriptor}")
             if name.endswith(f"{before[-1]:012d}.journal"):
-                seen.append(segment_numbers(journal_of(directory)))
+                seen.append(segment_numbers(DISK, journal_of(directory)))
             real(descriptor)
 
-        monkeypatch.setattr(journal_module.os, "fsync", fsync)
+        monkeypatch.setattr(os, "fdatasync", fsync)
         engine.persistence.take_asked(engine, "")
         assert seen == [before]
 
@@ -143,13 +143,13 @@ def test_a_segment_that_was_removed_meanwhile_is_said_to_be(directory):
     with Shard(directory) as engine:
         begin(engine)
         kept = recovery_source.RecoverySource(directory / "shard-0-of-1")
-        history = History(kept, torch.device("cpu"), ShardSettings())
+        history = LogReplayer(kept, torch.device("cpu"), ShardSettings())
         real = recovery_source.segment_numbers
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(recovery_source, "segment_numbers", lambda path: [*real(path), real(path)[-1] + 1])
+            patched.setattr(recovery_source, "segment_numbers", lambda *where: [*real(*where), real(*where)[-1] + 1])
             with pytest.raises(StorageError, match="cannot read"):
                 list(history.replay())
-        assert snapshots.found(directory / "shard-0-of-1" / "snapshots")
+        assert snapshots.found(DISK, directory / "shard-0-of-1" / "snapshots")
         assert bits(theta(engine)) == bits(history.model.theta)
 
 
@@ -187,15 +187,15 @@ def test_a_life_is_judged_by_its_own_promise(fsync, directory, monkeypatch):
     with Shard(directory, fsync="always") as engine:
         begin(engine)
         copy = after_a_crash(directory)
-    forced, real = {}, os.fsync
+    forced, real = {}, os.fdatasync
 
     def fsync_and_tell(descriptor):
         name = os.readlink(f"/proc/self/fd/{descriptor}")
         if name.endswith("/lock"):
-            forced[name] = lock_file.read_watermark(copy / "shard-0-of-1")
+            forced[name] = lock_file.read_watermark(copy / "shard-0-of-1", DISK)
         real(descriptor)
 
-    monkeypatch.setattr(lock_file.os, "fsync", fsync_and_tell)
+    monkeypatch.setattr(os, "fdatasync", fsync_and_tell)
     with Shard(copy, fsync=fsync):
         assert [watermark.fsync for watermark in forced.values()] == [fsync]
 
@@ -208,7 +208,56 @@ def test_a_manifest_that_makes_no_sense_is_not_begun_from(change, directory):
         begin(engine)
     for path in directory.glob("*/snapshots/*/manifest.json"):
         plain = json.loads(path.read_text()) | change
-        whole = snapshots.Manifest.model_construct(**plain | {"crc32": 0})
+        whole = Manifest.model_construct(**plain | {"crc32": 0})
         path.write_text(json.dumps(plain | {"crc32": zlib.crc32(whole.model_dump_json(warnings=False).encode())}))
     with pytest.raises(StorageError):
         Shard(directory)
+
+
+def test_a_snapshot_is_published_whole_or_not_at_all(directory, monkeypatch):
+    with Shard(directory) as engine:
+        begin(engine)
+        before = sorted((directory / "shard-0-of-1" / "snapshots").iterdir())
+        with monkeypatch.context() as patched:
+            patched.setattr(files.Files, "write", full)
+            with pytest.raises(StorageError, match="No space"):
+                engine.persistence.take(engine)
+        assert sorted((directory / "shard-0-of-1" / "snapshots").iterdir()) == before
+
+
+def test_a_server_that_died_before_its_first_segment_leaves_no_gap(directory, monkeypatch):
+    with Shard(directory) as engine:
+        begin(engine)
+        copy = after_a_crash(directory)
+    with monkeypatch.context() as patched:
+        patched.setattr(files.Files, "open_new", full)
+        with pytest.raises(StorageError, match="cannot write"):
+            Shard(copy)
+    with Shard(copy) as engine:
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        third = copy.with_name("third")
+        shutil.copytree(copy, third)
+        with Shard(third) as again:
+            assert_same(again, engine)
+
+
+def test_a_record_that_does_not_follow_is_refused_and_last_good_goes_back_before_it(directory):
+    with Shard(directory) as engine:
+        begin(engine)
+        copy = after_a_crash(directory)
+    for step in (1, 2, 3):
+        with Shard(copy) as engine:
+            send(engine, step, sparse_push(engine.span, 0.5, step))
+            following = copy.with_name(f"life{step}")
+            shutil.copytree(copy, following)
+        copy = following
+    second = segment_path(journal_of(copy), segment_numbers(DISK, journal_of(copy))[-2])
+    os.truncate(second, 20)  # cut behind its head: exactly between two records
+    with pytest.raises(StorageError, match="cannot be done"):
+        Shard(copy)
+    with Shard(copy, recover="last-good") as again:
+        assert again.model.version == 1
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")

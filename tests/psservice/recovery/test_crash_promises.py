@@ -1,5 +1,6 @@
 """What an engine had promised where it died at an unlucky moment, and what the next one keeps of it."""
 
+import os
 import shutil
 
 import pytest
@@ -10,7 +11,6 @@ from pscore.model.buffers import pack
 from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode
 from psservice.cluster.run import RunState
-from psservice.storage import journal as journal_module
 from tests.psservice.engine_makers import ANNA, BERT, join, present, reason_of
 from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash, assert_same, begin, send
 from tests.psservice.service_makers import sparse_push
@@ -30,7 +30,7 @@ def test_a_lease_that_could_not_be_written_down_is_not_granted(directory, monkey
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr(journal_module.os, "writev", full)
+            patched.setattr(os, "writev", full)
             assert reason_of(join, engine, LAYOUT, BERT) is ErrorCode.NOT_DURABLE
         join(engine, LAYOUT, BERT)
         with Shard(after_a_crash(directory)) as again:

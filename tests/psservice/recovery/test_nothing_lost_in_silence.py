@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from psservice.storage.files import StorageError
+from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from tests.psservice.engine_makers import BERT, join, present, serving_shards
 from tests.psservice.recovery.test_recovery import (
@@ -45,7 +45,7 @@ def folder(directory):
 
 def newest_segment(directory):
     journal = folder(directory) / "journal"
-    return segment_path(journal, segment_numbers(journal)[-1])
+    return segment_path(journal, segment_numbers(DISK, journal)[-1])
 
 
 def assert_goes_back_when_told_to(directory, generation):
@@ -114,7 +114,7 @@ def test_a_torn_tail_after_a_power_cut_begins_a_new_history(directory, monkeypat
     shutil.copytree(copy, whole)
     with path.open("ab") as file:
         file.write(path.read_bytes()[20:60])
-    monkeypatch.setattr("psservice.storage.lock_file.boot_id", lambda: "another")
+    monkeypatch.setattr("psservice.storage.files.Files.boot_id", lambda _: "another")
     with Shard(copy, fsync="always") as again:
         assert again.model.version == 1
         assert present(again) != generation
@@ -131,7 +131,7 @@ def test_what_was_on_the_disk_before_a_power_cut_and_is_gone_is_refused(director
         copy, generation = after_a_crash(directory), present(engine)
     path = newest_segment(copy)
     os.truncate(path, path.stat().st_size // 2)
-    monkeypatch.setattr("psservice.storage.lock_file.boot_id", lambda: "another")
+    monkeypatch.setattr("psservice.storage.files.Files.boot_id", lambda _: "another")
     with pytest.raises(StorageError, match=path.name):
         Shard(copy, fsync="always")
     assert_goes_back_when_told_to(copy, generation)
@@ -163,7 +163,7 @@ def test_the_newest_of_several_segments_that_is_gone_is_refused_by_name(director
 def test_a_segment_in_the_middle_that_is_gone_is_refused_by_name(directory):
     with Shard(directory) as engine:
         begin(engine)
-        first = segment_numbers(folder(directory) / "journal")[-1]
+        first = segment_numbers(DISK, folder(directory) / "journal")[-1]
         copy = after_a_crash(directory)
     for life in range(2):
         with Shard(copy) as engine:

@@ -1,5 +1,6 @@
 """A shard begun again from its data directory is the one that died: parameters, versions, identities, buffers."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -20,8 +21,7 @@ from psservice.rpc.push_stream import PushReader, read_all, read_push
 from psservice.settings import ServerSettings
 from psservice.shard.shard import Engine
 from psservice.shard.types import Push
-from psservice.storage import journal as journal_module
-from psservice.storage.files import StorageError
+from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError
 from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, present, pull, push, reason_of, theta, upload
@@ -288,7 +288,7 @@ def test_a_new_history_begins_where_versions_that_workers_saw_may_be_gone(durabi
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
         copy = after_a_crash(directory)
         generation = present(engine)
-    monkeypatch.setattr("psservice.storage.lock_file.boot_id", lambda: "another")  # power was cut
+    monkeypatch.setattr("psservice.storage.files.Files.boot_id", lambda _: "another")  # power was cut
     with Shard(copy, durability=durability) as again:
         assert present(again) != generation
         assert present(again) >> 32 == generation >> 32
@@ -303,7 +303,7 @@ def test_with_fsync_always_a_power_cut_keeps_the_history(directory, monkeypatch)
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
         copy, generation, before = after_a_crash(directory), present(engine), bits(theta(engine))
-    monkeypatch.setattr("psservice.storage.lock_file.boot_id", lambda: "another")
+    monkeypatch.setattr("psservice.storage.files.Files.boot_id", lambda _: "another")
     with Shard(copy, fsync="always") as again:
         assert (present(again), bits(theta(again))) == (generation, before)
 
@@ -317,7 +317,7 @@ def test_damage_is_refused_with_file_and_offset_unless_told_to_go_back(directory
             kept[step] = bits(theta(engine))
         copy, generation = after_a_crash(directory), present(engine)
     journal = copy / "shard-0-of-1" / "journal"
-    path = segment_path(journal, segment_numbers(journal)[-1])
+    path = segment_path(journal, segment_numbers(DISK, journal)[-1])
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -396,7 +396,7 @@ def test_a_full_disk_refuses_pushes_until_there_is_room_and_changes_nothing(dire
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr(journal_module.os, "writev", full)
+            patched.setattr(os, "writev", full)
             assert reason_of(send, engine, 2, sparse_push(engine.span, 0.5, 2)) is ErrorCode.NOT_DURABLE
             assert shard.said == [False]
             assert (bits(theta(engine)), engine.model.version) == (before, version)
@@ -415,7 +415,7 @@ def test_an_upload_that_cannot_be_kept_is_not_taken(directory, monkeypatch):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr("psservice.storage.snapshots.save", full)
+            patched.setattr("psservice.storage.files.save", full)
             assert reason_of(upload, engine, values(), ANNA, generation, buffers=START) is ErrorCode.NOT_DURABLE
         assert engine.model is None
         upload(engine, values(), ANNA, generation, buffers=START)
@@ -430,7 +430,7 @@ def test_old_snapshots_go_and_the_journal_with_them(directory):
             engine.persistence.take(engine)
         kept = sorted(path.name for path in (directory / "shard-0-of-1" / "snapshots").iterdir())
         assert [name.split("-v")[1] for name in kept] == ["4", "5"]
-        assert segment_numbers(directory / "shard-0-of-1" / "journal")[0] == int(kept[0].split("-")[0])
+        assert segment_numbers(DISK, directory / "shard-0-of-1" / "journal")[0] == int(kept[0].split("-")[0])
 
 
 def test_a_long_journal_is_cut_by_a_snapshot_before_its_time(directory):

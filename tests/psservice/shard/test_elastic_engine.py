@@ -104,7 +104,7 @@ def test_where_a_lease_cannot_be_written_down_none_is_given(tmp_path, monkeypatc
         def full(descriptor, parts):
             raise OSError(28, "no space left")
 
-        monkeypatch.setattr("psservice.storage.journal._write_all", full)
+        monkeypatch.setattr("psservice.storage.files.OpenFile.append", full)
         assert reason_of(lease, engine, held=held(engine)) is ErrorCode.NOT_DURABLE
         assert engine.datasets.all() == before
         monkeypatch.undo()

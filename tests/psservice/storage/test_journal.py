@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psservice.storage import journal as journal_module
-from psservice.storage.files import StorageError, publish
+from psservice.storage.environment import MACHINE
+from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import Journal, JournalError, segment_numbers, segment_path
 from psservice.storage.journal_format import HEAD_BYTES, Body, DamagedError, Segment
 from psservice.storage.lock_file import LockFile
@@ -19,7 +19,7 @@ bodies = st.lists(st.tuples(st.integers(0, 9), st.lists(st.binary(max_size=200),
 
 
 def write(directory: Path, records, fsync="never"):
-    journal = Journal(directory, 1, fsync, 0.01)
+    journal = Journal(MACHINE, directory, 1, fsync, 0.01)
     for kind, parts in records:
         journal.append(kind, Body.of(parts))
         journal.wait()
@@ -96,16 +96,16 @@ def test_a_length_beyond_the_file_allocates_nothing(tmp_path):
 
 
 def test_segments_follow_one_another_and_are_cut_behind_a_snapshot(tmp_path):
-    journal = Journal(tmp_path, 7, "interval", 60.0)
+    journal = Journal(MACHINE, tmp_path, 7, "interval", 60.0)
     journal.append(1, Body.of([b"a"]))
     assert journal.rotate() == 8
     journal.append(1, Body.of([b"b"]))
     assert journal.rotate() == 9
-    assert segment_numbers(tmp_path) == [7, 8, 9]
+    assert segment_numbers(DISK, tmp_path) == [7, 8, 9]
     assert read(segment_path(tmp_path, 8)) == ([(1, b"b")], None)
     journal.cut_before(9)
     journal.close()
-    assert segment_numbers(tmp_path) == [9]
+    assert segment_numbers(DISK, tmp_path) == [9]
 
 
 class FullDisk:
@@ -127,13 +127,12 @@ class FullDisk:
 def test_a_full_disk_refuses_the_record_and_takes_the_next_when_there_is_room(room, tmp_path_factory):
     directory = tmp_path_factory.mktemp("journal")
     said = []
-    journal = Journal(directory, 1, "never", 1.0, said.append)
+    journal = Journal(MACHINE, directory, 1, "never", 1.0, said.append)
     journal.append(1, Body.of([b"before"]))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(journal_module.os, "writev", FullDisk(room))
-        with pytest.raises(JournalError, match="free space") as raised:
+        patched.setattr(os, "writev", FullDisk(room))
+        with pytest.raises(JournalError, match="free space"):
             journal.append(2, Body.of([bytes(200)]))
-    assert not raised.value.final
     assert not journal.is_broken
     assert said == [False]
     journal.append(3, Body.of([b"after"]))
@@ -143,17 +142,16 @@ def test_a_full_disk_refuses_the_record_and_takes_the_next_when_there_is_room(ro
 
 
 def test_after_a_failed_fsync_nothing_is_acknowledged_any_more(tmp_path, monkeypatch):
-    journal = Journal(tmp_path, 1, "always", 1.0)
+    journal = Journal(MACHINE, tmp_path, 1, "always", 1.0)
 
     def failing(descriptor):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(journal_module.os, "fdatasync", failing)
+    monkeypatch.setattr(os, "fdatasync", failing)
     journal.append(1, Body.of([b"x"]))
     assert not journal.is_broken
-    with pytest.raises(JournalError, match="restart") as raised:
+    with pytest.raises(JournalError, match="restart"):
         journal.wait()
-    assert raised.value.final
     assert journal.is_broken
     with pytest.raises(JournalError, match="restart"):
         journal.append(2, Body.of([b"y"]))
@@ -161,7 +159,7 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_any_more(tmp_path, monkeyp
 
 
 def test_one_fsync_serves_all_that_wait(tmp_path, monkeypatch):
-    journal = Journal(tmp_path, 1, "always", 1.0)
+    journal = Journal(MACHINE, tmp_path, 1, "always", 1.0)
     calls, entered, go = [], threading.Event(), threading.Event()
 
     def slow(descriptor):
@@ -169,7 +167,7 @@ def test_one_fsync_serves_all_that_wait(tmp_path, monkeypatch):
         entered.set()
         assert go.wait(30)
 
-    monkeypatch.setattr(journal_module.os, "fdatasync", slow)
+    monkeypatch.setattr(os, "fdatasync", slow)
     journal.append(1, Body.of([b"first"]))
     waiting = [threading.Thread(target=journal.wait)]
     waiting[0].start()
@@ -188,21 +186,8 @@ def test_one_fsync_serves_all_that_wait(tmp_path, monkeypatch):
 
 
 def test_a_directory_is_locked_against_a_second_server(tmp_path):
-    held = LockFile(tmp_path / "data")
+    held = LockFile(tmp_path / "data", DISK)
     with pytest.raises(StorageError, match="in use by another server"):
-        LockFile(tmp_path / "data")
+        LockFile(tmp_path / "data", DISK)
     held.close()
-    LockFile(tmp_path / "data").close()
-
-
-def test_a_directory_is_published_whole_or_not_at_all(tmp_path):
-    publish(tmp_path / "good", lambda path: (path / "file").write_text("x"))
-    assert (tmp_path / "good" / "file").read_text() == "x"
-
-    def fail(path):
-        (path / "file").write_text("x")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space"):
-        publish(tmp_path / "bad", fail)
-    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+    LockFile(tmp_path / "data", DISK).close()
