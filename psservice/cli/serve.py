@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from pscore.names import escaped
 from pscore.version import __version__
@@ -37,18 +38,124 @@ addresses:
   or one name for all shards, looked up once: dns:///ps:50051
 """
 
+
+def _flag(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return names, options
+
+
+class _Command(NamedTuple):
+    """A command for running servers; ``exclusive`` ones take one of their flags at most."""
+
+    what: str
+    deadline_seconds: float
+    flags: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
+    exclusive: bool = False
+
+
+def _seconds(text: str) -> float:
+    seconds = _seconds_or_none(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError("it must be above 0")
+    return seconds
+
+
+def _seconds_or_none(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+def _version(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_VERSION_DIGITS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version, a whole number of 0 or more")
+    return int(text)
+
+
+def _name(text: str) -> str:
+    """Read a name for a server; bytes that are no UTF-8 are lone surrogates here."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8") from None
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty, which is no name")
+    return text
+
+
+def _checkpoint_name(text: str) -> str:
+    """Read a name for a checkpoint, which must not have the form of an id that a server draws."""
+    from psservice.cluster.checkpoints import place_of
+
+    if place_of(text) is not None:
+        raise argparse.ArgumentTypeError(f"{text!r} looks like an id that a server draws")
+    return _name(text)
+
+
 _COMMANDS = {
-    "status": ("show versions, workers and bytes of each shard", 10.0),
-    "top": ("watch shards and workers; q ends it", 3.0),
-    "workers": ("show the workers of all shards in one table", 10.0),
-    "finish": ("end the run: pushes are refused, the final model is written", 10.0),
-    "snapshot": ("take a checkpoint over all shards now", 300.0),
-    "checkpoints": ("list the checkpoints that the shards keep, or delete one that has a name", 30.0),
-    "restore": ("take the shards back to a version or a checkpoint; workers follow", 300.0),
-    "drain": ("close the shards to what is new, finish what is under way, take a last checkpoint", 300.0),
-    "evict": ("end a worker's lease, and perhaps keep it out for a time", 10.0),
+    "status": _Command("show versions, workers and bytes of each shard", 10.0),
+    "top": _Command(
+        "watch shards and workers; q ends it",
+        3.0,
+        (
+            _flag("--once", action="store_true", help="show one frame; the same where stdout is no terminal"),
+            _flag(
+                "--interval-seconds",
+                type=_seconds,
+                default=2.0,
+                metavar="SECONDS",
+                help="between two frames (default 2)",
+            ),
+        ),
+    ),
+    "workers": _Command("show the workers of all shards in one table", 10.0),
+    "finish": _Command("end the run: pushes are refused, the final model is written", 10.0),
+    "snapshot": _Command(
+        "take a checkpoint over all shards now",
+        300.0,
+        (_flag("--name", type=_checkpoint_name, metavar="NAME", help="keep it under this name until it is deleted"),),
+    ),
+    "checkpoints": _Command(
+        "list the checkpoints that the shards keep, or delete one that has a name",
+        30.0,
+        (_flag("--delete", type=_name, metavar="NAME", help="delete this one"),),
+    ),
+    "restore": _Command(
+        "take the shards back to a version or a checkpoint; workers follow",
+        300.0,
+        (
+            _flag("--version", type=_version, metavar="V", help="version of each shard to go back to"),
+            _flag("--checkpoint", type=_name, metavar="ID", help="checkpoint to go back to"),
+        ),
+        exclusive=True,
+    ),
+    "drain": _Command(
+        "refuse new calls at the shards, finish those under way, take a last checkpoint",
+        300.0,
+        (
+            _flag("--stop", action="store_true", help="then end the processes, as SIGTERM does"),
+            _flag("--undo", action="store_true", help="open the shards again"),
+        ),
+        exclusive=True,
+    ),
+    "evict": _Command(
+        "end a worker's lease, and perhaps keep it out for a time",
+        10.0,
+        (
+            _flag(
+                "--ban-seconds",
+                type=_seconds_or_none,
+                default=0.0,
+                metavar="N",
+                help="keep the worker out for so long (default 0: it may join again at once; also ends a ban); "
+                "at most a week",
+            ),
+        ),
+    ),
 }
-"""What each does, and the deadline of its calls, seconds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,38 +177,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"psservice {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", help="run a server (see psservice serve --help)")
-    made = {name: _operating(commands, name, what, seconds) for name, (what, seconds) in _COMMANDS.items()}
-    top, restore, drain, evict = made["top"], made["restore"], made["drain"], made["evict"]
-    made["snapshot"].add_argument(
-        "--name",
-        type=_checkpoint_name,
-        default=None,
-        metavar="NAME",
-        help="keep it under this name until it is deleted",
-    )
-    made["checkpoints"].add_argument("--delete", type=_name, default=None, metavar="NAME", help="delete this one")
-    top.add_argument("--once", action="store_true", help="show one frame; the same where stdout is no terminal")
-    top.add_argument(
-        "--interval-seconds", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks (default 2)"
-    )
+    for name, command in _COMMANDS.items():
+        _add_command(commands, name, command)
     health = commands.add_parser("health", help="ask a server's health port; exit status 0 if it serves, 1 if not")
     health.add_argument(
         "address", metavar="ADDRESS", help="HOST:PORT: its --health-listen, or its --listen without TLS"
     )
     health.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
-    target = restore.add_mutually_exclusive_group(required=True)
-    target.add_argument("--version", type=_version, metavar="V", help="version of each shard to go back to")
-    target.add_argument("--checkpoint", type=_name, default=None, metavar="ID", help="checkpoint to go back to")
-    after = drain.add_mutually_exclusive_group()
-    after.add_argument("--stop", action="store_true", help="then end the processes, as SIGTERM does")
-    after.add_argument("--undo", action="store_true", help="open the shards again")
-    evict.add_argument(
-        "--ban-seconds",
-        type=_seconds_or_none,
-        default=0.0,
-        metavar="N",
-        help="keep the worker out for so long (default 0: it may join again at once; also ends a ban); at most a week",
-    )
     replay = commands.add_parser("replay", help="write the model at any version that a data directory covers")
     replay.add_argument(
         "directory", type=Path, metavar="DIR", help="the servers' --data-dir, with every shard's folder"
@@ -113,96 +195,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _operating(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str, seconds: float
-) -> argparse.ArgumentParser:
-    """Add a command for running servers, with what all of them have."""
-    command = commands.add_parser(
+def _add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, command: _Command) -> None:
+    """Add a command for running servers: its own flags, and those that all of them have."""
+    parser = commands.add_parser(
         name,
-        help=what,
-        description=f"{what[0].upper()}{what[1:]}.",
+        help=command.what,
+        description=f"{command.what[0].upper()}{command.what[1:]}.",
         epilog=f"{_ADDRESSES}\n{_STATUSES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if name == "evict":
-        command.add_argument("worker", type=_name, metavar="WORKER", help="its name, as psservice workers shows it")
-    command.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    _add_security(command)
-    command.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=seconds,
-        metavar="SECONDS",
-        help=f"deadline of each call (default {seconds:g})",
-    )
-    return command
-
-
-def _seconds(text: str) -> float:
-    """Read a time above 0."""
-    seconds = _seconds_or_none(text)
-    if not seconds:
-        raise argparse.ArgumentTypeError("it must be above 0")
-    return seconds
-
-
-def _seconds_or_none(text: str) -> float:
-    """Read a time, which may be 0."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
-
-
-def _version(text: str) -> int:
-    """Read a version."""
-    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_VERSION_DIGITS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a version, a whole number of 0 or more")
-    return int(text)
-
-
-def _name(text: str) -> str:
-    """Read a name that travels to a server; bytes that are no UTF-8 come here as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8") from None
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty, which is no name")
-    return text
-
-
-def _checkpoint_name(text: str) -> str:
-    """Read a name for a checkpoint, which must not look like an id that a server draws."""
-    from psservice.cluster.checkpoints import place_of
-
-    if place_of(text) is not None:
-        raise argparse.ArgumentTypeError(f"{text!r} looks like an id that a server draws")
-    return _name(text)
-
-
-def _add_security(command: argparse.ArgumentParser) -> None:
-    """Add how a server is reached that asks for TLS or a token; the environment is that of the workers."""
-    for name, what, metavar in (
+        parser.add_argument("worker", type=_name, metavar="WORKER", help="its name, as psservice workers shows it")
+    parser.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    for flag, what, metavar in (  # the environment is that of the workers
         ("tls-ca", "CA certificates (PEM) of the server; turns on TLS", "FILE"),
         ("tls-cert", "own certificate (PEM), for mutual TLS", "FILE"),
         ("tls-key", "its key (PEM)", "FILE"),
         ("token-file", "file that holds a bearer token; or PSCLIENT_TOKEN", "FILE"),
         ("tls-server-name", "name in the server's certificate, where the address has another", "NAME"),
     ):
-        variable = f"PSCLIENT_{name.upper().replace('-', '_')}"
-        found = os.environ.get(variable) or None
-        kind = Path if metavar == "FILE" else str
-        default = kind(found) if found else ("" if kind is str else None)
-        command.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{what} ({variable})")
+        variable = f"PSCLIENT_{flag.upper().replace('-', '_')}"
+        kind, empty = (Path, None) if metavar == "FILE" else (str, "")
+        default = kind(os.environ[variable]) if os.environ.get(variable) else empty
+        parser.add_argument(f"--{flag}", type=kind, default=default, metavar=metavar, help=f"{what} ({variable})")
+    seconds = command.deadline_seconds
+    help_ = f"deadline of each call (default {seconds:g})"
+    parser.add_argument("--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=help_)
+    group = parser.add_mutually_exclusive_group(required=name == "restore") if command.exclusive else parser
+    for names, options in command.flags:
+        group.add_argument(*names, **options)
 
 
 def _for_a_reader(command: Callable[[], int]) -> int:
-    """Run a command that prints, whatever its terminal, pipe or file can take and however long somebody reads."""
+    """Run a command that prints, and report what its terminal, pipe or file does not take by the exit status."""
     if sys.stderr is None:  # closed: print() would take stdout instead, which may be JSON
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     for stream in (sys.stdout, sys.stderr):
@@ -229,7 +255,7 @@ def _for_a_reader(command: Callable[[], int]) -> int:
 
 
 def _drop_output() -> None:
-    """Let what is not written yet go nowhere, or else the interpreter complains of it at its end."""
+    """Discard the output that is not written yet, or else the interpreter complains at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -240,9 +266,8 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
     from pscore.net.channels import ChannelError, Security
     from pscore.net.discovery import DiscoveryError, find
     from pscore.variables import unknown_variables
-    from psservice.operator import checkpoints, commands, drain, render
-    from psservice.operator.client import Lines, OperateError
-    from psservice.operator.top import top
+    from psservice.operator import checkpoints, commands, drain, render, top
+    from psservice.operator.client import OperateError, ShardClients
 
     mistyped = [
         *unknown_variables("PSCLIENT_TLS_", ("ca", "cert", "key", "server_name")),
@@ -259,35 +284,14 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
         os.environ.get("PSCLIENT_TOKEN", ""),
         options.token_file,
     )
-    run: dict[str, Callable[[Lines], int]] = {
-        "status": lambda lines: commands.status(lines, as_json=options.json),
-        "top": lambda lines: top(
-            lines, as_json=options.json, once=options.once, interval_seconds=options.interval_seconds
-        ),
-        "workers": lambda lines: commands.workers(lines, as_json=options.json),
-        "finish": lambda lines: commands.finish(lines, as_json=options.json),
-        "snapshot": lambda lines: commands.snapshot(lines, as_json=options.json, name=options.name or ""),
-        "checkpoints": lambda lines: (
-            checkpoints.delete(lines, as_json=options.json, checkpoint=options.delete)
-            if options.delete
-            else checkpoints.show(lines, as_json=options.json)
-        ),
-        "restore": lambda lines: commands.restore(
-            lines, as_json=options.json, version=options.version, checkpoint=options.checkpoint or ""
-        ),
-        "drain": lambda lines: (
-            drain.undrain(lines, as_json=options.json)
-            if options.undo
-            else drain.drain(lines, as_json=options.json, stop=options.stop)
-        ),
-        "evict": lambda lines: commands.evict(
-            lines, as_json=options.json, worker_id=options.worker, ban_seconds=options.ban_seconds
-        ),
-    }
+    run = {"checkpoints": checkpoints.checkpoints, "drain": drain.drain, "top": top.top}
+    run |= {each.__name__: each for each in (
+        commands.status, commands.workers, commands.finish, commands.snapshot, commands.restore, commands.evict
+    )}  # fmt: skip
     try:
         addresses, security = find(",".join(options.addresses), security, options.timeout)
-        with Lines(addresses, options.timeout, security) as lines:
-            return run[options.command](lines)
+        with ShardClients(addresses, options.timeout, security) as clients:
+            return run[options.command](clients, options)
     except AddressError as error:
         wrong(str(error))
     except DiscoveryError as error:

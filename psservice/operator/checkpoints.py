@@ -1,92 +1,92 @@
-"""``psservice checkpoints``: what the shards keep, as one list, and the end of what an operator has named."""
+"""``psservice checkpoints``: the checkpoints of all shards as one list, and deletion of named ones."""
 
 import json
 import time
+from argparse import Namespace
 from collections import defaultdict
 
-from rich import box
-from rich.table import Table
+from rich.text import Text
 
 from pscore.units import human_bytes
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.operator import render
-from psservice.operator.client import Lines, Outcome, exit_status
-from psservice.operator.commands import ask_all, one_run, report_known
-from psservice.operator.fleet import look
+from psservice.operator.client import ShardClients, exit_status
+from psservice.operator.commands import ask_all, one_run, report
+from psservice.operator.fleet import read_fleet
+
+_ByShard = dict[int, pb.CheckpointStatus]
 
 
-def delete(lines: Lines, *, as_json: bool, checkpoint: str) -> int:
-    """Delete a named checkpoint at every shard; shards that have none of it are no failure if another one does."""
-    request = pb.DeleteCheckpointRequest(checkpoint=checkpoint)
-    return report_known(
-        ask_all(lines, one_run(lines), "DeleteCheckpoint", request),
-        lambda answer: f"checkpoint {checkpoint}, version {answer.version}, deleted",
-        ErrorCode.NO_SUCH_CHECKPOINT,
-        f"checkpoint {checkpoint} is not here",
-        as_json=as_json,
-    )
-
-
-def show(lines: Lines, *, as_json: bool) -> int:
-    """Print the checkpoints of all shards, oldest first."""
-    found = look(lines)
-    indices = {address: status.shard_index for address, status in found.reached.items()}
-    outcomes = ask_all(lines, found, "ListCheckpoints", pb.ListCheckpointsRequest())
-    by_name: dict[str, dict[int, pb.CheckpointStatus]] = defaultdict(dict)
+def checkpoints(clients: ShardClients, options: Namespace) -> int:
+    """Print the checkpoints of all shards, oldest first, or delete a named one."""
+    if options.delete:
+        return _delete(clients, options)
+    fleet = read_fleet(clients)
+    indices = {address: status.shard_index for address, status in fleet.reached.items()}
+    outcomes = ask_all(clients, fleet, "ListCheckpoints", pb.ListCheckpointsRequest())
+    by_name: dict[str, _ByShard] = defaultdict(dict)
     for each in outcomes:
         for checkpoint in each.answer.checkpoints if each.error is None else ():
             index = indices[each.address]
             name = checkpoint.checkpoint or f"\0{index}-{checkpoint.version}-{checkpoint.created_unix_seconds}"
             by_name[name][index] = checkpoint
-    rows = sorted(by_name.values(), key=lambda row: max(each.created_unix_seconds for each in row.values()))
-    if as_json:
+    rows = sorted(by_name.values(), key=_created)
+    if options.json:
         failed = [render.outcome_plain(each) for each in outcomes if each.error is not None]
         print(json.dumps({"checkpoints": [_plain(row) for row in rows], "failed": failed}, indent=2))
     elif rows:
-        render.new_console().print(_table(rows, {*indices.values()}))
+        columns = (
+            render.Column("checkpoint", lambda row: render.cell(_one(row).checkpoint or "(of one shard alone)"), True),
+            render.Column("version", _versions),
+            render.Column("taken", lambda row: f"{max(0.0, time.time() - _created(row)):,.0f} s ago"),
+            render.Column("size", lambda row: human_bytes(sum(each.bytes for each in row.values()))),
+            render.Column("kept", lambda row: "until deleted" if _one(row).named else "until newer ones come", True),
+            render.Column("", lambda row: _missing({*indices.values()}, row), True),
+        )
+        table = render.table_of(columns, rows)
+        table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+        render.new_console().print(table)
     elif exit_status(outcomes) == 0:
         render.say("no snapshots yet")
-    _complain(outcomes)
+    render.say_errors(outcomes)
     return exit_status(outcomes)
 
 
-def _complain(outcomes: list[Outcome]) -> None:
-    for each in outcomes:
-        if each.error is not None:
-            render.say(str(each.error), failed=True)
+def _delete(clients: ShardClients, options: Namespace) -> int:
+    """Delete a named checkpoint at every shard; it is enough that one shard has it."""
+    name = options.delete
+    outcomes = ask_all(clients, one_run(clients), "DeleteCheckpoint", pb.DeleteCheckpointRequest(checkpoint=name))
+    return report(
+        outcomes,
+        lambda answer: f"checkpoint {name}, version {answer.version}, deleted",
+        options,
+        {ErrorCode.NO_SUCH_CHECKPOINT: f"checkpoint {name} is not here"},
+    )
 
 
-def _plain(row: dict[int, pb.CheckpointStatus]) -> dict[str, object]:
-    one = next(iter(row.values()))
+def _one(row: _ByShard) -> pb.CheckpointStatus:
+    return next(iter(row.values()))
+
+
+def _created(row: _ByShard) -> float:
+    return max(each.created_unix_seconds for each in row.values())
+
+
+def _versions(row: _ByShard) -> str:
+    versions = sorted({each.version for each in row.values()})
+    return str(versions[0]) if len(versions) == 1 else f"{versions[0]}–{versions[-1]}"
+
+
+def _missing(indices: set[int], row: _ByShard) -> Text:
+    return render.missing_cell(sorted(indices - {*row}) if _one(row).checkpoint else ())
+
+
+def _plain(row: _ByShard) -> dict[str, object]:
     return {
-        "checkpoint": one.checkpoint,
-        "named": one.named,
+        "checkpoint": _one(row).checkpoint,
+        "named": _one(row).named,
         "versions": {str(index): row[index].version for index in sorted(row)},
-        "created_unix_seconds": max(each.created_unix_seconds for each in row.values()),
+        "created_unix_seconds": _created(row),
         "bytes": sum(each.bytes for each in row.values()),
     }
-
-
-def _table(rows: list[dict[int, pb.CheckpointStatus]], indices: set[int]) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
-    table.add_column("checkpoint", overflow="fold")
-    for name in ("version", "taken", "size"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("kept", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    now = time.time()
-    for row in rows:
-        one = next(iter(row.values()))
-        versions = sorted({each.version for each in row.values()})
-        missing = ", ".join(map(str, sorted(indices - {*row})))
-        seconds = max(0.0, now - max(each.created_unix_seconds for each in row.values()))
-        table.add_row(
-            render.cell(one.checkpoint or "(of one shard alone)"),
-            str(versions[0]) if len(versions) == 1 else f"{versions[0]}–{versions[-1]}",
-            f"{seconds:,.0f} s ago",
-            human_bytes(sum(each.bytes for each in row.values())),
-            "until deleted" if one.named else "until newer ones come",
-            render.cell(f"not at shard {missing}" if missing and one.checkpoint else "", "yellow"),
-        )
-    return table

@@ -22,13 +22,13 @@ from psservice.recovery.replayer import (
     body_of,
     body_of_raw,
 )
-from psservice.rpc.identity import identity_to_message
 from psservice.sampling.codec import record_of
 from psservice.sampling.dataset import Leased, Wish
 from psservice.storage.datadir import Store
 from psservice.storage.files import StorageError
 from psservice.storage.journal import JournalError
 from psservice.storage.journal_format import Body
+from psservice.wire.identity import identity_to_message
 
 log = logging.getLogger(__name__)
 

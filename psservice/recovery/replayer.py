@@ -31,13 +31,13 @@ from psservice.model.wagma.replicas import GroupedShard, make_shard
 from psservice.model.wagma.rounds import Decision
 from psservice.policy.admission import first_clock
 from psservice.policy.staleness import OwnVersions
-from psservice.rpc.identity import identity_from_message
-from psservice.rpc.push_stream import PushReader, read_all, read_push
 from psservice.sampling.codec import brought_back, finished_of, redo
 from psservice.storage.files import StorageError
 from psservice.storage.journal_format import Body, DamagedError, Record
 from psservice.storage.recovery_source import RecoverySource, pasts
 from psservice.storage.snapshots import Manifest, Snapshot, found
+from psservice.wire.identity import identity_from_message
+from psservice.wire.push_stream import PushReader, read_all, read_push
 
 log = logging.getLogger(__name__)
 

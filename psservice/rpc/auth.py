@@ -1,7 +1,6 @@
 """Who may call what: TLS from files that may change, and bearer tokens with roles.
 
-A token belongs to a role, and perhaps to one worker. Roles include one another: an admin may do what a worker may, a
-worker what a reader may. Only hashes of tokens are kept in memory, and nothing of them is logged.
+A token belongs to a role, and perhaps to one worker. Memory has only hashes of tokens, and logs have nothing of them.
 """
 
 import hashlib
@@ -20,8 +19,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 1.0
-"""How old the knowledge of a file may be."""
+_RELOAD_SECONDS = 1.0  # between two checks of the token file
 
 _HASHED = "sha256:"
 
@@ -31,7 +29,7 @@ class SecurityError(Exception):
 
 
 class Role(IntEnum):
-    """What a caller may do; each may do what those before it may."""
+    """What a caller may do; each role includes those before."""
 
     READER = 1
     WORKER = 2
@@ -40,30 +38,22 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls.
-
-    Attributes:
-        role: what it may do.
-        worker: the only worker that it may be; empty for any.
-    """
+    """Who calls; ``worker`` is the only worker that the caller may be, empty for any."""
 
     role: Role
     worker: str = ""
 
 
 ANONYMOUS_ADMIN = Caller(Role.ADMIN)
-"""Who calls where no tokens are asked for."""
+"""Every caller of a server without tokens."""
 
 
 class TokenFile:
     """The tokens of a file, read again when it changes.
 
-    A line is ``ROLE TOKEN [WORKER]``; ``#`` begins a comment. A token may stand as ``sha256:`` and the hexadecimal hash
-    of it. A change that cannot be read leaves the old tokens in force, and is logged.
-
-    Args:
-        path: the file.
-        clock: monotonic seconds; tests pass their own.
+    A line is ``ROLE TOKEN [WORKER]``; ``#`` begins a comment. ``sha256:`` and the hexadecimal hash of a token may stand
+    for the token. A change that cannot be read leaves the old tokens in force, and is logged. ``clock`` returns
+    monotonic seconds.
 
     Raises:
         SecurityError: the file cannot be read now.
@@ -74,25 +64,25 @@ class TokenFile:
         self._path, self._clock = path, clock
         self._lock = threading.Lock()
         self._stamp = _stamp(path)
-        self._looked = clock()
+        self._checked = clock()
         warn_of_readers(path)
         self._callers = read_tokens(path)
 
     def caller(self, token: str) -> Caller | None:
-        """Return whose token this is."""
-        self._look()
+        """Return the caller with this token; ``None`` for an unknown one."""
+        self._reload()
         return self._callers.get(hashlib.sha256(token.encode()).digest())
 
     def admin_keys(self) -> list[bytes]:
-        """Return the hashes of the admins' tokens: what servers that share the file have, and workers have not."""
-        self._look()
+        """Return the hashes of the admins' tokens: servers that share the file have them, and workers do not."""
+        self._reload()
         return sorted(digest for digest, caller in self._callers.items() if caller.role is Role.ADMIN)
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         with self._lock:
-            if self._clock() - self._looked < _LOOK_SECONDS:
+            if self._clock() - self._checked < _RELOAD_SECONDS:
                 return
-            self._looked = self._clock()
+            self._checked = self._clock()
             stamp = _stamp(self._path)
             if stamp == self._stamp:
                 return
@@ -145,21 +135,21 @@ def read_tokens(path: Path) -> dict[bytes, Caller]:
 
 
 class Authenticator:
-    """Lets callers in by their tokens, or everybody where there is no token file."""
+    """Admits callers by their tokens, or everybody where there is no token file."""
 
     def __init__(self, tokens: TokenFile | None) -> None:
-        """Guard with these tokens."""
+        """Use these tokens."""
         self._tokens = tokens
 
     def server_keys(self) -> list[bytes] | None:
-        """Return keys that servers have and workers have not; ``None`` where nobody is asked for a token."""
+        """Return keys that servers have and workers have not; ``None`` without tokens."""
         return None if self._tokens is None else self._tokens.admin_keys()
 
     def admit(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str, needed: Role) -> Caller:
         """Return who calls, by a call's headers alone.
 
         Raises:
-            Refusal: ``UNAUTHENTICATED`` without a token that is known, ``PERMISSION_DENIED`` where its role is too low.
+            Rejected: ``UNAUTHENTICATED`` without a known token, ``PERMISSION_DENIED`` where its role is too low.
         """
         if self._tokens is None:
             return ANONYMOUS_ADMIN
@@ -183,15 +173,10 @@ def require_worker(caller: Caller, worker_id: str) -> None:
 
 
 class CertificateFiles:
-    """The server's certificate, its key, and the authority of its clients, read again when one of them changes.
+    """The server's certificate chain, its key, and the CA of its clients (PEM), read again when one of them changes.
 
-    Args:
-        cert: PEM, with the chain.
-        key: PEM.
-        client_ca: PEM; with it, callers without a certificate of it are turned away (mutual TLS).
-
-    Raises:
-        SecurityError: a file cannot be read.
+    With ``client_ca``, a caller needs a certificate of that CA (mutual TLS). Raises :class:`SecurityError` where a file
+    cannot be read.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
@@ -203,7 +188,7 @@ class CertificateFiles:
         self._first = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return what a server's port is opened with; each handshake has the files as they are then."""
+        """Return the credentials of a port; each handshake uses the files as they are then."""
         return grpc.dynamic_ssl_server_credentials(self._first, self._changed, self._mutual)  # type: ignore[arg-type]
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:

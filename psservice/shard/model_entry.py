@@ -13,12 +13,12 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation
 from psservice.cluster.leases import Identity
 from psservice.cluster.upload_grant import UploadTurn
+from psservice.limits import MOST_FIRST_VERSION
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.model.wagma.replicas import make_shard
 from psservice.recovery import init_source
 from psservice.recovery.capture import Content
-from psservice.rpc.bounds import MOST_FIRST_VERSION
 from psservice.shard.model_install import claim, install
 from psservice.shard.state import ShardState
 from psservice.shard.types import Loaded

@@ -299,7 +299,8 @@ class Engine(ShardState):
             member.last_step, member.staleness = push.step, staleness
             self.membership.tick(member)
             member.samples = added(member.samples, push.samples)
-            self.metrics.observe_push(answer, model.version)
+            seconds = answer.apply_nanoseconds / 1e9
+            self.metrics.observe_push(model.version, staleness=staleness, scale=answer.applied_scale, seconds=seconds)
             over = self.run.count(model.version, push.samples)
             self._rounds.close_if_due(model, self.regime.rounds)
             self._groups.freeze_due(model)
@@ -345,7 +346,7 @@ class Engine(ShardState):
         self.writer.require_whole()  # a top-k reply is read beside the writer
         self.persistence.events.wait()
         member.reply_mode, member.reply_density = reply.mode, reply.density
-        self.metrics.observe_pull(reply)
+        self.metrics.observe_pull(reply.mode.value, reply.density)
         return reply
 
     def _await_round(self, identity: Identity) -> None:

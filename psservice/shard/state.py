@@ -8,16 +8,15 @@ import torch
 
 from pscore.model.layout import ModelLayout, Span
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.app.serving_clock import ServingClock
 from psservice.cluster.drain_gate import DrainGate
 from psservice.cluster.leases import Identity, Member, Membership
 from psservice.cluster.run import Run
+from psservice.cluster.serving_clock import ServingClock
 from psservice.model.buffers import BufferAverage
 from psservice.model.image_budget import ImageBudget
 from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.observability.metrics import Metrics
-from psservice.observability.traffic import Traffic
 from psservice.policy.reply_mode import reply_rule
 from psservice.recovery.capture import Content
 from psservice.recovery.durability import Durability
@@ -64,7 +63,6 @@ class ShardState:
     ) -> None:
         """Begin empty."""
         self.settings, self.device, self.metrics = settings, device, metrics
-        self.traffic = Traffic()
         self.doorway = DrainGate()
         self.is_coordinator = settings.shard_index == 0
         self.run = Run(

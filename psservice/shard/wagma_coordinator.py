@@ -6,12 +6,12 @@ where a worker pushes or asks; nobody in a call waits for another: whoever's rou
 
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.cluster.leases import Identity, Member, Membership
+from psservice.limits import MOST_STEP_AHEAD
 from psservice.model.parameters import ModelShard
 from psservice.model.wagma.replicas import GroupedShard
 from psservice.model.wagma.rounds import Decision
 from psservice.observability.metrics import Metrics
 from psservice.recovery.event_log import EventLog
-from psservice.rpc.bounds import MOST_STEP_AHEAD
 from psservice.shard.apply_thread import Writer
 
 
