@@ -19,12 +19,9 @@ from psservice.policy.staleness import StalenessScaling
 
 ENVIRONMENT_PREFIX = "PSSERVICE_"
 
-
+# The placeholder of a flag's value in --help, by the end of the flag's name, or else by the type of the setting.
 _UNITS = {"listen": "HOST:PORT", "-seconds": "SECONDS", "-bytes": "BYTES", "--device": "DEVICE"}
-"""What a flag takes, by the end of its name."""
-
 _KINDS = {"str": "NAME", "int": "N", "float": "NUMBER", "Path": "FILE"}
-"""What any other flag takes, by the type of its setting."""
 
 
 class SettingsError(ValueError):
@@ -32,7 +29,7 @@ class SettingsError(ValueError):
 
 
 class ServerSettings(LayeredSettings):
-    """Run a server. Each setting is also PSSERVICE_NAME in the environment and a key of the YAML file."""
+    """Run a server. Each setting is also PSSERVICE_<SETTING> in the environment and a key of the YAML file."""
 
     failure = SettingsError
 
@@ -45,50 +42,51 @@ class ServerSettings(LayeredSettings):
     )
     health_listen: str = Field(
         "127.0.0.1:0",
-        description="HOST:PORT of the plaintext gRPC health service; port 0 likewise, as logged; empty for none",
+        description="HOST:PORT of the plaintext gRPC health service; port 0 as above, see the log; empty for none",
     )
     metrics_listen: str = Field(
         "127.0.0.1:0",
-        description="HOST:PORT of the Prometheus metrics and the status page; port 0 likewise; empty for none",
+        description="HOST:PORT of the Prometheus metrics and the status page; port 0 as above; empty for none",
     )
     tls_cert: Path | None = Field(None, description="the server's certificate chain (PEM); turns on TLS for workers")
-    tls_key: Path | None = Field(None, description="its key (PEM)")
+    tls_key: Path | None = Field(None, description="key (PEM) of that certificate")
     tls_client_ca: Path | None = Field(
-        None, description="CA (PEM) of the clients' certificates; turns callers without one away (mutual TLS)"
+        None, description="CA (PEM) of the clients' certificates; refuses callers without one (mutual TLS)"
     )
     tokens: Path | None = Field(
-        None, description="file of bearer tokens, ROLE TOKEN [WORKER] a line; turns callers without one away"
+        None, description="file of bearer tokens, ROLE TOKEN [WORKER] a line; refuses callers without one"
     )
     insecure: bool = Field(False, description="allow unauthenticated callers from beyond loopback, also in plaintext")
     reflection: Literal["auto", "on", "off"] = Field(
         "auto", description="gRPC reflection; auto is on for a loopback address only"
     )
 
-    device: str = Field("auto", description="where the parameters live: auto, cpu, cuda or cuda:N")
-    shard_index: int = Field(0, ge=0, description="which shard this is; 0 coordinates")
-    num_shards: int = Field(1, ge=1, description="how many shards the model is cut into")
+    device: str = Field("auto", description="device of the parameters: auto, cpu, cuda or cuda:N")
+    shard_index: int = Field(0, ge=0, description="index of this shard; shard 0 coordinates")
+    num_shards: int = Field(1, ge=1, description="number of shards of the model")
     init: Path | None = Field(
         None,
-        description="what to start from instead of the first worker's upload: a safetensors file, or the data "
+        description="model to start from instead of the first worker's upload: a safetensors file, or the data "
         "directory of a run with any number of shards",
     )
-    init_checkpoint: str = Field("", description="which checkpoint of that directory; empty for its last version")
+    init_checkpoint: str = Field("", description="checkpoint of that directory; empty for its last version")
 
-    run_id: str = Field("", max_length=LONGEST_NAME, description="name of the run; empty draws a random one")
+    run_id: str = Field("", max_length=LONGEST_NAME, description="name of the run; empty for a random one")
     down_mode: Literal["auto", "exact", "topk"] = Field(
-        "auto", description="how pulls are answered; auto is exact while what changed is sparse, top-k beyond that"
+        "auto",
+        description="kind of replies to pulls; auto is exact while few elements have changed, and top-k beyond that",
     )
     down_selector: str = Field(
-        DEFAULT_SELECTOR, description="how the entries of a top-k reply are selected: " + ", ".join(SELECTORS)
+        DEFAULT_SELECTOR, description="selector of the entries of a top-k reply: " + ", ".join(SELECTORS)
     )
-    down_value_type: str = Field(
-        "fp32", description="how the values of a top-k reply travel: " + ", ".join(VALUE_CODECS)
-    )
+    down_value_type: str = Field("fp32", description="type of the values in a top-k reply: " + ", ".join(VALUE_CODECS))
     down_density: float = Field(0.01, gt=0, le=1, description="density of a top-k reply")
     down_dense_below: int = Field(
-        DEFAULT_DENSE_BELOW, ge=0, description="tensors with fewer elements are sent whole in a top-k reply"
+        DEFAULT_DENSE_BELOW, ge=0, description="tensors with fewer elements are whole in a top-k reply"
     )
-    exact_limit: float = Field(0.10, gt=0, le=1, description="density of change above which auto leaves exact replies")
+    exact_limit: float = Field(
+        0.10, gt=0, le=1, description="share of changed elements above which auto leaves exact replies"
+    )
     buffers: Literal["sync", "local", "none"] = Field(
         "sync", description="BatchNorm statistics: averaged and adopted, averaged but kept local, or never sent"
     )
@@ -98,42 +96,50 @@ class ServerSettings(LayeredSettings):
     final_model: Path | None = Field(None, description="safetensors file to write when the run ends")
 
     data_dir: Path | None = Field(
-        None, description="directory that survives the server: a shard keeps its snapshots and its journal there"
+        None, description="directory of a shard's snapshots and journal, which must survive the server"
     )
     durability: Literal["journal", "snapshot", "none"] = Field(
         "journal",
-        description="what the data directory keeps: every push before it is acknowledged, snapshots alone, nothing",
+        description="journal writes every push to the data directory before the acknowledgement, and takes snapshots; "
+        "snapshot takes snapshots only; none writes nothing",
     )
     fsync: Literal["always", "interval", "never"] = Field(
         "interval",
-        description="when the journal is forced to the disk: before each answer, every so often, or when the system "
-        "likes; the death of the process loses nothing in any of them, a power cut nothing with always",
+        description="when the operating system must write the journal to the disk: before each acknowledgement, "
+        "periodically, or at its own time; a killed server loses no push with any of them, a power failure loses none "
+        "with always",
     )
-    fsync_interval_seconds: float = Field(1.0, gt=0, description="between two of these, with --fsync interval")
-    snapshot_seconds: float = Field(300.0, gt=0, description="between two snapshots")
+    fsync_interval_seconds: float = Field(1.0, gt=0, description="period of --fsync interval")
+    snapshot_seconds: float = Field(300.0, gt=0, description="time between two snapshots")
     journal_bytes: int = Field(
-        1 << 30, ge=1 << 20, description="journal behind the newest snapshot from which another is taken at once"
+        1 << 30,
+        ge=1 << 20,
+        description="take a snapshot early when the journal since the last one has reached this size",
     )
-    keep_snapshots: int = Field(3, ge=1, description="snapshots kept, and with them the journal behind the oldest")
+    keep_snapshots: int = Field(
+        3, ge=1, description="number of snapshots to keep; the journal is kept from the oldest of them on"
+    )
     recover: Literal["strict", "last-good"] = Field(
         "strict",
-        description="where something that was acknowledged is damaged or gone: refuse to start, or go back to the "
-        "version before it and begin a new history",
+        description="if acknowledged data is damaged or missing: strict refuses to start, last-good returns to the "
+        "last version before the damage and starts a new generation",
     )
 
     max_staleness: int = Field(
-        0, ge=0, description="refuse a push staler than this; its payload goes back into the residual; 0 for no cut-off"
-    )
-    ssp_bound: int = Field(
         0,
         ge=0,
-        description="pushes that a worker may be ahead of the slowest live one; 0 for no bound",
+        description="refuse a push with a greater staleness (the worker returns it to its residual); 0 for no limit",
+    )
+    ssp_bound: int = Field(
+        0, ge=0, description="pushes that a worker may be ahead of the slowest live one; 0 for no bound"
     )
     staleness_step: Literal["fixed", "adaptive"] = Field(
-        "fixed", description="whether a push that is staler than workers make it is scaled down: (W - 1) / staleness"
+        "fixed",
+        description="adaptive multiplies a push by (W - 1) / staleness, for W live workers and a staleness above W - 1",
     )
     rescale_speed: bool = Field(
-        False, description="scale each push by its worker's time between pushes over the mean: fast ones count less"
+        False,
+        description="multiply each push by its worker's time between pushes over the mean: fast workers count less",
     )
     delay_compensation: float = Field(
         0.0,
@@ -142,46 +148,49 @@ class ServerSettings(LayeredSettings):
         description="lambda of DC-ASGD, 0.04 in the paper: corrects stale pushes to first order; 0 for none",
     )
     max_update_norm: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="refuse a push whose L2 norm on this shard is above it; 0 for no cap",
+        0.0, ge=0, allow_inf_nan=False, description="refuse a push with a greater L2 norm on this shard; 0 for no limit"
     )
 
-    lease_seconds: float = Field(15.0, ge=0.5, description="life of a worker's lease without renewal")
+    lease_seconds: float = Field(15.0, ge=0.5, description="time after which a worker's lease ends without renewal")
     chunk_bytes: int = Field(
         DEFAULT_CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES, description="largest payload of a message"
     )
     ledger_multiple: float = Field(
-        1.0, gt=0, description="changed entries remembered for exact replies, as a multiple of the shard's elements"
+        1.0,
+        gt=0,
+        description="changed entries to remember for exact replies, as a multiple of the shard's elements",
     )
-    apply_queue_limit: int = Field(256, ge=1, description="commits that may wait for the writer before BUSY")
+    apply_queue_limit: int = Field(
+        256, ge=1, description="pushes that may wait to be applied; more are refused with BUSY"
+    )
     image_bytes: int = Field(
-        4 << 30, ge=0, description="what images of workers for top-k replies may occupy; beyond it replies are exact"
+        4 << 30,
+        ge=0,
+        description="memory for images of workers' replicas (top-k replies); replies are exact beyond that",
     )
     stream_bytes: int = Field(
-        0, ge=0, description="what one push or upload may occupy here; 0 for more than any valid one of the shard does"
+        0, ge=0, description="memory that one push or upload may use; 0 for enough for any valid one of the shard"
     )
     worker_bytes: int = Field(
-        0, ge=0, description="what all calls of a worker may occupy before BUSY; 0 for twice what one stream may"
+        0,
+        ge=0,
+        description="memory that all calls of one worker may use, BUSY beyond that; 0 for twice that of a stream",
     )
     inflight_bytes: int = Field(
-        1 << 30, ge=1, description="what all calls may occupy before BUSY; the oldest always gets through"
+        1 << 30, ge=1, description="memory that all calls may use, BUSY beyond that; the oldest call is always served"
     )
     stream_idle_seconds: float = Field(
-        60.0, gt=0, description="cancel a call whose client sends nothing that is due, or does not read, for so long"
+        60.0, gt=0, description="cancel a call after waiting so long for its client to send or to read"
     )
-    stream_seconds: float = Field(3600.0, gt=0, description="cancel a call that waits for its client after this time")
+    stream_seconds: float = Field(
+        3600.0, gt=0, description="cancel a call that waits for its client so long after its begin"
+    )
     rpc_threads: int = Field(
-        64,
-        ge=4,
-        description="threads that work on pushes, pulls and models; a call that waits for its client holds none",
+        64, ge=4, description="threads for pushes, pulls and models; a call that waits for its client needs none"
     )
-    compute_threads: int = Field(0, ge=0, description="CPU threads of a tensor operation; 0 leaves torch's default")
+    compute_threads: int = Field(0, ge=0, description="CPU threads of a tensor operation; 0 for torch's default")
     drain_seconds: float = Field(
-        20.0,
-        ge=0,
-        description="time after SIGTERM for calls that the server is at; one that waits for its client has 2 seconds",
+        20.0, ge=0, description="time after SIGTERM to finish calls; a call that waits for its client has 2 seconds"
     )
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
@@ -189,26 +198,26 @@ class ServerSettings(LayeredSettings):
         "auto", description="form of a log line; auto is text on a terminal, JSON elsewhere"
     )
     tracing: bool = Field(
-        False, description="go on with the traces of workers, by OpenTelemetry (needs the extra sparseps[tracing])"
+        False, description="continue the traces of workers, by OpenTelemetry (needs the extra sparseps[tracing])"
     )
     ready_fd: int | None = Field(
-        None, ge=0, description="file descriptor to which one line of JSON with the bound addresses is written"
+        None, ge=0, description="file descriptor that receives one line of JSON with the bound addresses"
     )
     parent_pid: int | None = Field(None, ge=1, description="stop when this process is no longer the parent")
 
     @staticmethod
     def explicit(name: str) -> str:
-        """Write a setting's name as a flag."""
+        """Return a setting's name as a flag."""
         return f"--{name.replace('_', '-')}"
 
     @property
     def shard(self) -> ShardSettings:
-        """What a shard keeps beside its parameters."""
+        """The change log and the correction of stale pushes."""
         return ShardSettings(self.ledger_multiple, self.delay_compensation)
 
     @property
     def scaling(self) -> StalenessScaling:
-        """How pushes are scaled."""
+        """The scaling of pushes."""
         return StalenessScaling(self.staleness_step == "adaptive", self.rescale_speed)
 
     @model_validator(mode="after")
@@ -238,7 +247,7 @@ class ServerSettings(LayeredSettings):
         return self
 
     def _check_open_address(self, address: str) -> None:
-        """Check that an address beyond loopback is guarded."""
+        """Require security of an address beyond loopback."""
         if self.tokens and not self.tls_cert:
             raise ValueError(
                 f"--tokens would travel to {address} in plaintext; give --tls-cert and --tls-key, or bind 127.0.0.1"
@@ -276,7 +285,7 @@ def load(arguments: Sequence[str]) -> ServerSettings:
 
 
 def _add_argument(parser: argparse.ArgumentParser, *flags: str, **options: Any) -> argparse.Action:
-    """Add a flag that ``--help`` shows with what it takes, not with the name of a Python type."""
+    """Add a flag, with a placeholder of its value instead of the name of a Python type in ``--help``."""
     kind = options.get("metavar")
     if kind in _KINDS:
         options["metavar"] = next((unit for end, unit in _UNITS.items() if flags[0].endswith(end)), _KINDS[kind])
@@ -286,5 +295,5 @@ def _add_argument(parser: argparse.ArgumentParser, *flags: str, **options: Any) 
 
 
 def shown(settings: ServerSettings) -> dict[str, Any]:
-    """Return the settings that are not at their defaults as plain values, as they are printed at start."""
+    """Return the settings that differ from their defaults as plain values, for the log."""
     return settings.model_dump(mode="json", exclude_defaults=True)

@@ -34,7 +34,7 @@ OF_A_CHILD = ("ready_fd", "parent_pid")
 
 HEAD = """\
 # The settings of the shards. Generated from psservice/settings.py by tools/generate_configmap.py; do not edit.
-# Overlays set PSSERVICE_NAME in the environment of the StatefulSet, which wins over this file.
+# Overlays set PSSERVICE_<SETTING> in the environment of the StatefulSet, which wins over this file.
 #
 # Set for each pod by the StatefulSet: """
 
