@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 import grpc
+import grpc.aio
 import torch
 from grpc_health.v1 import health
 
@@ -24,12 +25,12 @@ from psservice.http.server import WebServer
 from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import Authenticator, CertificateFiles, SecurityError, TokenFile
 from psservice.rpc.calls import SERVICE, handlers_of
-from psservice.rpc.door import Door, Limits
+from psservice.rpc.door import Door
 from psservice.rpc.operators import OperatorCalls
-from psservice.rpc.ports import EventLoop, Port, bind_port
+from psservice.rpc.ports import EventLoop, bind_port, open_port
 from psservice.rpc.standard import LIVENESS, Health, reflection_handlers
 from psservice.rpc.status import StatusReport
-from psservice.rpc.workers import WorkerCalls, require_place
+from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings, shown, split_address
 from psservice.shard.shard import Engine
 from psservice.storage.files import StorageError
@@ -64,7 +65,7 @@ class Server:
         self._metrics = Metrics()
         self._loop = EventLoop()
         self._health = Health(self._loop.loop)
-        self._ports: list[Port] = []
+        self._ports: list[grpc.aio.Server] = []
         self._web: WebServer | None = None
         self._stop = threading.Event()
         self._serving = False
@@ -103,8 +104,7 @@ class Server:
         self._door = Door(
             handlers_of(WorkerCalls(self.engine)) | handlers_of(operators),
             gate,
-            lambda meant: require_place(settings, meant),
-            Limits(settings.stream_idle_seconds, settings.stream_seconds, settings.rpc_threads),
+            settings,
             self._metrics,
             self.engine.doorway.entered,
         )
@@ -128,7 +128,7 @@ class Server:
         addresses = {"address": self.address, "health": self.health_address, "metrics": self.metrics_address}
         device, settings = str(self.engine.device), shown(self.settings)
         log.info("serving", extra={**addresses, "device": device, "version": __version__, "settings": settings})
-        for name in ("listen", "health_listen", "metrics_listen")[bool(self.settings.tls_cert) :]:
+        for name in ("health_listen", "metrics_listen") + (() if self.settings.tls_cert else ("listen",)):
             address = getattr(self.settings, name)
             if address and not is_loopback(split_address(address)[0]):
                 log.warning("reachable beyond this machine, in plaintext", extra={name: address})
@@ -200,22 +200,18 @@ class Server:
         credentials: grpc.ServerCredentials | None = None,
     ) -> str:
         """Open a port; return its address with the number that was bound."""
-
-        async def begin(host: str, number: int) -> Port:
-            port = Port(f"{host}:{number}", handlers, credentials)
-            await port.start()
-            return port
-
-        host, number = address.rpartition(":")[0], split_address(address)[1]
+        host, asked = address.rpartition(":")[0], split_address(address)[1]
         try:
-            port = bind_port(number, lambda each: self._loop.run(begin(host, each)))
+            port, number = bind_port(
+                asked, lambda each: self._loop.run(open_port(f"{host}:{each}", handlers, credentials))
+            )
         except RuntimeError as error:
             raise StartError(
                 f"cannot listen on {address} ({flag}): is another server running there? Choose another port, or 0 for "
                 "any" + ("; or do --tls-cert and --tls-key not belong together?" if credentials else "")
             ) from error
         self._ports.append(port)
-        return f"{host}:{port.number}"
+        return f"{host}:{number}"
 
     def _start_web(self, report: StatusReport) -> str:
         host, port = split_address(self.settings.metrics_listen)

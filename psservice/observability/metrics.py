@@ -5,11 +5,13 @@ Events are counted where they happen; states (a queue's length, a bound) are rea
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from pscore.wire.errors import ErrorCode
@@ -24,42 +26,35 @@ _COUNTED_CALLS = ("PushSparse", "PullDiff", "ExchangeBuffers")
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside each counter and histogram, which nothing reads
 
 
-class ReadCounter(Collector):
-    """A counter whose value another object has; ``name`` goes without its ``_total``."""
+class ReadMetric(Collector):
+    """A metric whose value another object has, read on request.
 
-    def __init__(self, name: str, documentation: str, registry: CollectorRegistry) -> None:
-        """Register at zero."""
-        self._name, self._documentation = name, documentation
-        self._read: Callable[[], float] = float
+    Args:
+        family: makes the exposed metric of a value.
+        value: until :meth:`set_function` is called.
+        registry: where the metric is registered.
+        labels: those of the metric, if any.
+    """
+
+    def __init__(
+        self,
+        family: Callable[[Any], Metric],
+        value: Any,
+        registry: CollectorRegistry,
+        labels: tuple[str, ...] = (),
+    ) -> None:
+        """Register."""
+        self._family, self.labels = family, labels
+        self._read: Callable[[], Any] = lambda: value
         registry.register(self)
 
-    def set_function(self, read: Callable[[], float]) -> None:
+    def set_function(self, read: Callable[[], Any]) -> None:
         """Read the value by this function from now on."""
         self._read = read
 
-    def collect(self) -> Iterable[CounterMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         """Read the value."""
-        return [CounterMetricFamily(self._name, self._documentation, self._read())]
-
-
-class ReadInfo(Collector):
-    """Labels that describe a process, read on request since a run's name comes later; ``name`` has no ``_info``."""
-
-    def __init__(self, name: str, documentation: str, labels: Iterable[str], registry: CollectorRegistry) -> None:
-        """Register with empty labels."""
-        self._name, self._documentation = name, documentation
-        self.labels = tuple(labels)
-        self._read: Callable[[], Mapping[str, str]] = lambda: dict.fromkeys(self.labels, "")
-        registry.register(self)
-
-    def set_function(self, read: Callable[[], Mapping[str, str]]) -> None:
-        """Read the labels by this function from now on."""
-        self._read = read
-
-    def collect(self) -> Iterable[InfoMetricFamily]:
-        """Read the labels."""
-        found = self._read()
-        return [InfoMetricFamily(self._name, self._documentation, {name: found[name] for name in self.labels})]
+        return [self._family(self._read())]
 
 
 def count_of(counter: Counter, rpc: str) -> int:
@@ -78,11 +73,16 @@ class Metrics:
         self._declare_fleet()
         self._declare_load()
         self._declare_durability()
-        self.shard_info = ReadInfo(
-            "psservice_shard",
-            "Always 1; which shard of which run this is, to be joined with the others by instance",
-            ("run", "shard", "shards", "method", "device", "durability", "release"),
+        labels = ("run", "shard", "shards", "method", "device", "durability", "release")
+        self.shard_info = ReadMetric(  # a run's name is known later
+            partial(
+                InfoMetricFamily,
+                "psservice_shard",
+                "Always 1; which shard of which run this is, to be joined with the others by instance",
+            ),
+            dict.fromkeys(labels, ""),
             self.registry,
+            labels,
         )
         ProcessCollector(registry=self.registry)
         self.answered = Counter(
@@ -179,13 +179,16 @@ class Metrics:
         self.draining = gauge("psservice_draining", "1 while the server refuses new pushes")
 
     def _declare_durability(self) -> None:
-        registry = self.registry
         _, gauge, _ = self._kinds()
+
+        def read_counter(name: str, documentation: str) -> ReadMetric:
+            return ReadMetric(partial(CounterMetricFamily, name, documentation), 0.0, self.registry)
+
         self.durable = gauge("psservice_durable", "1 while pushes can be written to the disk as --durability promises")
         self.durable.set(1)
-        self.journal_bytes = ReadCounter("psservice_journal_bytes", "Bytes appended to the journal", registry)
-        self.journal_errors = ReadCounter(
-            "psservice_journal_errors", "Failed attempts to write the journal or to force it to the disk", registry
+        self.journal_bytes = read_counter("psservice_journal_bytes", "Bytes appended to the journal")
+        self.journal_errors = read_counter(
+            "psservice_journal_errors", "Failed attempts to write the journal or to force it to the disk"
         )
         self.snapshot_version = gauge("psservice_snapshot_version", "Version of the newest snapshot")
         self.snapshot_unix_seconds = gauge("psservice_snapshot_unix_seconds", "When the newest snapshot was taken")
@@ -200,7 +203,7 @@ class Metrics:
             "psservice_unsaved_since_unix_seconds",
             "When the oldest push that is in no snapshot was applied; 0 where there is none",
         )
-        self.snapshot_errors = ReadCounter("psservice_snapshot_errors", "Snapshots that could not be written", registry)
+        self.snapshot_errors = read_counter("psservice_snapshot_errors", "Snapshots that could not be written")
 
     def _kinds(self) -> tuple[partial[Counter], partial[Gauge], partial[Histogram]]:
         registry = self.registry

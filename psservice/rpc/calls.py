@@ -9,10 +9,12 @@ from typing import Any, TypeAlias
 from google.protobuf.message import DecodeError, Message
 
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc import bounds
 from psservice.rpc.auth import Caller, Role, require_worker
 from psservice.rpc.memory_budget import Reservation
+from psservice.settings import ServerSettings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _REQUESTS: dict[str, type[Message]] = {method.name: getattr(pb, method.input_type.name) for method in SERVICE.methods}
@@ -116,3 +118,12 @@ def check(call: Call, message: Message) -> None:
     named: Any = getattr(message, "header", message)
     if "identity" in named.DESCRIPTOR.fields_by_name and named.identity.worker_id:
         require_worker(call.caller, named.identity.worker_id)
+
+
+def require_place(settings: ServerSettings, meant: str) -> None:
+    """Refuse a call that is meant for another shard, which may have had this server's address a moment ago."""
+    mine = place_of(settings.shard_index, settings.num_shards)
+    if meant != mine:
+        raise Rejected(
+            ErrorCode.SHARD_MISMATCH, f"the worker takes this server for shard {meant[:32]}; it is shard {mine}"
+        )

@@ -28,9 +28,10 @@ from pscore.wire.frames import FRAMING_BYTES
 from pscore.wire.messages import SHARD_HEADER
 from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import Authenticator
-from psservice.rpc.calls import RULES, SERVICE, Answer, Call, Handler, Lane, Rule, StreamReader, parse
+from psservice.rpc.calls import RULES, SERVICE, Answer, Call, Handler, Lane, Rule, StreamReader, parse, require_place
 from psservice.rpc.memory_budget import MemoryBudget, received_bytes
 from psservice.rpc.penalty import Penalty, is_fault
+from psservice.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -48,21 +49,6 @@ _REQUEST_SECONDS = 10.0  # for the message of a call that has one
 _REQUEST_BYTES = 64 << 20  # of calls of one message, until their first answers are made
 _STOP_SECONDS = 2.0  # for calls that wait for their client, from the moment the server stops
 _STOP_POLL_SECONDS = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a call may take.
-
-    Attributes:
-        idle_seconds: waiting for one message, either way.
-        call_seconds: age from which a call may not wait any more.
-        threads: of the calls that push and pull.
-    """
-
-    idle_seconds: float
-    call_seconds: float
-    threads: int
 
 
 class _StalledError(Exception):
@@ -95,8 +81,7 @@ class Door:
     Args:
         handlers: by the method's name.
         gate: knows callers.
-        check_place: refuses a call whose header means another shard.
-        limits: of each call.
+        settings: the shard's place, and the limits of each call.
         metrics: told of each call.
         counted: context of a call that changes the shard, which a drain waits for.
     """
@@ -105,16 +90,14 @@ class Door:
         self,
         handlers: dict[str, Handler],
         gate: Authenticator,
-        check_place: Callable[[str], None],
-        limits: Limits,
+        settings: ServerSettings,
         metrics: Metrics,
         counted: Callable[[], Any],
     ) -> None:
         """Make the pools; their threads begin with the first calls."""
-        self._gate, self._check_place = gate, check_place
-        self._limits, self._metrics, self._counted = limits, metrics, counted
+        self._gate, self._settings, self._metrics, self._counted = gate, settings, metrics, counted
         self._pools = {
-            lane: ThreadPoolExecutor(_LANE_THREADS.get(lane, limits.threads), thread_name_prefix=f"rpc-{lane.value}")
+            lane: ThreadPoolExecutor(_LANE_THREADS.get(lane, settings.rpc_threads), f"rpc-{lane.value}")
             for lane in Lane
         }
         self.open_calls: set[_OpenCall] = set()
@@ -204,7 +187,7 @@ class Door:
         caller = self._gate.admit(metadata, rpc, rule.role)
         headers = dict(metadata)
         if SHARD_HEADER in headers:
-            self._check_place(str(headers[SHARD_HEADER]))
+            require_place(self._settings, str(headers[SHARD_HEADER]))
         if self._stopping:
             raise Rejected(ErrorCode.DRAINING, "the server is stopping")
         if len(self.open_calls) >= _MOST_CALLS:
@@ -326,8 +309,8 @@ class Door:
 
     async def _wait(self, opened: _OpenCall, client: Awaitable[Any], what: str, seconds: float = math.inf) -> Any:
         """Wait for the client, within the limits; raises :class:`_StalledError`, or ``Rejected`` (``DRAINING``)."""
-        idle = min(self._limits.idle_seconds, seconds, _STOP_SECONDS if self._stopping else math.inf)
-        left = self._limits.call_seconds - (time.monotonic() - opened.started)
+        idle = min(self._settings.stream_idle_seconds, seconds, _STOP_SECONDS if self._stopping else math.inf)
+        left = self._settings.stream_seconds - (time.monotonic() - opened.started)
         opened.why = f"idle_{what}" if idle <= left else "too_long"
         now = asyncio.get_running_loop().time()
         try:

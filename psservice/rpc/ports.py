@@ -85,29 +85,17 @@ class EventLoop:
         self.loop.close()
 
 
-class Port:
-    """One listening address; ``number`` is its port. Without ``credentials`` it is in plaintext.
+async def open_port(
+    address: str, handlers: Sequence[grpc.GenericRpcHandler], credentials: grpc.ServerCredentials | None
+) -> tuple[grpc.aio.Server, int]:
+    """Start a gRPC server at ``HOST:PORT``, in plaintext without credentials; return it with the port's number.
 
     Raises:
         RuntimeError: the address cannot be bound.
     """
-
-    def __init__(
-        self, address: str, handlers: Sequence[grpc.GenericRpcHandler], credentials: grpc.ServerCredentials | None
-    ) -> None:
-        """Bind the address; on the event loop."""
-        most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # the other half is for files
-        self._server = grpc.aio.server(options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)])
-        self._server.add_generic_rpc_handlers(tuple(handlers))
-        if credentials is None:
-            self.number = self._server.add_insecure_port(address)
-        else:
-            self.number = self._server.add_secure_port(address, credentials)
-
-    async def start(self) -> None:
-        """Begin to accept calls."""
-        await self._server.start()
-
-    async def stop(self, seconds: float) -> None:
-        """Accept no more calls; cancel those that are still open after so many seconds."""
-        await self._server.stop(seconds)
+    most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # the other half is for files
+    server = grpc.aio.server(options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)])
+    server.add_generic_rpc_handlers(tuple(handlers))
+    number = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    await server.start()
+    return server, number

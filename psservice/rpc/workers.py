@@ -28,11 +28,10 @@ from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.leases import Identity, Member
 from psservice.model.reply_session import Reply
-from psservice.rpc.calls import Call
+from psservice.rpc.calls import Call, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, charged, largest_stream
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, wish_of
-from psservice.settings import ServerSettings
 from psservice.shard.join_layout import JoinLayouts
 from psservice.shard.shard import Engine
 from psservice.shard.types import Loaded, Push
@@ -45,15 +44,6 @@ WAIT_RETRY_SECONDS = 0.2
 _CHECKED_BYTES = 1 << 20  # of a reply, after which the worker may verify what came so far
 
 _JOIN_STATES = {"ready": pb.JOIN_STATE_READY, "upload": pb.JOIN_STATE_UPLOAD, "wait": pb.JOIN_STATE_WAIT}
-
-
-def require_place(settings: ServerSettings, meant: str) -> None:
-    """Refuse a call that is meant for another shard, which may have had this server's address a moment ago."""
-    mine = place_of(settings.shard_index, settings.num_shards)
-    if meant != mine:
-        raise Rejected(
-            ErrorCode.SHARD_MISMATCH, f"the worker takes this server for shard {meant[:32]}; it is shard {mine}"
-        )
 
 
 class WorkerCalls:
