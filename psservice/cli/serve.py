@@ -20,6 +20,7 @@ EXIT_FAILED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
 
 _MOST_VERSION_DIGITS = 18  # always fits into 64 bits
+_SEE_STATUS = "psservice status shows what was done"
 
 _STATUSES = """\
 exit status:
@@ -37,19 +38,6 @@ addresses:
   HOST:PORT of each shard, in any order; several in one word with commas, or as a range: ps-{0..3}.ps:50051;
   or one name for all shards, looked up once: dns:///ps:50051
 """
-
-
-def _flag(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return names, options
-
-
-class _Command(NamedTuple):
-    """A command for running servers; ``exclusive`` ones take one of their flags at most."""
-
-    what: str
-    deadline_seconds: float
-    flags: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
-    exclusive: bool = False
 
 
 def _seconds(text: str) -> float:
@@ -96,66 +84,42 @@ def _checkpoint_name(text: str) -> str:
 
 
 _COMMANDS = {
-    "status": _Command("show versions, workers and bytes of each shard", 10.0),
-    "top": _Command(
-        "watch shards and workers; q ends it",
-        3.0,
-        (
-            _flag("--once", action="store_true", help="show one frame; the same where stdout is no terminal"),
-            _flag(
-                "--interval-seconds",
-                type=_seconds,
-                default=2.0,
-                metavar="SECONDS",
-                help="between two frames (default 2)",
-            ),
-        ),
-    ),
-    "workers": _Command("show the workers of all shards in one table", 10.0),
-    "finish": _Command("end the run: pushes are refused, the final model is written", 10.0),
-    "snapshot": _Command(
-        "take a checkpoint over all shards now",
-        300.0,
-        (_flag("--name", type=_checkpoint_name, metavar="NAME", help="keep it under this name until it is deleted"),),
-    ),
-    "checkpoints": _Command(
-        "list the checkpoints that the shards keep, or delete one that has a name",
-        30.0,
-        (_flag("--delete", type=_name, metavar="NAME", help="delete this one"),),
-    ),
-    "restore": _Command(
-        "take the shards back to a version or a checkpoint; workers follow",
-        300.0,
-        (
-            _flag("--version", type=_version, metavar="V", help="version of each shard to go back to"),
-            _flag("--checkpoint", type=_name, metavar="ID", help="checkpoint to go back to"),
-        ),
-        exclusive=True,
-    ),
-    "drain": _Command(
-        "refuse new calls at the shards, finish those under way, take a last checkpoint",
-        300.0,
-        (
-            _flag("--stop", action="store_true", help="then end the processes, as SIGTERM does"),
-            _flag("--undo", action="store_true", help="open the shards again"),
-        ),
-        exclusive=True,
-    ),
-    "evict": _Command(
-        "end a worker's lease, and perhaps keep it out for a time",
-        10.0,
-        (
-            _flag(
-                "--ban-seconds",
-                type=_seconds_or_none,
-                default=0.0,
-                metavar="N",
-                help="keep the worker out for so long (default 0: it may join again at once; also ends a ban); "
-                "at most a week",
-            ),
-        ),
-    ),
+    "status": ("show versions, workers and bytes of each shard", 10.0),
+    "top": ("watch shards and workers; q ends it", 3.0),
+    "workers": ("show the workers of all shards in one table", 10.0),
+    "finish": ("end the run: pushes are refused, the final model is written", 10.0),
+    "snapshot": ("take a checkpoint over all shards now", 300.0),
+    "checkpoints": ("list the checkpoints that the shards keep, or delete one that has a name", 30.0),
+    "restore": ("take the shards back to a version or a checkpoint; workers follow", 300.0),
+    "drain": ("refuse new calls at the shards, finish those under way, take a last checkpoint", 300.0),
+    "evict": ("end a worker's lease, and perhaps keep it out for a time", 10.0),
 }
+"""Commands for running servers: their help, and the deadline of their calls, seconds."""
+
+
+class _Flag(NamedTuple):
+    """A flag of one command; one without a placeholder is a switch."""
+
+    command: str
+    name: str
+    help: str
+    placeholder: str = ""
+    type: Callable[[str], Any] = str
+    default: Any = None
+
+
+_BAN = "keep the worker out for so long (default 0: it may join again at once; also ends a ban); at most a week"
+_FLAGS = (
+    _Flag("top", "--once", "show one frame; the same where stdout is no terminal"),
+    _Flag("top", "--interval-seconds", "between two frames (default 2)", "SECONDS", _seconds, 2.0),
+    _Flag("snapshot", "--name", "keep it under this name until it is deleted", "NAME", _checkpoint_name),
+    _Flag("checkpoints", "--delete", "delete this one", "NAME", _name),
+    _Flag("restore", "--version", "version of each shard to go back to", "V", _version),
+    _Flag("restore", "--checkpoint", "checkpoint to go back to", "ID", _name),
+    _Flag("drain", "--stop", "then end the processes, as SIGTERM does"),
+    _Flag("drain", "--undo", "open the shards again"),
+    _Flag("evict", "--ban-seconds", _BAN, "N", _seconds_or_none, 0.0),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -177,8 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"psservice {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", help="run a server (see psservice serve --help)")
-    for name, command in _COMMANDS.items():
-        _add_command(commands, name, command)
+    for name, (what, seconds) in _COMMANDS.items():
+        _add_command(commands.add_parser, name, what, seconds)
     health = commands.add_parser("health", help="ask a server's health port; exit status 0 if it serves, 1 if not")
     health.add_argument(
         "address", metavar="ADDRESS", help="HOST:PORT: its --health-listen, or its --listen without TLS"
@@ -195,15 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, command: _Command) -> None:
+def _add_command(add: Callable[..., argparse.ArgumentParser], name: str, what: str, seconds: float) -> None:
     """Add a command for running servers: its own flags, and those that all of them have."""
-    parser = commands.add_parser(
-        name,
-        help=command.what,
-        description=f"{command.what[0].upper()}{command.what[1:]}.",
-        epilog=f"{_ADDRESSES}\n{_STATUSES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description, epilog = f"{what[0].upper()}{what[1:]}.", f"{_ADDRESSES}\n{_STATUSES}"
+    form = argparse.RawDescriptionHelpFormatter
+    parser = add(name, help=what, description=description, epilog=epilog, formatter_class=form)
     if name == "evict":
         parser.add_argument("worker", type=_name, metavar="WORKER", help="its name, as psservice workers shows it")
     parser.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard")
@@ -219,12 +179,15 @@ def _add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         kind, empty = (Path, None) if metavar == "FILE" else (str, "")
         default = kind(os.environ[variable]) if os.environ.get(variable) else empty
         parser.add_argument(f"--{flag}", type=kind, default=default, metavar=metavar, help=f"{what} ({variable})")
-    seconds = command.deadline_seconds
     help_ = f"deadline of each call (default {seconds:g})"
     parser.add_argument("--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=help_)
-    group = parser.add_mutually_exclusive_group(required=name == "restore") if command.exclusive else parser
-    for names, options in command.flags:
-        group.add_argument(*names, **options)
+    is_exclusive = name in ("restore", "drain")
+    group = parser.add_mutually_exclusive_group(required=name == "restore") if is_exclusive else parser
+    for own in (each for each in _FLAGS if each.command == name):
+        takes: dict[str, Any] = {"action": "store_true"}
+        if own.placeholder:
+            takes = {"type": own.type, "metavar": own.placeholder}
+        group.add_argument(own.name, default=own.default, help=own.help, **takes)
 
 
 def _for_a_reader(command: Callable[[], int]) -> int:
@@ -244,13 +207,10 @@ def _for_a_reader(command: Callable[[], int]) -> int:
         return EXIT_NO_READER
     except OSError as error:  # a full disk; reading has errors of its own
         _drop_output()
-        print(
-            f"psservice: the output could not be written: {error}; psservice status shows what was done",
-            file=sys.stderr,
-        )
+        print(f"psservice: the output could not be written: {error}; {_SEE_STATUS}", file=sys.stderr)
         return EXIT_NOT_WRITTEN
     except KeyboardInterrupt:
-        print("psservice: interrupted; psservice status shows what was done", file=sys.stderr)
+        print(f"psservice: interrupted; {_SEE_STATUS}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -266,7 +226,7 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
     from pscore.net.channels import ChannelError, Security
     from pscore.net.discovery import DiscoveryError, find
     from pscore.variables import unknown_variables
-    from psservice.operator import checkpoints, commands, drain, render, top
+    from psservice.operator import commands, drain, render, top
     from psservice.operator.client import OperateError, ShardClients
 
     mistyped = [
@@ -284,10 +244,17 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
         os.environ.get("PSCLIENT_TOKEN", ""),
         options.token_file,
     )
-    run = {"checkpoints": checkpoints.checkpoints, "drain": drain.drain, "top": top.top}
-    run |= {each.__name__: each for each in (
-        commands.status, commands.workers, commands.finish, commands.snapshot, commands.restore, commands.evict
-    )}  # fmt: skip
+    run = {
+        "status": commands.status,
+        "top": top.top,
+        "workers": commands.workers,
+        "finish": commands.finish,
+        "snapshot": commands.snapshot,
+        "checkpoints": commands.checkpoints,
+        "restore": commands.restore,
+        "drain": drain.drain,
+        "evict": commands.evict,
+    }
     try:
         addresses, security = find(",".join(options.addresses), security, options.timeout)
         with ShardClients(addresses, options.timeout, security) as clients:
@@ -308,8 +275,7 @@ def _health(options: argparse.Namespace) -> int:
     try:
         health.check(options.address, options.timeout)
     except health.UnhealthyError as error:
-        print(f"psservice health: {escaped(str(error))}", file=sys.stderr)
-        return EXIT_UNABLE
+        return _failed("health", error)
     print(f"{options.address}: serving")
     return EXIT_DONE
 
@@ -321,14 +287,13 @@ def _replay(options: argparse.Namespace) -> int:
     try:
         export.replay(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
     except StorageError as error:
-        print(f"psservice replay: {escaped(str(error))}", file=sys.stderr)
-        return EXIT_UNABLE
+        return _failed("replay", error)
     return EXIT_DONE
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    # Until Server.run heeds it: the first process of a container ignores a signal without a handler, and would be
-    # killed at the end of its grace period. What was opened is closed on the way out.
+    # Until Server.run handles SIGTERM: the first process of a container ignores a signal without a handler, and would
+    # be killed at the end of its grace period.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_DONE))
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
 
@@ -341,8 +306,7 @@ def _serve(arguments: Sequence[str]) -> int:
     try:
         loaded = settings.load(arguments)
     except settings.SettingsError as error:
-        print(f"psservice serve: {escaped(str(error))}", file=sys.stderr)
-        return EXIT_USAGE
+        return _failed("serve", error, EXIT_USAGE)
     logging.configure(loaded.log_level, loaded.log_format)
 
     from pscore.model.modelfile import ModelFileError
@@ -354,9 +318,12 @@ def _serve(arguments: Sequence[str]) -> int:
     try:
         Server(loaded).run()
     except (StartError, ModelFileError) as error:
-        print(f"psservice serve: {escaped(str(error))}", file=sys.stderr)
-        return EXIT_UNABLE
+        return _failed("serve", error)
     except ShardFailedError as error:
-        print(f"psservice serve: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return _failed("serve", error, EXIT_FAILED)
     return EXIT_DONE
+
+
+def _failed(command: str, error: Exception, status: int = EXIT_UNABLE) -> int:
+    print(f"psservice {command}: {escaped(str(error))}", file=sys.stderr)
+    return status

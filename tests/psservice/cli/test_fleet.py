@@ -7,7 +7,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.operator.client import OperateError, Outcome, exit_status
 from psservice.operator.fleet import Fleet, disagreement, saved_share
 from psservice.operator.render import new_console
-from psservice.operator.top_view import frame, frame_plain
+from psservice.operator.top import frame, frame_plain
 
 NO_ANSWER = OperateError("b: UNAVAILABLE")
 REFUSED = OperateError("b: NOT_FOUND", refused=True, reason=ErrorCode.NO_SUCH_WORKER)
