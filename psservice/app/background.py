@@ -18,7 +18,6 @@ class Background:
     """A thread that starts at once; ``size`` returns the number of elements of the model, 0 until a worker joins."""
 
     def __init__(self, size: Callable[[], int]) -> None:
-        """Start the thread."""
         self._size = size
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="background", daemon=True)

@@ -26,7 +26,6 @@ class WebServer:
     """
 
     def __init__(self, host: str, port: int, application: WSGIApplication) -> None:
-        """Bind, and start the thread."""
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         kind = type("_Server", (_Server,), {"address_family": family})
         self._server: _Server = kind(address[:2], _Request)

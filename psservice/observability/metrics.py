@@ -43,7 +43,6 @@ class ReadMetric(Collector):
         registry: CollectorRegistry,
         labels: tuple[str, ...] = (),
     ) -> None:
-        """Register."""
         self._family, self.labels = family, labels
         self._read: Callable[[], Any] = lambda: value
         registry.register(self)
@@ -67,7 +66,6 @@ class Metrics:
     """All metrics of a shard; their names begin with ``psservice_``."""
 
     def __init__(self) -> None:
-        """Create every metric at zero."""
         self.registry = CollectorRegistry()
         self._declare_work()
         self._declare_fleet()

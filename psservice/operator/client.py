@@ -41,7 +41,6 @@ class OperateError(Exception):
     """
 
     def __init__(self, message: str, *, refused: bool = False, reason: ErrorCode | None = None) -> None:
-        """Keep the cause."""
         super().__init__(message)
         self.refused, self.reason = refused, reason
 
@@ -56,16 +55,13 @@ class Outcome:
 
 
 class ShardClients:
-    """Channels to shards. Use as a context.
+    """Channels to shards at these ``HOST:PORT``, with a deadline for each call. Use as a context.
 
-    Args:
-        addresses: each shard's ``HOST:PORT``.
-        timeout_seconds: deadline of each call.
-        security: TLS and token.
+    Raises:
+        OperateError: a channel cannot be secured as asked.
     """
 
     def __init__(self, addresses: Sequence[str], timeout_seconds: float, security: Security) -> None:
-        """Open the channels without connecting; raises :class:`OperateError` where one cannot be secured as asked."""
         self.addresses, self.timeout_seconds = tuple(addresses), timeout_seconds
         self._channels: dict[str, grpc.Channel] = {}
         for address in self.addresses:
@@ -77,11 +73,9 @@ class ShardClients:
         self._threads = ThreadPoolExecutor(min(_MOST_THREADS, len(self.addresses)), thread_name_prefix="shard")
 
     def __enter__(self) -> "ShardClients":
-        """Return the clients."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the channels."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for channel in self._channels.values():
             channel.close()

@@ -29,22 +29,22 @@ class MixedShardsError(Exception):
 
 def status(clients: ShardClients, options: Namespace) -> int:
     """Print version, parameters, device, workers, staleness and bytes of each shard."""
-    fleet = read_fleet(clients)
-    if options.json:
-        _print_json(fleet.shards)
-    else:
-        render.print_statuses(fleet)
-    render.say_errors(fleet.shards)
-    return exit_status(fleet.shards)
+    return _show(clients, options, lambda fleet: _plain(fleet.shards), render.print_statuses)
 
 
 def workers(clients: ShardClients, options: Namespace) -> int:
     """Print the workers of all shards as one table."""
+    return _show(clients, options, render.workers_plain, render.print_workers)
+
+
+def _show(
+    clients: ShardClients, options: Namespace, plain: Callable[[Fleet], object], show: Callable[[Fleet], None]
+) -> int:
     fleet = read_fleet(clients)
     if options.json:
-        print(json.dumps(render.workers_plain(fleet), indent=2))
+        print(json.dumps(plain(fleet), indent=2))
     elif fleet.reached:
-        render.print_workers(fleet)
+        show(fleet)
     render.say_errors(fleet.shards)
     return exit_status(fleet.shards)
 
@@ -118,8 +118,8 @@ def checkpoints(clients: ShardClients, options: Namespace) -> int:
             by_name[name][index] = checkpoint
     rows = sorted(by_name.values(), key=_created)
     if options.json:
-        failed = [render.outcome_plain(each) for each in outcomes if each.error is not None]
-        print(json.dumps({"checkpoints": [_plain(row) for row in rows], "failed": failed}, indent=2))
+        failed = _plain([each for each in outcomes if each.error is not None])
+        print(json.dumps({"checkpoints": [_checkpoint_plain(row) for row in rows], "failed": failed}, indent=2))
     elif rows:
         columns = (
             render.Column("checkpoint", lambda row: render.cell(_one(row).checkpoint or "(of one shard alone)"), True),
@@ -191,7 +191,7 @@ def _nothing_done(fleet: Fleet, what: str, options: Namespace) -> int:
     """Report shards without an answer, without which nothing is done."""
     outcomes = [shard for shard in fleet.shards if shard.error is not None]
     if options.json:
-        _print_json(outcomes)
+        print(json.dumps(_plain(outcomes), indent=2))
     render.say_errors(outcomes)
     render.say(f"{what}: it takes all {len(fleet.shards)} shards", failed=True)
     return exit_status(outcomes)
@@ -211,7 +211,7 @@ def report(
     strange = [each for each in outcomes if each.error is not None and each.error.reason in unknown]
     counted = [each for each in outcomes if each not in strange] or outcomes
     if options.json:
-        _print_json(outcomes)
+        print(json.dumps(_plain(outcomes), indent=2))
     else:
         for each in counted:
             if each.error is None:
@@ -223,8 +223,8 @@ def report(
     return exit_status(counted)
 
 
-def _print_json(outcomes: Sequence[Outcome]) -> None:
-    print(json.dumps([render.outcome_plain(each) for each in outcomes], indent=2))
+def _plain(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    return [render.outcome_plain(each) for each in outcomes]
 
 
 def _one(row: _ByShard) -> pb.CheckpointStatus:
@@ -244,7 +244,7 @@ def _missing(indices: set[int], row: _ByShard) -> Text:
     return render.missing_cell(sorted(indices - {*row}) if _one(row).checkpoint else ())
 
 
-def _plain(row: _ByShard) -> dict[str, object]:
+def _checkpoint_plain(row: _ByShard) -> dict[str, object]:
     return {
         "checkpoint": _one(row).checkpoint,
         "named": _one(row).named,

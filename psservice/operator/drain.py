@@ -58,7 +58,6 @@ class _Drained:
 
     @property
     def error(self) -> OperateError | None:
-        """The first error."""
         return next((each.error for each in (self.closed, self.snapshot, self.stopped) if each and each.error), None)
 
     @property
@@ -75,7 +74,6 @@ class _Drained:
         return self.is_pending or runs_on
 
     def plain(self) -> dict[str, Any]:
-        """Return the values of ``--json``."""
         values = render.outcome_plain(self.closed)
         values["drained"] = self.closed.error is None and not self.is_pending
         values["snapshot"] = render.outcome_plain(self.snapshot) if self.snapshot is not None else None
@@ -85,7 +83,6 @@ class _Drained:
         return values
 
     def words(self) -> str:
-        """Return a line for people."""
         address, answer = self.closed.address, self.closed.answer
         if self.closed.error is not None:
             return str(self.closed.error)

@@ -98,7 +98,6 @@ class TokenFile:
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Read the file."""
         warn_of_readers(path)
         self._clock, self._checked = clock, clock()
         self._file = _Watched("tokens", (path,), lambda: read_tokens(path))
@@ -160,7 +159,6 @@ class Authenticator:
     """Admits callers by their tokens, or everybody where there is no token file."""
 
     def __init__(self, tokens: TokenFile | None) -> None:
-        """Use these tokens."""
         self._tokens = tokens
 
     def server_keys(self) -> list[bytes] | None:
@@ -202,7 +200,6 @@ class CertificateFiles:
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
-        """Read the files."""
         warn_of_readers(key)
         paths = tuple(path for path in (cert, key, client_ca) if path is not None)
         self._files = _Watched("certificates", paths, lambda: _read_certificates(paths))

@@ -94,7 +94,6 @@ class Door:
         metrics: Metrics,
         counted: Callable[[], Any],
     ) -> None:
-        """Make the pools; their threads begin with the first calls."""
         self._gate, self._settings, self._metrics, self._counted = gate, settings, metrics, counted
         self._pools = {
             lane: ThreadPoolExecutor(_LANE_THREADS.get(lane, settings.rpc_threads), f"rpc-{lane.value}")

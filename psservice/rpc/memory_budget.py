@@ -43,7 +43,6 @@ class MemoryBudget:
     """The calls in flight and what they occupy, at most ``most`` bytes. Thread-safe."""
 
     def __init__(self, most: int) -> None:
-        """Begin without calls."""
         self.most = most
         self.lock = threading.Lock()
         self.bytes = 0
@@ -59,19 +58,16 @@ class Reservation:
     """What one call occupies, until the end of the context."""
 
     def __init__(self, budget: MemoryBudget, largest: float, most_of_worker: float) -> None:
-        """Begin with nothing."""
         self._budget, self._largest, self._most_of_worker = budget, largest, most_of_worker
         self._worker: str | None = None
         self.bytes = 0
 
     def __enter__(self) -> "Reservation":
-        """Begin the call, as the newest in the order of calls."""
         with self._budget.lock:
             self._budget.calls[self] = None
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release everything."""
         budget = self._budget
         self.clear()
         with budget.lock:

@@ -22,7 +22,6 @@ class OperatorCalls:
     def __init__(
         self, engine: Engine, report: StatusReport, on_drain: Callable[[], None], stop: Callable[[], None]
     ) -> None:
-        """Serve this shard."""
         self._engine, self._report, self._on_drain, self._stop = engine, report, on_drain, stop
 
     def get_status(self, call: Call, request: pb.GetStatusRequest) -> pb.GetStatusResponse:

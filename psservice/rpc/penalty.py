@@ -20,7 +20,6 @@ class Penalty:
     """Faults by host. Not thread-safe. ``clock`` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin without hosts."""
         self._clock = clock
         self._paid_until: OrderedDict[str, float] = OrderedDict()
 

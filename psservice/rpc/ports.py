@@ -69,7 +69,6 @@ class EventLoop:
     """An event loop in a thread of its own, which begins at once."""
 
     def __init__(self) -> None:
-        """Start the thread."""
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="door", daemon=True)
         self._thread.start()

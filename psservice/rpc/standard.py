@@ -38,7 +38,6 @@ class Health:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin without states."""
         self._loop = loop
         self._servicer = health.aio.HealthServicer()
 

@@ -27,7 +27,6 @@ class StatusReport:
     """Reports on a shard; the uptime counts from here."""
 
     def __init__(self, engine: Engine) -> None:
-        """Report on this shard."""
         self._engine = engine
         self._started = time.monotonic()
 

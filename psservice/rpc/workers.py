@@ -50,7 +50,6 @@ class WorkerCalls:
     """The calls of workers over one shard; each method serves the call that it is named after."""
 
     def __init__(self, engine: Engine) -> None:
-        """Begin with nothing in flight."""
         self._engine, self._settings, self._metrics = engine, engine.settings, engine.metrics
         self._layouts = JoinLayouts(engine)
         self._inflight = MemoryBudget(self._settings.inflight_bytes)

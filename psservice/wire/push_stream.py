@@ -71,7 +71,6 @@ class PushReader:
         return cls([Span(group.start, group.start + group.length) for group in header.plan], span, clock)
 
     def __init__(self, plan: list[Span], span: Span, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        """Check the plan."""
         for group in plan:
             if not (span.start <= group.start and group.end <= span.end):
                 raise Rejected(
