@@ -46,7 +46,8 @@ def _malloc_trim() -> Callable[[], object] | None:
     """Return a call that returns free memory to the system; ``None`` where the C library has none (musl).
 
     glibc keeps freed memory in an arena of every thread that answers calls. Without this call a server's resident set
-    would grow with the number of workers.
+    would grow with the number of workers. A fixed ``M_MMAP_THRESHOLD`` of 128 KiB returns the memory too, but 16
+    threads that allocated tensors of 2 to 800 KB then took 1.7 to 2.2 times the CPU time.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim

@@ -137,27 +137,22 @@ class Door:
     # One call
 
     def _method(self, rpc: str, handler: Handler) -> Callable[..., Any]:
-        is_stream = SERVICE.methods_by_name[rpc].client_streaming
-
-        async def serve(opened: _OpenCall) -> None:
-            answers = await (self._read_stream if is_stream else self._read_one)(opened, handler)
-            await self._answer(opened, answers)
-
         async def method(_: Any, context: Any) -> None:
             try:
-                await self._guarded(rpc, context, serve)
+                await self._serve(rpc, handler, context)
             except grpc.aio.InternalError:  # the client has gone, or has not read what was sent
                 raise asyncio.CancelledError from None
 
         return method
 
-    async def _guarded(self, rpc: str, context: Any, serve: Callable[[_OpenCall], Awaitable[None]]) -> None:
+    async def _serve(self, rpc: str, handler: Handler, context: Any) -> None:
         """Serve a call; end one that fails with its status, later where its caller makes many of them."""
         opened: _OpenCall | None = None
         wait = 0.0
         try:
             async with self._admitted(rpc, context) as opened:
-                await serve(opened)
+                read = self._read_stream if SERVICE.methods_by_name[rpc].client_streaming else self._read_one
+                await self._answer(opened, await read(opened, handler))
             return
         except Rejected as refusal:
             if is_fault(refusal):
