@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from pscore.wire.errors import ErrorCode
+from psservice.cluster.leases import PushAnswer
 
 _STALENESS_BUCKETS = (0, *(1 << power for power in range(17)))  # to 65,536: SparsepsStalenessHigh asks for 32,768
 _SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -220,7 +221,7 @@ class Metrics:
         self.unsaved_since_unix_seconds.set(0.0 if saved else max(unix_seconds, self._started_unix_seconds))
         self._is_saved = saved
 
-    def observe_push(self, version: int, *, staleness: int, scale: float, seconds: float) -> None:
+    def observe_push(self, answer: PushAnswer, version: int) -> None:
         """Count a push that was applied; ``version`` is the shard's now."""
         self.pushes.inc()
         self.last_push_unix_seconds.set(time.time())
@@ -228,9 +229,9 @@ class Metrics:
             self._is_saved = False
             self.unsaved_since_unix_seconds.set_to_current_time()
         self.version.set(version)
-        self.applied_scale.observe(scale)
-        self.staleness.observe(staleness)
-        self.apply_seconds.observe(seconds)
+        self.applied_scale.observe(answer.applied_scale)
+        self.staleness.observe(answer.staleness)
+        self.apply_seconds.observe(answer.apply_nanoseconds / 1e9)
 
     def observe_pull(self, mode: str, density: float) -> None:
         """Count a pull that was answered."""

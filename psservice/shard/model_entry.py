@@ -13,7 +13,6 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation
 from psservice.cluster.leases import Identity
 from psservice.cluster.upload_grant import UploadTurn
-from psservice.limits import MOST_FIRST_VERSION
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.model.wagma.replicas import make_shard
@@ -25,6 +24,9 @@ from psservice.shard.types import Loaded
 from psservice.shard.upload import Upload
 
 log = logging.getLogger(__name__)
+
+MOST_FIRST_VERSION = 1 << 52
+"""Highest version at which the count of an uploaded model begins: pushes then never reach the bound of versions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,8 +299,7 @@ class Engine(ShardState):
             member.last_step, member.staleness = push.step, staleness
             self.membership.tick(member)
             member.samples = added(member.samples, push.samples)
-            seconds = answer.apply_nanoseconds / 1e9
-            self.metrics.observe_push(model.version, staleness=staleness, scale=answer.applied_scale, seconds=seconds)
+            self.metrics.observe_push(answer, model.version)
             over = self.run.count(model.version, push.samples)
             self._rounds.close_if_due(model, self.regime.rounds)
             self._groups.freeze_due(model)

@@ -8,10 +8,10 @@ import torch
 
 from pscore.model.layout import ModelLayout, Span
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.app.serving_clock import ServingClock
 from psservice.cluster.drain_gate import DrainGate
 from psservice.cluster.leases import Identity, Member, Membership
 from psservice.cluster.run import Run
-from psservice.cluster.serving_clock import ServingClock
 from psservice.model.buffers import BufferAverage
 from psservice.model.image_budget import ImageBudget
 from psservice.model.parameters import ModelShard
