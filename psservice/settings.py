@@ -19,20 +19,21 @@ from psservice.policy.staleness import StalenessScaling
 
 ENVIRONMENT_PREFIX = "PSSERVICE_"
 
-
+# The placeholder of a flag's value in --help, by the end of the flag's name, or else by the type of the setting.
 _UNITS = {"listen": "HOST:PORT", "-seconds": "SECONDS", "-bytes": "BYTES", "--device": "DEVICE"}
-"""What a flag takes, by the end of its name."""
-
 _KINDS = {"str": "NAME", "int": "N", "float": "NUMBER", "Path": "FILE"}
-"""What any other flag takes, by the type of its setting."""
 
 
 class SettingsError(ValueError):
     """A setting is unknown or out of range; the message names it."""
 
 
+def _setting(default: Any, description: str, **bounds: Any) -> Any:
+    return Field(default, description=description, **bounds)
+
+
 class ServerSettings(LayeredSettings):
-    """Run a server. Each setting is also PSSERVICE_NAME in the environment and a key of the YAML file."""
+    """Run a server. Each setting is also PSSERVICE_<SETTING> in the environment and a key of the YAML file."""
 
     failure = SettingsError
 
@@ -40,175 +41,160 @@ class ServerSettings(LayeredSettings):
         env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
     )
 
-    listen: str = Field(
-        "127.0.0.1:50051", description="HOST:PORT for workers; port 0 picks a free one from 20000 to 29999"
+    listen: str = _setting("127.0.0.1:50051", "HOST:PORT for workers; port 0 picks a free one from 20000 to 29999")
+    health_listen: str = _setting(
+        "127.0.0.1:0", "HOST:PORT of the plaintext gRPC health service; port 0 as above, see the log; empty for none"
     )
-    health_listen: str = Field(
-        "127.0.0.1:0",
-        description="HOST:PORT of the plaintext gRPC health service; port 0 likewise, as logged; empty for none",
+    metrics_listen: str = _setting(
+        "127.0.0.1:0", "HOST:PORT of the Prometheus metrics and the status page; port 0 as above; empty for none"
     )
-    metrics_listen: str = Field(
-        "127.0.0.1:0",
-        description="HOST:PORT of the Prometheus metrics and the status page; port 0 likewise; empty for none",
+    tls_cert: Path | None = _setting(None, "the server's certificate chain (PEM); turns on TLS for workers")
+    tls_key: Path | None = _setting(None, "key (PEM) of that certificate")
+    tls_client_ca: Path | None = _setting(
+        None, "CA (PEM) of the clients' certificates; refuses callers without one (mutual TLS)"
     )
-    tls_cert: Path | None = Field(None, description="the server's certificate chain (PEM); turns on TLS for workers")
-    tls_key: Path | None = Field(None, description="its key (PEM)")
-    tls_client_ca: Path | None = Field(
-        None, description="CA (PEM) of the clients' certificates; turns callers without one away (mutual TLS)"
+    tokens: Path | None = _setting(
+        None, "file of bearer tokens, ROLE TOKEN [WORKER] a line; refuses callers without one"
     )
-    tokens: Path | None = Field(
-        None, description="file of bearer tokens, ROLE TOKEN [WORKER] a line; turns callers without one away"
-    )
-    insecure: bool = Field(False, description="allow unauthenticated callers from beyond loopback, also in plaintext")
-    reflection: Literal["auto", "on", "off"] = Field(
-        "auto", description="gRPC reflection; auto is on for a loopback address only"
+    insecure: bool = _setting(False, "allow unauthenticated callers from beyond loopback, also in plaintext")
+    reflection: Literal["auto", "on", "off"] = _setting(
+        "auto", "gRPC reflection; auto is on for a loopback address only"
     )
 
-    device: str = Field("auto", description="where the parameters live: auto, cpu, cuda or cuda:N")
-    shard_index: int = Field(0, ge=0, description="which shard this is; 0 coordinates")
-    num_shards: int = Field(1, ge=1, description="how many shards the model is cut into")
-    init: Path | None = Field(
+    device: str = _setting("auto", "device of the parameters: auto, cpu, cuda or cuda:N")
+    shard_index: int = _setting(0, "index of this shard; shard 0 coordinates", ge=0)
+    num_shards: int = _setting(1, "number of shards of the model", ge=1)
+    init: Path | None = _setting(
         None,
-        description="what to start from instead of the first worker's upload: a safetensors file, or the data "
+        "model to start from instead of the first worker's upload: a safetensors file, or the data "
         "directory of a run with any number of shards",
     )
-    init_checkpoint: str = Field("", description="which checkpoint of that directory; empty for its last version")
+    init_checkpoint: str = _setting("", "checkpoint of that directory; empty for its last version")
 
-    run_id: str = Field("", max_length=LONGEST_NAME, description="name of the run; empty draws a random one")
-    down_mode: Literal["auto", "exact", "topk"] = Field(
-        "auto", description="how pulls are answered; auto is exact while what changed is sparse, top-k beyond that"
+    run_id: str = _setting("", "name of the run; empty for a random one", max_length=LONGEST_NAME)
+    down_mode: Literal["auto", "exact", "topk"] = _setting(
+        "auto", "kind of replies to pulls; auto is exact while few elements have changed, and top-k beyond that"
     )
-    down_selector: str = Field(
-        DEFAULT_SELECTOR, description="how the entries of a top-k reply are selected: " + ", ".join(SELECTORS)
+    down_selector: str = _setting(DEFAULT_SELECTOR, "selector of the entries of a top-k reply: " + ", ".join(SELECTORS))
+    down_value_type: str = _setting("fp32", "type of the values in a top-k reply: " + ", ".join(VALUE_CODECS))
+    down_density: float = _setting(0.01, "density of a top-k reply", gt=0, le=1)
+    down_dense_below: int = _setting(
+        DEFAULT_DENSE_BELOW, "tensors with fewer elements are whole in a top-k reply", ge=0
     )
-    down_value_type: str = Field(
-        "fp32", description="how the values of a top-k reply travel: " + ", ".join(VALUE_CODECS)
+    exact_limit: float = _setting(0.10, "share of changed elements above which auto leaves exact replies", gt=0, le=1)
+    buffers: Literal["sync", "local", "none"] = _setting(
+        "sync", "BatchNorm statistics: averaged and adopted, averaged but kept local, or never sent"
     )
-    down_density: float = Field(0.01, gt=0, le=1, description="density of a top-k reply")
-    down_dense_below: int = Field(
-        DEFAULT_DENSE_BELOW, ge=0, description="tensors with fewer elements are sent whole in a top-k reply"
-    )
-    exact_limit: float = Field(0.10, gt=0, le=1, description="density of change above which auto leaves exact replies")
-    buffers: Literal["sync", "local", "none"] = Field(
-        "sync", description="BatchNorm statistics: averaged and adopted, averaged but kept local, or never sent"
-    )
-    buffer_period_steps: int = Field(20, ge=1, description="steps of a worker between two exchanges of buffers")
-    end_versions: int = Field(0, ge=0, description="end the run at this version of shard 0; 0 for no such end")
-    end_samples: int = Field(0, ge=0, description="end the run after this many samples; 0 for no such end")
-    final_model: Path | None = Field(None, description="safetensors file to write when the run ends")
+    buffer_period_steps: int = _setting(20, "steps of a worker between two exchanges of buffers", ge=1)
+    end_versions: int = _setting(0, "end the run at this version of shard 0; 0 for no such end", ge=0)
+    end_samples: int = _setting(0, "end the run after this many samples; 0 for no such end", ge=0)
+    final_model: Path | None = _setting(None, "safetensors file to write when the run ends")
 
-    data_dir: Path | None = Field(
-        None, description="directory that survives the server: a shard keeps its snapshots and its journal there"
+    data_dir: Path | None = _setting(
+        None, "directory of a shard's snapshots and journal, which must survive the server"
     )
-    durability: Literal["journal", "snapshot", "none"] = Field(
+    durability: Literal["journal", "snapshot", "none"] = _setting(
         "journal",
-        description="what the data directory keeps: every push before it is acknowledged, snapshots alone, nothing",
+        "journal writes every push to the data directory before the acknowledgement, and takes snapshots; "
+        "snapshot takes snapshots only; none writes nothing",
     )
-    fsync: Literal["always", "interval", "never"] = Field(
+    fsync: Literal["always", "interval", "never"] = _setting(
         "interval",
-        description="when the journal is forced to the disk: before each answer, every so often, or when the system "
-        "likes; the death of the process loses nothing in any of them, a power cut nothing with always",
+        "when the operating system must write the journal to the disk: before each acknowledgement, "
+        "periodically, or at its own time; a killed server loses no push with any of them, a power failure loses none "
+        "with always",
     )
-    fsync_interval_seconds: float = Field(1.0, gt=0, description="between two of these, with --fsync interval")
-    snapshot_seconds: float = Field(300.0, gt=0, description="between two snapshots")
-    journal_bytes: int = Field(
-        1 << 30, ge=1 << 20, description="journal behind the newest snapshot from which another is taken at once"
+    fsync_interval_seconds: float = _setting(1.0, "period of --fsync interval", gt=0)
+    snapshot_seconds: float = _setting(300.0, "time between two snapshots", gt=0)
+    journal_bytes: int = _setting(
+        1 << 30, "take a snapshot early when the journal since the last one has reached this size", ge=1 << 20
     )
-    keep_snapshots: int = Field(3, ge=1, description="snapshots kept, and with them the journal behind the oldest")
-    recover: Literal["strict", "last-good"] = Field(
+    keep_snapshots: int = _setting(
+        3, "number of snapshots to keep; the journal is kept from the oldest of them on", ge=1
+    )
+    recover: Literal["strict", "last-good"] = _setting(
         "strict",
-        description="where something that was acknowledged is damaged or gone: refuse to start, or go back to the "
-        "version before it and begin a new history",
+        "if acknowledged data is damaged or missing: strict refuses to start, last-good returns to the "
+        "last version before the damage and starts a new generation",
     )
 
-    max_staleness: int = Field(
-        0, ge=0, description="refuse a push staler than this; its payload goes back into the residual; 0 for no cut-off"
+    max_staleness: int = _setting(
+        0, "refuse a push with a greater staleness (the worker returns it to its residual); 0 for no limit", ge=0
     )
-    ssp_bound: int = Field(
-        0,
-        ge=0,
-        description="pushes that a worker may be ahead of the slowest live one; 0 for no bound",
+    ssp_bound: int = _setting(0, "pushes that a worker may be ahead of the slowest live one; 0 for no bound", ge=0)
+    staleness_step: Literal["fixed", "adaptive"] = _setting(
+        "fixed", "adaptive multiplies a push by (W - 1) / staleness, for W live workers and a staleness above W - 1"
     )
-    staleness_step: Literal["fixed", "adaptive"] = Field(
-        "fixed", description="whether a push that is staler than workers make it is scaled down: (W - 1) / staleness"
+    rescale_speed: bool = _setting(
+        False, "multiply each push by its worker's time between pushes over the mean: fast workers count less"
     )
-    rescale_speed: bool = Field(
-        False, description="scale each push by its worker's time between pushes over the mean: fast ones count less"
-    )
-    delay_compensation: float = Field(
+    delay_compensation: float = _setting(
         0.0,
+        "lambda of DC-ASGD, 0.04 in the paper: corrects stale pushes to first order; 0 for none",
         ge=0,
         allow_inf_nan=False,
-        description="lambda of DC-ASGD, 0.04 in the paper: corrects stale pushes to first order; 0 for none",
     )
-    max_update_norm: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="refuse a push whose L2 norm on this shard is above it; 0 for no cap",
+    max_update_norm: float = _setting(
+        0.0, "refuse a push with a greater L2 norm on this shard; 0 for no limit", ge=0, allow_inf_nan=False
     )
 
-    lease_seconds: float = Field(15.0, ge=0.5, description="life of a worker's lease without renewal")
-    chunk_bytes: int = Field(
-        DEFAULT_CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES, description="largest payload of a message"
+    lease_seconds: float = _setting(15.0, "time after which a worker's lease ends without renewal", ge=0.5)
+    chunk_bytes: int = _setting(
+        DEFAULT_CHUNK_BYTES, "largest payload of a message", ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES
     )
-    ledger_multiple: float = Field(
-        1.0, gt=0, description="changed entries remembered for exact replies, as a multiple of the shard's elements"
+    ledger_multiple: float = _setting(
+        1.0, "changed entries to remember for exact replies, as a multiple of the shard's elements", gt=0
     )
-    apply_queue_limit: int = Field(256, ge=1, description="commits that may wait for the writer before BUSY")
-    image_bytes: int = Field(
-        4 << 30, ge=0, description="what images of workers for top-k replies may occupy; beyond it replies are exact"
+    apply_queue_limit: int = _setting(256, "pushes that may wait to be applied; more are refused with BUSY", ge=1)
+    image_bytes: int = _setting(
+        4 << 30, "memory for images of workers' replicas (top-k replies); replies are exact beyond that", ge=0
     )
-    stream_bytes: int = Field(
-        0, ge=0, description="what one push or upload may occupy here; 0 for more than any valid one of the shard does"
+    stream_bytes: int = _setting(
+        0, "memory that one push or upload may use; 0 for enough for any valid one of the shard", ge=0
     )
-    worker_bytes: int = Field(
-        0, ge=0, description="what all calls of a worker may occupy before BUSY; 0 for twice what one stream may"
+    worker_bytes: int = _setting(
+        0, "memory that all calls of one worker may use, BUSY beyond that; 0 for twice that of a stream", ge=0
     )
-    inflight_bytes: int = Field(
-        1 << 30, ge=1, description="what all calls may occupy before BUSY; the oldest always gets through"
+    inflight_bytes: int = _setting(
+        1 << 30, "memory that all calls may use, BUSY beyond that; the oldest call is always served", ge=1
     )
-    stream_idle_seconds: float = Field(
-        60.0, gt=0, description="cancel a call whose client sends nothing that is due, or does not read, for so long"
+    stream_idle_seconds: float = _setting(
+        60.0, "cancel a call after waiting so long for its client to send or to read", gt=0
     )
-    stream_seconds: float = Field(3600.0, gt=0, description="cancel a call that waits for its client after this time")
-    rpc_threads: int = Field(
-        64,
-        ge=4,
-        description="threads that work on pushes, pulls and models; a call that waits for its client holds none",
+    stream_seconds: float = _setting(3600.0, "cancel a call that waits for its client so long after its begin", gt=0)
+    rpc_threads: int = _setting(
+        64, "threads for pushes, pulls and models; a call that waits for its client needs none", ge=4
     )
-    compute_threads: int = Field(0, ge=0, description="CPU threads of a tensor operation; 0 leaves torch's default")
-    drain_seconds: float = Field(
-        20.0,
-        ge=0,
-        description="time after SIGTERM for calls that the server is at; one that waits for its client has 2 seconds",
+    compute_threads: int = _setting(0, "CPU threads of a tensor operation; 0 for torch's default", ge=0)
+    drain_seconds: float = _setting(
+        20.0, "time after SIGTERM to finish calls; a call that waits for its client has 2 seconds", ge=0
     )
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe message logged")
-    log_format: Literal["auto", "json", "text"] = Field(
-        "auto", description="form of a log line; auto is text on a terminal, JSON elsewhere"
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severe message logged")
+    log_format: Literal["auto", "json", "text"] = _setting(
+        "auto", "form of a log line; auto is text on a terminal, JSON elsewhere"
     )
-    tracing: bool = Field(
-        False, description="go on with the traces of workers, by OpenTelemetry (needs the extra sparseps[tracing])"
+    tracing: bool = _setting(
+        False, "continue the traces of workers, by OpenTelemetry (needs the extra sparseps[tracing])"
     )
-    ready_fd: int | None = Field(
-        None, ge=0, description="file descriptor to which one line of JSON with the bound addresses is written"
+    ready_fd: int | None = _setting(
+        None, "file descriptor that receives one line of JSON with the bound addresses", ge=0
     )
-    parent_pid: int | None = Field(None, ge=1, description="stop when this process is no longer the parent")
+    parent_pid: int | None = _setting(None, "stop when this process is no longer the parent", ge=1)
 
     @staticmethod
     def explicit(name: str) -> str:
-        """Write a setting's name as a flag."""
+        """Return a setting's name as a flag."""
         return f"--{name.replace('_', '-')}"
 
     @property
     def shard(self) -> ShardSettings:
-        """What a shard keeps beside its parameters."""
+        """The change log and the correction of stale pushes."""
         return ShardSettings(self.ledger_multiple, self.delay_compensation)
 
     @property
     def scaling(self) -> StalenessScaling:
-        """How pushes are scaled."""
+        """The scaling of pushes."""
         return StalenessScaling(self.staleness_step == "adaptive", self.rescale_speed)
 
     @model_validator(mode="after")
@@ -238,7 +224,7 @@ class ServerSettings(LayeredSettings):
         return self
 
     def _check_open_address(self, address: str) -> None:
-        """Check that an address beyond loopback is guarded."""
+        """Require security of an address beyond loopback."""
         if self.tokens and not self.tls_cert:
             raise ValueError(
                 f"--tokens would travel to {address} in plaintext; give --tls-cert and --tls-key, or bind 127.0.0.1"
@@ -276,7 +262,7 @@ def load(arguments: Sequence[str]) -> ServerSettings:
 
 
 def _add_argument(parser: argparse.ArgumentParser, *flags: str, **options: Any) -> argparse.Action:
-    """Add a flag that ``--help`` shows with what it takes, not with the name of a Python type."""
+    """Add a flag, with a placeholder of its value instead of the name of a Python type in ``--help``."""
     kind = options.get("metavar")
     if kind in _KINDS:
         options["metavar"] = next((unit for end, unit in _UNITS.items() if flags[0].endswith(end)), _KINDS[kind])
@@ -286,5 +272,5 @@ def _add_argument(parser: argparse.ArgumentParser, *flags: str, **options: Any) 
 
 
 def shown(settings: ServerSettings) -> dict[str, Any]:
-    """Return the settings that are not at their defaults as plain values, as they are printed at start."""
+    """Return the settings that differ from their defaults as plain values, for the log."""
     return settings.model_dump(mode="json", exclude_defaults=True)

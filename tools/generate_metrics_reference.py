@@ -9,7 +9,7 @@ from pathlib import Path
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
-from psservice.observability.metrics import Metrics, ReadInfo
+from psservice.observability.metrics import Metrics, ReadMetric
 from tools.generated import keep
 
 TARGET = Path(__file__).parent.parent / "docs" / "metrics.md"
@@ -44,7 +44,7 @@ def declared_labels(metrics: Metrics) -> dict[str, tuple[str, ...]]:
     for declared in vars(metrics).values():
         if isinstance(declared, Counter | Gauge | Histogram):
             found[declared._name] = tuple(declared._labelnames)
-        elif isinstance(declared, ReadInfo):
+        elif isinstance(declared, ReadMetric):
             found[next(iter(declared.collect())).name] = declared.labels
     return found
 

@@ -16,10 +16,10 @@ from psservice.cluster.leases import Identity, PushAnswer
 from psservice.model.parameters import ModelShard
 from psservice.model.reply_session import Reply, ReplyMode
 from psservice.observability.metrics import Metrics
-from psservice.rpc.push_stream import PushReader, read_all, read_push
 from psservice.settings import ServerSettings
 from psservice.shard.shard import Engine
 from psservice.shard.types import Push
+from psservice.wire.push_stream import PushReader, read_all, read_push
 
 _LEASE_SECONDS = 3600.0
 

@@ -28,7 +28,7 @@ class ErrorCode(Enum):
     BAD_CHUNK = ("INVALID_ARGUMENT", "the sender's encoder is broken; nothing was applied")
     BAD_COMMIT = ("INVALID_ARGUMENT", "the stream was cut, or its sender counts wrongly; nothing was applied")
     NON_FINITE = ("INVALID_ARGUMENT", "look for a diverging loss; nothing was applied")
-    BAD_REQUEST = ("INVALID_ARGUMENT", "mend what the message names")
+    BAD_REQUEST = ("INVALID_ARGUMENT", "correct what the message names")
     UNKNOWN_CODEC = ("UNIMPLEMENTED", "choose a codec that this server knows, or upgrade it")
     UNKNOWN_PROTOCOL = ("UNIMPLEMENTED", "use client and server versions that are at most one release apart")
     FINGERPRINT_MISMATCH = ("FAILED_PRECONDITION", "build the same model on every worker")

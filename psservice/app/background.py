@@ -1,4 +1,4 @@
-"""What a server does beside serving: compile its loops before the first push, and give freed memory back."""
+"""Work beside serving: compile the loops before the first push, and return freed memory to the system."""
 
 import ctypes
 import logging
@@ -14,22 +14,17 @@ _POLL_SECONDS = 0.1
 _WORTH_COMPILING = 65_536
 
 
-class Upkeep:
-    """A thread of small chores.
-
-    Args:
-        size: returns the number of elements of the model, 0 before it is known: small ones need no compiled loop.
-    """
+class Background:
+    """A thread that starts at once; ``size`` returns the number of elements of the model, 0 until a worker joins."""
 
     def __init__(self, size: Callable[[], int]) -> None:
-        """Start it."""
         self._size = size
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="upkeep", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="background", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End it."""
+        """End the thread."""
         self._stop.set()
         self._thread.join()
 
@@ -40,7 +35,7 @@ class Upkeep:
         if self._size() >= _WORTH_COMPILING:
             try:
                 warm_up()
-            except Exception:  # the first push will meet the same, and answer it
+            except Exception:  # the first push meets the same error, and answers with it
                 log.exception("the loops could not be compiled ahead")
         trim = _malloc_trim()
         while trim is not None and not self._stop.wait(TRIM_SECONDS):
@@ -48,10 +43,11 @@ class Upkeep:
 
 
 def _malloc_trim() -> Callable[[], object] | None:
-    """Return a call that gives free memory back to the system; ``None`` where the C library has none (musl).
+    """Return a call that returns free memory to the system; ``None`` where the C library has none (musl).
 
-    Every thread that answers calls has an arena of its own, in which glibc keeps what was freed: without this, a
-    server's resident set would grow with the number of workers, though it holds nothing for them.
+    glibc keeps freed memory in an arena of every thread that answers calls. Without this call a server's resident set
+    would grow with the number of workers. A fixed ``M_MMAP_THRESHOLD`` of 128 KiB returns the memory too, but 16
+    threads that allocated tensors of 2 to 800 KB then took 1.7 to 2.2 times the CPU time.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim

@@ -1,4 +1,4 @@
-"""What the metrics of a running shard read of it when somebody asks, and the bounds that they are judged by."""
+"""Metrics of a running shard that are read on request, and the bounds that they are judged by."""
 
 from collections.abc import Callable
 
@@ -7,19 +7,21 @@ from psservice.cluster.run import RunState
 from psservice.shard.shard import Engine
 
 
-def follow(engine: Engine, running_calls: Callable[[], int]) -> None:
-    """Let the engine's metrics follow it from now on, and set those that say what is allowed."""
+def bind_metrics(engine: Engine, running_calls: Callable[[], int]) -> None:
+    """Bind the shard's metrics to its state, and set those that are settings."""
     metrics, settings = engine.metrics, engine.settings
-    metrics.num_shards.set(settings.num_shards)
-    metrics.lease_seconds.set(settings.lease_seconds)
-    metrics.ssp_bound.set(engine.admission.ssp_bound)
-    metrics.max_staleness.set(settings.max_staleness)
-    metrics.queue_limit.set(settings.apply_queue_limit)
-    metrics.call_limit.set(settings.rpc_threads)
-    metrics.bytes_in_flight_limit.set(settings.inflight_bytes)
-    metrics.image_bytes_limit.set(settings.image_bytes)
-    metrics.snapshot_interval_seconds.set(engine.persistence.snapshot_interval_seconds)
-
+    for gauge, value in (
+        (metrics.num_shards, settings.num_shards),
+        (metrics.lease_seconds, settings.lease_seconds),
+        (metrics.ssp_bound, engine.admission.ssp_bound),
+        (metrics.max_staleness, settings.max_staleness),
+        (metrics.queue_limit, settings.apply_queue_limit),
+        (metrics.call_limit, settings.rpc_threads),
+        (metrics.bytes_in_flight_limit, settings.inflight_bytes),
+        (metrics.image_bytes_limit, settings.image_bytes),
+        (metrics.snapshot_interval_seconds, engine.persistence.snapshot_interval_seconds),
+    ):
+        gauge.set(value)
     metrics.queued.set_function(lambda: engine.writer.queued)
     metrics.image_bytes.set_function(lambda: engine.images.bytes)
     metrics.running_calls.set_function(running_calls)
@@ -30,17 +32,14 @@ def follow(engine: Engine, running_calls: Callable[[], int]) -> None:
     metrics.journal_bytes.set_function(lambda: engine.persistence.journal_bytes)
     metrics.journal_errors.set_function(lambda: engine.persistence.journal_errors)
     metrics.snapshot_errors.set_function(lambda: engine.persistence.snapshot_errors)
-    metrics.shard_info.set_function(lambda: _described(engine))
-
-
-def _described(engine: Engine) -> dict[str, str]:
-    settings = engine.settings
-    return {
-        "run": engine.run.run_id,
-        "shard": str(settings.shard_index),
-        "shards": str(settings.num_shards),
-        "method": engine.run.method,
-        "device": str(engine.device),
-        "durability": settings.durability if settings.data_dir else "none",
-        "release": __version__,
-    }
+    metrics.shard_info.set_function(
+        lambda: {
+            "run": engine.run.run_id,
+            "shard": str(settings.shard_index),
+            "shards": str(settings.num_shards),
+            "method": engine.run.method,
+            "device": str(engine.device),
+            "durability": settings.durability if settings.data_dir else "none",
+            "release": __version__,
+        }
+    )

@@ -1,4 +1,4 @@
-"""The process: ports, threads and the way from start to a clean end."""
+"""The server's process: ports, threads, start and a clean end."""
 
 import asyncio
 import json
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 import grpc
+import grpc.aio
 import torch
 from grpc_health.v1 import health
 
@@ -17,19 +18,19 @@ from pscore.net.channels import is_loopback
 from pscore.telemetry import tracing
 from pscore.telemetry.span import TracingError
 from pscore.version import __version__
-from psservice.app import metric_bindings
-from psservice.app.background import Upkeep
+from psservice.app.background import Background
+from psservice.app.metric_bindings import bind_metrics
 from psservice.http.pages import application
 from psservice.http.server import WebServer
 from psservice.observability.metrics import Metrics
-from psservice.rpc import reflection
 from psservice.rpc.auth import Authenticator, CertificateFiles, SecurityError, TokenFile
-from psservice.rpc.calls import SERVICE
-from psservice.rpc.door import Door, Limits
-from psservice.rpc.health import LIVENESS, Health
-from psservice.rpc.operators import OperatorCalls, Process
-from psservice.rpc.ports import EventLoop, Port, bind_port
-from psservice.rpc.workers import WorkerCalls, require_place
+from psservice.rpc.calls import SERVICE, handlers_of
+from psservice.rpc.door import Door
+from psservice.rpc.operators import OperatorCalls
+from psservice.rpc.ports import EventLoop, bind_port, open_port
+from psservice.rpc.standard import LIVENESS, Health, reflection_handlers
+from psservice.rpc.status import StatusReport
+from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings, shown, split_address
 from psservice.shard.shard import Engine
 from psservice.storage.files import StorageError
@@ -37,11 +38,8 @@ from psservice.storage.files import StorageError
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
-_LAST_CALLS_SECONDS = 0.5
-"""For what is left on the workers' port when its calls have ended: health checks, and goodbyes of connections."""
-
-_LAST_ANSWERS_SECONDS = 1.0
-"""Of a shard that has failed: for the answers that say so."""
+_LAST_CALLS_SECONDS = 0.5  # for health checks and the ends of connections, after the calls of workers
+_LAST_ANSWERS_SECONDS = 1.0  # of a shard that has failed: for the answers that say so
 
 
 class StartError(Exception):
@@ -59,7 +57,7 @@ class Server:
         """Bind every port and start to serve; the health service answers first, before a journal is replayed.
 
         Raises:
-            StartError: with what is missing.
+            StartError: the message names what is missing.
         """
         self.settings = settings
         if settings.compute_threads:
@@ -67,55 +65,57 @@ class Server:
         self._metrics = Metrics()
         self._loop = EventLoop()
         self._health = Health(self._loop.loop)
-        self._ports: list[Port] = []
+        self._ports: list[grpc.aio.Server] = []
         self._web: WebServer | None = None
         self._stop = threading.Event()
         self._serving = False
         self._healthy = True
         try:
-            self._look_at_health()
+            self._update_health()
             self._health.set(LIVENESS, serving=True)
-            self.health_address = (
-                self._listen(settings.health_listen, "--health-listen", [self._health.handler()])
-                if settings.health_listen
-                else ""
-            )
+            self.health_address = ""
+            if settings.health_listen:
+                self.health_address = self._listen(settings.health_listen, "--health-listen", [self._health.handler()])
             self._start_service()
         except BaseException:
             self._loop.run(self._close_ports())
             self._loop.close()
             raise
         self._serving = True
-        self._look_at_health()
+        self._update_health()
 
     def _start_service(self) -> None:
-        """Bring the shard back to where it was, and open the ports of workers and metrics."""
+        """Recover the shard, and open the ports of workers and metrics."""
         settings = self.settings
         try:
             if settings.tracing:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
             gate = Authenticator(TokenFile(settings.tokens) if settings.tokens else None)
-            credentials = _credentials(settings)
+            credentials = None
+            if settings.tls_cert and settings.tls_key:
+                files = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+                credentials = files.credentials()
             self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable, self._failed)
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
         self.engine.persistence.checkpoints.keys = gate.server_keys
-        operators = OperatorCalls(self.engine, Process(self._look_at_health, self._stop.set))
+        report = StatusReport(self.engine)
+        operators = OperatorCalls(self.engine, report, self._update_health, self._stop.set)
         self._door = Door(
-            WorkerCalls(self.engine).handlers() | operators.handlers(),
+            handlers_of(WorkerCalls(self.engine)) | handlers_of(operators),
             gate,
-            lambda meant: require_place(settings, meant),
-            Limits(settings.stream_idle_seconds, settings.stream_seconds, settings.rpc_threads),
+            settings,
             self._metrics,
             self.engine.doorway.entered,
         )
-        metric_bindings.follow(self.engine, lambda: self._door.at_work)
+        bind_metrics(self.engine, lambda: self._door.at_work)
         handlers = [self._door.handler(), self._health.handler()]
-        if self._wants_reflection():
-            handlers += reflection.handlers((SERVICE.full_name, health.SERVICE_NAME), gate)
-        self.metrics_address = self._start_web(operators) if settings.metrics_listen else ""
+        is_local = is_loopback(split_address(settings.listen)[0])
+        if settings.reflection == "on" or (settings.reflection == "auto" and is_local):
+            handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), gate)
+        self.metrics_address = self._start_web(report) if settings.metrics_listen else ""
         self.address = self._listen(settings.listen, "--listen", handlers, credentials)
-        self._upkeep = Upkeep(lambda: self.engine.layout.size if self.engine.layout else 0)
+        self._background = Background(lambda: self.engine.layout.size if self.engine.layout else 0)
 
     def run(self) -> None:
         """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop.
@@ -125,30 +125,16 @@ class Server:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        log.info(
-            "serving",
-            extra={
-                "address": self.address,
-                "health": self.health_address,
-                "metrics": self.metrics_address,
-                "device": str(self.engine.device),
-                "version": __version__,
-                "settings": shown(self.settings),
-            },
-        )
-        plain = (
-            ["health_listen", "metrics_listen"]
-            if self.settings.tls_cert
-            else ["listen", "health_listen", "metrics_listen"]
-        )
-        for name in plain:
+        addresses = {"address": self.address, "health": self.health_address, "metrics": self.metrics_address}
+        device, settings = str(self.engine.device), shown(self.settings)
+        log.info("serving", extra={**addresses, "device": device, "version": __version__, "settings": settings})
+        for name in ("health_listen", "metrics_listen") + (() if self.settings.tls_cert else ("listen",)):
             address = getattr(self.settings, name)
             if address and not is_loopback(split_address(address)[0]):
                 log.warning("reachable beyond this machine, in plaintext", extra={name: address})
         if self.settings.ready_fd is not None:
-            ready = {"address": self.address, "health": self.health_address, "metrics": self.metrics_address}
             with os.fdopen(self.settings.ready_fd, "w") as stream:
-                stream.write(json.dumps(ready) + "\n")
+                stream.write(json.dumps(addresses) + "\n")
         parent = self.settings.parent_pid
         while not self._stop.wait(_POLL_SECONDS):
             if parent is not None and os.getppid() != parent:
@@ -160,7 +146,7 @@ class Server:
             raise ShardFailedError("an update failed half-way; start the server again and it recovers")
 
     def check_liveness(self) -> None:
-        """Say so where the journal is beyond what a running server can mend."""
+        """Ask for a restart where the journal is damaged beyond repair by a running server."""
         if self.engine.persistence.is_broken:
             self._health.set(LIVENESS, serving=False)
 
@@ -169,14 +155,14 @@ class Server:
         log.info("draining")
         self._serving = False
         self.engine.doorway.close()
-        self._look_at_health()
+        self._update_health()
         failed = self.engine.writer.failed
         self._loop.run(self._door.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))
         *_, port = self._ports
         self._loop.run(port.stop(min(self.settings.drain_seconds, _LAST_CALLS_SECONDS)))
         self._door.close()
         self.engine.close()
-        self._upkeep.close()
+        self._background.close()
         self._loop.run(self._close_ports())
         self._loop.close()
         if self._web is not None:
@@ -193,23 +179,18 @@ class Server:
     def _durable(self, healthy: bool) -> None:
         self._metrics.durable.set(healthy)
         self._healthy = healthy
-        self._look_at_health()
+        self._update_health()
 
     def _failed(self) -> None:
         self._healthy = False
-        self._look_at_health()
+        self._update_health()
         self._stop.set()
 
-    def _look_at_health(self) -> None:
-        """Say SERVING where pushes are taken and can be written down as promised."""
+    def _update_health(self) -> None:
+        """Report SERVING while pushes are accepted and can be made durable as promised."""
         serves = self._serving and self._healthy and not self.engine.doorway.is_closed
         for name in ("", SERVICE.full_name):
             self._health.set(name, serving=serves)
-
-    def _wants_reflection(self) -> bool:
-        if self.settings.reflection == "auto":
-            return is_loopback(split_address(self.settings.listen)[0])
-        return self.settings.reflection == "on"
 
     def _listen(
         self,
@@ -218,28 +199,24 @@ class Server:
         handlers: Sequence[grpc.GenericRpcHandler],
         credentials: grpc.ServerCredentials | None = None,
     ) -> str:
-        """Open a port; return its address with the number that it has got."""
-
-        async def begin(host: str, number: int) -> Port:
-            port = Port(f"{host}:{number}", handlers, credentials)
-            await port.start()
-            return port
-
-        host, number = address.rpartition(":")[0], split_address(address)[1]
+        """Open a port; return its address with the number that was bound."""
+        host, asked = address.rpartition(":")[0], split_address(address)[1]
         try:
-            port = bind_port(number, lambda each: self._loop.run(begin(host, each)))
+            port, number = bind_port(
+                asked, lambda each: self._loop.run(open_port(f"{host}:{each}", handlers, credentials))
+            )
         except RuntimeError as error:
             raise StartError(
                 f"cannot listen on {address} ({flag}): is another server running there? Choose another port, or 0 for "
                 "any" + ("; or do --tls-cert and --tls-key not belong together?" if credentials else "")
             ) from error
         self._ports.append(port)
-        return f"{host}:{port.number}"
+        return f"{host}:{number}"
 
-    def _start_web(self, operators: OperatorCalls) -> str:
+    def _start_web(self, report: StatusReport) -> str:
         host, port = split_address(self.settings.metrics_listen)
         try:
-            pages = application(self._metrics.registry, operators.report.message)
+            pages = application(self._metrics.registry, report.message)
             self._web = bind_port(port, lambda each: WebServer(host, each, pages))
         except OSError as error:
             raise StartError(
@@ -249,11 +226,7 @@ class Server:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` into a device.
-
-    Raises:
-        StartError: CUDA is asked for and not there.
-    """
+    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` into a device; raises :class:`StartError` without that device."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
@@ -262,9 +235,3 @@ def resolve_device(name: str) -> torch.device:
             f"device {name} is not there ({torch.cuda.device_count()} CUDA devices found); use --device cpu"
         )
     return device
-
-
-def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    return CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca).credentials()

@@ -1,4 +1,4 @@
-"""The clock of leases: it stands still while the process does."""
+"""The clock of leases, which stands still while the process does."""
 
 import threading
 import time
@@ -8,17 +8,12 @@ from collections.abc import Callable
 class ServingClock:
     """Seconds during which this process could have answered. Thread-safe.
 
-    A process that is stopped, swapped out or held by its machine hears of no renewal meanwhile. When it goes on, those
-    that wait must come before any lease ends; so time between two readings counts up to a bound only. Somebody has to
-    read the clock more often than that.
-
-    Args:
-        longest_gap: seconds between two readings that count.
-        clock: monotonic seconds.
+    A process that is stopped or swapped out receives no renewal meanwhile. When it continues, renewals that wait must
+    be served before any lease ends. So time between two readings counts up to ``longest_gap`` seconds only, and the
+    clock must be read more often than that. ``clock`` returns monotonic seconds.
     """
 
     def __init__(self, longest_gap: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin at zero."""
         self._longest_gap, self._clock = longest_gap, clock
         self._lock = threading.Lock()
         self._read = clock()

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from pscore.names import escaped
 from pscore.version import __version__
@@ -19,6 +20,7 @@ EXIT_FAILED = 70  # EX_SOFTWARE of sysexits.h
 EXIT_NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
 
 _MOST_VERSION_DIGITS = 18  # always fits into 64 bits
+_SEE_STATUS = "psservice status shows what was done"
 
 _STATUSES = """\
 exit status:
@@ -37,6 +39,50 @@ addresses:
   or one name for all shards, looked up once: dns:///ps:50051
 """
 
+
+def _seconds(text: str) -> float:
+    seconds = _seconds_or_none(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError("it must be above 0")
+    return seconds
+
+
+def _seconds_or_none(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+def _version(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_VERSION_DIGITS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version, a whole number of 0 or more")
+    return int(text)
+
+
+def _name(text: str) -> str:
+    """Read a name for a server; bytes that are no UTF-8 are lone surrogates here."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8") from None
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty, which is no name")
+    return text
+
+
+def _checkpoint_name(text: str) -> str:
+    """Read a name for a checkpoint, which must not have the form of an id that a server draws."""
+    from psservice.cluster.checkpoints import place_of
+
+    if place_of(text) is not None:
+        raise argparse.ArgumentTypeError(f"{text!r} looks like an id that a server draws")
+    return _name(text)
+
+
 _COMMANDS = {
     "status": ("show versions, workers and bytes of each shard", 10.0),
     "top": ("watch shards and workers; q ends it", 3.0),
@@ -45,10 +91,35 @@ _COMMANDS = {
     "snapshot": ("take a checkpoint over all shards now", 300.0),
     "checkpoints": ("list the checkpoints that the shards keep, or delete one that has a name", 30.0),
     "restore": ("take the shards back to a version or a checkpoint; workers follow", 300.0),
-    "drain": ("close the shards to what is new, finish what is under way, take a last checkpoint", 300.0),
+    "drain": ("refuse new calls at the shards, finish those under way, take a last checkpoint", 300.0),
     "evict": ("end a worker's lease, and perhaps keep it out for a time", 10.0),
 }
-"""What each does, and the deadline of its calls, seconds."""
+"""Commands for running servers: their help, and the deadline of their calls, seconds."""
+
+
+class _Flag(NamedTuple):
+    """A flag of one command; one without a placeholder is a switch."""
+
+    command: str
+    name: str
+    help: str
+    placeholder: str = ""
+    type: Callable[[str], Any] = str
+    default: Any = None
+
+
+_BAN = "keep the worker out for so long (default 0: it may join again at once; also ends a ban); at most a week"
+_FLAGS = (
+    _Flag("top", "--once", "show one frame; the same where stdout is no terminal"),
+    _Flag("top", "--interval-seconds", "between two frames (default 2)", "SECONDS", _seconds, 2.0),
+    _Flag("snapshot", "--name", "keep it under this name until it is deleted", "NAME", _checkpoint_name),
+    _Flag("checkpoints", "--delete", "delete this one", "NAME", _name),
+    _Flag("restore", "--version", "version of each shard to go back to", "V", _version),
+    _Flag("restore", "--checkpoint", "checkpoint to go back to", "ID", _name),
+    _Flag("drain", "--stop", "then end the processes, as SIGTERM does"),
+    _Flag("drain", "--undo", "open the shards again"),
+    _Flag("evict", "--ban-seconds", _BAN, "N", _seconds_or_none, 0.0),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,38 +141,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"psservice {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", help="run a server (see psservice serve --help)")
-    made = {name: _operating(commands, name, what, seconds) for name, (what, seconds) in _COMMANDS.items()}
-    top, restore, drain, evict = made["top"], made["restore"], made["drain"], made["evict"]
-    made["snapshot"].add_argument(
-        "--name",
-        type=_checkpoint_name,
-        default=None,
-        metavar="NAME",
-        help="keep it under this name until it is deleted",
-    )
-    made["checkpoints"].add_argument("--delete", type=_name, default=None, metavar="NAME", help="delete this one")
-    top.add_argument("--once", action="store_true", help="show one frame; the same where stdout is no terminal")
-    top.add_argument(
-        "--interval-seconds", type=_seconds, default=2.0, metavar="SECONDS", help="between two looks (default 2)"
-    )
+    for name, (what, seconds) in _COMMANDS.items():
+        _add_command(commands.add_parser, name, what, seconds)
     health = commands.add_parser("health", help="ask a server's health port; exit status 0 if it serves, 1 if not")
     health.add_argument(
         "address", metavar="ADDRESS", help="HOST:PORT: its --health-listen, or its --listen without TLS"
     )
     health.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
-    target = restore.add_mutually_exclusive_group(required=True)
-    target.add_argument("--version", type=_version, metavar="V", help="version of each shard to go back to")
-    target.add_argument("--checkpoint", type=_name, default=None, metavar="ID", help="checkpoint to go back to")
-    after = drain.add_mutually_exclusive_group()
-    after.add_argument("--stop", action="store_true", help="then end the processes, as SIGTERM does")
-    after.add_argument("--undo", action="store_true", help="open the shards again")
-    evict.add_argument(
-        "--ban-seconds",
-        type=_seconds_or_none,
-        default=0.0,
-        metavar="N",
-        help="keep the worker out for so long (default 0: it may join again at once; also ends a ban); at most a week",
-    )
     replay = commands.add_parser("replay", help="write the model at any version that a data directory covers")
     replay.add_argument(
         "directory", type=Path, metavar="DIR", help="the servers' --data-dir, with every shard's folder"
@@ -113,96 +159,39 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _operating(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str, seconds: float
-) -> argparse.ArgumentParser:
-    """Add a command for running servers, with what all of them have."""
-    command = commands.add_parser(
-        name,
-        help=what,
-        description=f"{what[0].upper()}{what[1:]}.",
-        epilog=f"{_ADDRESSES}\n{_STATUSES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _add_command(add: Callable[..., argparse.ArgumentParser], name: str, what: str, seconds: float) -> None:
+    """Add a command for running servers: its own flags, and those that all of them have."""
+    description, epilog = f"{what[0].upper()}{what[1:]}.", f"{_ADDRESSES}\n{_STATUSES}"
+    form = argparse.RawDescriptionHelpFormatter
+    parser = add(name, help=what, description=description, epilog=epilog, formatter_class=form)
     if name == "evict":
-        command.add_argument("worker", type=_name, metavar="WORKER", help="its name, as psservice workers shows it")
-    command.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    _add_security(command)
-    command.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=seconds,
-        metavar="SECONDS",
-        help=f"deadline of each call (default {seconds:g})",
-    )
-    return command
-
-
-def _seconds(text: str) -> float:
-    """Read a time above 0."""
-    seconds = _seconds_or_none(text)
-    if not seconds:
-        raise argparse.ArgumentTypeError("it must be above 0")
-    return seconds
-
-
-def _seconds_or_none(text: str) -> float:
-    """Read a time, which may be 0."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
-
-
-def _version(text: str) -> int:
-    """Read a version."""
-    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_VERSION_DIGITS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a version, a whole number of 0 or more")
-    return int(text)
-
-
-def _name(text: str) -> str:
-    """Read a name that travels to a server; bytes that are no UTF-8 come here as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8") from None
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty, which is no name")
-    return text
-
-
-def _checkpoint_name(text: str) -> str:
-    """Read a name for a checkpoint, which must not look like an id that a server draws."""
-    from psservice.cluster.checkpoints import place_of
-
-    if place_of(text) is not None:
-        raise argparse.ArgumentTypeError(f"{text!r} looks like an id that a server draws")
-    return _name(text)
-
-
-def _add_security(command: argparse.ArgumentParser) -> None:
-    """Add how a server is reached that asks for TLS or a token; the environment is that of the workers."""
-    for name, what, metavar in (
+        parser.add_argument("worker", type=_name, metavar="WORKER", help="its name, as psservice workers shows it")
+    parser.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    for flag, what, metavar in (  # the environment is that of the workers
         ("tls-ca", "CA certificates (PEM) of the server; turns on TLS", "FILE"),
         ("tls-cert", "own certificate (PEM), for mutual TLS", "FILE"),
         ("tls-key", "its key (PEM)", "FILE"),
         ("token-file", "file that holds a bearer token; or PSCLIENT_TOKEN", "FILE"),
         ("tls-server-name", "name in the server's certificate, where the address has another", "NAME"),
     ):
-        variable = f"PSCLIENT_{name.upper().replace('-', '_')}"
-        found = os.environ.get(variable) or None
-        kind = Path if metavar == "FILE" else str
-        default = kind(found) if found else ("" if kind is str else None)
-        command.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{what} ({variable})")
+        variable = f"PSCLIENT_{flag.upper().replace('-', '_')}"
+        kind, empty = (Path, None) if metavar == "FILE" else (str, "")
+        default = kind(os.environ[variable]) if os.environ.get(variable) else empty
+        parser.add_argument(f"--{flag}", type=kind, default=default, metavar=metavar, help=f"{what} ({variable})")
+    help_ = f"deadline of each call (default {seconds:g})"
+    parser.add_argument("--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=help_)
+    is_exclusive = name in ("restore", "drain")
+    group = parser.add_mutually_exclusive_group(required=name == "restore") if is_exclusive else parser
+    for own in (each for each in _FLAGS if each.command == name):
+        takes: dict[str, Any] = {"action": "store_true"}
+        if own.placeholder:
+            takes = {"type": own.type, "metavar": own.placeholder}
+        group.add_argument(own.name, default=own.default, help=own.help, **takes)
 
 
 def _for_a_reader(command: Callable[[], int]) -> int:
-    """Run a command that prints, whatever its terminal, pipe or file can take and however long somebody reads."""
+    """Run a command that prints, and report what its terminal, pipe or file does not take by the exit status."""
     if sys.stderr is None:  # closed: print() would take stdout instead, which may be JSON
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     for stream in (sys.stdout, sys.stderr):
@@ -218,18 +207,15 @@ def _for_a_reader(command: Callable[[], int]) -> int:
         return EXIT_NO_READER
     except OSError as error:  # a full disk; reading has errors of its own
         _drop_output()
-        print(
-            f"psservice: the output could not be written: {error}; psservice status shows what was done",
-            file=sys.stderr,
-        )
+        print(f"psservice: the output could not be written: {error}; {_SEE_STATUS}", file=sys.stderr)
         return EXIT_NOT_WRITTEN
     except KeyboardInterrupt:
-        print("psservice: interrupted; psservice status shows what was done", file=sys.stderr)
+        print(f"psservice: interrupted; {_SEE_STATUS}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
 def _drop_output() -> None:
-    """Let what is not written yet go nowhere, or else the interpreter complains of it at its end."""
+    """Discard the output that is not written yet, or else the interpreter complains at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -240,9 +226,8 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
     from pscore.net.addresses import AddressError  # late: the parser answers --help without loading gRPC
     from pscore.net.channels import ChannelError, Security
     from pscore.net.discovery import DiscoveryError, find
-    from psservice.operator import checkpoints, commands, drain, render
-    from psservice.operator.client import Lines, OperateError
-    from psservice.operator.top import top
+    from psservice.operator import commands, drain, render, top
+    from psservice.operator.client import OperateError, ShardClients
 
     mistyped = [
         *unknown_variables("PSCLIENT_TLS_", ("ca", "cert", "key", "server_name")),
@@ -259,35 +244,21 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
         os.environ.get("PSCLIENT_TOKEN", ""),
         options.token_file,
     )
-    run: dict[str, Callable[[Lines], int]] = {
-        "status": lambda lines: commands.status(lines, as_json=options.json),
-        "top": lambda lines: top(
-            lines, as_json=options.json, once=options.once, interval_seconds=options.interval_seconds
-        ),
-        "workers": lambda lines: commands.workers(lines, as_json=options.json),
-        "finish": lambda lines: commands.finish(lines, as_json=options.json),
-        "snapshot": lambda lines: commands.snapshot(lines, as_json=options.json, name=options.name or ""),
-        "checkpoints": lambda lines: (
-            checkpoints.delete(lines, as_json=options.json, checkpoint=options.delete)
-            if options.delete
-            else checkpoints.show(lines, as_json=options.json)
-        ),
-        "restore": lambda lines: commands.restore(
-            lines, as_json=options.json, version=options.version, checkpoint=options.checkpoint or ""
-        ),
-        "drain": lambda lines: (
-            drain.undrain(lines, as_json=options.json)
-            if options.undo
-            else drain.drain(lines, as_json=options.json, stop=options.stop)
-        ),
-        "evict": lambda lines: commands.evict(
-            lines, as_json=options.json, worker_id=options.worker, ban_seconds=options.ban_seconds
-        ),
+    run = {
+        "status": commands.status,
+        "top": top.top,
+        "workers": commands.workers,
+        "finish": commands.finish,
+        "snapshot": commands.snapshot,
+        "checkpoints": commands.checkpoints,
+        "restore": commands.restore,
+        "drain": drain.drain,
+        "evict": commands.evict,
     }
     try:
         addresses, security = find(",".join(options.addresses), security, options.timeout)
-        with Lines(addresses, options.timeout, security) as lines:
-            return run[options.command](lines)
+        with ShardClients(addresses, options.timeout, security) as clients:
+            return run[options.command](clients, options)
     except AddressError as error:
         wrong(str(error))
     except DiscoveryError as error:
@@ -304,8 +275,7 @@ def _health(options: argparse.Namespace) -> int:
     try:
         health.check(options.address, options.timeout)
     except health.UnhealthyError as error:
-        print(f"psservice health: {escaped(str(error))}", file=sys.stderr)
-        return EXIT_UNABLE
+        return _failed("health", error)
     print(f"{options.address}: serving")
     return EXIT_DONE
 
@@ -317,14 +287,13 @@ def _replay(options: argparse.Namespace) -> int:
     try:
         export.replay(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
     except StorageError as error:
-        print(f"psservice replay: {escaped(str(error))}", file=sys.stderr)
-        return EXIT_UNABLE
+        return _failed("replay", error)
     return EXIT_DONE
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    # Until Server.run heeds it: the first process of a container ignores a signal without a handler, and would be
-    # killed at the end of its grace period. What was opened is closed on the way out.
+    # Until Server.run handles SIGTERM: the first process of a container ignores a signal without a handler, and would
+    # be killed at the end of its grace period.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_DONE))
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
 
@@ -337,8 +306,7 @@ def _serve(arguments: Sequence[str]) -> int:
     try:
         loaded = settings.load(arguments)
     except settings.SettingsError as error:
-        print(f"psservice serve: {escaped(str(error))}", file=sys.stderr)
-        return EXIT_USAGE
+        return _failed("serve", error, EXIT_USAGE)
     logging.configure(loaded.log_level, loaded.log_format)
 
     from pscore.model.modelfile import ModelFileError
@@ -350,9 +318,12 @@ def _serve(arguments: Sequence[str]) -> int:
     try:
         Server(loaded).run()
     except (StartError, ModelFileError) as error:
-        print(f"psservice serve: {escaped(str(error))}", file=sys.stderr)
-        return EXIT_UNABLE
+        return _failed("serve", error)
     except ShardFailedError as error:
-        print(f"psservice serve: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return _failed("serve", error, EXIT_FAILED)
     return EXIT_DONE
+
+
+def _failed(command: str, error: Exception, status: int = EXIT_UNABLE) -> int:
+    print(f"psservice {command}: {escaped(str(error))}", file=sys.stderr)
+    return status

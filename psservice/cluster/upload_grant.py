@@ -9,9 +9,10 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.leases import Identity
-from psservice.rpc.bounds import MOST_EPOCH_SEEN
 
 log = logging.getLogger(__name__)
+
+_MOST_EPOCH_SEEN = 1 << 31  # of a joining worker's generation; epochs that shard 0 hands out may grow beyond
 
 _LEAST_RISE = 1e-6
 """Of the share sent, that is progress: a turn without an end is not to be had by saying a little more each time."""
@@ -63,10 +64,10 @@ class UploadTurn:
             if not replica_beats_fresh:
                 return None
         previous = 0 if hold is None else hold.generation
-        if epoch(generation_seen) > max(MOST_EPOCH_SEEN, epoch(previous)):
+        if epoch(generation_seen) > max(_MOST_EPOCH_SEEN, epoch(previous)):
             raise Rejected(
                 ErrorCode.BAD_REQUEST,
-                f"generation_seen is of epoch {epoch(generation_seen)}; it must be 0 to {MOST_EPOCH_SEEN}, or shard 0 "
+                f"generation_seen is of epoch {epoch(generation_seen)}; it must be 0 to {_MOST_EPOCH_SEEN}, or shard 0 "
                 "must know it. Where a shard really has such a model, restart all shards together, empty",
             )
         # Where a shard has this very generation, this worker has filled it; another one of its epoch is not its own.

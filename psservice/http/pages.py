@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable
 from importlib import resources
@@ -14,8 +15,9 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.observability.protojson import plain
 
-_COMMON = [("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")]
-_READING = ("GET", "HEAD")
+log = logging.getLogger(__name__)
+
+_COMMON = [("Server", "psservice"), ("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")]
 _PAGE_HEADERS = [
     ("Referrer-Policy", "no-referrer"),
     ("X-Frame-Options", "DENY"),
@@ -24,45 +26,42 @@ _PAGE_HEADERS = [
 
 
 def application(registry: CollectorRegistry, report: Callable[[], pb.GetStatusResponse]) -> WSGIApplication:
-    """Return what answers requests; it changes nothing, whoever asks.
-
-    Args:
-        registry: the metrics.
-        report: returns the status.
-    """
+    """Return the WSGI application over these metrics and this status; no request changes anything."""
     metrics: WSGIApplication = make_wsgi_app(registry)
     page = resources.files("psservice.http").joinpath("status.html").read_bytes()
     page_headers = [("Content-Security-Policy", content_security_policy(page.decode())), *_PAGE_HEADERS]
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        def send(status: str, kind: str, body: bytes, *headers: tuple[str, str]) -> Iterable[bytes]:
-            length = ("Content-Length", str(len(body)))
-            start_response(status, [("Content-Type", kind), length, *_COMMON, *headers])
-            return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+        method = environ["REQUEST_METHOD"]
 
-        if environ["REQUEST_METHOD"] not in _READING:
-            return send("405 Method Not Allowed", "text/plain", b"only GET and HEAD\n", ("Allow", "GET, HEAD"))
-        match environ.get("PATH_INFO", "/"):
-            case "/metrics":
-                return _with_headers(metrics, environ, start_response)
-            case "/":
-                return send("200 OK", "text/html; charset=utf-8", page, *page_headers)
-            case "/status.json":
-                return send("200 OK", "application/json", json.dumps(plain(report())).encode(), *_PAGE_HEADERS)
-            case _:
-                return send("404 Not Found", "text/plain", b"there are /, /status.json and /metrics\n")
+        def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Callable[[bytes], object]:
+            return start_response(status, [*headers, *_COMMON], *rest)
+
+        def send(status: str, kind: str, body: bytes, headers: list[tuple[str, str]]) -> Iterable[bytes]:
+            start(status, [("Content-Type", kind), ("Content-Length", str(len(body))), *headers])
+            return [body]
+
+        def read(path: str) -> Iterable[bytes]:
+            match path:
+                case "/metrics":
+                    return metrics({**environ, "REQUEST_METHOD": "GET"}, start)
+                case "/":
+                    return send("200 OK", "text/html; charset=utf-8", page, page_headers)
+                case "/status.json":
+                    return send("200 OK", "application/json", json.dumps(plain(report())).encode(), _PAGE_HEADERS)
+                case _:
+                    return send("404 Not Found", "text/plain", b"there are /, /status.json and /metrics\n", [])
+
+        if method not in ("GET", "HEAD"):
+            return send("405 Method Not Allowed", "text/plain", b"only GET and HEAD\n", [("Allow", "GET, HEAD")])
+        try:
+            body = read(environ.get("PATH_INFO", "/"))
+        except Exception:
+            log.exception("a page could not be made")
+            body = send("500 Internal Server Error", "text/plain", b"the server's log has the details\n", [])
+        return [] if method == "HEAD" else body
 
     return answer
-
-
-def _with_headers(metrics: WSGIApplication, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-    """Answer with the metrics, under our headers too; their application knows no HEAD."""
-
-    def begin(status: str, headers: list[tuple[str, str]], *rest: Any) -> Callable[[bytes], object]:
-        return start_response(status, [*headers, *_COMMON], *rest)
-
-    body = metrics({**environ, "REQUEST_METHOD": "GET"}, begin)
-    return [] if environ["REQUEST_METHOD"] == "HEAD" else body
 
 
 def content_security_policy(page: str) -> str:

@@ -1,4 +1,4 @@
-"""Messages as plain values: what ``--json`` prints and the status page reads."""
+"""Messages as plain values, for ``--json`` and the status page."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from google.protobuf.message import Message
 def plain(message: Message) -> dict[str, Any]:
     """Return a message as a dict: every field under its own name, 64-bit integers as numbers, enums in short words."""
     found = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return _numbers(found, message)
+    return _corrected(found, message)
 
 
-def _numbers(found: dict[str, Any], message: Any) -> dict[str, Any]:
+def _corrected(found: dict[str, Any], message: Any) -> dict[str, Any]:
     """Undo what the JSON mapping does: strings for 64-bit integers, long enum names, default values last."""
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -20,9 +20,9 @@ def _numbers(found: dict[str, Any], message: Any) -> dict[str, Any]:
         if field.message_type is not None:
             children = getattr(message, field.name)
             if isinstance(value, list):
-                value = [_numbers(p, m) for p, m in zip(value, children, strict=True)]
+                value = [_corrected(p, m) for p, m in zip(value, children, strict=True)]
             elif value is not None:
-                value = _numbers(value, children)
+                value = _corrected(value, children)
         elif field.enum_type is not None:
             prefix = field.enum_type.values_by_number[0].name.removesuffix("UNSPECIFIED")
             value = str(value).removeprefix(prefix).lower()

@@ -1,7 +1,7 @@
-"""Looking after running servers from a terminal.
+"""Commands for running servers.
 
-``calls`` asks the shards, ``fleet`` puts their answers together, ``commands``, ``checkpoints`` and ``drain`` do things,
-``top`` looks again and again, ``shown`` and ``frames`` write for people. :func:`call` is one call to one shard.
+``client`` calls the shards, ``fleet`` joins their answers, ``commands`` and ``drain`` act, ``top`` repeats, ``render``
+writes for people. :func:`call` is one call to one shard.
 """
 
 from psservice.operator.client import OperateError, call

@@ -1,101 +1,157 @@
-"""What an operator does to running servers. Each command looks first, acts, prints, and returns its exit status."""
+"""Operators' commands. Each reads the fleet's status first, acts, prints, and returns its exit status.
+
+``options`` are those of the command line: ``json`` and a command's own.
+"""
 
 import json
+import time
+from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
+from rich.text import Text
 
+from pscore.units import human_bytes
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.operator import render
-from psservice.operator.client import Lines, OperateError, Outcome, exit_status
-from psservice.operator.fleet import Look, disagreement, look
+from psservice.operator.client import OperateError, Outcome, ShardClients, exit_status
+from psservice.operator.fleet import Fleet, disagreement, read_fleet
+
+_ByShard = dict[int, pb.CheckpointStatus]
 
 
 class MixedShardsError(Exception):
     """The addresses are not those of all shards of one run, each once; nothing was done."""
 
 
-def status(lines: Lines, *, as_json: bool) -> int:
+def status(clients: ShardClients, options: Namespace) -> int:
     """Print version, parameters, device, workers, staleness and bytes of each shard."""
-    found = look(lines)
-    outcomes = [Outcome(shard.address, shard.status, shard.error) for shard in found.shards]
-    if as_json:
-        _print_json(outcomes)
-    else:
-        render.print_statuses(found)
-    _complain(outcomes)
-    return exit_status(outcomes)
+    return _show(clients, options, lambda fleet: _plain(fleet.shards), render.print_statuses)
 
 
-def workers(lines: Lines, *, as_json: bool) -> int:
+def workers(clients: ShardClients, options: Namespace) -> int:
     """Print the workers of all shards as one table."""
-    found = look(lines)
-    outcomes = [Outcome(shard.address, shard.status, shard.error) for shard in found.shards]
-    if as_json:
-        print(json.dumps(render.workers_plain(found), indent=2))
-    elif found.reached:
-        render.print_workers(found)
-    _complain(outcomes)
-    return exit_status(outcomes)
+    return _show(clients, options, render.workers_plain, render.print_workers)
 
 
-def finish(lines: Lines, *, as_json: bool) -> int:
-    """End the run at each shard that answers; print the last version and where the final model is."""
-    found = one_run(lines)
-    every = ",".join(found.reached)
+def _show(
+    clients: ShardClients, options: Namespace, plain: Callable[[Fleet], object], show: Callable[[Fleet], None]
+) -> int:
+    fleet = read_fleet(clients)
+    if options.json:
+        print(json.dumps(plain(fleet), indent=2))
+    elif fleet.reached:
+        show(fleet)
+    render.say_errors(fleet.shards)
+    return exit_status(fleet.shards)
+
+
+def finish(clients: ShardClients, options: Namespace) -> int:
+    """End the run at each shard that answers; print the last version and the path of the final model."""
+    fleet = one_run(clients)
+    every = ",".join(fleet.reached)
 
     def words(answer: pb.FinishRunResponse) -> str:
         model = answer.final_model or f"not written without --final-model; `psclient save {every} --out FILE` does it"
         return f"finished at version {answer.version}; final model: {model}"
 
-    return report(ask_all(lines, found, "FinishRun", pb.FinishRunRequest()), words, as_json=as_json)
+    return report(ask_all(clients, fleet, "FinishRun", pb.FinishRunRequest()), words, options)
 
 
-def snapshot(lines: Lines, *, as_json: bool, name: str) -> int:
-    """Take one checkpoint over all shards, with a name or an id; where one does not answer, none is taken."""
-    found = one_run(lines)
-    if found.errors:
-        return _nothing_done(found, "no snapshot was taken", as_json=as_json)
+def snapshot(clients: ShardClients, options: Namespace) -> int:
+    """Take one checkpoint over all shards, with a name or an id; where one shard does not answer, none is taken."""
+    fleet = one_run(clients)
+    if fleet.errors:
+        return _nothing_done(fleet, "no snapshot was taken", options)
 
     def words(answer: pb.TakeSnapshotResponse) -> str:
         return f"checkpoint {answer.checkpoint or '(of this shard alone)'}, version {answer.version}: {answer.path}"
 
-    return report(take_snapshots(lines, [*found.reached], name), words, as_json=as_json)
+    return report(take_snapshots(clients, [*fleet.reached], options.name or ""), words, options)
 
 
-def restore(lines: Lines, *, as_json: bool, version: int | None, checkpoint: str) -> int:
-    """Take every shard back to a version or a checkpoint; where one does not answer, none is."""
-    found = one_run(lines)
-    if found.errors:
-        return _nothing_done(found, "no shard was taken back", as_json=as_json)
-    request = pb.RestoreModelRequest(checkpoint=checkpoint)
-    if version is not None:
-        request = pb.RestoreModelRequest(version=version)
+def restore(clients: ShardClients, options: Namespace) -> int:
+    """Take every shard back to a version or a checkpoint; where one shard does not answer, none is taken back."""
+    fleet = one_run(clients)
+    if fleet.errors:
+        return _nothing_done(fleet, "no shard was taken back", options)
+    request = pb.RestoreModelRequest(checkpoint=options.checkpoint or "")
+    if options.version is not None:
+        request = pb.RestoreModelRequest(version=options.version)
 
     def words(answer: pb.RestoreModelResponse) -> str:
         return f"back at version {answer.version}; workers pull it with their next step"
 
-    return report(lines.all("RestoreModel", request, [*found.reached]), words, as_json=as_json)
+    return report(clients.all("RestoreModel", request, [*fleet.reached]), words, options)
 
 
-def evict(lines: Lines, *, as_json: bool, worker_id: str, ban_seconds: float) -> int:
-    """End a worker's lease at every shard; shards that know nothing of it are no failure if another one does."""
-    request = pb.EvictWorkerRequest(worker_id=worker_id, ban_seconds=ban_seconds)
-    outcomes = ask_all(lines, one_run(lines), "EvictWorker", request)
-    ban = f", kept out for {ban_seconds:g} s" if ban_seconds else ""
+def evict(clients: ShardClients, options: Namespace) -> int:
+    """End a worker's lease at every shard; it is enough that one shard knows the worker."""
+    worker, seconds = options.worker, options.ban_seconds
+    request = pb.EvictWorkerRequest(worker_id=worker, ban_seconds=seconds)
+    ban = f", kept out for {seconds:g} s" if seconds else ""
 
     def words(answer: pb.EvictWorkerResponse) -> str:
         if answer.had_lease:
-            return f"{worker_id!r} evicted after step {answer.last_step}{ban or ', may join again at once'}"
-        return f"{worker_id!r} had no lease{ban or ', and is kept out no longer'}"
+            return f"{worker!r} evicted after step {answer.last_step}{ban or ', may join again at once'}"
+        return f"{worker!r} had no lease{ban or ', and is kept out no longer'}"
 
-    return report_known(outcomes, words, ErrorCode.NO_SUCH_WORKER, f"{worker_id!r} had no lease here", as_json=as_json)
+    outcomes = ask_all(clients, one_run(clients), "EvictWorker", request)
+    return report(outcomes, words, options, {ErrorCode.NO_SUCH_WORKER: f"{worker!r} had no lease here"})
 
 
-def take_snapshots(lines: Lines, addresses: Sequence[str], name: str = "") -> list[Outcome]:
-    """Take a snapshot at each of these shards, which come by index: without a name, shard 0 draws an id for all."""
+def checkpoints(clients: ShardClients, options: Namespace) -> int:
+    """Print the checkpoints of all shards, oldest first, or delete a named one."""
+    if options.delete:
+        return _delete(clients, options)
+    fleet = read_fleet(clients)
+    indices = {address: status.shard_index for address, status in fleet.reached.items()}
+    outcomes = ask_all(clients, fleet, "ListCheckpoints", pb.ListCheckpointsRequest())
+    by_name: dict[str, _ByShard] = defaultdict(dict)
+    for each in outcomes:
+        for checkpoint in each.answer.checkpoints if each.error is None else ():
+            index = indices[each.address]
+            name = checkpoint.checkpoint or f"\0{index}-{checkpoint.version}-{checkpoint.created_unix_seconds}"
+            by_name[name][index] = checkpoint
+    rows = sorted(by_name.values(), key=_created)
+    if options.json:
+        failed = _plain([each for each in outcomes if each.error is not None])
+        print(json.dumps({"checkpoints": [_checkpoint_plain(row) for row in rows], "failed": failed}, indent=2))
+    elif rows:
+        columns = (
+            render.Column("checkpoint", lambda row: render.cell(_one(row).checkpoint or "(of one shard alone)"), True),
+            render.Column("version", _versions),
+            render.Column("taken", lambda row: f"{max(0.0, time.time() - _created(row)):,.0f} s ago"),
+            render.Column("size", lambda row: human_bytes(sum(each.bytes for each in row.values()))),
+            render.Column("kept", lambda row: "until deleted" if _one(row).named else "until newer ones come", True),
+            render.Column("", lambda row: _missing({*indices.values()}, row), True),
+        )
+        table = render.table_of(columns, rows)
+        table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+        render.new_console().print(table)
+    elif exit_status(outcomes) == 0:
+        render.say("no snapshots yet")
+    render.say_errors(outcomes)
+    return exit_status(outcomes)
+
+
+def _delete(clients: ShardClients, options: Namespace) -> int:
+    """Delete a named checkpoint at every shard; it is enough that one shard has it."""
+    name = options.delete
+    outcomes = ask_all(clients, one_run(clients), "DeleteCheckpoint", pb.DeleteCheckpointRequest(checkpoint=name))
+    return report(
+        outcomes,
+        lambda answer: f"checkpoint {name}, version {answer.version}, deleted",
+        options,
+        {ErrorCode.NO_SUCH_CHECKPOINT: f"checkpoint {name} is not here"},
+    )
+
+
+def take_snapshots(clients: ShardClients, addresses: Sequence[str], name: str = "") -> list[Outcome]:
+    """Take a snapshot at each of these shards, in the order of indices: without a name, shard 0 draws an id for all."""
     outcomes: list[Outcome] = []
     for address in addresses:
         first = outcomes[0] if outcomes else None
@@ -104,81 +160,95 @@ def take_snapshots(lines: Lines, addresses: Sequence[str], name: str = "") -> li
             outcomes.append(Outcome(address, error=why))
             continue
         request = pb.TakeSnapshotRequest(checkpoint=first.answer.checkpoint if first else name)
-        outcomes.append(lines.one(address, "TakeSnapshot", request))
+        outcomes.append(clients.one(address, "TakeSnapshot", request))
     return outcomes
 
 
-def one_run(lines: Lines) -> Look:
-    """Look at all shards before anything is done to one.
+def one_run(clients: ShardClients) -> Fleet:
+    """Read the fleet's status before anything is done to one shard.
 
     Raises:
-        MixedShardsError: those that answer do not belong together, or are not all that the run has.
+        MixedShardsError: the shards that answer are of several runs, or the run has more.
     """
-    found = look(lines)
-    if wrong := disagreement(found.reached):
+    fleet = read_fleet(clients)
+    if wrong := disagreement(fleet.reached):
         raise MixedShardsError(f"{wrong}; nothing was done. Give the addresses of one run's shards, each once")
-    total = max((status.num_shards for status in found.reached.values()), default=0)
-    if len(lines.addresses) < total:
+    total = max((status.num_shards for status in fleet.reached.values()), default=0)
+    if len(clients.addresses) < total:
         raise MixedShardsError(
-            f"{len(lines.addresses)} of the run's {total} shards were named; nothing was done. Give all addresses"
+            f"{len(clients.addresses)} of the run's {total} shards were named; nothing was done. Give all addresses"
         )
-    return found
+    return fleet
 
 
-def ask_all(lines: Lines, found: Look, rpc: str, request: Message) -> list[Outcome]:
-    """Ask every shard that has answered a look; what the others said to that is their outcome."""
-    asked = {each.address: each for each in lines.all(rpc, request, [*found.reached])}
-    return [asked.get(shard.address, Outcome(shard.address, error=shard.error)) for shard in found.shards]
+def ask_all(clients: ShardClients, fleet: Fleet, rpc: str, request: Message) -> list[Outcome]:
+    """Call every shard that gave its status; the outcome of the others is their error."""
+    asked = {each.address: each for each in clients.all(rpc, request, [*fleet.reached])}
+    return [asked.get(shard.address, shard) for shard in fleet.shards]
 
 
-def _nothing_done(found: Look, what: str, *, as_json: bool) -> int:
-    """Say that shards are missing, without which nothing is done."""
-    outcomes = [Outcome(address, error=error) for address, error in found.errors.items()]
-    if as_json:
-        _print_json(outcomes)
-    _complain(outcomes)
-    render.say(f"{what}: it takes all {len(found.shards)} shards", failed=True)
+def _nothing_done(fleet: Fleet, what: str, options: Namespace) -> int:
+    """Report shards without an answer, without which nothing is done."""
+    outcomes = [shard for shard in fleet.shards if shard.error is not None]
+    if options.json:
+        print(json.dumps(_plain(outcomes), indent=2))
+    render.say_errors(outcomes)
+    render.say(f"{what}: it takes all {len(fleet.shards)} shards", failed=True)
     return exit_status(outcomes)
 
 
-def report(outcomes: Sequence[Outcome], words: Callable[[Any], str], *, as_json: bool) -> int:
-    """Print what became of a call to each shard, answers in the words given; return the exit status."""
-    if as_json:
-        _print_json(outcomes)
-        _complain(outcomes)
-    else:
-        _say(outcomes, words)
-    return exit_status(outcomes)
-
-
-def report_known(
-    outcomes: Sequence[Outcome], words: Callable[[Any], str], unknown: ErrorCode, unknown_words: str, *, as_json: bool
+def report(
+    outcomes: Sequence[Outcome],
+    words: Callable[[Any], str],
+    options: Namespace,
+    unknown: dict[ErrorCode, str] | None = None,
 ) -> int:
-    """Report what became of a call that is about a name; not to know it fails only where no shard does."""
-    unsynced = [each for each in outcomes if each.error is not None and each.error.reason is unknown]
-    counted = [each for each in outcomes if each not in unsynced] or outcomes
-    if as_json:
-        _print_json(outcomes)
-        _complain(counted)
+    """Print the outcomes of a call to each shard, answers in these words; return the exit status.
+
+    ``unknown`` has words for a name that a shard does not know; that is a failure only where no shard knows the name.
+    """
+    unknown = unknown or {}
+    strange = [each for each in outcomes if each.error is not None and each.error.reason in unknown]
+    counted = [each for each in outcomes if each not in strange] or outcomes
+    if options.json:
+        print(json.dumps(_plain(outcomes), indent=2))
     else:
-        _say(counted, words)
-        for each in unsynced if counted is not outcomes else ():
-            render.say(f"{each.address}: {unknown_words}")
+        for each in counted:
+            if each.error is None:
+                render.say(f"{each.address}: {words(each.answer)}")
+    render.say_errors(counted)
+    if not options.json and counted is not outcomes:
+        for each in strange:
+            render.say(f"{each.address}: {' '.join(unknown.values())}")
     return exit_status(counted)
 
 
-def _say(outcomes: Sequence[Outcome], words: Callable[[Any], str]) -> None:
-    for each in outcomes:
-        if each.error is None:
-            render.say(f"{each.address}: {words(each.answer)}")
-    _complain(outcomes)
+def _plain(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    return [render.outcome_plain(each) for each in outcomes]
 
 
-def _complain(outcomes: Sequence[Outcome]) -> None:
-    for each in outcomes:
-        if each.error is not None:
-            render.say(str(each.error), failed=True)
+def _one(row: _ByShard) -> pb.CheckpointStatus:
+    return next(iter(row.values()))
 
 
-def _print_json(outcomes: Sequence[Outcome]) -> None:
-    print(json.dumps([render.outcome_plain(each) for each in outcomes], indent=2))
+def _created(row: _ByShard) -> float:
+    return max(each.created_unix_seconds for each in row.values())
+
+
+def _versions(row: _ByShard) -> str:
+    versions = sorted({each.version for each in row.values()})
+    return str(versions[0]) if len(versions) == 1 else f"{versions[0]}–{versions[-1]}"
+
+
+def _missing(indices: set[int], row: _ByShard) -> Text:
+    return render.missing_cell(sorted(indices - {*row}) if _one(row).checkpoint else ())
+
+
+def _checkpoint_plain(row: _ByShard) -> dict[str, object]:
+    return {
+        "checkpoint": _one(row).checkpoint,
+        "named": _one(row).named,
+        "versions": {str(index): row[index].version for index in sorted(row)},
+        "created_unix_seconds": _created(row),
+        "bytes": sum(each.bytes for each in row.values()),
+    }

@@ -10,13 +10,13 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.leases import Identity, PushAnswer
 from psservice.model.wagma.rounds import Decision
 from psservice.recovery.records import Kind, add_messages, body_of
-from psservice.rpc.identity import identity_to_message
 from psservice.sampling.codec import record_of
 from psservice.sampling.dataset import Leased, Wish
 from psservice.storage.datadir import DataDir
 from psservice.storage.files import StorageError
 from psservice.storage.journal import JournalError
 from psservice.storage.journal_format import Body
+from psservice.wire.identity import identity_to_message
 
 log = logging.getLogger(__name__)
 

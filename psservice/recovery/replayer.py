@@ -31,14 +31,14 @@ from psservice.model.wagma.rounds import Decision
 from psservice.policy.admission import first_clock
 from psservice.policy.staleness import OwnVersions
 from psservice.recovery.records import Kind, messages_in
-from psservice.rpc.identity import identity_from_message
-from psservice.rpc.push_stream import PushReader, read_all, read_push
 from psservice.sampling.codec import brought_back, finished_of, redo
 from psservice.storage.files import Files, StorageError
 from psservice.storage.journal_format import Record
 from psservice.storage.manifest import Manifest
 from psservice.storage.recovery_source import RecoverySource, sources
 from psservice.storage.snapshots import Snapshot, found
+from psservice.wire.identity import identity_from_message
+from psservice.wire.push_stream import PushReader, read_all, read_push
 
 log = logging.getLogger(__name__)
 

@@ -1,17 +1,17 @@
 """Who may call what: TLS from files that may change, and bearer tokens with roles.
 
-A token belongs to a role, and perhaps to one worker. Roles include one another: an admin may do what a worker may, a
-worker what a reader may. Only hashes of tokens are kept in memory, and nothing of them is logged.
+A token belongs to a role, and perhaps to one worker. Memory has only hashes of tokens, and logs have nothing of them.
 """
 
 import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import grpc
 
@@ -20,8 +20,9 @@ from pscore.wire.errors import ErrorCode, Rejected
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 1.0
-"""How old the knowledge of a file may be."""
+Content = TypeVar("Content")
+
+_RELOAD_SECONDS = 1.0  # between two checks of the token file
 
 _HASHED = "sha256:"
 
@@ -31,7 +32,7 @@ class SecurityError(Exception):
 
 
 class Role(IntEnum):
-    """What a caller may do; each may do what those before it may."""
+    """What a caller may do; each role includes those before."""
 
     READER = 1
     WORKER = 2
@@ -40,71 +41,81 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls.
-
-    Attributes:
-        role: what it may do.
-        worker: the only worker that it may be; empty for any.
-    """
+    """Who calls; ``worker`` is the only worker that the caller may be, empty for any."""
 
     role: Role
     worker: str = ""
 
 
 ANONYMOUS_ADMIN = Caller(Role.ADMIN)
-"""Who calls where no tokens are asked for."""
+"""Every caller of a server without tokens."""
+
+
+class _Watched(Generic[Content]):
+    """The content of files, read again when one of them changes. Thread-safe.
+
+    A change that cannot be read leaves the old content in force, and is logged. A missing file has changed.
+    """
+
+    def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], Content]) -> None:
+        self._name, self._paths, self._read = name, paths, read
+        self._lock = threading.Lock()
+        self._stamps = [_stamp(path) for path in paths]
+        self.content = read()
+
+    def refresh(self) -> bool:
+        """Read the files where one has changed; tell whether the content is new."""
+        with self._lock:
+            stamps = [_stamp(path) for path in self._paths]
+            if stamps == self._stamps:
+                return False
+            try:
+                self.content = self._read()
+            except SecurityError as error:
+                log.error(f"{self._name} have changed and cannot be used; the old ones stay", extra={"why": str(error)})
+                return False
+            self._stamps = stamps
+        log.info(f"{self._name} read again")
+        return True
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 class TokenFile:
     """The tokens of a file, read again when it changes.
 
-    A line is ``ROLE TOKEN [WORKER]``; ``#`` begins a comment. A token may stand as ``sha256:`` and the hexadecimal hash
-    of it. A change that cannot be read leaves the old tokens in force, and is logged.
-
-    Args:
-        path: the file.
-        clock: monotonic seconds; tests pass their own.
+    A line is ``ROLE TOKEN [WORKER]``; ``#`` begins a comment. ``sha256:`` and the hexadecimal hash of a token may stand
+    for the token. ``clock`` returns monotonic seconds.
 
     Raises:
         SecurityError: the file cannot be read now.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Read the file."""
-        self._path, self._clock = path, clock
-        self._lock = threading.Lock()
-        self._stamp = _stamp(path)
-        self._looked = clock()
         warn_of_readers(path)
-        self._callers = read_tokens(path)
+        self._clock, self._checked = clock, clock()
+        self._file = _Watched("tokens", (path,), lambda: read_tokens(path))
 
     def caller(self, token: str) -> Caller | None:
-        """Return whose token this is."""
-        self._look()
-        return self._callers.get(hashlib.sha256(token.encode()).digest())
+        """Return the caller with this token; ``None`` for an unknown one."""
+        return self._callers().get(hashlib.sha256(token.encode()).digest())
 
     def admin_keys(self) -> list[bytes]:
-        """Return the hashes of the admins' tokens: what servers that share the file have, and workers have not."""
-        self._look()
-        return sorted(digest for digest, caller in self._callers.items() if caller.role is Role.ADMIN)
+        """Return the hashes of the admins' tokens: servers that share the file have them, and workers do not."""
+        return sorted(digest for digest, caller in self._callers().items() if caller.role is Role.ADMIN)
 
-    def _look(self) -> None:
-        with self._lock:
-            if self._clock() - self._looked < _LOOK_SECONDS:
-                return
-            self._looked = self._clock()
-            stamp = _stamp(self._path)
-            if stamp == self._stamp:
-                return
-            try:
-                self._callers = read_tokens(self._path)
-            except SecurityError as error:
-                log.error(
-                    "the token file has changed and cannot be used; the old tokens stay", extra={"why": str(error)}
-                )
-                return
-            self._stamp = stamp
-            log.info("tokens read again", extra={"tokens": len(self._callers)})
+    def _callers(self) -> dict[bytes, Caller]:
+        now = self._clock()
+        if now - self._checked >= _RELOAD_SECONDS:
+            self._checked = now
+            self._file.refresh()
+        return self._file.content
 
 
 def read_tokens(path: Path) -> dict[bytes, Caller]:
@@ -145,21 +156,20 @@ def read_tokens(path: Path) -> dict[bytes, Caller]:
 
 
 class Authenticator:
-    """Lets callers in by their tokens, or everybody where there is no token file."""
+    """Admits callers by their tokens, or everybody where there is no token file."""
 
     def __init__(self, tokens: TokenFile | None) -> None:
-        """Guard with these tokens."""
         self._tokens = tokens
 
     def server_keys(self) -> list[bytes] | None:
-        """Return keys that servers have and workers have not; ``None`` where nobody is asked for a token."""
+        """Return keys that servers have and workers have not; ``None`` without tokens."""
         return None if self._tokens is None else self._tokens.admin_keys()
 
     def admit(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str, needed: Role) -> Caller:
         """Return who calls, by a call's headers alone.
 
         Raises:
-            Refusal: ``UNAUTHENTICATED`` without a token that is known, ``PERMISSION_DENIED`` where its role is too low.
+            Rejected: ``UNAUTHENTICATED`` without a known token, ``PERMISSION_DENIED`` where its role is too low.
         """
         if self._tokens is None:
             return ANONYMOUS_ADMIN
@@ -183,63 +193,35 @@ def require_worker(caller: Caller, worker_id: str) -> None:
 
 
 class CertificateFiles:
-    """The server's certificate, its key, and the authority of its clients, read again when one of them changes.
+    """The server's certificate chain, its key, and the CA of its clients (PEM), read again when one of them changes.
 
-    Args:
-        cert: PEM, with the chain.
-        key: PEM.
-        client_ca: PEM; with it, callers without a certificate of it are turned away (mutual TLS).
-
-    Raises:
-        SecurityError: a file cannot be read.
+    With ``client_ca``, a caller needs a certificate of that CA (mutual TLS). Raises :class:`SecurityError` where a file
+    cannot be read.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
-        """Read the files."""
         warn_of_readers(key)
-        self._paths = tuple(path for path in (cert, key, client_ca) if path is not None)
-        self._stamps = self._stamp_all()
+        paths = tuple(path for path in (cert, key, client_ca) if path is not None)
+        self._files = _Watched("certificates", paths, lambda: _read_certificates(paths))
         self._mutual = client_ca is not None
-        self._first = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return what a server's port is opened with; each handshake has the files as they are then."""
-        return grpc.dynamic_ssl_server_credentials(self._first, self._changed, self._mutual)  # type: ignore[arg-type]
+        """Return the credentials of a port; each handshake uses the files as they are then."""
+        return grpc.dynamic_ssl_server_credentials(self._files.content, self._changed, self._mutual)  # type: ignore[arg-type]
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Return another configuration where a file has changed; gRPC asks at each handshake."""
-        stamps = self._stamp_all()
-        if stamps == self._stamps:
-            return None
+        return self._files.content if self._files.refresh() else None
+
+
+def _read_certificates(paths: Sequence[Path]) -> grpc.ServerCertificateConfiguration:
+    data = []
+    for path in paths:
         try:
-            found = self._read()
-        except SecurityError as error:
-            log.error("certificates have changed and cannot be used; the old ones stay", extra={"why": str(error)})
-            return None
-        self._stamps = stamps
-        log.info("certificates read again")
-        return found
-
-    def _read(self) -> grpc.ServerCertificateConfiguration:
-        data = []
-        for path in self._paths:
-            try:
-                data.append(path.read_bytes())
-            except OSError as error:
-                raise SecurityError(f"cannot read {path}: {error.strerror}") from error
-            if b"-----BEGIN " not in data[-1]:
-                raise SecurityError(f"{path} is not a PEM file")
-        cert, key, *authority = data
-        return grpc.ssl_server_certificate_configuration([(key, cert)], authority[0] if authority else None)
-
-    def _stamp_all(self) -> tuple[tuple[int, int, int], ...]:
-        return tuple(_stamp(path) for path in self._paths)
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    """Return what changes when a file does; a file that is missing is one that has changed."""
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0, 0)
-    return (found.st_ino, found.st_size, found.st_mtime_ns)
+            data.append(path.read_bytes())
+        except OSError as error:
+            raise SecurityError(f"cannot read {path}: {error.strerror}") from error
+        if b"-----BEGIN " not in data[-1]:
+            raise SecurityError(f"{path} is not a PEM file")
+    cert, key, *authority = data
+    return grpc.ssl_server_certificate_configuration([(key, cert)], authority[0] if authority else None)

@@ -1,43 +1,29 @@
-"""What the numbers, names and lists of a request may be, checked at the door before anything is done with them.
+"""Checks of the numbers, names and lists of a request, made once for every call before its handler runs.
 
-:data:`BOUNDS` has every 64-bit number of a request but for those that are compared with what is there: places in the
-model, counts of what has come. docs/protocol.md, *Bounds*, lists both.
-
-Sums stay within 64 bits: a run's samples end at :data:`psservice.cluster.run.MOST_COUNT`, an uploaded model counts
-on from :data:`MOST_FIRST_VERSION` at most, and one push moves WAGMA's iterations by :data:`MOST_STEP_AHEAD` at most.
+:data:`BOUNDS` has every 64-bit number of a request but for those that the shard compares with its own state;
+docs/protocol.md, *Bounds*, lists both. Sums stay within 64 bits: a run's samples end at
+:data:`psservice.cluster.run.MOST_COUNT`, and the shard bounds the first version of a model and the steps of WAGMA.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from google.protobuf.message import Message
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import LARGEST_RATE, MOST_TENSORS
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.rpc.identity import require_name
 from psservice.sampling.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
+from psservice.wire.identity import require_name
 
-MOST_FIRST_VERSION = 1 << 52
-"""From where at most a shard counts on whose model is uploaded; what a worker names beyond that is brought down to it,
-so that the pushes to come never reach :data:`_MOST_VERSION`."""
-
-MOST_STEP_AHEAD = 1 << 32
-"""Iterations that one push of WAGMA may be ahead of the newest: newcomers begin behind it."""
-
-MOST_EPOCH_SEEN = 1 << 31
-"""Highest epoch of a generation that a joining worker may tell of; those that shard 0 hands out may grow beyond."""
-
-LONGEST_BAN_SECONDS = 7 * 24 * 3600.0
-
+_LONGEST_BAN_SECONDS = 7 * 24 * 3600.0
 _MOST_VERSION = _MOST_STEP = 1 << 53  # exact as a double too: metrics, JSON
 _MOST_GENERATION = (3 << 62) - 1  # an epoch of 3·2^30: a thousand million uploads above what a worker may tell of
 _MOST_PUSH_SAMPLES = 1 << 32
 _LARGEST_RATE = 1e9
 _FASTEST_LINK = 1e15  # bytes a second
 
-Number = int | float
-
-BOUNDS: Mapping[str, Mapping[str, tuple[Number, Number]]] = {
+BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "RenewLeaseRequest": {"uploaded": (0.0, 1.0)},
     "JoinRequest": {"generation_seen": (0, _MOST_GENERATION)},
     "UploadHeader": {"generation": (0, _MOST_GENERATION), "version": (0, _MOST_VERSION)},
@@ -67,7 +53,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[Number, Number]]] = {
         "samples": (0, MOST_SAMPLES),
     },
     "RestoreModelRequest": {"version": (0, _MOST_VERSION)},
-    "EvictWorkerRequest": {"ban_seconds": (0.0, LONGEST_BAN_SECONDS)},
+    "EvictWorkerRequest": {"ban_seconds": (0.0, _LONGEST_BAN_SECONDS)},
 }
 """By message and field: the least and the largest value."""
 
@@ -78,60 +64,77 @@ _MOST_CODECS = 64
 _MOST_FIELDS = 8192  # of one message
 _MOST_INNER_FIELDS = MOST_TENSORS + 1  # of one in it: a layout has its tensors and a fingerprint
 
+_NAMES: Mapping[str, Mapping[str, bool]] = {
+    "WorkerIdentity": {"worker_id": False, "incarnation": False, "run_id": True},
+    "JoinRequest": {"method": False},
+    "RenewLeaseRequest": {"checkpoint": True},
+    "FinishRunRequest": {"run_id": True},
+    "TakeSnapshotRequest": {"checkpoint": True},
+    "DeleteCheckpointRequest": {"checkpoint": False},
+    "RestoreModelRequest": {"checkpoint": True},
+    "EvictWorkerRequest": {"worker_id": False},
+}
+"""By message and field: whether the name may be empty."""
+
 
 def require(message: Message) -> None:
-    """Check the numbers of one message, not those of messages in it; raises :class:`Rejected` (``BAD_REQUEST``)."""
-    for field, (least, most) in BOUNDS.get(message.DESCRIPTOR.name, {}).items():
+    """Check a request, or a message of a stream, with its header and identity; raises :class:`Rejected`."""
+    kind, fields = message.DESCRIPTOR.name, message.DESCRIPTOR.fields_by_name
+    for field, (least, most) in BOUNDS.get(kind, {}).items():
         found = getattr(message, field)
         for value in (found,) if isinstance(found, int | float) else found:
             if not least <= value <= most:  # so that what is not a number is refused too
                 raise Rejected(ErrorCode.BAD_REQUEST, f"{field} is {value}; it must be {least} to {most}")
+    for field, may_be_empty in _NAMES.get(kind, {}).items():
+        text = getattr(message, field)
+        if text or not may_be_empty:
+            require_name(field, text)
+    if kind in _LISTS:
+        _LISTS[kind](message)
+    if "identity" in fields:
+        require(message.identity)  # type: ignore[attr-defined]
+    if "header" in fields and message.HasField("header"):
+        require(message.header)  # type: ignore[attr-defined]
 
 
-def require_join(request: pb.JoinRequest) -> None:
-    """Check what a joining worker brings, but for its tensors; raises :class:`Rejected` (``BAD_REQUEST``).
+def _require_join(request: pb.JoinRequest) -> None:
+    """Check the lists of a joining worker, and only the number of its tensors.
 
-    Tensors are counted only: those of a model that the run has are compared with it, and the others are read one by
-    one.
+    The tensors of a model that the run has are compared with the model, and others are read one by one.
     """
-    require(request)
     layout = request.layout
-    _require_count("tensors", len(layout.parameters) + len(layout.buffers) + len(layout.frozen), MOST_TENSORS)
-    _require_count("settings", len(request.method_settings), _MOST_SETTINGS)
-    _require_count("index codecs", len(request.index_codecs), _MOST_CODECS)
-    _require_count("value codecs", len(request.value_codecs), _MOST_CODECS)
+    for what, count, most in (
+        ("tensors", len(layout.parameters) + len(layout.buffers) + len(layout.frozen), MOST_TENSORS),
+        ("settings", len(request.method_settings), _MOST_SETTINGS),
+        ("index codecs", len(request.index_codecs), _MOST_CODECS),
+        ("value codecs", len(request.value_codecs), _MOST_CODECS),
+    ):
+        if count > most:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"a worker joins with at most {most} {what}, not {count}")
     if request.HasField("loaded"):
-        require_digest(request.loaded.digest)
-    require_name("method", request.method)
+        _require_digest(request.loaded.digest)
     for name, value in request.method_settings.items():
         require_name("the name of a setting", name)
         if value:
             require_name(f"setting {name!r}", value, _LONGEST_SETTING)
 
 
-def require_digest(digest: bytes, *, may_be_empty: bool = False) -> None:
-    """Check what tells a model from others; raises :class:`Rejected` (``BAD_REQUEST``)."""
-    if len(digest) != _DIGEST_BYTES and not (may_be_empty and not digest):
+def _require_digest(digest: bytes) -> None:
+    if len(digest) != _DIGEST_BYTES:
         raise Rejected(ErrorCode.BAD_REQUEST, f"a model's digest has {len(digest)} bytes; it must have {_DIGEST_BYTES}")
 
 
-def _require_count(what: str, count: int, most: int) -> None:
-    if count > most:
-        raise Rejected(ErrorCode.BAD_REQUEST, f"a worker joins with at most {most} {what}, not {count}")
+_LISTS: Mapping[str, Callable[[Any], None]] = {
+    "JoinRequest": _require_join,
+    "UploadHeader": lambda header: _require_digest(header.digest) if header.digest else None,
+}
 
 
 def require_few_fields(kind: type[Message], raw: bytes) -> None:
-    """Check how many fields a message has before it is parsed, which may cost a hundred times its bytes.
+    """Check how many fields a message and the messages in it have, before parsing, which may cost 100 times its bytes.
 
-    Args:
-        kind: of the message.
-        raw: as it came.
-
-    Fields of the message itself are counted, and those of the messages in it, in the protobuf wire format; what breaks
-    the format is left to the parser.
-
-    Raises:
-        Refusal: ``BAD_REQUEST``.
+    ``raw`` is in the protobuf wire format; the parser refuses what breaks it. Raises :class:`Rejected`
+    (``BAD_REQUEST``).
     """
     if len(raw) <= 2 * _MOST_FIELDS:  # a field has two bytes at least
         return

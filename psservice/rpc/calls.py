@@ -1,30 +1,36 @@
-"""What the door knows of a call, and the table of calls: who may make each, and which threads serve it."""
+"""The table of calls: who may make each, and which threads serve it; and one call as its handler sees it."""
 
+import re
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.rpc.auth import Caller, Role
+from psservice.rpc import bounds
+from psservice.rpc.auth import Caller, Role, require_worker
 from psservice.rpc.memory_budget import Reservation
+from psservice.settings import ServerSettings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
+_REQUESTS: dict[str, type[Message]] = {method.name: getattr(pb, method.input_type.name) for method in SERVICE.methods}
 
 Answer: TypeAlias = Message | Iterator[Message]
 """One message, or those of a stream."""
 
-Handler: TypeAlias = "Callable[[Call, Any], Answer] | Callable[[Call], StreamReader]"
-"""Takes the request of a call, or returns a reader of its stream."""
-
 StreamReader: TypeAlias = Generator[None, Any, Answer]
-"""See :mod:`psservice.rpc.push_stream`."""
+"""See :mod:`psservice.wire.push_stream`."""
+
+Handler: TypeAlias = "Callable[[Call, Any], Answer] | Callable[[Call], StreamReader]"
+"""Answers the request of a call, or returns a reader of its stream."""
 
 
 class Lane(Enum):
-    """Threads of their own, so that no kind of call waits behind another; no thread ever waits for a client."""
+    """A pool of threads, so that no kind of call waits behind another; no thread ever waits for a client."""
 
     LEASE = "lease"
     JOIN = "join"
@@ -34,13 +40,7 @@ class Lane(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one method is served.
-
-    Attributes:
-        role: the least that a caller needs.
-        lane: whose threads.
-        changes: whether it changes the shard, so that a drain waits for it.
-    """
+    """How one method is served; ``changes`` tells whether it changes the shard, so that a drain waits for it."""
 
     role: Role
     lane: Lane
@@ -58,7 +58,7 @@ RULES: dict[str, Rule] = {
     "ExchangeBuffers": Rule(Role.WORKER, Lane.WORK, changes=True),
     "LeaseSamples": Rule(Role.WORKER, Lane.WORK, changes=True),
     "GetStatus": Rule(Role.READER, Lane.OPERATOR),
-    "FinishRun": Rule(Role.WORKER, Lane.OPERATOR),  # workers tell the other shards of the end
+    "FinishRun": Rule(Role.WORKER, Lane.OPERATOR),  # workers report the end to the other shards
     "TakeSnapshot": Rule(Role.ADMIN, Lane.OPERATOR),
     "ListCheckpoints": Rule(Role.READER, Lane.OPERATOR),
     "DeleteCheckpoint": Rule(Role.ADMIN, Lane.OPERATOR),
@@ -74,15 +74,13 @@ class Call:
     """One call that is being served.
 
     Attributes:
-        rpc: the method's name.
-        caller: who calls.
         charge: the memory that a stream occupies; set by its handler.
         keeps_raw: whether a handler wants :attr:`raw`.
         raw: the messages of the stream as they came.
         received_bytes: of all messages so far, as gRPC frames them.
-        arrived_nanoseconds: when the message in the handler's hands arrived (``perf_counter_ns``).
-        on_received: told of the bytes of messages of a stream before they are read; set by the handler.
-        on_sent: told of the bytes of answers before they are sent; set by the handler.
+        arrived_nanoseconds: when the message that the handler works on arrived (``perf_counter_ns``).
+        on_received: called with the bytes of messages of a stream before they are read; set by the handler.
+        on_sent: called with the bytes of answers before they are sent; set by the handler.
     """
 
     rpc: str
@@ -94,3 +92,38 @@ class Call:
     arrived_nanoseconds: int = 0
     on_received: Callable[[int], None] = lambda nbytes: None
     on_sent: Callable[[int], None] = lambda nbytes: None
+
+
+def handlers_of(calls: object) -> dict[str, Handler]:
+    """Return an object's handlers by the call's name; ``push_sparse`` serves ``PushSparse``."""
+    methods = {rpc: re.sub(r"(?<!^)(?=[A-Z])", "_", rpc).lower() for rpc in RULES}
+    return {rpc: getattr(calls, method) for rpc, method in methods.items() if hasattr(calls, method)}
+
+
+def parse(call: Call, raw: bytes) -> Message:
+    """Parse and check one message of a call; raises :class:`Rejected`."""
+    kind = _REQUESTS[call.rpc]
+    bounds.require_few_fields(kind, raw)
+    try:
+        message = kind.FromString(raw)
+    except DecodeError as error:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"a message is no {kind.__name__}") from error
+    check(call, message)
+    return message
+
+
+def check(call: Call, message: Message) -> None:
+    """Check what a message contains, and that its caller may be the worker that it names; raises :class:`Rejected`."""
+    bounds.require(message)
+    named: Any = getattr(message, "header", message)
+    if "identity" in named.DESCRIPTOR.fields_by_name and named.identity.worker_id:
+        require_worker(call.caller, named.identity.worker_id)
+
+
+def require_place(settings: ServerSettings, meant: str) -> None:
+    """Refuse a call that is meant for another shard, which may have had this server's address a moment ago."""
+    mine = place_of(settings.shard_index, settings.num_shards)
+    if meant != mine:
+        raise Rejected(
+            ErrorCode.SHARD_MISMATCH, f"the worker takes this server for shard {meant[:32]}; it is shard {mine}"
+        )

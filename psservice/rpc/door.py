@@ -1,8 +1,8 @@
-"""The door: every call's headers, time and threads, on one event loop; what a call means is left to its handler.
+"""Every call's headers, time and threads, on one event loop; what a call means is left to its handler.
 
-A caller is known by its headers before a message of it is read, and a call holds no thread while it waits for its
-client: threads work on messages that have arrived. Messages are read as raw bytes and parsed here, since a deserialiser
-that fails inside gRPC leaks what it was given.
+A caller is known by its headers before a message of its call is read, and a call occupies no thread while it waits for
+its client: threads work on messages that have arrived. Messages are read as raw bytes and parsed here, since a
+deserialiser that fails inside gRPC leaks its input.
 """
 
 import asyncio
@@ -11,69 +11,51 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN, TRACEPARENT, TraceSpan
 from pscore.wire.errors import ErrorCode, Rejected, to_status
 from pscore.wire.frames import FRAMING_BYTES
 from pscore.wire.messages import SHARD_HEADER
-from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.observability.metrics import Metrics
-from psservice.rpc import bounds
 from psservice.rpc.auth import Authenticator
-from psservice.rpc.calls import RULES, SERVICE, Answer, Call, Handler, Lane, Rule, StreamReader
+from psservice.rpc.calls import RULES, SERVICE, Answer, Call, Handler, Lane, Rule, StreamReader, parse, require_place
 from psservice.rpc.memory_budget import MemoryBudget, received_bytes
 from psservice.rpc.penalty import Penalty, is_fault
+from psservice.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_FIRST_BYTES = 16 << 10  # of a stream after which its header is checked
-_SOON_SECONDS = 0.005  # or after so long in which nothing follows it, or at its end
+_FIRST_BYTES = 16 << 10  # of a stream, after which its header is checked
+_SOON_SECONDS = 0.005  # or after so long in which nothing follows, or at the stream's end
 _BATCH_BYTES = 128 << 10  # of messages that one visit to a thread works on
 _ANSWER_BYTES = 1 << 20  # of messages that one visit to a thread writes
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
 _MOST_CALLS = 4096
-_MOST_SILENT = 256  # calls of which no message has come; beyond that the oldest gives way
+_MOST_SILENT = 256  # calls without a message; beyond that the oldest is cut
 _MOST_JOINS = 16  # whose message is received at once, since it may be of megabytes
 _REQUEST_SECONDS = 10.0  # for the message of a call that has one
 _REQUEST_BYTES = 64 << 20  # of calls of one message, until their first answers are made
-_STOP_SECONDS = 2.0
-"""For calls that wait for their client, from the moment the server stops."""
-
+_STOP_SECONDS = 2.0  # for calls that wait for their client, from the moment the server stops
 _STOP_POLL_SECONDS = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a call may take.
-
-    Attributes:
-        idle_seconds: waiting for one message, either way.
-        call_seconds: age from which a call may not wait any more.
-        threads: of the calls that push and pull.
-    """
-
-    idle_seconds: float
-    call_seconds: float
-    threads: int
-
-
 class _StalledError(Exception):
-    """The client has kept a call waiting for too long, or the server stops."""
+    """The client has stalled a call for too long, or the server stops."""
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _OpenCall:
     """A call as the event loop sees it."""
 
     call: Call
@@ -98,8 +80,7 @@ class Door:
     Args:
         handlers: by the method's name.
         gate: knows callers.
-        check_place: refuses a call whose header means another shard.
-        limits: of each call.
+        settings: the shard's place, and the limits of each call.
         metrics: told of each call.
         counted: context of a call that changes the shard, which a drain waits for.
     """
@@ -108,43 +89,31 @@ class Door:
         self,
         handlers: dict[str, Handler],
         gate: Authenticator,
-        check_place: Callable[[str], None],
-        limits: Limits,
+        settings: ServerSettings,
         metrics: Metrics,
         counted: Callable[[], Any],
     ) -> None:
-        """Make the threads, which begin with the first calls."""
-        self._gate, self._check_place = gate, check_place
-        self._limits, self._metrics, self._counted = limits, metrics, counted
+        self._gate, self._settings, self._metrics, self._counted = gate, settings, metrics, counted
         self._pools = {
-            lane: ThreadPoolExecutor(_LANE_THREADS.get(lane, limits.threads), thread_name_prefix=f"rpc-{lane.value}")
+            lane: ThreadPoolExecutor(_LANE_THREADS.get(lane, settings.rpc_threads), f"rpc-{lane.value}")
             for lane in Lane
         }
-        self._open: set[_Open] = set()
-        self._silent: dict[_Open, None] = {}
+        self.open_calls: set[_OpenCall] = set()
+        self._silent: dict[_OpenCall, None] = {}
         self._joins = asyncio.Semaphore(_MOST_JOINS)
         self._penalty = Penalty()
         self._requests = MemoryBudget(_REQUEST_BYTES)
         self._stopping = False
-        self._at_work = 0
-        self._serve: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            name: grpc.stream_stream_rpc_method_handler(self._server_of(name, handler))
+        self.at_work = 0
+        """Calls that have a thread of their lane, or wait for one."""
+        self._methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            name: grpc.stream_stream_rpc_method_handler(self._method(name, handler))
             for name, handler in handlers.items()
         }
 
-    @property
-    def open_calls(self) -> int:
-        """Calls that have begun and not ended."""
-        return len(self._open)
-
-    @property
-    def at_work(self) -> int:
-        """Calls that have a thread of their lane, or wait for one."""
-        return self._at_work
-
     def handler(self) -> grpc.GenericRpcHandler:
-        """Return what a gRPC server is given."""
-        return grpc.method_handlers_generic_handler(SERVICE.full_name, self._serve)
+        """Return the service's handler for a gRPC server."""
+        return grpc.method_handlers_generic_handler(SERVICE.full_name, self._methods)
 
     async def drain(self, seconds: float) -> None:
         """Refuse new calls, and return when none is left, or after so many seconds.
@@ -153,77 +122,73 @@ class Door:
         """
         self._stopping = True
         begun = time.monotonic()
-        while self._open and (age := time.monotonic() - begun) < seconds:
-            for each in self._open:
+        while self.open_calls and (age := time.monotonic() - begun) < seconds:
+            for each in self.open_calls:
                 if age > _STOP_SECONDS or each in self._silent:
                     each.cut()
             await asyncio.sleep(_STOP_POLL_SECONDS)
 
     def close(self) -> None:
-        """Wait for what threads are at, and end them."""
+        """Wait for the running work, and end the threads."""
         for pool in self._pools.values():
             pool.shutdown()
 
     # One call
 
-    def _server_of(self, rpc: str, handler: Handler) -> Callable[..., Any]:
-        method = SERVICE.methods_by_name[rpc]
-        request_type: type[Message] = getattr(pb, method.input_type.name)
-
-        async def serve(_: Any, context: Any) -> None:
+    def _method(self, rpc: str, handler: Handler) -> Callable[..., Any]:
+        async def method(_: Any, context: Any) -> None:
             try:
-                await call(context)
-            except grpc.aio.InternalError:  # gRPC's word for a client that is gone, or has not read what was sent
+                await self._serve(rpc, handler, context)
+            except grpc.aio.InternalError:  # the client has gone, or has not read what was sent
                 raise asyncio.CancelledError from None
 
-        async def call(context: Any) -> None:
-            opened: _Open | None = None
-            try:
-                async with self._admitted(rpc, context) as opened:
-                    if method.client_streaming:
-                        answers = await self._read_stream(opened, request_type, handler)
-                    else:
-                        answers = await self._read_one(opened, request_type, handler)
-                    await self._answer(opened, answers)
-                    return
-            except Rejected as refusal:
-                nbytes = 0 if opened is None else opened.call.received_bytes
-                wait = self._penalty.seconds(context.peer(), nbytes) if is_fault(refusal) else 0.0
-                end = partial(context.abort_with_status, self._refused(context, rpc, refusal))
-            except _StalledError as stalled:
-                self._metrics.calls_cut.labels(rpc=rpc, why=str(stalled)).inc()
-                wait = self._penalty.seconds(context.peer())
-                end = partial(context.abort, grpc.StatusCode.CANCELLED, f"the call was cut: {stalled}")
-            except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
-                raise
-            except Exception:
-                if context.done() or context.cancelled():
-                    return  # the client is gone; there is nobody to answer
-                log.exception("internal error", extra={"rpc": rpc})
-                await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
-            if wait:  # nothing of the call is held meanwhile
-                await asyncio.sleep(wait)
-            await end()
+        return method
 
-        return serve
+    async def _serve(self, rpc: str, handler: Handler, context: Any) -> None:
+        """Serve a call; end one that fails with its status, later where its caller makes many of them."""
+        opened: _OpenCall | None = None
+        wait = 0.0
+        try:
+            async with self._admitted(rpc, context) as opened:
+                read = self._read_stream if SERVICE.methods_by_name[rpc].client_streaming else self._read_one
+                await self._answer(opened, await read(opened, handler))
+            return
+        except Rejected as refusal:
+            if is_fault(refusal):
+                wait = self._penalty.seconds(context.peer(), 0 if opened is None else opened.call.received_bytes)
+            end = partial(context.abort_with_status, self._refused(context, rpc, refusal))
+        except _StalledError as stalled:
+            self._metrics.calls_cut.labels(rpc=rpc, why=str(stalled)).inc()
+            wait = self._penalty.seconds(context.peer())
+            end = partial(context.abort, grpc.StatusCode.CANCELLED, f"the call was cut: {stalled}")
+        except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
+            raise
+        except Exception:
+            if context.done() or context.cancelled():
+                return  # the client has gone; nobody waits for an answer
+            log.exception("internal error", extra={"rpc": rpc})
+            await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+        if wait:  # nothing of the call is in memory meanwhile
+            await asyncio.sleep(wait)
+        await end()
 
     @asynccontextmanager
-    async def _admitted(self, rpc: str, context: Any) -> AsyncIterator[_Open]:
-        """Let a call in by its headers; raises :class:`Rejected`."""
+    async def _admitted(self, rpc: str, context: Any) -> AsyncIterator[_OpenCall]:
+        """Admit a call by its headers; raises :class:`Rejected`."""
         rule = RULES[rpc]
         metadata = context.invocation_metadata()
         caller = self._gate.admit(metadata, rpc, rule.role)
         headers = dict(metadata)
         if SHARD_HEADER in headers:
-            self._check_place(str(headers[SHARD_HEADER]))
+            require_place(self._settings, str(headers[SHARD_HEADER]))
         if self._stopping:
             raise Rejected(ErrorCode.DRAINING, "the server is stopping")
-        if len(self._open) >= _MOST_CALLS:
+        if len(self.open_calls) >= _MOST_CALLS:
             raise Rejected(ErrorCode.BUSY, f"{_MOST_CALLS} calls are open", retry_seconds=1.0)
         parent = headers.get(TRACEPARENT)
         span = tracing.continued(rpc, parent) if isinstance(parent, str) else NO_SPAN
-        opened = _Open(Call(rpc, caller), context, rule, span, time.monotonic())
-        self._open.add(opened)
+        opened = _OpenCall(Call(rpc, caller), context, rule, span, time.monotonic())
+        self.open_calls.add(opened)
         self._silent[opened] = None
         if len(self._silent) > _MOST_SILENT:
             oldest = next(iter(self._silent))
@@ -231,43 +196,38 @@ class Door:
             oldest.cut("gave_way")
         status = "OK"
         try:
-            if rule.changes:
-                with self._counted():
-                    yield opened
-            else:
+            with self._counted() if rule.changes else nullcontext():
                 yield opened
         except BaseException as error:
-            if not (opened.is_answered and isinstance(error, asyncio.CancelledError)):  # who has it all may hang up
+            if not (opened.is_answered and isinstance(error, asyncio.CancelledError)):  # hanging up is then no error
                 status = error.reason.status_name if isinstance(error, Rejected) else type(error).__name__
             raise
         finally:
-            self._open.discard(opened)
+            self.open_calls.discard(opened)
             self._silent.pop(opened, None)
             self._metrics.call_seconds.labels(rpc=rpc).observe(time.monotonic() - opened.started)
             span.note(status=status)
             span.end("" if status == "OK" else status)
 
-    async def _read_one(self, opened: _Open, request_type: type[Message], handler: Handler) -> "_Answers":
-        if opened.rule.lane is Lane.JOIN:
-            await self._wait(opened, self._joins.acquire(), "turn")
-        try:
-            raw = await self._next(opened, _REQUEST_SECONDS)
-        finally:
+    async def _read_one(self, opened: _OpenCall, handler: Handler) -> "_Answers":
+        async with AsyncExitStack() as turn:
             if opened.rule.lane is Lane.JOIN:
-                self._joins.release()
+                await self._wait(opened, self._joins.acquire(), "turn")
+                turn.callback(self._joins.release)
+            raw = await self._next(opened, _REQUEST_SECONDS)
         if raw is None:
             raise Rejected(ErrorCode.BAD_REQUEST, f"{opened.call.rpc} takes exactly one message")
 
         def work() -> _Answers:
             answer = cast(Callable[[Call, Message], Answer], handler)
-            return _Answers.of(opened.call, answer(opened.call, _parsed(request_type, raw)))
+            return _Answers(opened.call, answer(opened.call, parse(opened.call, raw)))
 
         with self._requests.open() as charge:
             charge.add(received_bytes(len(raw)))
             return await self._in_thread(opened, work)
 
-    async def _read_stream(self, opened: _Open, request_type: type[Message], handler: Handler) -> "_Answers":
-        """Feed a reader in batches, a small stream as a whole."""
+    async def _read_stream(self, opened: _OpenCall, handler: Handler) -> "_Answers":
+        """Send a stream into a reader in batches, a small stream as a whole."""
         call = opened.call
         reading = cast(Callable[[Call], StreamReader], handler)(call)
         try:
@@ -278,7 +238,7 @@ class Door:
             async def feed() -> None:
                 nonlocal pending, size, most
                 batch, pending, size, most = pending, [], 0, _BATCH_BYTES
-                await self._in_thread(opened, lambda: _feed(call, reading, request_type, batch))
+                await self._in_thread(opened, lambda: _feed(call, reading, batch))
 
             while (raw := await self._next_or(opened, feed if pending and most == _FIRST_BYTES else None)) is not None:
                 if call.charge is not None:
@@ -290,18 +250,18 @@ class Door:
             rest = pending
 
             def finish() -> _Answers:
-                _feed(call, reading, request_type, rest)
+                _feed(call, reading, rest)
                 try:
                     reading.send(None)
                 except StopIteration as end:
-                    return _Answers.of(call, end.value)
+                    return _Answers(call, end.value)
                 raise AssertionError("a reader must end where its stream ends")
 
             return await self._in_thread(opened, finish)
         finally:
             reading.close()
 
-    async def _answer(self, opened: _Open, answers: "_Answers") -> None:
+    async def _answer(self, opened: _OpenCall, answers: "_Answers") -> None:
         try:
             while True:
                 for number, data in enumerate(answers.batch, start=1):
@@ -309,13 +269,13 @@ class Door:
                     await self._wait(opened, opened.context.write(data), "reader")
                 if answers.ended:
                     return
-                await self._in_thread(opened, answers.more)
+                await self._in_thread(opened, answers.write_batch)
         finally:
             answers.close()
 
     # Waiting for the client, and for threads
 
-    async def _next(self, opened: _Open, seconds: float = math.inf) -> bytes | None:
+    async def _next(self, opened: _OpenCall, seconds: float = math.inf) -> bytes | None:
         """Return the client's next message; ``None`` at the end of its stream."""
         raw = await self._wait(opened, opened.context.read(), "request", seconds)
         self._silent.pop(opened, None)
@@ -327,8 +287,8 @@ class Door:
             opened.call.raw.append(data)
         return data
 
-    async def _next_or(self, opened: _Open, idle: Callable[[], Awaitable[None]] | None) -> bytes | None:
-        """Return the next message; where it does not come at once, do something meanwhile."""
+    async def _next_or(self, opened: _OpenCall, idle: Callable[[], Awaitable[None]] | None) -> bytes | None:
+        """Return the next message; run ``idle`` meanwhile where none arrives at once."""
         if idle is None:
             return await self._next(opened)
         coming = asyncio.ensure_future(self._next(opened))
@@ -340,10 +300,10 @@ class Door:
         finally:
             coming.cancel()
 
-    async def _wait(self, opened: _Open, client: Awaitable[Any], what: str, seconds: float = math.inf) -> Any:
+    async def _wait(self, opened: _OpenCall, client: Awaitable[Any], what: str, seconds: float = math.inf) -> Any:
         """Wait for the client, within the limits; raises :class:`_StalledError`, or ``Rejected`` (``DRAINING``)."""
-        idle = min(self._limits.idle_seconds, seconds, _STOP_SECONDS if self._stopping else math.inf)
-        left = self._limits.call_seconds - (time.monotonic() - opened.started)
+        idle = min(self._settings.stream_idle_seconds, seconds, _STOP_SECONDS if self._stopping else math.inf)
+        left = self._settings.stream_seconds - (time.monotonic() - opened.started)
         opened.why = f"idle_{what}" if idle <= left else "too_long"
         now = asyncio.get_running_loop().time()
         try:
@@ -356,20 +316,20 @@ class Door:
         finally:
             opened.timeout = None
 
-    async def _in_thread(self, opened: _Open, work: Callable[[], Result]) -> Result:
+    async def _in_thread(self, opened: _OpenCall, work: Callable[[], Result]) -> Result:
         """Run work in the call's lane; a call that is cancelled meanwhile ends when its work has."""
         loop = asyncio.get_running_loop()
-        self._at_work += 1
+        self.at_work += 1
         future = loop.run_in_executor(self._pools[opened.rule.lane], opened.span.run, work)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             await asyncio.wait([future])
             if not future.cancelled():
-                future.exception()  # nobody else will ask
+                future.exception()  # fetched, or asyncio logs that nobody did
             raise
         finally:
-            self._at_work -= 1
+            self.at_work -= 1
 
     def _refused(self, context: Any, rpc: str, refusal: Rejected) -> grpc.Status:
         self._metrics.refusals.labels(reason=refusal.reason.name).inc()
@@ -382,27 +342,21 @@ class Door:
 
 
 class _Answers:
-    """What a handler answers, written batch by batch in a thread.
+    """A handler's answers, written batch by batch in a thread; the first batch is written at once.
 
     Attributes:
         batch: messages that are written and not sent.
         ended: whether no more follow.
     """
 
-    def __init__(self, call: Call, messages: Iterator[Message]) -> None:
-        self._call, self._messages = call, messages
+    def __init__(self, call: Call, answer: Answer) -> None:
+        self._call = call
+        self._messages: Iterator[Message] = iter((answer,)) if isinstance(answer, Message) else answer
         self.batch: list[bytes] = []
         self.ended = False
+        self.write_batch()
 
-    @classmethod
-    def of(cls, call: Call, answer: Answer) -> "_Answers":
-        """Begin, with the first batch."""
-        answers = cls(call, iter((answer,)) if isinstance(answer, Message) else answer)
-        answers.more()
-        return answers
-
-    def more(self) -> None:
-        """Write the next batch."""
+    def write_batch(self) -> None:
         self.batch, size = [], 0
         while size < _ANSWER_BYTES:
             message = next(self._messages, None)
@@ -415,23 +369,14 @@ class _Answers:
             size += len(data)
 
     def close(self) -> None:
-        """Let the handler end."""
+        """End the handler, where it is a generator."""
         close = getattr(self._messages, "close", None)
         if close is not None:
             close()
 
 
-def _parsed(request_type: type[Message], raw: bytes) -> Message:
-    """Parse a message; raises :class:`Rejected` (``BAD_REQUEST``)."""
-    bounds.require_few_fields(request_type, raw)
-    try:
-        return request_type.FromString(raw)
-    except DecodeError as error:
-        raise Rejected(ErrorCode.BAD_REQUEST, f"a message is no {request_type.__name__}") from error
-
-
-def _feed(call: Call, reading: StreamReader, request_type: type[Message], batch: list[tuple[bytes, int]]) -> None:
-    """Send messages into a reader that goes on after each of them."""
+def _feed(call: Call, reading: StreamReader, batch: list[tuple[bytes, int]]) -> None:
+    """Send messages into a reader that continues after each of them."""
     call.on_received(sum(len(raw) for raw, _ in batch))
     for raw, call.arrived_nanoseconds in batch:
-        reading.send(_parsed(request_type, raw))
+        reading.send(parse(call, raw))

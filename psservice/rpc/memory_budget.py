@@ -2,16 +2,15 @@
 
 A call is charged for a message when it arrives, and before it is decoded for what that will occupy at its largest:
 messages are kept for the journal and written there, entries are decoded and then merged into one update. Beyond a limit
-a call is refused, and what it held is free again; nothing here waits. The oldest call in flight is exempt from the
-total, and the oldest of a worker from the worker's limit: so one of them always gets through, however small the limits
-are, and the most that can be occupied is the total and one stream.
+a call is refused, and its bytes are released; nothing here waits. The oldest call in flight is exempt from the total,
+and the oldest of a worker from the worker's limit: so one of them always gets through, however small the limits are,
+and the most that can be occupied is the total and one stream.
 """
 
 import math
 import random
 import threading
 from collections.abc import Generator
-from types import TracebackType
 from typing import Any, TypeVar
 
 from pscore.model.layout import ModelLayout
@@ -41,14 +40,9 @@ def largest_stream(layout: ModelLayout | None, elements: int) -> int:
 
 
 class MemoryBudget:
-    """The calls in flight and what they occupy. Thread-safe.
-
-    Args:
-        most: bytes in total.
-    """
+    """The calls in flight and what they occupy, at most ``most`` bytes. Thread-safe."""
 
     def __init__(self, most: int) -> None:
-        """Begin with nothing."""
         self.most = most
         self.lock = threading.Lock()
         self.bytes = 0
@@ -56,66 +50,56 @@ class MemoryBudget:
         self.by_worker: dict[str, dict[Reservation, None]] = {}
 
     def open(self, largest: float = math.inf, most_of_worker: float = math.inf) -> "Reservation":
-        """Return the charge of a new call, to be used as a context.
-
-        Args:
-            largest: bytes that the call may occupy.
-            most_of_worker: bytes that all calls of its worker may.
-        """
+        """Return the reservation of a new call, a context; ``most_of_worker`` is for all calls of its worker."""
         return Reservation(self, largest, most_of_worker)
 
 
 class Reservation:
-    """What one call occupies; everything is given back at the end of the context."""
+    """What one call occupies, until the end of the context."""
 
-    def __init__(self, ledger: MemoryBudget, largest: float, most_of_worker: float) -> None:
-        """Begin with nothing."""
-        self._ledger, self._largest, self._most_of_worker = ledger, largest, most_of_worker
+    def __init__(self, budget: MemoryBudget, largest: float, most_of_worker: float) -> None:
+        self._budget, self._largest, self._most_of_worker = budget, largest, most_of_worker
         self._worker: str | None = None
         self.bytes = 0
 
     def __enter__(self) -> "Reservation":
-        """Take a place in the order of calls."""
-        with self._ledger.lock:
-            self._ledger.calls[self] = None
+        with self._budget.lock:
+            self._budget.calls[self] = None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give everything back."""
-        ledger = self._ledger
+    def __exit__(self, *_: object) -> None:
+        budget = self._budget
         self.clear()
-        with ledger.lock:
-            del ledger.calls[self]
+        with budget.lock:
+            del budget.calls[self]
             if self._worker is not None:
-                mine = ledger.by_worker[self._worker]
+                mine = budget.by_worker[self._worker]
                 del mine[self]
                 if not mine:
-                    del ledger.by_worker[self._worker]
+                    del budget.by_worker[self._worker]
 
     def clear(self) -> None:
-        """Give back what was charged so far."""
-        with self._ledger.lock:
-            self._ledger.bytes -= self.bytes
+        """Release what was charged so far."""
+        with self._budget.lock:
+            self._budget.bytes -= self.bytes
             self.bytes = 0
 
     def belongs_to(self, worker_id: str) -> None:
-        """Note whose call it is, once that is known; raises :class:`Rejected` (``BUSY``)."""
-        with self._ledger.lock:
+        """Note whose call this is; raises :class:`Rejected` (``BUSY``)."""
+        with self._budget.lock:
             if self._worker is None:
                 self._worker = worker_id
-                self._ledger.by_worker.setdefault(worker_id, {})[self] = None
+                self._budget.by_worker.setdefault(worker_id, {})[self] = None
         self.add(0)
 
     def add(self, nbytes: int) -> None:
         """Charge what comes next.
 
         Raises:
-            Refusal: ``BAD_REQUEST`` where no valid stream is as large, ``BUSY`` where others hold too much.
+            Rejected: ``BAD_REQUEST`` where no valid stream is as large, ``BUSY`` where other calls occupy too much.
         """
-        ledger = self._ledger
-        with ledger.lock:
+        budget = self._budget
+        with budget.lock:
             if self.bytes + nbytes > self._largest:
                 raise Rejected(
                     ErrorCode.BAD_REQUEST,
@@ -123,14 +107,14 @@ class Reservation:
                     "one; send larger chunks, or raise --stream-bytes",
                 )
             if self._worker is not None:
-                mine = ledger.by_worker[self._worker]
+                mine = budget.by_worker[self._worker]
                 held = sum(call.bytes for call in mine)
                 if held + nbytes > self._most_of_worker and next(iter(mine)) is not self:
                     raise _busy(f"calls of worker {self._worker!r} hold {held} bytes (--worker-bytes)")
-            if ledger.bytes + nbytes > ledger.most and next(iter(ledger.calls)) is not self:
-                raise _busy(f"calls in flight hold {ledger.bytes} bytes (--inflight-bytes)")
+            if budget.bytes + nbytes > budget.most and next(iter(budget.calls)) is not self:
+                raise _busy(f"calls in flight hold {budget.bytes} bytes (--inflight-bytes)")
             self.bytes += nbytes
-            ledger.bytes += nbytes
+            budget.bytes += nbytes
 
 
 def charged(
@@ -138,8 +122,8 @@ def charged(
 ) -> Generator[None, Any, Result]:
     """Charge what each message of a stream is decoded to, before its reader has it; raises as :meth:`Reservation.add`.
 
-    ``is_kept``: whether messages occupy what they are charged until the stream's end, and not only until the reader has
-    written them elsewhere. (A batch that has come behind them is not counted then.)
+    Without ``is_kept`` a message occupies its charge only until the reader has written it elsewhere, and not until the
+    stream's end. (A batch that has arrived behind it is not counted then.)
     """
     next(reading)
     while True:

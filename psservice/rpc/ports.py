@@ -20,25 +20,19 @@ _HANDSHAKE_SECONDS = 10
 
 
 class _FewLines(logging.Filter):
-    """Lets few lines a minute through: anybody can make gRPC log a traceback, with headers that are no UTF-8."""
+    """Passes few lines a minute: anybody can make gRPC log a traceback, by headers that are no UTF-8."""
 
     def __init__(self) -> None:
         super().__init__()
         self._minute, self._lines = 0, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Count a line; any thread."""
         minute = int(record.created // 60)
         self._minute, self._lines = minute, self._lines + 1 if minute == self._minute else 1
         return self._lines <= _LINES_A_MINUTE
 
 
 _CYTHON_LOG.addFilter(_FewLines())
-
-
-def _most_connections() -> int:
-    """Return how many connections a port may have: half of the descriptors, since files need some too."""
-    return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 _OPTIONS = (
@@ -52,19 +46,17 @@ _OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_SECONDS),
 )
 
-
 _UNNAMED_PORTS = range(20_000, 30_000)
 _TRIES = 100
 
 
 def bind_port(port: int, bind: Callable[[int], Result]) -> Result:
-    """Bind a port, or for 0 any free one of 20000 to 29999, and return what ``bind`` does.
+    """Bind a port, or for 0 any free one of 20000 to 29999, and return the result of ``bind``.
 
-    Those are below what Linux gives to a caller that asks for any port, which has 50051, the port of a server that is
-    only just being started again, among it.
+    Linux itself assigns higher ports, and 50051 among them: the port of a server that may be restarting.
 
     Raises:
-        OSError, RuntimeError: what ``bind`` raises of the last port that was tried.
+        OSError, RuntimeError: the error of ``bind`` at the last port that was tried.
     """
     *numbers, last = [port] if port else random.SystemRandom().sample(_UNNAMED_PORTS, _TRIES)
     for number in numbers:
@@ -74,10 +66,9 @@ def bind_port(port: int, bind: Callable[[int], Result]) -> Result:
 
 
 class EventLoop:
-    """An event loop that runs until it is closed. Its thread begins at once."""
+    """An event loop in a thread of its own, which begins at once."""
 
     def __init__(self) -> None:
-        """Begin."""
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="door", daemon=True)
         self._thread.start()
@@ -93,38 +84,17 @@ class EventLoop:
         self.loop.close()
 
 
-class Port:
-    """One listening address.
-
-    Args:
-        address: ``HOST:PORT``.
-        handlers: what is served there.
-        credentials: of TLS; ``None`` for plaintext.
-
-    Attributes:
-        number: of the port.
+async def open_port(
+    address: str, handlers: Sequence[grpc.GenericRpcHandler], credentials: grpc.ServerCredentials | None
+) -> tuple[grpc.aio.Server, int]:
+    """Start a gRPC server at ``HOST:PORT``, in plaintext without credentials; return it with the port's number.
 
     Raises:
-        RuntimeError: it cannot be bound.
+        RuntimeError: the address cannot be bound.
     """
-
-    def __init__(
-        self, address: str, handlers: Sequence[grpc.GenericRpcHandler], credentials: grpc.ServerCredentials | None
-    ) -> None:
-        """Bind it; on the event loop."""
-        self._server = grpc.aio.server(
-            options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", _most_connections())]
-        )
-        self._server.add_generic_rpc_handlers(tuple(handlers))
-        if credentials is None:
-            self.number = self._server.add_insecure_port(address)
-        else:
-            self.number = self._server.add_secure_port(address, credentials)
-
-    async def start(self) -> None:
-        """Begin to accept calls."""
-        await self._server.start()
-
-    async def stop(self, seconds: float) -> None:
-        """Accept no more calls, and cancel those that are open after so many seconds."""
-        await self._server.stop(seconds)
+    most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # the other half is for files
+    server = grpc.aio.server(options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)])
+    server.add_generic_rpc_handlers(tuple(handlers))
+    number = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    await server.start()
+    return server, number

@@ -1,4 +1,4 @@
-"""A shard's status as a message: what `GetStatus` answers, and what the status page shows."""
+"""A shard's status as a message, for `GetStatus` and the status page."""
 
 import time
 
@@ -9,6 +9,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.leases import Member
 from psservice.cluster.run import RunState
 from psservice.model.reply_session import ReplyMode
+from psservice.observability.metrics import count_of
 from psservice.settings import ServerSettings
 from psservice.shard.shard import Engine
 
@@ -19,29 +20,24 @@ RUN_STATES = {
 }
 REPLY_MODES = {ReplyMode.EXACT: pb.REPLY_MODE_EXACT, ReplyMode.TOPK: pb.REPLY_MODE_TOPK}
 _DOWN_MODES = {"auto": pb.DOWN_MODE_AUTO, "exact": pb.DOWN_MODE_EXACT, "topk": pb.DOWN_MODE_TOPK}
-_BUFFER_POLICIES = {
-    "sync": pb.BUFFER_POLICY_SYNC,
-    "local": pb.BUFFER_POLICY_LOCAL,
-    "none": pb.BUFFER_POLICY_NONE,
-}
+_BUFFER_POLICIES = {"sync": pb.BUFFER_POLICY_SYNC, "local": pb.BUFFER_POLICY_LOCAL, "none": pb.BUFFER_POLICY_NONE}
 
 
 class StatusReport:
-    """Reports on an engine; the time since the start counts from here."""
+    """Reports on a shard; the uptime counts from here."""
 
     def __init__(self, engine: Engine) -> None:
-        """Report on this engine."""
         self._engine = engine
         self._started = time.monotonic()
 
     def message(self, *, brief: bool = False) -> pb.GetStatusResponse:
-        """Return what is so now; ``brief`` leaves the workers out."""
+        """Return the status now; ``brief`` leaves the workers out."""
         engine, settings = self._engine, self._engine.settings
         model, layout = engine.model, engine.layout
         span = engine.span if layout else Span(0, 0)
         last = engine.persistence.last_snapshot
         snapshot = last.manifest if last else None
-        push, pull = engine.traffic["PushSparse"], engine.traffic["PullDiff"]
+        counts = engine.metrics
         return pb.GetStatusResponse(
             run_id=engine.run.run_id,
             run_state=RUN_STATES[engine.run.state],
@@ -56,9 +52,9 @@ class StatusReport:
             num_shards=settings.num_shards,
             device=str(engine.device),
             workers=[self._worker(member) for member in engine.membership.members() if not brief],
-            push_bytes=push.message_bytes,
-            pull_bytes=pull.message_bytes,
-            buffer_bytes=engine.traffic["ExchangeBuffers"].message_bytes,
+            push_bytes=count_of(counts.received_bytes, "PushSparse"),
+            pull_bytes=count_of(counts.sent_bytes, "PullDiff"),
+            buffer_bytes=sum(count_of(each, "ExchangeBuffers") for each in (counts.received_bytes, counts.sent_bytes)),
             samples=engine.run.samples,
             queued=engine.writer.queued,
             uptime_seconds=time.monotonic() - self._started,
@@ -72,10 +68,10 @@ class StatusReport:
             calls_inside=engine.doorway.inside,
             queue_limit=settings.apply_queue_limit,
             durable=engine.durable,
-            pushes=push.calls,
-            pulls=pull.calls,
-            dense_push_bytes=push.dense_bytes,
-            dense_pull_bytes=pull.dense_bytes,
+            pushes=count_of(counts.answered, "PushSparse"),
+            pulls=count_of(counts.answered, "PullDiff"),
+            dense_push_bytes=count_of(counts.dense_bytes, "PushSparse"),
+            dense_pull_bytes=count_of(counts.dense_bytes, "PullDiff"),
             evicted=[
                 pb.EvictedWorker(worker_id=name, remaining_seconds=seconds)
                 for name, seconds in engine.membership.evicted().items()
@@ -103,7 +99,7 @@ class StatusReport:
 
 
 def run_settings(settings: ServerSettings) -> pb.RunSettings:
-    """Write the part of the settings that workers are handed."""
+    """Write the settings that workers receive."""
     return pb.RunSettings(
         down_mode=_DOWN_MODES[settings.down_mode],
         down_density=settings.down_density,

@@ -1,15 +1,15 @@
-"""The calls of workers: messages to calls of the engine and back, and nothing else.
+"""The calls of workers: messages to calls of the shard and back, and nothing else.
 
-A handler runs in a thread of its lane. One that reads a stream is a generator (:mod:`psservice.rpc.push_stream`);
-what it does before its first message runs on the event loop and must not wait.
+A handler runs in a thread of its lane, on messages that :func:`psservice.rpc.calls.check` has accepted. One that reads
+a stream is a generator (:mod:`psservice.wire.push_stream`); until its first message it runs on the event loop and must
+not wait.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from pscore.model.buffers import pack, packed_bytes
-from pscore.model.layout import ModelLayout
+from pscore.model.layout import ModelLayout, Span
 from pscore.model.segment import Segment
 from pscore.telemetry import tracing
 from pscore.telemetry.tracing import traced
@@ -28,77 +28,36 @@ from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.leases import Identity, Member
 from psservice.model.reply_session import Reply
-from psservice.observability.traffic import dense_bytes
-from psservice.rpc import bounds
-from psservice.rpc.auth import require_worker
-from psservice.rpc.calls import Call, Handler
-from psservice.rpc.identity import identity_from_message, require_name
+from psservice.rpc.calls import Call, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, charged, largest_stream
-from psservice.rpc.push_stream import PushReader, Reading, read_push, read_upload, require_end
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, wish_of
-from psservice.settings import ServerSettings
 from psservice.shard.join_layout import JoinLayouts
 from psservice.shard.shard import Engine
 from psservice.shard.types import Loaded, Push
 from psservice.shard.upload import Upload
+from psservice.wire.identity import identity_from_message
+from psservice.wire.push_stream import PushReader, Reading, header_of, read_push, require_end
 
 WAIT_RETRY_SECONDS = 0.2
 
-_CHECKED_BYTES = 1 << 20  # of a reply after which its reader is told that they are whole
+_CHECKED_BYTES = 1 << 20  # of a reply, after which the worker may verify what came so far
 
 _JOIN_STATES = {"ready": pb.JOIN_STATE_READY, "upload": pb.JOIN_STATE_UPLOAD, "wait": pb.JOIN_STATE_WAIT}
 
 
-@dataclass(frozen=True, slots=True)
-class _Sized:
-    """What follows from a layout: bytes that a valid stream may occupy, and those of every element."""
-
-    layout: ModelLayout | None
-    largest_stream: int
-    dense_bytes: int
-
-
-def require_place(settings: ServerSettings, meant: str) -> None:
-    """Refuse a call that is meant for another shard: its address may have been another's a moment ago."""
-    mine = place_of(settings.shard_index, settings.num_shards)
-    if meant != mine:
-        raise Rejected(
-            ErrorCode.SHARD_MISMATCH, f"the worker takes this server for shard {meant[:32]}; it is shard {mine}"
-        )
-
-
 class WorkerCalls:
-    """The calls of workers over one engine.
-
-    Args:
-        engine: the shard.
-    """
+    """The calls of workers over one shard; each method serves the call that it is named after."""
 
     def __init__(self, engine: Engine) -> None:
-        """Begin with nothing in flight."""
         self._engine, self._settings, self._metrics = engine, engine.settings, engine.metrics
         self._layouts = JoinLayouts(engine)
         self._inflight = MemoryBudget(self._settings.inflight_bytes)
         self._downloads = MemoryBudget(self._settings.inflight_bytes)
-        self._sized = _Sized(None, largest_stream(None, 0), 0)
+        self._sized: tuple[ModelLayout | None, int, int] = (None, largest_stream(None, 0), 0)
         self._metrics.bytes_in_flight.set_function(
             lambda: self._inflight.bytes + self._downloads.bytes + engine.upload_bytes
         )
-
-    def handlers(self) -> dict[str, Handler]:
-        """Return the handlers by the method's name."""
-        return {
-            "Join": self.join,
-            "RenewLease": self.renew_lease,
-            "Leave": self.leave,
-            "UploadModel": self.upload_model,
-            "DownloadModel": self.download_model,
-            "PushSparse": self.push_sparse,
-            "PullDiff": self.pull_diff,
-            "ExchangeBuffers": self.exchange_buffers,
-            "LeaseSamples": self.lease_samples,
-        }
 
     def join(self, call: Call, request: pb.JoinRequest) -> pb.JoinResponse:
         """Grant a lease."""
@@ -108,12 +67,10 @@ class WorkerCalls:
                 ErrorCode.UNKNOWN_PROTOCOL,
                 f"the worker speaks protocol {request.protocol_version}, the server {PROTOCOL_VERSION}",
             )
-        bounds.require_join(request)
-        identity = self._identity(call, request.identity, any_run=True)
+        identity = identity_from_message(request.identity)
         engine.run.require_id(request.identity.run_id, may_be_empty=True)
         require_place(self._settings, place_of(request.shard_index, request.num_shards))
-        down = VALUE_CODECS[self._settings.down_value_type]
-        if down not in (request.value_codecs or PLAIN_VALUE_CODECS):
+        if VALUE_CODECS[self._settings.down_value_type] not in (request.value_codecs or PLAIN_VALUE_CODECS):
             raise Rejected(
                 ErrorCode.UNKNOWN_CODEC,
                 f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, "
@@ -152,11 +109,9 @@ class WorkerCalls:
     def renew_lease(self, call: Call, request: pb.RenewLeaseRequest) -> pb.RenewLeaseResponse:
         """Renew a lease."""
         engine = self._engine
-        bounds.require(request)
-        identity = self._identity(call, request.identity)
+        identity = self._identity(request.identity)
         member = engine.membership.require(identity)
         engine.note_uploaded(identity, request.uploaded)
-        require_name("checkpoint", request.checkpoint or "-")
         engine.persistence.follow(engine, request.checkpoint)
         return pb.RenewLeaseResponse(
             checkpoint=engine.persistence.told(engine),
@@ -170,19 +125,17 @@ class WorkerCalls:
         )
 
     def leave(self, call: Call, request: pb.LeaveRequest) -> pb.LeaveResponse:
-        """End a lease."""
-        self._engine.leave(self._identity(call, request.identity, any_run=True))  # its first answer may be lost
+        """End a lease, of any run: the worker may have lost its first answer."""
+        self._engine.leave(identity_from_message(request.identity))
         return pb.LeaveResponse()
 
     def upload_model(self, call: Call) -> Reading[pb.UploadModelRequest, pb.UploadModelResponse]:
-        """Take the model in, or a part of it."""
+        """Receive the model, or a part of it."""
         engine = self._engine
         with self._stream(call) as charge:
 
             def open_upload(header: pb.UploadHeader) -> Upload:
-                bounds.require(header)
-                bounds.require_digest(header.digest, may_be_empty=True)
-                identity = self._identity(call, header.identity, any_run=True)
+                identity = identity_from_message(header.identity)
                 charge.belongs_to(identity.worker_id)
                 upload = engine.open_upload(identity, header.generation, header.buffer_bytes)
                 engine.run.require_upload(header.identity.run_id)
@@ -198,7 +151,7 @@ class WorkerCalls:
             return answer
 
     def download_model(self, call: Call, request: pb.DownloadModelRequest) -> Iterator[pb.DownloadModelResponse]:
-        """Send the model out. What readers of models hold is limited apart from what training needs."""
+        """Send the model. Downloads have a memory budget apart from that of training."""
         engine = self._engine
         with self._downloads.open() as charge:
             charge.add(4 * engine.require_model(None).span.length)  # the copy, fp32
@@ -226,18 +179,17 @@ class WorkerCalls:
             yield pb.DownloadModelResponse(commit=checksum.commit())
 
     def push_sparse(self, call: Call) -> Reading[pb.PushSparseRequest, pb.PushSparseResponse]:
-        """Take a push in and apply it."""
+        """Receive a push and apply it."""
         engine = self._engine
         call.keeps_raw = engine.persistence.events.keeps_journal
         with self._stream(call) as charge:
 
             def open_push(header: pb.PushHeader) -> PushReader:
-                bounds.require(header)
-                identity = self._identity(call, header.identity)
+                identity = self._identity(header.identity)
                 charge.belongs_to(identity.worker_id)
                 call.on_received = partial(engine.membership.received, identity)
                 engine.check_push(identity, header.step)
-                finished_of(header)  # refused here, before the rest of it is received
+                finished_of(header)  # refused here, before the rest of the push is received
                 return PushReader.of(header, engine.span, lambda: call.arrived_nanoseconds)
 
             receiving = tracing.begin("receive")
@@ -245,7 +197,7 @@ class WorkerCalls:
                 header, reader, segments = yield from charged(read_push(open_push), charge)
             finally:
                 receiving.end()
-            identity = self._identity(call, header.identity)
+            identity = self._identity(header.identity)
             answer, repeated = engine.commit(
                 Push(
                     identity,
@@ -263,7 +215,8 @@ class WorkerCalls:
             )
             if repeated:
                 self._metrics.repeated_pushes.inc()
-            self._count("PushSparse", engine.membership.require(identity), received=call.received_bytes)
+            engine.membership.require(identity).push_bytes += call.received_bytes
+            self._metrics.received_bytes.labels(rpc="PushSparse").inc(call.received_bytes)
             self._answered("PushSparse")
             return pb.PushSparseResponse(
                 version=answer.version,
@@ -279,9 +232,8 @@ class WorkerCalls:
     def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[pb.PullDiffResponse]:
         """Send a worker what its replica lacks."""
         engine = self._engine
-        bounds.require(request)
-        with self._reply() as charge:
-            identity = self._identity(call, request.identity)
+        with self._inflight.open(most_of_worker=self._most_of_worker) as charge:
+            identity = self._identity(request.identity)
             charge.belongs_to(identity.worker_id)
             reply = engine.pull(
                 identity,
@@ -302,51 +254,39 @@ class WorkerCalls:
                 image=reply.image,
                 run_state=RUN_STATES[engine.run.state],
             )
-            member = engine.membership.require(identity)
-            self._answered("PullDiff")  # before the last message: who has read that finds all of it counted
-            call.on_sent = lambda nbytes: self._count("PullDiff", member, sent=nbytes)
+            call.on_sent = partial(self._sent, "PullDiff", engine.membership.require(identity))
+            self._answered("PullDiff")  # before the last message, so that a worker which has read that finds the count
             yield from self._pull_messages(header, reply)
 
     def exchange_buffers(self, call: Call) -> Reading[pb.ExchangeBuffersRequest, Iterator[pb.ExchangeBuffersResponse]]:
         """Average a worker's buffers."""
         with self._stream(call) as charge:
-            average = yield from charged(self._read_buffers(call, charge), charge)
-        self._count("ExchangeBuffers", None, received=call.received_bytes)
-        call.on_sent = lambda nbytes: self._count("ExchangeBuffers", None, sent=nbytes)
+            average = yield from charged(self._read_buffers(charge), charge)
+        self._metrics.received_bytes.labels(rpc="ExchangeBuffers").inc(call.received_bytes)
+        call.on_sent = partial(self._sent, "ExchangeBuffers", None)
         pieces = frames.encode_bytes(average, self._settings.chunk_bytes)
         return (pb.ExchangeBuffersResponse(buffers=piece) for piece in pieces)
 
     def lease_samples(self, call: Call, request: pb.LeaseSamplesRequest) -> pb.LeaseSamplesResponse:
-        """Hand samples out."""
+        """Lease samples to a worker."""
         engine = self._engine
-        leased = engine.lease_samples(self._identity(call, request.identity), wish_of(request))
+        leased = engine.lease_samples(self._identity(request.identity), wish_of(request))
         answer = answer_to_message(leased, len(engine.membership))
         answer.run_state = RUN_STATES[engine.run.state]
         return answer
 
     # Inner parts
 
-    def _identity(self, call: Call, message: pb.WorkerIdentity, *, any_run: bool = False) -> Identity:
-        for what, text in (
-            ("worker_id", message.worker_id),
-            ("incarnation", message.incarnation),
-            ("run_id", message.run_id or "-"),
-        ):
-            require_name(what, text)
-        require_worker(call.caller, message.worker_id)
-        if not any_run:
-            self._engine.run.require_id(message.run_id)
+    def _identity(self, message: pb.WorkerIdentity) -> Identity:
+        """Read the identity of a worker of this run."""
+        self._engine.run.require_id(message.run_id)
         return identity_from_message(message)
 
-    def _read_buffers(self, call: Call, charge: Reservation) -> Reading[pb.ExchangeBuffersRequest, bytes]:
+    def _read_buffers(self, charge: Reservation) -> Reading[pb.ExchangeBuffersRequest, bytes]:
         """Read a contribution; return the packed average."""
         engine = self._engine
-        first = yield
-        if first is None or first.WhichOneof("message") != "header":
-            raise Rejected(ErrorCode.BAD_REQUEST, "an exchange of buffers begins with its header")
-        header = first.header
-        bounds.require(header)
-        identity = self._identity(call, header.identity)
+        header: pb.BuffersHeader = header_of((yield), "an exchange of buffers")
+        identity = self._identity(header.identity)
         charge.belongs_to(identity.worker_id)
         buffers = engine.require_buffers(identity, header.generation)
         reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
@@ -358,37 +298,30 @@ class WorkerCalls:
 
     def _stream(self, call: Call) -> Reservation:
         """Open the charge of a stream that a worker sends."""
-        call.charge = self._inflight.open(self._largest_stream, self._settings.worker_bytes or 2 * self._largest_stream)
+        most = self._settings.stream_bytes or self._sizes()[0]
+        call.charge = self._inflight.open(most, self._most_of_worker)
         return call.charge
 
-    def _reply(self) -> Reservation:
-        """Open the charge of an answer, which is as large as it is."""
-        return self._inflight.open(most_of_worker=self._settings.worker_bytes or 2 * self._largest_stream)
+    @property
+    def _most_of_worker(self) -> int:
+        return self._settings.worker_bytes or 2 * (self._settings.stream_bytes or self._sizes()[0])
 
-    def _count(self, rpc: str, member: Member | None, *, received: int = 0, sent: int = 0) -> None:
-        self._engine.traffic.count(rpc, received + sent)
-        self._metrics.received_bytes.labels(rpc=rpc).inc(received)
-        self._metrics.sent_bytes.labels(rpc=rpc).inc(sent)
+    def _sizes(self) -> tuple[int, int]:
+        """Return the bytes that a valid stream may occupy, and those of all elements; computed once for a layout."""
+        layout = self._engine.layout
+        if self._sized[0] is not layout and layout is not None:
+            span = self._engine.span
+            self._sized = layout, largest_stream(layout, span.length), dense_bytes(layout, span)
+        return self._sized[1:]
+
+    def _sent(self, rpc: str, member: Member | None, nbytes: int) -> None:
+        self._metrics.sent_bytes.labels(rpc=rpc).inc(nbytes)
         if member is not None:
-            member.push_bytes += received
-            member.pull_bytes += sent
+            member.pull_bytes += nbytes
 
     def _answered(self, rpc: str) -> None:
-        nbytes = self._sizes.dense_bytes
-        self._engine.traffic.answered(rpc, nbytes)
-        self._metrics.dense_bytes.labels(rpc=rpc).inc(nbytes)
-
-    @property
-    def _largest_stream(self) -> int:
-        return self._settings.stream_bytes or self._sizes.largest_stream
-
-    @property
-    def _sizes(self) -> "_Sized":
-        layout = self._engine.layout
-        if self._sized.layout is not layout and layout is not None:
-            span = self._engine.span
-            self._sized = _Sized(layout, largest_stream(layout, span.length), dense_bytes(layout, span))
-        return self._sized
+        self._metrics.answered.labels(rpc=rpc).inc()
+        self._metrics.dense_bytes.labels(rpc=rpc).inc(self._sizes()[1])
 
     def _chunks(self, segments: Sequence[Segment], form: WireForm, checksum: frames.Checksum) -> Iterator[pb.Chunk]:
         for segment in segments:
@@ -412,3 +345,36 @@ class WorkerCalls:
                 checksum.add(chunk)
                 yield pb.PullDiffResponse(chunk=chunk)
         yield pb.PullDiffResponse(commit=checksum.commit())
+
+
+def read_upload(
+    open_upload: Callable[[pb.UploadHeader], Upload],
+) -> Reading[pb.UploadModelRequest, tuple[pb.UploadHeader, Upload, bool]]:
+    """Read one call of an upload; tell whether that was its last one, with a commit that agrees.
+
+    ``open_upload`` checks the header and returns the upload that the call continues.
+
+    Raises:
+        Rejected: the stream breaks the form, or the commit does not agree.
+    """
+    header = header_of((yield), "an upload")
+    upload = open_upload(header)
+    call = upload.go_on()
+    while (request := (yield)) is not None:
+        kind = request.WhichOneof("message")
+        if kind == "chunk":
+            upload.read(call, request.chunk)
+        elif kind == "buffers":
+            upload.read_buffers(call, request.buffers)
+        elif kind == "commit":
+            require_end((yield))
+            upload.verify(call, request.commit)
+            return header, upload, True
+        else:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"unexpected {kind or 'empty message'} inside an upload")
+    return header, upload, False
+
+
+def dense_bytes(layout: ModelLayout, span: Span) -> int:
+    """Return the bytes of all elements of a span, each in the data type of its parameter."""
+    return sum(dtype.itemsize * run.length for dtype, run in layout.dtype_runs(span))

@@ -9,8 +9,6 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import share_to_messages
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.leases import Identity
-from psservice.rpc import bounds
-from psservice.rpc.identity import identity_from_message, identity_to_message, require_name
 from psservice.sampling.dataset import (
     MOST_DATASETS,
     MOST_EPOCHS,
@@ -25,19 +23,15 @@ from psservice.sampling.dataset import (
 )
 from psservice.sampling.epoch import Epoch
 from psservice.storage.manifest import KeptDataset, KeptEpoch, KeptShare
+from psservice.wire.identity import identity_from_message, identity_to_message, require_name
 
 _ASKS_A_SECOND = 20  # of all workers together that wait for an epoch's end
 _SHORTEST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 2.0
 
 
 def wish_of(request: pb.LeaseSamplesRequest) -> Wish:
-    """Read a request.
-
-    Raises:
-        Refusal: ``BAD_REQUEST`` where a field is out of its bounds.
-    """
+    """Read a request whose numbers are within their bounds; raises :class:`Rejected` (``BAD_REQUEST``)."""
     require_name("a dataset's name", request.dataset)
-    bounds.require(request)
     plan = Plan(request.size, request.seed, request.shuffle)
     epoch = request.epoch if request.has_epoch else None
     return Wish(request.dataset, plan, epoch, request.samples, share_of(request.held, request.size))

@@ -18,13 +18,15 @@ from psservice.model.parameters import ModelShard
 from psservice.model.wagma.replicas import make_shard
 from psservice.recovery import init_source
 from psservice.recovery.capture import Content
-from psservice.rpc.bounds import MOST_FIRST_VERSION
 from psservice.shard.model_install import claim, install
 from psservice.shard.state import ShardState
 from psservice.shard.types import Loaded
 from psservice.shard.upload import Upload
 
 log = logging.getLogger(__name__)
+
+MOST_FIRST_VERSION = 1 << 52
+"""Highest version at which the count of an uploaded model begins: pushes then never reach the bound of versions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,7 +348,7 @@ class Engine(ShardState):
         self.writer.require_whole()  # a top-k reply is read beside the writer
         self.persistence.events.wait()
         member.reply_mode, member.reply_density = reply.mode, reply.density
-        self.metrics.observe_pull(reply)
+        self.metrics.observe_pull(reply.mode.value, reply.density)
         return reply
 
     def _await_round(self, identity: Identity) -> None:

@@ -17,7 +17,6 @@ from psservice.model.image_budget import ImageBudget
 from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.observability.metrics import Metrics
-from psservice.observability.traffic import Traffic
 from psservice.policy.reply_mode import reply_rule
 from psservice.recovery.capture import Content
 from psservice.recovery.durability import Durability
@@ -68,7 +67,6 @@ class ShardState:
         """Begin empty."""
         self.settings, self.device, self.metrics = settings, device, metrics
         self.environment = environment
-        self.traffic = Traffic()
         self.doorway = DrainGate()
         self.is_coordinator = settings.shard_index == 0
         self.run = Run(

@@ -11,8 +11,9 @@ from psservice.model.wagma.replicas import GroupedShard
 from psservice.model.wagma.rounds import Decision
 from psservice.observability.metrics import Metrics
 from psservice.recovery.event_log import EventLog
-from psservice.rpc.bounds import MOST_STEP_AHEAD
 from psservice.shard.apply_thread import Writer
+
+_MOST_STEP_AHEAD = 1 << 32  # iterations that one push of WAGMA may be ahead of the newest: new workers begin there
 
 
 class WagmaCoordinator:
@@ -63,10 +64,10 @@ class WagmaCoordinator:
         Raises:
             Refusal: ``BAD_REQUEST``.
         """
-        if isinstance(model, GroupedShard) and step > model.first_step + MOST_STEP_AHEAD:
+        if isinstance(model, GroupedShard) and step > model.first_step + _MOST_STEP_AHEAD:
             raise Rejected(
                 ErrorCode.BAD_REQUEST,
-                f"step is {step}; it must be {model.first_step + MOST_STEP_AHEAD} at most, as the newest iteration is "
+                f"step is {step}; it must be {model.first_step + _MOST_STEP_AHEAD} at most, as the newest iteration is "
                 f"that of step {model.first_step - 1}",
             )
 

@@ -26,12 +26,13 @@ from psservice.cluster.leases import Identity
 from psservice.cluster.run import RunState
 from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import ANONYMOUS_ADMIN
-from psservice.rpc.calls import RULES, Call
+from psservice.rpc.calls import RULES, Call, check, handlers_of
 from psservice.rpc.operators import OperatorCalls
-from psservice.rpc.push_stream import read_all
+from psservice.rpc.status import StatusReport
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings
 from psservice.shard.shard import Engine
+from psservice.wire.push_stream import read_all
 from tests.hostile.mutation import good_chunks, mutate, mutate_bytes
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
@@ -60,7 +61,11 @@ def called(engine: Engine, handler: Any, rpc: str, request: Any) -> list[Any]:
     call = Call(rpc, ANONYMOUS_ADMIN)
     try:
         with engine.doorway.entered() if RULES[rpc].changes else nullcontext():
-            answer = _read(handler(call), call, request) if isinstance(request, list) else handler(call, request)
+            if isinstance(request, list):
+                answer = _read(handler(call), call, request)
+            else:
+                check(call, request)
+                answer = handler(call, request)
             if isinstance(answer, Message):
                 return [answer]
             return [message for message, _ in zip(answer, range(MOST_ANSWERS), strict=False)]
@@ -75,6 +80,7 @@ def _read(reading: Any, call: Call, requests: list[Any]) -> Any:
 
     def received() -> Iterator[Any]:
         for request in requests:
+            check(call, request)
             call.raw += [request.SerializeToString()] if call.keeps_raw else []
             yield request
 
@@ -88,7 +94,8 @@ class Service:
         """Join and upload."""
         values = {"lease_seconds": 3600.0, "run_id": "fuzz", **settings}
         self.engine = Engine(ServerSettings.model_validate(values), torch.device("cpu"), Metrics())
-        self.handlers = WorkerCalls(self.engine).handlers() | OperatorCalls(self.engine).handlers()
+        operators = OperatorCalls(self.engine, StatusReport(self.engine), lambda: None, lambda: None)
+        self.handlers = handlers_of(WorkerCalls(self.engine)) | handlers_of(operators)
         self.identity = pb.WorkerIdentity(run_id="fuzz", worker_id="anna", incarnation="1")
         self.step = 0
         self.span = Span(0, LAYOUT.size)

@@ -12,8 +12,9 @@ from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.leases import Identity
-from psservice.rpc.push_stream import PushReader, read_all, read_push, read_upload
+from psservice.rpc.workers import read_upload
 from psservice.shard.upload import Upload
+from psservice.wire.push_stream import PushReader, read_all, read_push
 
 SHARD = Span(10, 110)
 GROUPS = (Span(60, 110), Span(10, 60))

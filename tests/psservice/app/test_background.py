@@ -1,4 +1,4 @@
-"""Upkeep: the loops are compiled before a push asks for them, freed memory goes back, and the thread ends."""
+"""Background work: the loops are compiled before a push asks for them, freed memory goes back, and the thread ends."""
 
 import threading
 
@@ -11,10 +11,10 @@ def test_it_warms_up_trims_and_ends(monkeypatch):
     trimmed = threading.Event()
     monkeypatch.setattr(background, "TRIM_SECONDS", 0.01)
     monkeypatch.setattr(background, "_malloc_trim", lambda: trimmed.set)
-    chores = background.Upkeep(lambda: 10**6)
+    chores = background.Background(lambda: 10**6)
     assert trimmed.wait(60)
     chores.close()
-    assert "upkeep" not in [thread.name for thread in threading.enumerate()]
+    assert "background" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_failing_warm_up_is_logged_and_no_more(monkeypatch, caplog):
@@ -25,7 +25,7 @@ def test_a_failing_warm_up_is_logged_and_no_more(monkeypatch, caplog):
     trimmed = threading.Event()
     monkeypatch.setattr(background, "TRIM_SECONDS", 0.01)
     monkeypatch.setattr(background, "_malloc_trim", lambda: trimmed.set)
-    chores = background.Upkeep(lambda: 10**6)
+    chores = background.Background(lambda: 10**6)
     assert trimmed.wait(60)
     chores.close()
     assert "could not be compiled ahead" in caplog.text
@@ -35,7 +35,7 @@ def test_a_small_model_compiles_nothing_and_an_unknown_one_is_waited_for(monkeyp
     monkeypatch.setattr(background, "warm_up", lambda: pytest.fail("compiled"))
     monkeypatch.setattr(background, "_malloc_trim", lambda: None)
     for size in (0, 100):
-        chores = background.Upkeep(lambda size=size: size)
+        chores = background.Background(lambda size=size: size)
         chores.close()
 
 

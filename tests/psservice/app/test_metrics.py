@@ -9,8 +9,8 @@ from pscore.model.layout import Span
 from pscore.wire.errors import ErrorCode
 from psservice.app import metric_bindings
 from psservice.observability.metrics import Metrics
-from psservice.observability.traffic import dense_bytes
 from psservice.recovery.durability import Durability
+from psservice.rpc.workers import dense_bytes
 from psservice.settings import ServerSettings
 from psservice.shard.shard import Engine
 from psservice.storage import snapshots
@@ -26,7 +26,7 @@ def running(tmp_path):
     settings = ServerSettings(lease_seconds=HOUR, data_dir=tmp_path, fsync="never", snapshot_seconds=HOUR, run_id="r")
     engine = Engine(settings, torch.device("cpu"), Metrics())
     try:
-        metric_bindings.follow(engine, lambda: 0)
+        metric_bindings.bind_metrics(engine, lambda: 0)
         upload(engine, torch.zeros(10), ANNA, join(engine, LAYOUT, ANNA).generation)
         yield engine
     finally:

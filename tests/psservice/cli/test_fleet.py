@@ -5,9 +5,9 @@ import pytest
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.operator.client import OperateError, Outcome, exit_status
-from psservice.operator.fleet import Look, Shard, disagreement, saved_share
+from psservice.operator.fleet import Fleet, disagreement, saved_share
 from psservice.operator.render import new_console
-from psservice.operator.top_view import frame, frame_plain
+from psservice.operator.top import frame, frame_plain
 
 NO_ANSWER = OperateError("b: UNAVAILABLE")
 REFUSED = OperateError("b: NOT_FOUND", refused=True, reason=ErrorCode.NO_SUCH_WORKER)
@@ -23,8 +23,8 @@ def worker(name, **fields):
     return pb.WorkerStatus(worker_id=name, incarnation="1", **fields)
 
 
-def look(*statuses, seconds=0.0):
-    return Look(tuple(Shard(f"h{each.shard_index}:1", each) for each in statuses), seconds)
+def fleet_of(*statuses, seconds=0.0):
+    return Fleet(tuple(Outcome(f"h{each.shard_index}:1", each) for each in statuses), seconds)
 
 
 @pytest.mark.parametrize(
@@ -43,24 +43,24 @@ def test_exit_statuses(errors, code):
 
 
 def test_a_worker_of_several_shards_is_one_line():
-    found = look(
+    found = fleet_of(
         status(0, worker("w10"), worker("w2", last_step=4, staleness=1, push_bytes=10, lease_remaining_seconds=5)),
         status(1, worker("w2", last_step=5, staleness=3, push_bytes=20, lease_remaining_seconds=4, interval_seconds=9)),
     )
     two, ten = found.workers()
     assert (two.worker_id, ten.worker_id) == ("w2", "w10")
-    assert (two.step, two.staleness, two.push_bytes, two.lease_seconds) == (5, {0: 1, 1: 3}, 30, 4)
-    assert (two.missing, ten.missing) == ((), (1,))
+    assert (two.step, two.staleness, two.push_bytes, two.lease_remaining_seconds) == (5, {0: 1, 1: 3}, 30, 4)
+    assert (two.missing_shards, ten.missing_shards) == ((), (1,))
 
 
 def test_rates_are_between_two_looks_and_not_over_a_restart():
-    before = look(status(0, pushes=5, push_bytes=100), status(1, pushes=50))
+    before = fleet_of(status(0, pushes=5, push_bytes=100), status(1, pushes=50))
     restarted = status(1, pushes=1)
     restarted.uptime_seconds = 1
-    now = look(status(0, pushes=9, push_bytes=300), restarted, seconds=2.0)
+    now = fleet_of(status(0, pushes=9, push_bytes=300), restarted, seconds=2.0)
     rates = now.rates(before)
     assert {*rates} == {"h0:1"}
-    assert (rates["h0:1"].pushes, rates["h0:1"].push_bytes) == (2.0, 100.0)
+    assert (rates["h0:1"]["pushes_per_second"], rates["h0:1"]["push_bytes_per_second"]) == (2.0, 100.0)
     assert now.rates(None) == {}
 
 
@@ -85,7 +85,7 @@ def test_servers_that_do_not_belong_together_are_told():
 @pytest.mark.parametrize("lines", [16, 24, 50])
 def test_a_frame_fits_its_terminal(columns, workers, lines):
     names = [worker(f"[bold]worker-{number}", last_step=number) for number in range(workers)]
-    found = Look((Shard("h:1", status(0, *names)), Shard("b:1", error=NO_ANSWER)))
+    found = Fleet((Outcome("h:1", status(0, *names)), Outcome("b:1", error=NO_ANSWER)))
     console = new_console()
     console.width = columns
     with console.capture() as captured:

@@ -17,13 +17,13 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.run import RunState
 from psservice.observability.metrics import Metrics
-from psservice.rpc.push_stream import PushReader, read_all, read_push
 from psservice.settings import ServerSettings
 from psservice.shard.shard import Engine
 from psservice.shard.types import Push
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError
+from psservice.wire.push_stream import PushReader, read_all, read_push
 from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, present, pull, push, reason_of, theta, upload
 from tests.psservice.service_makers import BF16, F16, F32, bits, layout_of, sparse_push
 from tests.system.tools import wait_until

@@ -5,9 +5,11 @@ import hashlib
 import pytest
 
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc.auth import (
     ANONYMOUS_ADMIN,
     Authenticator,
+    Caller,
     CertificateFiles,
     Role,
     SecurityError,
@@ -15,7 +17,7 @@ from psservice.rpc.auth import (
     read_tokens,
     require_worker,
 )
-from psservice.rpc.calls import RULES, SERVICE
+from psservice.rpc.calls import RULES, SERVICE, Call, check
 
 
 @pytest.fixture
@@ -73,6 +75,26 @@ def test_a_token_may_be_that_of_one_worker(tokens):
     caller = Authenticator(TokenFile(tokens)).admit(shown("bound-token"), "Join", Role.WORKER)
     require_worker(caller, "anna")
     assert reason_of(require_worker, caller, "bert") is ErrorCode.PERMISSION_DENIED
+
+
+def named(rpc, worker_id):
+    """The message of a call that names a worker; ``None`` where the call has none."""
+    message = getattr(pb, SERVICE.methods_by_name[rpc].input_type.name)()
+    holder = getattr(message, "header", message)
+    if "identity" not in holder.DESCRIPTOR.fields_by_name:
+        return None
+    holder.identity.CopyFrom(pb.WorkerIdentity(worker_id=worker_id, incarnation="1"))
+    for field, value in (("method", "dgs"), ("step", 1), ("size", 1)):
+        if field in holder.DESCRIPTOR.fields_by_name:
+            setattr(holder, field, value)
+    return message
+
+
+@pytest.mark.parametrize("rpc", [rpc for rpc in RULES if named(rpc, "anna")])
+def test_the_token_of_one_worker_makes_no_call_for_another(rpc):
+    call = Call(rpc, Caller(Role.WORKER, "anna"))
+    check(call, named(rpc, "anna"))
+    assert reason_of(check, call, named(rpc, "bert")) is ErrorCode.PERMISSION_DENIED
 
 
 def test_a_token_may_stand_as_its_hash(tmp_path):

@@ -10,7 +10,9 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.drain_gate import DrainGate
 from psservice.cluster.leases import Identity
-from psservice.rpc.operators import OperatorCalls, Process
+from psservice.rpc.calls import handlers_of
+from psservice.rpc.operators import OperatorCalls
+from psservice.rpc.status import StatusReport
 from psservice.sampling.dataset import Plan, Wish
 from psservice.shard.apply_thread import Writer
 from tests.hostile.service import Ended, called
@@ -42,8 +44,9 @@ def engine():
 def calls_of(engine):
     """The operators' calls, and what they have told the process."""
     told = []
-    process = Process(lambda: told.append("changed"), lambda: told.append("stop"))
-    handlers = OperatorCalls(engine, process).handlers()
+    handlers = handlers_of(
+        OperatorCalls(engine, StatusReport(engine), lambda: told.append("changed"), lambda: told.append("stop"))
+    )
     return lambda rpc, request: called(engine, handlers[rpc], rpc, request)[0], told
 
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode
 from psservice.cluster.leases import Identity
-from psservice.rpc.push_stream import PushReader, read_all, read_push
 from psservice.sampling.codec import finished_of, share_to_messages
 from psservice.sampling.dataset import Plan, Wish
 from psservice.shard.types import Push
+from psservice.wire.push_stream import PushReader, read_all, read_push
 from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, push, reason_of, serving, serving_shards, with_clock
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, begin, stream
 from tests.psservice.service_makers import F32, layout_of

@@ -1,13 +1,13 @@
-"""Reading client streams: header, chunks, commit; everything checked as it comes, nothing applied.
+"""Readers of client streams: they check each message as it arrives, and apply nothing.
 
-A reader is a generator: each message of the stream is sent into it as soon as it has arrived, ``None`` at the stream's
-end, and its return value is the result. So no thread waits for a client, and a replay reads by the same code.
+A reader is a generator. The RPC layer sends each message into it on arrival, and ``None`` at the stream's end; its
+return value is the result. So no thread waits for a client, and a replay of the journal reads by the same code.
 """
 
 import time
 from collections.abc import Callable, Generator, Iterable
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -16,7 +16,6 @@ from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import Checksum, ChunkReader
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.shard.upload import Upload
 
 Request = TypeVar("Request", bound=Message)
 Result = TypeVar("Result")
@@ -26,7 +25,7 @@ Reading = Generator[None, Request | None, Result]
 
 
 def read_all(reading: "Reading[Request, Result]", requests: Iterable[Request]) -> Result:
-    """Read a stream that is already there; raises :class:`Rejected` as the reader does."""
+    """Read a stream whose messages are all there; raises :class:`Rejected` as the reader does."""
     next(reading)
     try:
         for request in requests:
@@ -38,6 +37,19 @@ def read_all(reading: "Reading[Request, Result]", requests: Iterable[Request]) -
     raise AssertionError("a reader must end where its stream ends")
 
 
+def header_of(first: Any, what: str) -> Any:
+    """Return the header of a stream's first message; raises :class:`Rejected` (``BAD_REQUEST``) where it has none."""
+    if first is None or first.WhichOneof("message") != "header":
+        raise Rejected(ErrorCode.BAD_REQUEST, f"{what} begins with its header")
+    return first.header
+
+
+def require_end(request: Message | None) -> None:
+    """Check that no message follows; raises :class:`Rejected` (``BAD_REQUEST``)."""
+    if request is not None:
+        raise Rejected(ErrorCode.BAD_REQUEST, "a message follows the commit")
+
+
 class PushReader:
     """Reads the chunks of a push: groups in any order, each group ascending inside its own span.
 
@@ -47,7 +59,7 @@ class PushReader:
         clock: when the chunk that is being read has arrived, nanoseconds.
 
     Raises:
-        Refusal: ``BAD_REQUEST`` where groups leave the shard or overlap.
+        Rejected: ``BAD_REQUEST`` where groups leave the shard or overlap.
 
     Attributes:
         arrivals: when each group was whole, nanoseconds after the header.
@@ -59,15 +71,13 @@ class PushReader:
         return cls([Span(group.start, group.start + group.length) for group in header.plan], span, clock)
 
     def __init__(self, plan: list[Span], span: Span, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        """Check the plan."""
         for group in plan:
             if not (span.start <= group.start and group.end <= span.end):
                 raise Rejected(
                     ErrorCode.BAD_REQUEST,
                     f"group [{group.start}, {group.end}) lies outside the shard's [{span.start}, {span.end})",
                 )
-        ascending = sorted(plan, key=lambda group: group.start)
-        for left, right in pairwise(ascending):
+        for left, right in pairwise(sorted(plan, key=lambda group: group.start)):
             if left.end > right.start:
                 raise Rejected(ErrorCode.BAD_REQUEST, f"groups overlap at {right.start}")
         self._checksum = Checksum()
@@ -76,7 +86,7 @@ class PushReader:
         self.arrivals = [0] * len(plan)
 
     def read(self, chunk: pb.Chunk) -> None:
-        """Take one chunk in; raises :class:`Rejected`."""
+        """Decode one chunk; raises :class:`Rejected`."""
         if chunk.group >= len(self._readers):
             raise Rejected(ErrorCode.BAD_CHUNK, f"group {chunk.group} of a plan of {len(self._readers)}")
         self._readers[chunk.group].read(chunk)
@@ -91,18 +101,13 @@ class PushReader:
 def read_push(
     open_push: Callable[[pb.PushHeader], PushReader],
 ) -> Reading[pb.PushSparseRequest, tuple[pb.PushHeader, PushReader, list[Segment]]]:
-    """Read a whole push.
-
-    Args:
-        open_push: checks the header and returns a reader for what follows.
+    """Read a whole push; ``open_push`` checks the header and returns a reader for what follows.
 
     Raises:
-        Refusal: the stream breaks the form, or is cut (``BAD_COMMIT``).
+        Rejected: the stream breaks the form, or is cut (``BAD_COMMIT``).
     """
-    first = yield
-    if first is None or first.WhichOneof("message") != "header":
-        raise Rejected(ErrorCode.BAD_REQUEST, "a push begins with its header")
-    reader = open_push(first.header)
+    header = header_of((yield), "a push")
+    reader = open_push(header)
     while (request := (yield)) is not None:
         kind = request.WhichOneof("message")
         if kind == "chunk":
@@ -110,44 +115,7 @@ def read_push(
         elif kind == "commit":
             segments = reader.finish(request.commit)
             require_end((yield))
-            return first.header, reader, segments
+            return header, reader, segments
         else:
             raise Rejected(ErrorCode.BAD_REQUEST, f"unexpected {kind or 'empty message'} inside a push")
     raise Rejected(ErrorCode.BAD_COMMIT, "the stream ended without a commit")
-
-
-def read_upload(
-    open_upload: Callable[[pb.UploadHeader], Upload],
-) -> Reading[pb.UploadModelRequest, tuple[pb.UploadHeader, Upload, bool]]:
-    """Read one call of an upload; tell whether that was its last one, with a commit that agrees.
-
-    Args:
-        open_upload: checks the header and returns the upload that the call goes on with.
-
-    Raises:
-        Refusal: the stream breaks the form, or the commit does not agree.
-    """
-    first = yield
-    if first is None or first.WhichOneof("message") != "header":
-        raise Rejected(ErrorCode.BAD_REQUEST, "an upload begins with its header")
-    upload = open_upload(first.header)
-    call = upload.go_on()
-    while (request := (yield)) is not None:
-        kind = request.WhichOneof("message")
-        if kind == "chunk":
-            upload.read(call, request.chunk)
-        elif kind == "buffers":
-            upload.read_buffers(call, request.buffers)
-        elif kind == "commit":
-            require_end((yield))
-            upload.verify(call, request.commit)
-            return first.header, upload, True
-        else:
-            raise Rejected(ErrorCode.BAD_REQUEST, f"unexpected {kind or 'empty message'} inside an upload")
-    return first.header, upload, False
-
-
-def require_end(request: Message | None) -> None:
-    """Check that nothing follows; raises :class:`Rejected` (``BAD_REQUEST``)."""
-    if request is not None:
-        raise Rejected(ErrorCode.BAD_REQUEST, "a message follows the commit")

@@ -1,4 +1,4 @@
-"""Names and identities in messages: read, written and checked in one place."""
+"""Names and identities in messages."""
 
 from pscore.names import LONGEST_NAME, is_name
 from pscore.wire.errors import ErrorCode, Rejected
@@ -13,10 +13,10 @@ def require_name(what: str, text: str, longest: int = LONGEST_NAME) -> None:
 
 
 def identity_to_message(identity: Identity) -> pb.WorkerIdentity:
-    """Write an identity, as records have it: without the run."""
+    """Write an identity without its run, as records have it."""
     return pb.WorkerIdentity(worker_id=identity.worker_id, incarnation=identity.incarnation)
 
 
 def identity_from_message(message: pb.WorkerIdentity) -> Identity:
-    """Read one."""
+    """Read an identity."""
     return Identity(message.worker_id, message.incarnation)

@@ -1,0 +1,140 @@
+"""gRPC's own services, health and reflection, behind time limits."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from pscore.wire.errors import Rejected, to_status
+from psservice.rpc.auth import Authenticator, Role
+
+LIVENESS = "liveness"
+"""The name for "no restart is needed": not whether the server serves. Kubernetes restarts a pod by it."""
+
+_REQUEST_SECONDS = 5.0
+_WATCH_SECONDS = 3600.0
+_MOST_CALLS = 256  # open at once on a port; beyond that the oldest ends
+
+_V1ALPHA = reflection.SERVICE_NAME
+_V1 = _V1ALPHA.replace("v1alpha", "v1")
+_REFLECTION_SECONDS = 60.0
+_REFLECTION_RPC = "ServerReflectionInfo"
+
+
+class Health:
+    """The states of one process, for all its ports, and the handler of health checks, which are open to everybody.
+
+    Args:
+        loop: the event loop of the ports.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._servicer = health.aio.HealthServicer()
+
+    def set(self, name: str, *, serving: bool) -> None:
+        """Set a state, from any thread but the loop's; watchers have been told when this returns."""
+        state = HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
+        asyncio.run_coroutine_threadsafe(self._servicer.set(name, state), self._loop).result()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return a handler for one port; each port counts its own callers."""
+        open_calls: dict[asyncio.Timeout, None] = {}
+
+        async def check(request: HealthCheckRequest, context: Any) -> None:
+            await context.write(await self._servicer.Check(request, context))
+
+        async def watch(request: HealthCheckRequest, context: Any) -> None:
+            await self._servicer.Watch(request, context)
+
+        return grpc.method_handlers_generic_handler(
+            health.SERVICE_NAME,
+            {
+                name: grpc.stream_stream_rpc_method_handler(
+                    _bounded(serve, open_calls), response_serializer=HealthCheckResponse.SerializeToString
+                )
+                for name, serve in (("Check", check), ("Watch", watch))
+            },
+        )
+
+
+def _bounded(serve: Callable[..., Any], open_calls: dict[asyncio.Timeout, None]) -> Callable[..., Any]:
+    async def bounded(_: Any, context: Any) -> None:
+        try:
+            async with asyncio.timeout(_REQUEST_SECONDS) as limit:
+                if len(open_calls) >= _MOST_CALLS:  # a probe is short, and must not wait for calls that stay
+                    oldest = next(iter(open_calls))
+                    del open_calls[oldest]
+                    if not oldest.expired():
+                        oldest.reschedule(0)
+                open_calls[limit] = None
+                try:
+                    raw = await context.read()
+                    request = HealthCheckRequest.FromString(b"" if raw is grpc.aio.EOF else raw)
+                    if limit in open_calls and not limit.expired():
+                        limit.reschedule(asyncio.get_running_loop().time() + _WATCH_SECONDS)
+                    await serve(request, context)
+                finally:
+                    open_calls.pop(limit, None)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "a health check is open for too long")
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
+
+    return bounded
+
+
+def reflection_handlers(services: Sequence[str], gate: Authenticator) -> tuple[grpc.GenericRpcHandler, ...]:
+    """Return handlers of v1 and v1alpha, which have the same messages, for callers with the role of a reader.
+
+    Args:
+        services: full names of the services to describe, beside reflection itself.
+        gate: knows callers.
+    """
+    _describe_v1()
+    servicer = reflection.aio.ReflectionServicer((*services, _V1, _V1ALPHA))
+
+    async def requests(context: Any) -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+        while (raw := await context.read()) is not grpc.aio.EOF:
+            yield reflection_pb2.ServerReflectionRequest.FromString(raw)
+
+    async def serve(_: Any, context: Any) -> None:
+        try:
+            gate.admit(context.invocation_metadata(), _REFLECTION_RPC, Role.READER)
+            async with asyncio.timeout(_REFLECTION_SECONDS):
+                async for response in servicer.ServerReflectionInfo(requests(context), context):  # type: ignore[attr-defined]
+                    await context.write(response.SerializeToString())
+        except Rejected as refusal:
+            await context.abort_with_status(to_status(refusal))
+        except TimeoutError:
+            message = f"reflection ends after {_REFLECTION_SECONDS:.0f} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no ServerReflectionRequest")
+
+    methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        _REFLECTION_RPC: grpc.stream_stream_rpc_method_handler(serve)
+    }
+    return tuple(grpc.method_handlers_generic_handler(name, methods) for name in (_V1, _V1ALPHA))
+
+
+def _describe_v1() -> None:
+    """Add v1's descriptor to the default pool: v1alpha's under another package."""
+    v1 = FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(v1)
+    v1.name, v1.package = "grpc/reflection/v1/reflection.proto", "grpc.reflection.v1"
+    for message in v1.message_type:
+        for field in filter(lambda each: each.type_name, message.field):
+            field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
+    for method in v1.service[0].method:
+        method.input_type = method.input_type.replace(".v1alpha.", ".v1.")
+        method.output_type = method.output_type.replace(".v1alpha.", ".v1.")
+    descriptor_pool.Default().AddSerializedFile(v1.SerializeToString())

@@ -1,0 +1,1 @@
+"""Messages that several rooms read: identities, names and pushes."""
