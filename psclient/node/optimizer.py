@@ -31,8 +31,8 @@ from psclient.node.comm import NodeLink
 from psclient.node.group import inside, leader_settings
 from psclient.node.leader_call import Call, LeaderCalls
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.session import Server, server_string
 from psclient.report import StepReport, Totals
+from psclient.rpc.local_server import Server, server_string
 from psclient.settings import ClientSettings
 
 

@@ -31,10 +31,10 @@ from psclient.engine.state import PushMark, from_sgd, restore_memories, split, s
 from psclient.engine.step import CLOSING_SECONDS, GradientSource, Stepper
 from psclient.errors import ConfigurationError, CopyRefusedError, FingerprintMismatchError, ServerUnreachableError
 from psclient.model.module import TrainedModel, describe
-from psclient.optim.session import Server, open_session, server_string
+from psclient.optim.session import open_session
 from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
-from psclient.rpc.local_server import start_alone
+from psclient.rpc.local_server import Server, server_string, start_alone
 from psclient.settings import ClientSettings, OnLoad
 from pscore.wire.errors import ErrorCode
 
