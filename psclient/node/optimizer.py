@@ -1,4 +1,4 @@
-"""A node as one worker: its processes average gradients among themselves, and one of them speaks to the server.
+"""A node as one worker: its processes average gradients among themselves, and its leader calls the server.
 
 The leader, rank 0 of the node's group, owns the optimizer that has joined; the others own the same param groups and
 nothing else. Every call that reaches the server is made by all of them together::
@@ -8,7 +8,7 @@ nothing else. Every call that reaches the server is made by all of them together
     leader          where the run is, or the error      ──▶  the others, who raise it too
     leader          the tensors that have changed       ──▶  the others
 
-So all have the same parameters and have met the same end after each call, whatever became of it.
+So after each call all have the same parameters, and the same error if there is one.
 """
 
 import weakref
@@ -27,7 +27,7 @@ from psclient.engine.checks import Interrupted, gather
 from psclient.engine.state import split
 from psclient.errors import ConfigurationError, CopyRefusedError
 from psclient.model.module import describe
-from psclient.node.comm import NodeLink
+from psclient.node.comm import NodeComm
 from psclient.node.group import inside, leader_settings
 from psclient.node.leader_call import Call, LeaderCalls
 from psclient.optim.base import ParameterServerOptimizer
@@ -72,7 +72,6 @@ class NodeOptimizer(Optimizer):
         timeout_seconds: float | None = None,
         **options: Any,
     ) -> None:
-        """Join as one worker; see the class."""
         if options.get("overlap"):
             raise ConfigurationError(
                 "overlap=True sends gradients when they come out of backward(), which is before DDP has averaged them "
@@ -84,7 +83,6 @@ class NodeOptimizer(Optimizer):
             )
         module, group = inside(model, group)
         resolved = leader_settings(client_settings.resolve(settings, server_string(server), worker), group)
-        self._leader: ParameterServerOptimizer | None = None
         self._joined = False
         super().__init__(params, {})
         for listed in self.param_groups:
@@ -96,14 +94,15 @@ class NodeOptimizer(Optimizer):
         self._uncounted = 0
         self._closed = False
         patience = max(resolved.connect_seconds, resolved.patience_seconds)
-        self._node = LeaderCalls(NodeLink(group, timeout_seconds or 3 * patience + 60), self._model)
+        self._node = LeaderCalls(NodeComm(group, timeout_seconds or 3 * patience + 60), self._model)
         self._samples = SampleCounter(model) if model is not None else None
         if self._samples is not None:
             weakref.finalize(self, self._samples.close)
 
         def join(_: int) -> None:
-            self._leader = self._node.leader = method(self.param_groups, model=module, settings=resolved, **options)
-            self._leader.gradients_are_its_own = True  # the node's, which pushes them once
+            leader = method(self.param_groups, model=module, settings=resolved, **options)
+            leader.gradients_are_its_own = True  # the node's, which pushes them once
+            self._node.leader = leader
 
         try:
             self._node.call(Call.JOIN, int.from_bytes(self._model.layout.fingerprint[:6]), join)
@@ -118,7 +117,7 @@ class NodeOptimizer(Optimizer):
     @property
     def leads(self) -> bool:
         """Whether this process speaks to the server."""
-        return self._node.leads
+        return self._node.comm.is_leader
 
     @property
     def report(self) -> StepReport:
@@ -184,7 +183,7 @@ class NodeOptimizer(Optimizer):
             samples = self._uncounted = self._uncounted + (self._samples.take() if self._samples is not None else 1)
         before = self.totals.samples
         try:
-            self._together(Call.STEP, samples, lambda leader, total: leader.step(samples=total))
+            self._together(Call.STEP, samples, lambda total: self._leader.step(samples=total))
         except BaseException:
             if self.totals.samples != before:  # else they were not pushed, and count with the next step
                 self._uncounted = 0
@@ -199,12 +198,12 @@ class NodeOptimizer(Optimizer):
     @torch.no_grad()
     def flush(self) -> None:
         """Push everything that the leader still holds; see the method's ``flush()``."""
-        self._together(Call.FLUSH, 0, lambda leader, _: leader.flush())
+        self._together(Call.FLUSH, 0, lambda _: self._leader.flush())
 
     @torch.no_grad()
     def pull(self) -> None:
         """Make the parameters the server's without pushing; see :meth:`ParameterServerOptimizer.pull`."""
-        self._together(Call.PULL, 0, lambda leader, _: leader.pull())
+        self._together(Call.PULL, 0, lambda _: self._leader.pull())
 
     def close(self) -> None:
         """Leave the run; harmless twice. Processes of the node that still wait for this one get an error."""
@@ -214,17 +213,15 @@ class NodeOptimizer(Optimizer):
         if self._samples is not None:
             self._samples.close()
         try:
-            if self._leader is not None:
-                self._leader.close()
+            if self._node.leader is not None:
+                self._node.leader.close()
         finally:
-            self._node.close()
+            self._node.comm.close()
 
     def __enter__(self) -> "NodeOptimizer":
-        """Return the optimizer."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the run."""
         self.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -233,8 +230,8 @@ class NodeOptimizer(Optimizer):
         Raises:
             ConfigurationError: a parameter is not part of what was joined with, or a value is out of its range.
         """
-        if self._leader is not None:
-            self._leader.add_param_group(param_group)
+        if self._joined and self._node.leader is not None:
+            self._node.leader.add_param_group(param_group)
             return
         super().add_param_group(param_group)
         if not self._joined:
@@ -252,23 +249,21 @@ class NodeOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the leader's state, residuals included; on the other processes, hyper-parameters only."""
-        return super().state_dict() if self._leader is None else self._leader.state_dict()
+        leader = self._node.leader
+        return super().state_dict() if leader is None else leader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state of the leader over; the other processes take the hyper-parameters of it."""
-        if self._leader is None:
+        leader = self._node.leader
+        if leader is None:
             _, plain = split(state_dict, None)
             super().load_state_dict(plain | {"state": {}})
-            return
-        self._leader.load_state_dict(state_dict)
-        self._share()
+        else:
+            leader.load_state_dict(state_dict)
+            self._share()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be copied or pickled: a copy would have no place in the run.
-
-        Raises:
-            CopyRefusedError: always.
-        """
+        """Refuse to be copied or pickled; raises :class:`CopyRefusedError`."""
         raise CopyRefusedError(type(self).__name__)
 
     # Inner parts
@@ -276,21 +271,21 @@ class NodeOptimizer(Optimizer):
     def _gradients(self) -> dict[int, torch.Tensor]:
         return gather(self._model, ParamGroups(self.param_groups), range(len(self._model.parameters)))
 
-    def _together(self, call: Call, value: int, work: Callable[[ParameterServerOptimizer, int], None]) -> None:
+    @property
+    def _leader(self) -> ParameterServerOptimizer:
+        assert self._node.leader is not None
+        return self._node.leader
+
+    def _together(self, call: Call, value: int, work: Callable[[int], None]) -> None:
         if self._closed:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
-
-        def lead(total: int) -> None:
-            assert self._leader is not None
-            work(self._leader, total)
-
-        self._node.call(call, value, lead)
+        self._node.call(call, value, work)
 
     def _share(self) -> None:
-        """Let both of the leader's optimizers have the same groups, so that a scheduler on the outer one is heeded."""
-        if self._leader is not None:
-            self.defaults, self.state = self._leader.defaults, self._leader.state
-            self.param_groups = self._leader.param_groups
+        """Share the leader's groups with its optimizer, so that a scheduler on this one has an effect."""
+        leader = self._node.leader
+        if leader is not None:
+            self.defaults, self.state, self.param_groups = leader.defaults, leader.state, leader.param_groups
             return
         self.defaults = self._node.status.defaults
         for group in self.param_groups:

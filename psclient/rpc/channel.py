@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -47,6 +48,7 @@ HANDSHAKE_SECONDS = 4.0
 """The patience, before the first contact, with a listener that does not speak this protocol."""
 
 
+@dataclass
 class RetryPolicy:
     """How long one undertaking may take over all its attempts.
 
@@ -54,34 +56,24 @@ class RetryPolicy:
     allowed for. The last attempt has the deadline of the first at least, so the end may come that much later: a server
     that answers slowly is not taken for one that does not answer.
 
-    Args:
-        address: of the server, for messages.
-        seconds: how long to try.
-        deadline_seconds: of the first attempt.
+    Attributes:
+        deadline_seconds: of the first attempt; ``timeout`` is that of the present one.
         hint: what to do after the last attempt.
         limit: when to end in any case, monotonic seconds.
         reconnect: called before another attempt where the server may be at another address by then.
         handshake_seconds: how long to try with a listener that does not speak this protocol.
-
-    Attributes:
-        timeout: of the present attempt, seconds.
     """
 
-    def __init__(
-        self,
-        address: str,
-        seconds: float,
-        deadline_seconds: float,
-        hint: str = STEP_AGAIN,
-        limit: Callable[[], float] = lambda: math.inf,
-        reconnect: Callable[[], None] = lambda: None,
-        handshake_seconds: float = HANDSHAKE_SECONDS,
-    ) -> None:
-        self.limit = limit
-        self.timeout = deadline_seconds
-        self._address, self._seconds, self._hint = address, seconds, hint
-        self._first_deadline_seconds = self._deadline_seconds = deadline_seconds
-        self._reconnect, self._handshake_seconds = reconnect, handshake_seconds
+    address: str
+    seconds: float
+    deadline_seconds: float
+    hint: str = STEP_AGAIN
+    limit: Callable[[], float] = lambda: math.inf
+    reconnect: Callable[[], None] = lambda: None
+    handshake_seconds: float = HANDSHAKE_SECONDS
+
+    def __post_init__(self) -> None:
+        self.timeout = self._deadline_seconds = self.deadline_seconds
         self._warned_of: set[ErrorCode | None] = set()
         self.progressed()
 
@@ -91,14 +83,10 @@ class RetryPolicy:
         self._delay = _FIRST_DELAY_SECONDS
 
     def run(self, attempt: Callable[[float], Answer]) -> Answer:
-        """Repeat an attempt, given its deadline in seconds, until it raises no :class:`Transient`.
-
-        Raises:
-            ServerUnreachableError: the time is over, or nobody waits for the result.
-        """
+        """Repeat an attempt, given its deadline in seconds, while it raises :class:`Transient` and there is time."""
         while True:
             now = time.monotonic()
-            remaining = max(self._first_deadline_seconds, self._seconds - (now - self._started))
+            remaining = max(self.deadline_seconds, self.seconds - (now - self._started))
             self.timeout = max(0.1, min(self._deadline_seconds, remaining, self._end() - now))
             try:
                 result = attempt(self.timeout)
@@ -106,25 +94,24 @@ class RetryPolicy:
                 self._await_next(failure)
                 continue
             if self._warned_of:
-                log.warning("%s answers again, after %.0f s", self._address, time.monotonic() - self._started)
+                log.warning("%s answers again, after %.0f s", self.address, time.monotonic() - self._started)
             return result
 
     def _await_next(self, failure: Transient) -> None:
-        """Wait for the time of the next attempt."""
         elapsed = time.monotonic() - self._started
         delay = failure.retry_seconds or self._delay * _jitter.uniform(0.5, 1.5)
-        seconds = min(self._seconds, self._handshake_seconds) if failure.advice else self._seconds
+        seconds = min(self.seconds, self.handshake_seconds) if failure.advice else self.seconds
         if elapsed + delay >= seconds or time.monotonic() + delay >= self._end():
-            raise out_of_patience(self._address, elapsed, failure, self._hint) from None
+            raise out_of_patience(self.address, elapsed, failure, self.hint) from None
         is_long = failure.retry_seconds is None or failure.reason is ErrorCode.NOT_DURABLE
         if is_long and failure.reason not in self._warned_of:
             self._warned_of.add(failure.reason)  # silence, and then a server that refuses, are two pieces of news
             what = "does not answer" if failure.reason is None else "does not serve now"
             why = f"{failure.advice}: {failure}" if failure.advice else failure
-            log.warning("%s %s (%s); trying for %.0f s more", self._address, what, why, seconds - elapsed)
+            log.warning("%s %s (%s); trying for %.0f s more", self.address, what, why, seconds - elapsed)
         pause(delay)
         if failure.lost:
-            self._reconnect()
+            self.reconnect()
         if failure.retry_seconds is None:
             self._deadline_seconds *= 2
         self._delay = min(_LONGEST_DELAY_SECONDS, 2 * self._delay)
@@ -136,14 +123,8 @@ class RetryPolicy:
 class Connection:
     """A channel to one shard, which can be dialled anew.
 
-    Args:
-        address: ``HOST:PORT``, or another name of the shard for messages.
-        security: how the channel is protected.
-        headers: metadata that every call carries.
-        locate: where the shard is now, ``HOST:PORT``; by default at the address.
-
-    Raises:
-        ConfigurationError: the channel cannot be secured as asked.
+    ``locate`` returns where the shard is now, ``HOST:PORT``; without it ``address`` is that, and else a name for
+    messages. A channel that cannot be secured as asked raises :class:`ConfigurationError`.
     """
 
     def __init__(
@@ -160,7 +141,7 @@ class Connection:
         self.stub = ParameterServerServiceStub(self._channel)
 
     def twin(self) -> "Connection":
-        """Return another connection to the same shard."""
+        """Return a second connection to the same shard."""
         return Connection(self.address, self._security, self._headers, self._locate)
 
     @property
@@ -204,11 +185,7 @@ class Connection:
     ) -> Answer | Rejected:
         """Make a call, again where that may help, and return the answer or the server's refusal.
 
-        Args:
-            policy: for how long.
-            start: begins an attempt that has so many seconds, without waiting.
-            read: waits for the answer.
-            meaning: what a failed call means.
+        ``start`` begins an attempt that has so many seconds, without waiting; ``read`` waits for the answer.
 
         Raises:
             ServerUnreachableError: no answer in time, or nobody waits for the answer.

@@ -47,12 +47,6 @@ class PushOutcome:
 class Cluster:
     """The shards of one run, for one worker.
 
-    Args:
-        shards: every shard's client, in order.
-        membership: this worker's place there.
-        replica: the model.
-        buffers: the model's persistent buffers, in layout order.
-
     Attributes:
         progress: what has become of the samples that this worker was given.
         buffers: those that travel: floating-point ones and integer scalars.
@@ -118,8 +112,7 @@ class Cluster:
     def settle(self) -> PushOutcome:
         """Wait until every part of the last push is acknowledged or refused (docs/protocol.md, *On the worker*).
 
-        Raises:
-            ServerUnreachableError: some part is still unacked; call again to go on.
+        After a :class:`ServerUnreachableError` some part is still unacked: call again to go on.
         """
         outcome = self._outcome = self._outcome or PushOutcome()  # kept where this is interrupted
         for joins in self._joining_again("pushes"):
@@ -165,10 +158,8 @@ class Cluster:
     def pull(self) -> dict[int, PulledReply]:
         """Make the replica the server's model, bit for bit; return the replies by shard.
 
-        After top-k replies it lacks the differences that were not sent: then everything is asked for.
-
-        Raises:
-            ServerUnreachableError: some shard did not answer; the replica is whole, and older there.
+        After top-k replies the replica lacks the differences that were not sent: then everything is asked for. Where a
+        shard does not answer, the replica is whole, and older there.
         """
         for shard in self.shards:
             if shard.replica_is_image:
@@ -176,14 +167,7 @@ class Cluster:
         return self.fetch(self.apply)
 
     def fetch(self, arrived: Callable[[dict[int, PulledReply]], None] = lambda _: None) -> dict[int, PulledReply]:
-        """Get what the replica lacks from every shard; return the replies by shard.
-
-        Args:
-            arrived: called with each reply that has arrived; without it nothing is changed before :meth:`apply`.
-
-        Raises:
-            ServerUnreachableError: some shard did not answer.
-        """
+        """Get what the replica lacks from every shard, and pass each reply to ``arrived``; return them by shard."""
         done: dict[int, PulledReply] = {}
         for _ in self._joining_again("pulls"):
             waiting = [shard for shard in self.shards if shard.index not in done]
@@ -203,10 +187,7 @@ class Cluster:
         return done
 
     def apply(self, replies: dict[int, PulledReply]) -> None:
-        """Write fetched replies into the replica.
-
-        A reply of a generation that the shard has left since is dropped: the next pull asks for everything.
-        """
+        """Write replies into the replica, but those of a generation that the shard has left since."""
         for index, reply in replies.items():
             shard = self.shards[index]
             if reply.generation != shard.generation:
@@ -239,10 +220,6 @@ class Cluster:
             step: the worker's step.
             samples: samples that the buffers have seen since the last exchange; 0 contributes nothing.
             adopt: write the average over the buffers even where the policy leaves each worker its own (after joining).
-
-        Raises:
-            ModelChangedError: a buffer has another dtype, shape or device.
-            ServerUnreachableError: no answer in time.
         """
         if not self.buffers_travel:
             return 0

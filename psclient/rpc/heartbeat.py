@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -37,15 +38,10 @@ class LeaseThread:
     Renewals have connections of their own, so that they never wait behind a model. The thread refers to neither the
     optimizer nor the model, so that it keeps neither alive.
 
-    Args:
-        shards: every shard's client.
-        identity: what every call carries; read at each renewal.
-
     Attributes:
         renewal_seconds: time between two renewals.
         uploaded: share of the model that this worker has sent, while it uploads; sent with each renewal.
         first_batches: fingerprint of this worker's first batches, or 0; sent with each renewal.
-        is_started: whether the thread has begun.
     """
 
     def __init__(self, shards: Sequence[ShardClient], identity: pb.WorkerIdentity) -> None:
@@ -57,7 +53,7 @@ class LeaseThread:
         self._has_warned = False  # of workers with the same batches
         self._checkpoint = ""  # shard 0's newest, for the other shards
         self._last_job: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._calls: list[tuple[ShardClient, grpc._CallFuture[pb.RenewLeaseResponse]]] = []
+        self._calls: list[tuple[ShardClient, Any]] = []
         self._thread = threading.Thread(target=self._run, name="psclient-lease", daemon=True)
 
     def start(self) -> None:
@@ -105,7 +101,6 @@ class LeaseThread:
             self._renew_at(self._shards[1:])
 
     def _renew_at(self, shards: Sequence[ShardClient]) -> None:
-        """Renew at several shards at once: one that does not answer must not cost the leases at the others."""
         request = pb.RenewLeaseRequest(
             identity=self._identity,
             checkpoint=self._checkpoint,
@@ -113,19 +108,15 @@ class LeaseThread:
             first_batches=self.first_batches,
         )
         seconds = max(0.5, self.renewal_seconds)
-        calls = self._calls = []
-
-        def send(shard: ShardClient) -> None:
-            calls.append((shard, shard.lease_connection.stub.RenewLease.future(request, timeout=seconds)))
-
-        for shard in shards:
-            suppress_errors(partial(send, shard))
-        for shard, call in calls:
+        self._calls = start_all(
+            shards, lambda shard: shard.lease_connection.stub.RenewLease.future(request, timeout=seconds)
+        )
+        for shard, call in self._calls:
             suppress_errors(partial(self._read, shard, call))
 
-    def _read(self, shard: ShardClient, call: "grpc._CallFuture[pb.RenewLeaseResponse]") -> None:
+    def _read(self, shard: ShardClient, call: Any) -> None:
         try:
-            answer = call.result()
+            answer: pb.RenewLeaseResponse = call.result()
         except grpc.RpcError as error:
             failure = from_rpc_error(error)
             if isinstance(failure, Transient) and failure.lost:
@@ -136,6 +127,14 @@ class LeaseThread:
         if answer.same_batches and not self._has_warned:
             self._has_warned = True
             log.warning(_SAME_BATCHES, self._identity.worker_id, answer.same_batches)
+
+
+def start_all(shards: Sequence[ShardClient], start: Callable[[ShardClient], Any]) -> list[tuple[ShardClient, Any]]:
+    """Begin a call at all shards at once: one that does not answer costs the others nothing."""
+    calls: list[tuple[ShardClient, Any]] = []
+    for shard in shards:
+        suppress_errors(lambda shard=shard: calls.append((shard, start(shard))))  # type: ignore[misc]
+    return calls
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from psclient.errors import (
 from psclient.model.module import NamedBuffers
 from psclient.model.replica import Replica
 from psclient.rpc.channel import HANDSHAKE_SECONDS, RetryPolicy, pause, suppress_errors
-from psclient.rpc.heartbeat import LeaseThread
+from psclient.rpc.heartbeat import LeaseThread, start_all
 from psclient.rpc.progress_line import ProgressLine
 from psclient.rpc.shard import REJOIN_REASONS, ShardClient
 from psclient.rpc.upload import ModelUpload
@@ -59,17 +59,7 @@ _LONGEST_PAUSE_SECONDS = 2.0  # between two questions about another worker's upl
 class Membership:
     """One worker's place in a run, at all of its shards.
 
-    Args:
-        shards: every shard's client, in order.
-        worker_id: this worker's name.
-        replica: the model, for uploads.
-        buffers: the model's persistent buffers, in layout order.
-        method: name of the training method.
-        method_settings: settings in which workers must agree.
-        settings: time limits and forms.
-
     Attributes:
-        identity: what every call carries.
         leases: renews them from the first join on.
         joins: how often the worker has joined; after another time, what it held before may be others'.
         run_settings, live_workers, run_finished: as last received.
@@ -150,11 +140,7 @@ class Membership:
     def join(self, loaded: pb.LoadedModel | None = None) -> bool:
         """Join every shard, upload the model if this worker is to, and return once every shard has it.
 
-        Args:
-            loaded: offers the worker's model in the place of the server's.
-
-        Returns:
-            Whether the offered model is the server's now; meaningless without an offer.
+        ``loaded`` offers the worker's model in the place of the server's; the result tells whether the server took it.
 
         Raises:
             SparsepsError: unreachable, another model, another method, a living worker of the same name.
@@ -162,7 +148,7 @@ class Membership:
         with self._joining:  # a push, a fetch and a sampler may find out in three threads that they must
             self._loaded = loaded
             try:
-                self._join()
+                self._join_all()
             finally:
                 self._loaded = None
             self.joins += 1
@@ -170,7 +156,7 @@ class Membership:
                 self._log_joined()
             return not self._load_refused
 
-    def _join(self) -> None:
+    def _join_all(self) -> None:
         seconds = self.settings.patience_seconds if self.joins else self.settings.connect_seconds
         self._moved = time.monotonic()
         if self.joins and self._loaded is None:
@@ -235,7 +221,6 @@ class Membership:
         return True
 
     def _note(self, first: pb.JoinResponse) -> None:
-        """Note what shard 0 has answered, and begin to renew the leases."""
         if self.identity.run_id != first.run_id and self.joins:
             log.warning("the server now serves run %s; going on there", shown(first.run_id))
         self.identity.run_id = first.run_id
@@ -302,11 +287,7 @@ class Membership:
         return failure
 
     def _pause(self, seconds: float) -> None:
-        """Wait before asking again.
-
-        Raises:
-            ServerUnreachableError: the calling thread's job is cancelled.
-        """
+        """Wait before asking again; raises :class:`ServerUnreachableError` where the calling job is cancelled."""
         pause(seconds)
         if is_cancelled():
             raise ServerUnreachableError(self.coordinator.address, 0.0, "joining was interrupted", STEP_AGAIN)
@@ -399,10 +380,6 @@ class Membership:
         # A thread that outlives the interpreter's end would free tensors when torch can no longer do so.
         self.leases.join()
 
-    def _call_all(self, call: Callable[[ParameterServerServiceStub], "grpc._CallFuture[Any]"]) -> None:
-        """Make a call at all shards at once; one that does not answer costs the others nothing."""
-        calls: list[grpc._CallFuture[Any]] = []
-        for shard in self.shards:
-            suppress_errors(lambda shard=shard: calls.append(call(shard.connection.stub)))  # type: ignore[misc]
-        for begun in calls:
-            suppress_errors(begun.result)
+    def _call_all(self, start: Callable[[ParameterServerServiceStub], Any]) -> None:
+        for _, call in start_all(self.shards, lambda shard: start(shard.connection.stub)):
+            suppress_errors(call.result)

@@ -18,21 +18,14 @@ from pscore.wire.messages import SHARD_HEADER, place_of
 
 log = logging.getLogger("psclient")
 
-_QUERY_SECONDS = 3.0
-"""How long the name's resolution, and then the servers, may take to answer."""
-_FRESH_SECONDS = 1.0
-"""How old the knowledge of a lost shard's address may be."""
+_QUERY_SECONDS = 3.0  # for the name's resolution, and then for the servers
+_FRESH_SECONDS = 1.0  # how old the knowledge of a lost shard's address may be
 
 
 class ShardResolver:
-    """The addresses of all shards of one run; :meth:`find` comes first.
+    """The addresses of all shards of one run, behind ``dns:///HOST:PORT``; :meth:`find` comes first.
 
-    Args:
-        address: ``dns:///HOST:PORT``.
-        security: how the servers are called.
-
-    Attributes:
-        security: how each of them is called: their certificates have the name of the service.
+    ``security`` is how each of them is called: their certificates have the name of the service.
     """
 
     def __init__(self, address: str, security: Security) -> None:
@@ -106,10 +99,6 @@ def connect(
         seconds: how long to try to find them, where one name stands for all.
         hint: what to do when they are not found.
         announce: whether each call says which shard it is meant for, so that another one refuses it.
-
-    Raises:
-        ConfigurationError: they are named in no way that is known, or no channel can be secured as asked.
-        ServerUnreachableError, AccessError: see :meth:`ShardResolver.find`.
     """
     addresses = client_settings.addresses(server)
 

@@ -63,11 +63,7 @@ class Bandwidth:
 class PushPart:
     """One shard's part of a push, kept until it is acknowledged or refused.
 
-    Attributes:
-        generation: of the model it was made for.
-        messages: what is sent; the same bytes at each attempt.
-        segments: the payload as it arrives, for giving it back.
-        trace: from the header to the answer, over all attempts.
+    ``messages`` are the same bytes at each attempt; ``segments`` the payload as it arrives, for giving it back.
     """
 
     generation: int
@@ -107,8 +103,7 @@ class ShardClient:
     """The pushes and pulls of one shard, and the state of the replica with respect to it.
 
     Attributes:
-        has_base: whether the replica is the shard's model at ``version``, or with ``replica_is_image`` the image that
-            the server keeps of it.
+        has_base: whether the replica is the model at ``version``, or with ``replica_is_image`` the image of it there.
         unacked: the part of the last push that is neither acknowledged nor refused.
         readable: the index codecs that the server reads.
         outgoing: the push or upload that is under way.
@@ -187,13 +182,7 @@ class ShardClient:
         )
 
     def open_push(self, header: pb.PushHeader, plan: list[Span], idle_seconds: float) -> None:
-        """Begin to stream a push: the header leaves now, each chunk when :meth:`send_chunk` is called.
-
-        Args:
-            header: without what this shard knows: generation, version and plan.
-            plan: the groups, in order.
-            idle_seconds: without progress, after which the call is cancelled.
-        """
+        """Begin to stream a push; ``header`` lacks what this shard knows: generation, version and plan."""
         header.generation = self.generation  # read once: a fetch on another thread may join again
         header.base_version = self.version
         header.plan.extend(pb.Group(start=group.start, length=group.length) for group in plan)
@@ -240,11 +229,7 @@ class ShardClient:
         return part
 
     def await_ack(self, policy: RetryPolicy) -> pb.PushSparseResponse | Rejected:
-        """Wait for the answer to the unacked part.
-
-        Raises:
-            ServerUnreachableError: no answer in time; the part stays unacked.
-        """
+        """Wait for the answer to the unacked part, which stays unacked where there is none in time."""
         part, streamed = self.unacked, self._streamed
         assert part is not None
 
@@ -292,12 +277,7 @@ class ShardClient:
     # Pull
 
     def pull(self, identity: pb.WorkerIdentity, policy: RetryPolicy) -> PulledReply | Rejected:
-        """Ask for what the replica lacks; the reply is whole and checked, and not yet applied.
-
-        Raises:
-            ServerUnreachableError: no whole reply in time.
-            ServerFaultError: the reply breaks the protocol.
-        """
+        """Ask for what the replica lacks; the reply is whole and checked, and not yet applied."""
         request = pb.PullDiffRequest()
 
         def start(seconds: float) -> StreamCall:

@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -17,11 +18,9 @@ _LINGER_SWEEPS = 40  # without a call, after which the thread ends
 
 
 class StreamCall:
-    """One streaming call; :meth:`end` must follow :meth:`start`, and :meth:`messages` and :meth:`result` call it.
+    """One streaming call, cancelled after ``idle_seconds`` without a message, or at ``limit`` (monotonic seconds).
 
-    Args:
-        idle_seconds: without a message that moves, after which the call is cancelled.
-        limit: when the call is cancelled in any case, by the monotonic clock.
+    :meth:`end` must follow :meth:`start`; :meth:`messages` and :meth:`result` call it.
     """
 
     def __init__(self, idle_seconds: float, limit: Callable[[], float] = lambda: math.inf) -> None:
@@ -56,34 +55,24 @@ class StreamCall:
             self._since = time.monotonic()
 
     def messages(self) -> Iterator[Any]:
-        """Yield what the server answers, and end.
-
-        Raises:
-            grpc.RpcError: the call has failed.
-            Transient: the call has stalled.
-        """
-        try:
+        """Yield what the server answers, and end; raises :class:`Transient` for a stalled call."""
+        with self._reading():
             for message in self._call:
                 self._since = time.monotonic()
                 yield message
-        except grpc.RpcError:
-            self._require_moving()
-            raise
-        finally:
-            self.end()
 
     def result(self) -> Any:
-        """Wait for the one answer, and end.
-
-        Raises:
-            grpc.RpcError: the call has failed.
-            grpc.FutureCancelledError: the call was cancelled elsewhere.
-            Transient: the call has stalled.
-        """
-        try:
+        """Wait for the one answer, and end; raises :class:`Transient` for a stalled call."""
+        with self._reading():
             return self._call.result()
-        except grpc.FutureCancelledError:
-            self._require_moving()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (grpc.RpcError, grpc.FutureCancelledError):
+            if self._has_stalled:
+                raise Transient(f"nothing has moved for {self._idle_seconds:.0f} s", lost=True) from None
             raise
         finally:
             self.end()
@@ -103,10 +92,6 @@ class StreamCall:
         if (now - self._since > self._idle_seconds or now > self.limit()) and self._call is not None:
             self._has_stalled = True
             self._call.cancel()
-
-    def _require_moving(self) -> None:
-        if self._has_stalled:
-            raise Transient(f"nothing has moved for {self._idle_seconds:.0f} s", lost=True)
 
 
 class _StallDetector:

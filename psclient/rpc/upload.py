@@ -13,25 +13,15 @@ from pscore.wire import frames
 from pscore.wire.errors import Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
-_CHUNK_BYTES = 256 << 10
-"""Largest payload of a message here: what one second brings on a line of 2 Mbit/s, and what a cut loses at most."""
-
+_CHUNK_BYTES = 256 << 10  # what one second brings on a line of 2 Mbit/s, and what a cut loses at most
 _PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
 
 
 class ModelUpload:
-    """One shard's range of the model, and for shard 0 the buffers.
+    """One shard's range of the model, and for shard 0 the packed buffers.
 
-    Args:
-        shard: where to.
-        header: of each call.
-        replica: the model.
-        buffers: the buffers, packed.
-        chunk_bytes: the largest payload of a message.
-        moved: called for each message with the elements sent until then, and the message's bytes.
-
-    Attributes:
-        is_sent: whether all of it has been given to the transport, in one of its calls.
+    ``moved`` is called for each message with the elements sent until then, and the message's bytes. ``is_sent`` tells
+    whether all has been given to the transport in one call.
     """
 
     def __init__(
@@ -48,11 +38,7 @@ class ModelUpload:
         self.is_sent = False
 
     def send(self, policy: RetryPolicy) -> pb.UploadModelResponse | Rejected:
-        """Send all that the server does not have yet; return its answer.
-
-        Raises:
-            SparsepsError: nothing has moved in time, or the server does not let this worker in.
-        """
+        """Send all that the server does not have yet; return its answer."""
         shard = self._shard
         header = pb.UploadModelRequest(header=self._header)
 

@@ -44,7 +44,7 @@ def through(status: NodeStatus) -> NodeStatus:
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_arrives_as_what_it_was(error):
-    again = through(NodeStatus(error=RemoteError.of(error))).error.again()
+    again = through(NodeStatus(error=RemoteError.of(error))).error.rebuild()
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert vars(again) == vars(error)
@@ -54,13 +54,13 @@ def test_every_error_can_be_made_again_from_its_text():
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SparsepsError)]
     assert len(kinds) > 10
     for kind in kinds:
-        again = RemoteError(kind.__name__, "what happened", {}).again()
+        again = RemoteError(kind.__name__, "what happened", {}).rebuild()
         assert (type(again), str(again)) == (kind, "what happened")
 
 
 @pytest.mark.parametrize("kind", ["TypeError", "Rejected", "Any", "no such"])
 def test_an_error_of_another_library_says_that_the_leader_failed(kind):
-    again = RemoteError(kind, "what happened", {}).again()
+    again = RemoteError(kind, "what happened", {}).rebuild()
     assert type(again) is NodeBrokenError
     assert f"{kind}: what happened" in str(again)
 
