@@ -241,7 +241,7 @@ class Stepper:
             if self._samples is not None:
                 self._samples.close()
             samples = self._samples_since_exchange
-            if samples and not self._cluster.in_doubt:
+            if samples and not self._cluster.has_unacked:
                 suppress_errors(lambda: self._exchange_at_end(samples))
         finally:
             self._cluster.close()
@@ -250,7 +250,7 @@ class Stepper:
 
     def abandon(self) -> None:
         """Leave the run where nobody has the optimizer any more; the model, which may be in use, stays as it is."""
-        self._membership.hurry(CLOSING_SECONDS)
+        self._membership.set_deadline(CLOSING_SECONDS)
         try:
             if self._samples is not None:
                 self._samples.close()

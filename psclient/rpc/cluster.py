@@ -70,7 +70,7 @@ class Cluster:
         self._cancelling = SerialExecutor("psclient-cut")
 
     @property
-    def in_doubt(self) -> bool:
+    def has_unacked(self) -> bool:
         """Whether a part of the last push is unacked, or a refused one has not been returned."""
         return self._outcome is not None or any(shard.unacked is not None for shard in self.shards)
 
@@ -109,7 +109,7 @@ class Cluster:
         """Break off a push that has no commit yet, and return its parts."""
         return [part for shard in self.shards if (part := shard.abandon_push()) is not None]
 
-    def settle(self) -> PushOutcome:
+    def await_ack(self) -> PushOutcome:
         """Wait until every part of the last push is acknowledged or refused (docs/protocol.md, *On the worker*).
 
         After a :class:`ServerUnreachableError` some part is still unacked: call again to go on.
@@ -261,9 +261,10 @@ class Cluster:
 
     # The end
 
-    def cut(self) -> None:
+    def cancel_unawaited(self) -> None:
         """End the calls of cancelled jobs; waits for nothing, so that any thread may call."""
-        self._cancelling.submit(self._cancel_unawaited)
+        for shard in self.shards:
+            self._cancelling.submit(shard.connection.cancel_unawaited)
 
     def close(self) -> None:
         """Leave the run and close the channels."""
@@ -272,10 +273,6 @@ class Cluster:
             shard.close()
         for thread in (*self._threads, self._cancelling):
             thread.close(_CLOSING_SECONDS)
-
-    def _cancel_unawaited(self) -> None:
-        for shard in self.shards:
-            shard.connection.cancel_unawaited()
 
     def _joining_again(self, calls: str) -> Iterator[int]:
         """Yield how often the worker has joined again, and join before each further attempt."""

@@ -111,7 +111,7 @@ class Membership:
     def _has_replica(self) -> bool:
         return all(shard.has_base for shard in self.shards)
 
-    def hurry(self, seconds: float) -> None:
+    def set_deadline(self, seconds: float) -> None:
         """Wait no longer than this from now on; a worker that is told to stop has little time."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
         shorter = min(seconds, self.settings.patience_seconds)
@@ -121,7 +121,7 @@ class Membership:
 
     @property
     def seconds_left(self) -> float | None:
-        """How much longer a server may be waited for; ``None`` without :meth:`hurry`."""
+        """How much longer a server may be waited for; ``None`` without :meth:`set_deadline`."""
         return None if math.isinf(self._deadline) else max(0.0, self._deadline - time.monotonic())
 
     def policy(self, shard: ShardClient, seconds: float | None = None) -> RetryPolicy:
