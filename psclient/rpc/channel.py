@@ -38,14 +38,13 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a new channel really dials anew
 )
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 3.0
-_POLL_SECONDS = 0.05  # how soon a delay ends whose end nobody waits for
+_POLL_SECONDS = 0.05  # how soon the delay of a cancelled job ends
 _DIAL_SECONDS = 1.0  # the shortest time between two channels, unless there is reason to know better
 _jitter = random.SystemRandom()  # the program's own draws stay as its seed makes them
 
 Call = TypeVar("Call")
 Answer = TypeVar("Answer")
-HANDSHAKE_SECONDS = 4.0
-"""The patience, before the first contact, with a listener that does not speak this protocol."""
+HANDSHAKE_SECONDS = 4.0  # before the first contact, with a listener that does not speak this protocol
 
 
 @dataclass
@@ -188,7 +187,7 @@ class Connection:
         ``start`` begins an attempt that has so many seconds, without waiting; ``read`` waits for the answer.
 
         Raises:
-            ServerUnreachableError: no answer in time, or nobody waits for the answer.
+            ServerUnreachableError: no answer in time, or the calling thread's job is cancelled.
             ServerFaultError: the answer is damaged.
         """
 

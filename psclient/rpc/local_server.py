@@ -74,12 +74,13 @@ class LocalServer:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + _STOP_SECONDS
-        late = [process for process in self.processes if not _ends(process, deadline)]
-        for process in late:
-            log.warning("server process %d did not stop; killing it", process.pid)
-            process.kill()
-        for process in late:
-            process.wait()
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.warning("server process %d did not stop; killing it", process.pid)
+                process.kill()
+                process.wait()
 
     def __enter__(self) -> "LocalServer":
         return self
@@ -133,15 +134,6 @@ def spawn(flags: Sequence[str], ready_fd: int, log_to: IO[str] | None) -> subpro
     )
 
 
-def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    """Wait for a process's end until a deadline (monotonic seconds)."""
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
 def _flag(name: str, value: object) -> str:
     flag = name.replace("_", "-")
     if isinstance(value, bool):
@@ -150,11 +142,7 @@ def _flag(name: str, value: object) -> str:
 
 
 def start_alone() -> LocalServer:
-    """Start a server for a worker that is alone.
-
-    Raises:
-        ConfigurationError: the environment says that this process is one of several workers: each would train alone.
-    """
+    """Start a server for a worker that is alone; refused where the environment says that it is one of several."""
     variable = sibling_workers()
     if variable is not None:
         raise ConfigurationError(
@@ -171,15 +159,11 @@ def start_alone() -> LocalServer:
 
 
 Server = str | Sequence[str] | LocalServer
-"""What names the servers: addresses in one string or in several, or servers of one's own."""
+"""The servers: their addresses in one string or in several, or servers of one's own."""
 
 
 def server_string(server: Server | None) -> str | None:
-    """Return the addresses separated by commas, as the settings have them; ``None`` leaves them to the settings.
-
-    Raises:
-        ConfigurationError: it is something else than addresses or a :class:`~psclient.LocalServer`.
-    """
+    """Return the addresses separated by commas, as the settings have them; ``None`` leaves them to the settings."""
     if isinstance(server, LocalServer):
         return server.server
     if server is None or isinstance(server, str):

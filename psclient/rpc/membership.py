@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 import grpc
 
@@ -48,8 +48,6 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 log = logging.getLogger("psclient")
-
-_IndexCodec: TypeAlias = "pb.IndexCodec.ValueType"
 
 _LEAVING_SECONDS = 2.0
 _FIRST_DEADLINE_SECONDS = 5.0  # before the first contact: a wrong address should be said soon
@@ -236,7 +234,7 @@ class Membership:
 
     def _join_shard(self, shard: ShardClient, seconds: float, generation_seen: int = 0) -> pb.JoinResponse:
         chosen = INDEX_CODECS.get(self.settings.index_codec)  # none: "auto"
-        readable = READABLE_INDEX_CODECS if chosen is None else (pb.INDEX_CODEC_DENSE, cast("_IndexCodec", chosen))
+        readable = READABLE_INDEX_CODECS if chosen is None else (pb.INDEX_CODEC_DENSE, chosen)
         request = pb.JoinRequest(
             identity=pb.WorkerIdentity(
                 run_id=self._run_id,
@@ -252,7 +250,7 @@ class Membership:
             generation_seen=generation_seen,
             has_replica=self._has_replica,
             loaded=self._loaded if shard.index == 0 else None,
-            index_codecs=readable,
+            index_codecs=readable,  # type: ignore[arg-type]
             value_codecs=READABLE_VALUE_CODECS,
         )
         policy, alive_until = self.policy(shard, seconds), math.inf

@@ -38,7 +38,7 @@ REJOIN_REASONS = frozenset(
 )
 """Refusals after which a worker joins again; all but the first mean that the server's training is another one."""
 
-_SMALLEST_BYTES = 64 << 10  # below it, a time says more about delay than about speed
+_SMALLEST_BYTES = 64 << 10  # below it, a time depends more on delay than on bandwidth
 _REMEMBERED = 16
 
 
@@ -146,7 +146,7 @@ class ShardClient:
         self.lease_connection.close()
 
     def note_receipt(self, received_bytes: int, *, installing: bool) -> None:
-        """Note how much the server has got of this worker's streams, and whether it installs a model."""
+        """Note how many bytes of this worker's streams the server has, and whether the server installs a model."""
         if received_bytes != self._received_bytes or installing:
             self._received_bytes = received_bytes
             self.outgoing.note_receipt()

@@ -32,7 +32,7 @@ class StreamCall:
         self._busy_seconds = 0.0
 
     def start(self, call: Any) -> "StreamCall":
-        """Take over a call that gRPC has begun."""
+        """Watch a call that gRPC has begun."""
         self._call = call
         _detector.add(self)
         return self
@@ -50,7 +50,7 @@ class StreamCall:
             yield message
 
     def note_receipt(self) -> None:
-        """Note that the server has got bytes of what was sent: the line is slow, and not dead."""
+        """Note that the server has received bytes: the line is slow, and not dead."""
         if not math.isinf(self._since):
             self._since = time.monotonic()
 
