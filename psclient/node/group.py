@@ -54,7 +54,7 @@ def node_ranks(rank: int, world_size: int, environment: Mapping[str, str] = os.e
     return ranks
 
 
-def inside(
+def unwrap_ddp(
     model: torch.nn.Module | None, group: dist.ProcessGroup | None
 ) -> tuple[torch.nn.Module | None, dist.ProcessGroup]:
     """Return the module that DDP wraps, and the group in which gradients are averaged."""

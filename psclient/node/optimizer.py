@@ -36,7 +36,7 @@ from psclient.errors import (
 from psclient.model.module import describe
 from psclient.model.replica import Replica
 from psclient.node.comm import NodeComm
-from psclient.node.group import inside, leader_settings
+from psclient.node.group import leader_settings, unwrap_ddp
 from psclient.node.status import NodeStatus
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
@@ -99,7 +99,7 @@ class NodeOptimizer(Optimizer):
             raise ConfigurationError(
                 "NodeOptimizer takes parameters; psclient.Outer, which takes an optimizer, is not for it"
             )
-        module, group = inside(model, group)
+        module, group = unwrap_ddp(model, group)
         resolved = leader_settings(client_settings.resolve(settings, server_string(server), worker), group)
         self._status = NodeStatus()
         self._own: ParameterServerOptimizer | None = None

@@ -11,7 +11,7 @@ import psclient
 from psclient import errors
 from psclient.errors import ConfigurationError, NodeBrokenError, SparsepsError
 from psclient.node.comm import _buckets
-from psclient.node.group import inside, leader_settings, node_ranks
+from psclient.node.group import leader_settings, node_ranks, unwrap_ddp
 from psclient.node.status import NodeStatus, RemoteError
 from psclient.report import StepReport, Totals
 from psclient.settings import load
@@ -121,10 +121,10 @@ def test_the_group_and_the_module_are_those_of_ddp(alone):
     model = nn.Linear(2, 2)
     own = dist.new_group([0])
     ddp = nn.parallel.DistributedDataParallel(model, process_group=own)
-    assert inside(ddp, None) == inside(ddp, own) == (model, own)
-    assert inside(model, None) == (model, dist.group.WORLD)
+    assert unwrap_ddp(ddp, None) == unwrap_ddp(ddp, own) == (model, own)
+    assert unwrap_ddp(model, None) == (model, dist.group.WORLD)
     with pytest.raises(ConfigurationError, match="not the one"):
-        inside(ddp, dist.group.WORLD)
+        unwrap_ddp(ddp, dist.group.WORLD)
 
 
 def test_overlap_and_embedded_servers_are_refused(alone):
