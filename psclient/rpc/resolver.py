@@ -6,13 +6,14 @@ An address belongs to a shard only as long as its pod: after restarts it may be 
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 from psclient import settings as client_settings
 from psclient.errors import START_FIRST, AccessError, ConfigurationError, Transient, from_rpc_error
 from psclient.rpc.channel import Connection, RetryPolicy
 from pscore.net.addresses import is_service
-from pscore.net.channels import ChannelError, Headers, Security
+from pscore.net.channels import ChannelError, Security
 from pscore.net.discovery import DiscoveryResult, Service
 from pscore.wire.messages import SHARD_HEADER, place_of
 
@@ -101,20 +102,12 @@ def connect(
         announce: whether each call says which shard it is meant for, so that another one refuses it.
     """
     addresses = client_settings.addresses(server)
-
-    def headers(index: int, total: int) -> Headers:
-        return ((SHARD_HEADER, place_of(index, total)),) if announce else ()
-
-    if not is_service(addresses[0]):
-        return [Connection(each, security, headers(i, len(addresses))) for i, each in enumerate(addresses)]
-    resolver = ShardResolver(addresses[0], security)
-    total = resolver.find(seconds, hint)
+    shards: list[tuple[str, Callable[[], str] | None]] = [(address, None) for address in addresses]
+    if is_service(addresses[0]):
+        resolver = ShardResolver(addresses[0], security)
+        security, total = resolver.security, resolver.find(seconds, hint)
+        shards = [(f"shard {index} of {addresses[0]}", partial(resolver.locate, index)) for index in range(total)]
     return [
-        Connection(
-            f"shard {index} of {resolver.address}",
-            resolver.security,
-            headers(index, total),
-            partial(resolver.locate, index),
-        )
-        for index in range(total)
+        Connection(name, security, ((SHARD_HEADER, place_of(index, len(shards))),) if announce else (), locate)
+        for index, (name, locate) in enumerate(shards)
     ]
