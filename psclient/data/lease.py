@@ -104,8 +104,8 @@ class SampleLease:
             samples=samples,
             held=share_to_messages(held),
         )
-        return coordinator.connection.ask(
-            self._membership.patience(coordinator),
+        return coordinator.connection.call(
+            self._membership.policy(coordinator),
             lambda seconds: coordinator.connection.stub.LeaseSamples.future(request, timeout=seconds),
             lambda call: call.result(),
         )

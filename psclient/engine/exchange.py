@@ -63,7 +63,7 @@ class Exchange:
     @property
     def in_doubt(self) -> bool:
         """True while the last push is not settled."""
-        return self._cluster.in_doubt
+        return self._cluster.has_unacked
 
     def open(self, samples: int, rates: Rates) -> StepReport:
         """Begin the push of a new step; the last one must be settled."""
@@ -129,7 +129,7 @@ class Exchange:
         """
         self._settling = self._committed
         self._settled_trace = self._opened_trace
-        outcome = self._cluster.settle()
+        outcome = self._cluster.await_ack()
         self.give_back(outcome.refused)
         report.refused = len(outcome.refused)
         self.refused += report.refused

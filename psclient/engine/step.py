@@ -13,6 +13,7 @@ from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import MomentumAdvice
 from psclient.data.counter import SampleCounter
 from psclient.engine.checks import Interrupted, finite
+from psclient.engine.loaded_model import is_intact, offer_model, written_tensor
 from psclient.engine.overlap import Overlap
 from psclient.errors import (
     STEP_AGAIN,
@@ -108,7 +109,7 @@ class Stepper:
         """Take the server's model over, after joining, and begin to count samples."""
         self._samples = samples
         self._exchange.count(self.report, self._cluster.pull())
-        self._digest = self._cluster.digest()
+        self._digest = self._cluster.replica.digest()
         self.report.buffer_bytes = self._cluster.exchange_buffers(0, 0, adopt=True)
         if overlap:
             self._overlap = self._start_overlap()
@@ -177,21 +178,21 @@ class Stepper:
             ModelChangedError: a tensor of the model is another one than it was.
         """
         self._model.check()
-        name = self._cluster.loaded_tensor()
+        name = written_tensor(self._cluster)
         if name is None and self._digest is None:
             return False
-        digest = self._cluster.digest()
+        digest = self._cluster.replica.digest()
         changed = digest != self._digest
         if self._digest is not None:
             self._model.check_frozen()
         if changed:
             self.rest()
             name = name or self._model.layout.parameters[0].name
-            self._cluster.offer_model(name, digest, self._membership.settings.on_load, drops=drops)
+            offer_model(self._cluster, name, digest, self._membership.settings.on_load, drops=drops)
             self._fetch_and_apply()
             self.totals.buffer_bytes += self._cluster.exchange_buffers(self._exchange.step, 0, adopt=True)
         else:
-            self._cluster.accept_model()
+            self._cluster.replica.accept()
         self._digest = None
         return changed
 
@@ -214,7 +215,7 @@ class Stepper:
         except TimeoutError:
             address = self._membership.coordinator.address
             raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
-        if replies is not None and self._cluster.replica_is_intact:
+        if replies is not None and is_intact(self._cluster.replica):
             report = StepReport(self._exchange.step)
             self._exchange.apply(report, replies)
             self.totals.add(report)
@@ -240,7 +241,7 @@ class Stepper:
             if self._samples is not None:
                 self._samples.close()
             samples = self._samples_since_exchange
-            if samples and not self._cluster.in_doubt:
+            if samples and not self._cluster.has_unacked:
                 suppress_errors(lambda: self._exchange_at_end(samples))
         finally:
             self._cluster.close()
@@ -249,7 +250,7 @@ class Stepper:
 
     def abandon(self) -> None:
         """Leave the run where nobody has the optimizer any more; the model, which may be in use, stays as it is."""
-        self._membership.hurry(CLOSING_SECONDS)
+        self._membership.set_deadline(CLOSING_SECONDS)
         try:
             if self._samples is not None:
                 self._samples.close()

@@ -1,4 +1,4 @@
-"""The processes of one node: which they are, and what the one that speaks to the server is called."""
+"""The processes of one node: which they are, and the name of their leader."""
 
 import os
 from collections.abc import Mapping
@@ -37,11 +37,7 @@ def node_group(backend: str | None = None) -> dist.ProcessGroup:
 
 
 def node_ranks(rank: int, world_size: int, environment: Mapping[str, str] = os.environ) -> range:
-    """Return the ranks of the node that ``rank`` is on: they are neighbours, and ``LOCAL_RANK`` counts them.
-
-    Raises:
-        ConfigurationError: ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are missing, or do not fit the rank.
-    """
+    """Return the ranks of the node of ``rank``: neighbours, counted by ``LOCAL_RANK``."""
     local_rank, local_size = (environment.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if not (local_rank.isdigit() and local_size.isdigit()):
         raise ConfigurationError(
@@ -58,14 +54,10 @@ def node_ranks(rank: int, world_size: int, environment: Mapping[str, str] = os.e
     return ranks
 
 
-def inside(
+def unwrap_ddp(
     model: torch.nn.Module | None, group: dist.ProcessGroup | None
 ) -> tuple[torch.nn.Module | None, dist.ProcessGroup]:
-    """Return the module that DDP wraps, and the group in which gradients are averaged.
-
-    Raises:
-        ConfigurationError: there is no group, DDP averages in another one, or this process is not in it.
-    """
+    """Return the module that DDP wraps, and the group in which gradients are averaged."""
     if not dist.is_initialized():
         raise ConfigurationError(_START_DISTRIBUTED)
     wrapped = getattr(model, "_orig_mod", model)  # torch.compile() around DDP
@@ -81,11 +73,7 @@ def inside(
 
 
 def leader_settings(settings: ClientSettings, group: dist.ProcessGroup) -> ClientSettings:
-    """Return the settings of the process that speaks for its node: with a name that no other node has.
-
-    Raises:
-        ConfigurationError: no server address was given.
-    """
+    """Return the leader's settings, with a name that no other node has."""
     if settings.server == LOCAL:
         raise ConfigurationError(
             "a node needs the address of a server: an embedded one would be this node's alone. Start `psservice serve` "

@@ -1,4 +1,4 @@
-"""A node as one worker: its processes average gradients among themselves, and one of them speaks to the server.
+"""A node as one worker: its processes average gradients among themselves, and its leader calls the server.
 
 The leader, rank 0 of the node's group, owns the optimizer that has joined; the others own the same param groups and
 nothing else. Every call that reaches the server is made by all of them together::
@@ -8,11 +8,12 @@ nothing else. Every call that reaches the server is made by all of them together
     leader          where the run is, or the error      ──▶  the others, who raise it too
     leader          the tensors that have changed       ──▶  the others
 
-So all have the same parameters and have met the same end after each call, whatever became of it.
+So after each call all have the same parameters, and the same error if there is one.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -25,15 +26,32 @@ from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.data.counter import SampleCounter
 from psclient.engine.checks import Interrupted, gather
 from psclient.engine.state import split
-from psclient.errors import ConfigurationError, CopyRefusedError
+from psclient.errors import (
+    ConfigurationError,
+    CopyRefusedError,
+    ModelChangedError,
+    NodeBrokenError,
+    SparsepsError,
+)
 from psclient.model.module import describe
-from psclient.node.comm import NodeLink
-from psclient.node.group import inside, leader_settings
-from psclient.node.leader_call import Call, LeaderCalls
+from psclient.model.replica import Replica
+from psclient.node.comm import NodeComm
+from psclient.node.group import leader_settings, unwrap_ddp
+from psclient.node.status import NodeStatus
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.session import Server, server_string
 from psclient.report import StepReport, Totals
+from psclient.rpc.local_server import Server, server_string
 from psclient.settings import ClientSettings
+
+
+class _Call(IntEnum):
+    """A call that all processes of a node make; ``NOTHING`` where one of them cannot."""
+
+    NOTHING = 0
+    JOIN = 1
+    STEP = 2
+    FLUSH = 3
+    PULL = 4
 
 
 class NodeOptimizer(Optimizer):
@@ -72,7 +90,6 @@ class NodeOptimizer(Optimizer):
         timeout_seconds: float | None = None,
         **options: Any,
     ) -> None:
-        """Join as one worker; see the class."""
         if options.get("overlap"):
             raise ConfigurationError(
                 "overlap=True sends gradients when they come out of backward(), which is before DDP has averaged them "
@@ -82,9 +99,10 @@ class NodeOptimizer(Optimizer):
             raise ConfigurationError(
                 "NodeOptimizer takes parameters; psclient.Outer, which takes an optimizer, is not for it"
             )
-        module, group = inside(model, group)
+        module, group = unwrap_ddp(model, group)
         resolved = leader_settings(client_settings.resolve(settings, server_string(server), worker), group)
-        self._leader: ParameterServerOptimizer | None = None
+        self._status = NodeStatus()
+        self._own: ParameterServerOptimizer | None = None
         self._joined = False
         super().__init__(params, {})
         for listed in self.param_groups:
@@ -96,17 +114,18 @@ class NodeOptimizer(Optimizer):
         self._uncounted = 0
         self._closed = False
         patience = max(resolved.connect_seconds, resolved.patience_seconds)
-        self._node = LeaderCalls(NodeLink(group, timeout_seconds or 3 * patience + 60), self._model)
+        self._comm = NodeComm(group, timeout_seconds or 3 * patience + 60)
+        self._replica = Replica(self._model.layout, self._model.parameters)
         self._samples = SampleCounter(model) if model is not None else None
         if self._samples is not None:
             weakref.finalize(self, self._samples.close)
 
         def join(_: int) -> None:
-            self._leader = self._node.leader = method(self.param_groups, model=module, settings=resolved, **options)
-            self._leader.gradients_are_its_own = True  # the node's, which pushes them once
+            self._own = method(self.param_groups, model=module, settings=resolved, **options)
+            self._own.gradients_are_its_own = True  # the node's, which pushes them once
 
         try:
-            self._node.call(Call.JOIN, int.from_bytes(self._model.layout.fingerprint[:6]), join)
+            self._call(_Call.JOIN, int.from_bytes(self._model.layout.fingerprint[:6]), join)
         except BaseException:
             self.close()
             raise
@@ -118,47 +137,47 @@ class NodeOptimizer(Optimizer):
     @property
     def leads(self) -> bool:
         """Whether this process speaks to the server."""
-        return self._node.leads
+        return self._comm.is_leader
 
     @property
     def report(self) -> StepReport:
         """What the node's last step did."""
-        return self._node.status.report
+        return self._status.report
 
     @property
     def totals(self) -> Totals:
         """Sums over all steps of the node."""
-        return self._node.status.totals
+        return self._status.totals
 
     @property
     def version(self) -> int:
         """The coordinator's version that this node has seen: updates applied from all workers."""
-        return self._node.status.version
+        return self._status.version
 
     @property
     def finished(self) -> bool:
         """True once the run is over, on all processes after the same step; leave the loop then."""
-        return self._node.status.finished
+        return self._status.finished
 
     @property
     def live_workers(self) -> int:
         """Workers alive, as last heard; a node is one."""
-        return self._node.status.live_workers
+        return self._status.live_workers
 
     @property
     def worker(self) -> str:
         """The node's name."""
-        return self._node.status.worker
+        return self._status.worker
 
     @property
     def run_id(self) -> str:
         """The run's id."""
-        return self._node.status.run_id
+        return self._status.run_id
 
     @property
     def server(self) -> str:
         """The addresses of the shards, separated by commas."""
-        return self._node.status.server
+        return self._status.server
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
@@ -184,11 +203,11 @@ class NodeOptimizer(Optimizer):
             samples = self._uncounted = self._uncounted + (self._samples.take() if self._samples is not None else 1)
         before = self.totals.samples
         try:
-            self._together(Call.STEP, samples, lambda leader, total: leader.step(samples=total))
+            self._call(_Call.STEP, samples, lambda total: self._leader.step(samples=total))
         except BaseException:
             if self.totals.samples != before:  # else they were not pushed, and count with the next step
                 self._uncounted = 0
-            if self._node.status.unfinished:
+            if self._status.unfinished:
                 self._interrupted.note(self._gradients())
             raise
         self._interrupted.clear()
@@ -199,12 +218,12 @@ class NodeOptimizer(Optimizer):
     @torch.no_grad()
     def flush(self) -> None:
         """Push everything that the leader still holds; see the method's ``flush()``."""
-        self._together(Call.FLUSH, 0, lambda leader, _: leader.flush())
+        self._call(_Call.FLUSH, 0, lambda _: self._leader.flush())
 
     @torch.no_grad()
     def pull(self) -> None:
         """Make the parameters the server's without pushing; see :meth:`ParameterServerOptimizer.pull`."""
-        self._together(Call.PULL, 0, lambda leader, _: leader.pull())
+        self._call(_Call.PULL, 0, lambda _: self._leader.pull())
 
     def close(self) -> None:
         """Leave the run; harmless twice. Processes of the node that still wait for this one get an error."""
@@ -214,17 +233,15 @@ class NodeOptimizer(Optimizer):
         if self._samples is not None:
             self._samples.close()
         try:
-            if self._leader is not None:
-                self._leader.close()
+            if self._own is not None:
+                self._own.close()
         finally:
-            self._node.close()
+            self._comm.close()
 
     def __enter__(self) -> "NodeOptimizer":
-        """Return the optimizer."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the run."""
         self.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -233,8 +250,8 @@ class NodeOptimizer(Optimizer):
         Raises:
             ConfigurationError: a parameter is not part of what was joined with, or a value is out of its range.
         """
-        if self._leader is not None:
-            self._leader.add_param_group(param_group)
+        if self._joined and self._own is not None:
+            self._own.add_param_group(param_group)
             return
         super().add_param_group(param_group)
         if not self._joined:
@@ -252,47 +269,121 @@ class NodeOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the leader's state, residuals included; on the other processes, hyper-parameters only."""
-        return super().state_dict() if self._leader is None else self._leader.state_dict()
+        return super().state_dict() if self._own is None else self._own.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state of the leader over; the other processes take the hyper-parameters of it."""
-        if self._leader is None:
+        leader = self._own
+        if leader is None:
             _, plain = split(state_dict, None)
             super().load_state_dict(plain | {"state": {}})
-            return
-        self._leader.load_state_dict(state_dict)
-        self._share()
+        else:
+            leader.load_state_dict(state_dict)
+            self._share()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be copied or pickled: a copy would have no place in the run.
-
-        Raises:
-            CopyRefusedError: always.
-        """
+        """Refuse to be copied or pickled; raises :class:`CopyRefusedError`."""
         raise CopyRefusedError(type(self).__name__)
 
     # Inner parts
 
+    @property
+    def _leader(self) -> ParameterServerOptimizer:
+        """The optimizer that has joined, on the leader."""
+        assert self._own is not None
+        return self._own
+
     def _gradients(self) -> dict[int, torch.Tensor]:
         return gather(self._model, ParamGroups(self.param_groups), range(len(self._model.parameters)))
 
-    def _together(self, call: Call, value: int, work: Callable[[ParameterServerOptimizer, int], None]) -> None:
+    def _call(self, call: _Call, value: int, work: Callable[[int], None]) -> None:
+        """Make a call together; every process raises the error that the leader has met.
+
+        Args:
+            call: which.
+            value: for a join, what must be the same on all; for a step, what is summed over all.
+            work: does it, given the sum; called on the leader only.
+
+        Raises:
+            ConfigurationError: the processes make different calls, or have different models.
+            NodeBrokenError: one of them is gone, silent, or cannot take part.
+        """
         if self._closed:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
+        unfit: SparsepsError | None = None
+        is_loaded = False
+        try:
+            is_loaded = call is not _Call.JOIN and self._is_loaded()
+        except ModelChangedError as error:
+            if not self._comm.is_leader:  # whose optimizer checks its model by itself
+                unfit = error
+        found = self._comm.gather([_Call.NOTHING if unfit else call, value, is_loaded])
+        if unfit is not None:
+            raise unfit
+        self._check_all_do(call, found)
+        met: Exception | None = None
+        if self._comm.is_leader:
+            met = self._lead(lambda: work(sum(number for _, number, _ in found)))
+        else:
+            self._status = NodeStatus.decode(self._comm.broadcast_bytes())
+            met = None if self._status.error is None else self._status.error.rebuild()
+        # A process may hold anything before it has joined, and where its script has loaded a model.
+        everything = met is None and (call in (_Call.JOIN, _Call.PULL) or any(loaded for _, _, loaded in found))
+        changed = self._status.changed
+        self._comm.broadcast_tensors([t for i, t in enumerate(self._tensors()) if everything or changed >> i & 1])
+        if met is not None:
+            raise met
+        self._replica.accept()
 
-        def lead(total: int) -> None:
-            assert self._leader is not None
-            work(self._leader, total)
+    def _is_loaded(self) -> bool:
+        """Tell whether the script has written to this process's model since the last call."""
+        self._model.buffers.now()
+        if not self._comm.is_leader:
+            self._model.check()
+        return self._replica.loaded() is not None
 
-        self._node.call(call, value, lead)
+    def _check_all_do(self, call: _Call, found: Sequence[Sequence[int]]) -> None:
+        for rank, (other, value, _) in enumerate(found):
+            if other == _Call.NOTHING:
+                raise NodeBrokenError(f"rank {rank} of this node cannot take part in {call.name.lower()}()")
+            if other != call:
+                raise ConfigurationError(
+                    f"rank {rank} of this node is in {_Call(other).name.lower()}() while rank {self._comm.rank} is in "
+                    f"{call.name.lower()}(); all processes of a node must make the same calls in the same order"
+                )
+            if call is _Call.JOIN and value != found[0][1]:
+                raise ConfigurationError(
+                    f"the model of rank {rank} differs from that of rank 0 of this node in names, shapes or dtypes; "
+                    "build the same one on every process"
+                )
+
+    def _lead(self, work: Callable[[], None]) -> Exception | None:
+        tensors = self._tensors()
+        before = [tensor._version for tensor in tensors]
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as met:
+            error = met
+        except BaseException:
+            self._comm.close()  # on the way out (SIGTERM, Ctrl-C): the others must know
+            raise
+        changed = sum(1 << i for i, tensor in enumerate(tensors) if tensor._version != before[i])
+        self._status = NodeStatus.of(self._own, changed, error)
+        self._comm.broadcast_bytes(self._status.encode())
+        return error
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Return what may change, in an order that all processes share."""
+        return [*self._model.parameters, *self._model.buffers.now()]
 
     def _share(self) -> None:
-        """Let both of the leader's optimizers have the same groups, so that a scheduler on the outer one is heeded."""
-        if self._leader is not None:
-            self.defaults, self.state = self._leader.defaults, self._leader.state
-            self.param_groups = self._leader.param_groups
+        """Share the leader's groups with its optimizer, so that a scheduler on this one has an effect."""
+        leader = self._own
+        if leader is not None:
+            self.defaults, self.state, self.param_groups = leader.defaults, leader.state, leader.param_groups
             return
-        self.defaults = self._node.status.defaults
+        self.defaults = self._status.defaults
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

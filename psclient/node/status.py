@@ -1,4 +1,4 @@
-"""What a node's leader tells the other processes after each step: where the run is, or which error it met."""
+"""What a node's leader sends to the other processes after each call: where the run is, or the error it met."""
 
 import json
 from dataclasses import asdict, dataclass, field, replace
@@ -9,16 +9,12 @@ from psclient.errors import NodeBrokenError, SparsepsError
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
 
+_COPIED = ("version", "finished", "unfinished", "live_workers", "worker", "run_id", "server", "report", "defaults")
+
 
 @dataclass(frozen=True)
 class RemoteError:
-    """An error as it travels.
-
-    Attributes:
-        kind: name of its class.
-        message: its text.
-        attributes: those of its attributes that are plain values.
-    """
+    """An error as it travels: the name of its class, its text, and those of its attributes that are plain values."""
 
     kind: str
     message: str
@@ -30,7 +26,7 @@ class RemoteError:
         plain = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float)}
         return cls(type(error).__name__, str(error), plain)
 
-    def again(self) -> SparsepsError:
+    def rebuild(self) -> SparsepsError:
         """Return an error of the same class; :class:`NodeBrokenError` for one that is not this library's."""
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, SparsepsError)):
@@ -43,14 +39,11 @@ class RemoteError:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """What every process of a node knows.
+    """What every process of a node knows: attributes of the leader's optimizer.
 
     Attributes:
-        version, finished, unfinished, live_workers, worker, run_id, server, report, totals: those of the leader's
-            optimizer.
-        defaults: its hyper-parameters.
-        changed: which tensors it has changed: bit ``i`` stands for tensor ``i``.
-        error: what it met; ``None`` where all went well.
+        changed: which tensors the call has changed: bit ``i`` stands for tensor ``i``.
+        error: what the call met; ``None`` where all went well.
     """
 
     version: int = 0
@@ -67,23 +60,16 @@ class NodeStatus:
     error: RemoteError | None = None
 
     @classmethod
-    def of(cls, optimizer: ParameterServerOptimizer) -> "NodeStatus":
-        """Look at the leader's optimizer."""
-        return cls(
-            optimizer.version,
-            optimizer.finished,
-            optimizer.unfinished,
-            optimizer.live_workers,
-            optimizer.worker,
-            optimizer.run_id,
-            optimizer.server,
-            optimizer.report,
-            replace(optimizer.totals),
-            optimizer.defaults,
-        )
+    def of(cls, leader: ParameterServerOptimizer | None, changed: int, error: Exception | None) -> "NodeStatus":
+        """Describe the leader's optimizer after a call; without one, only what came of the call."""
+        told = None if error is None else RemoteError.of(error)
+        if leader is None:
+            return cls(changed=changed, error=told)
+        copied = {name: getattr(leader, name) for name in _COPIED}
+        return cls(**copied, totals=replace(leader.totals), changed=changed, error=told)
 
     def encode(self) -> bytes:
-        """Write it down."""
+        """Return JSON."""
         plain = asdict(self) | {"changed": f"{self.changed:x}"}  # JSON's integers are not for thousands of bits
         return json.dumps(plain, default=float).encode()
 

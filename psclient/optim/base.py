@@ -31,10 +31,10 @@ from psclient.engine.state import PushMark, from_sgd, restore_memories, split, s
 from psclient.engine.step import CLOSING_SECONDS, GradientSource, Stepper
 from psclient.errors import ConfigurationError, CopyRefusedError, FingerprintMismatchError, ServerUnreachableError
 from psclient.model.module import TrainedModel, describe
-from psclient.optim.session import Server, open_session, server_string
+from psclient.optim.session import open_session
 from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
-from psclient.rpc.local_server import start_alone
+from psclient.rpc.local_server import Server, server_string, start_alone
 from psclient.settings import ClientSettings, OnLoad
 from pscore.wire.errors import ErrorCode
 
@@ -389,7 +389,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     def hurry(self, seconds: float) -> None:
         """Wait no longer than this for a server from now on."""
-        self._membership.hurry(seconds)
+        self._membership.set_deadline(seconds)
 
     def close(self) -> None:
         """Leave the run and free everything; stops an embedded server. Harmless twice.
@@ -398,9 +398,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         if self._lifecycle.ended or self._lifecycle.in_child:
             return
-        self._membership.hurry(CLOSING_SECONDS)
+        self._membership.set_deadline(CLOSING_SECONDS)
         self._thread.cancel()  # only what nobody waits for can be under way: the last call was interrupted
-        self._cluster.cut()
+        self._cluster.cancel_unawaited()
         leaving = self._thread.submit(torch.no_grad()(self._stepper.leave))  # goes on where the wait is interrupted
         self._lifecycle.ended = True
         try:
@@ -566,7 +566,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         if self._lifecycle.ended or self._lifecycle.in_child:  # no server is called there, and the thread is not
             return body()
         try:
-            return self._thread.call(body, self._cluster.cut, seconds)
+            return self._thread.call(body, self._cluster.cancel_unawaited, seconds)
         except TimeoutError:  # only an end has a time limit
             address, hint = self._membership.coordinator.address, "What it had not pushed is lost with this worker"
             raise ServerUnreachableError(address, seconds or 0.0, "its time is over", hint) from None

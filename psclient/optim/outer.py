@@ -186,7 +186,7 @@ class Outer(ParameterServerOptimizer):
             self._interrupted.clear()
             raise
         finally:
-            self._cluster.accept_model()
+            self._cluster.replica.accept()
         self._local_steps += 1
         self._trained_samples = max(1, self._stepper.samples_waiting)
         if self._local_steps >= self.period:
@@ -240,7 +240,7 @@ class Outer(ParameterServerOptimizer):
             for position, delta in ahead.items():
                 parameter = self._model.parameters[position]
                 parameter.sub_(delta.to(parameter.dtype))
-            self._cluster.accept_model()
+            self._cluster.replica.accept()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outer state as any method's, and the inner optimizer's under ``inner``.
@@ -302,7 +302,7 @@ class Outer(ParameterServerOptimizer):
         for parameter, start in zip(self._model.parameters, self._start, strict=True):
             if parameter in self._groups:
                 parameter.copy_(start)
-        self._cluster.accept_model()
+        self._cluster.replica.accept()
         self._local_steps = 0
 
     def _push(self) -> None:

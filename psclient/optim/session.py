@@ -1,7 +1,7 @@
 """What an optimizer is connected with: built here, before the first contact, which is :meth:`Membership.join`."""
 
 import logging
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,6 @@ from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
 from psclient.model.replica import Replica
 from psclient.rpc.cluster import Cluster
-from psclient.rpc.local_server import LocalServer
 from psclient.rpc.membership import Membership
 from psclient.rpc.resolver import connect
 from psclient.rpc.shard import ShardClient
@@ -27,9 +26,6 @@ from pscore import jit
 from pscore.select import SELECTORS
 from pscore.telemetry import tracing
 from pscore.telemetry.span import TracingError
-
-Server = str | Sequence[str] | LocalServer
-"""What names the servers: addresses in one string or in several, or servers of one's own."""
 
 log = logging.getLogger("psclient")
 
@@ -105,18 +101,3 @@ def open_session(
     compressor = Compressor(method, model, memories, groups.of, choice, planner.density_of)
     exchange = Exchange(cluster, Pusher(model.layout, cluster, planner.groups), compressor, planner)
     return Session(membership, cluster, compressor, exchange, planner, server)
-
-
-def server_string(server: Server | None) -> str | None:
-    """Return the addresses separated by commas, as the settings have them; ``None`` leaves them to the settings.
-
-    Raises:
-        ConfigurationError: it is something else than addresses or a :class:`~psclient.LocalServer`.
-    """
-    if isinstance(server, LocalServer):
-        return server.server
-    if server is None or isinstance(server, str):
-        return server
-    if not isinstance(server, Sequence) or not all(isinstance(each, str) for each in server):
-        raise ConfigurationError(f'server= must be "HOST:PORT", a list of these, or a LocalServer, not {server!r}')
-    return ",".join(server)

@@ -1,4 +1,4 @@
-"""One server's channel, and patience: how failed calls are tried again."""
+"""One shard's channel, and how long failed calls are repeated."""
 
 import logging
 import math
@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -38,60 +38,122 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a new channel really dials anew
 )
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 3.0
-_POLL_SECONDS = 0.05  # how soon a delay ends that is no longer waited for
+_POLL_SECONDS = 0.05  # how soon the delay of a cancelled job ends
+_DIAL_SECONDS = 1.0  # the shortest time between two channels, unless there is reason to know better
 _jitter = random.SystemRandom()  # the program's own draws stay as its seed makes them
 
 Call = TypeVar("Call")
 Answer = TypeVar("Answer")
-HANDSHAKE_SECONDS = 4.0
-"""How long to try with somebody who listens there and speaks otherwise, before the first contact."""
+HANDSHAKE_SECONDS = 4.0  # before the first contact, with a listener that does not speak this protocol
 
-_DIAL_SECONDS = 1.0  # the shortest time between two channels, unless there is reason to know better
+
+@dataclass
+class RetryPolicy:
+    """How long one undertaking may take over all its attempts.
+
+    The deadline doubles from attempt to attempt: a transfer may be larger, or the network slower, than the first one
+    allowed for. The last attempt has the deadline of the first at least, so the end may come that much later: a server
+    that answers slowly is not taken for one that does not answer.
+
+    Attributes:
+        deadline_seconds: of the first attempt; ``timeout`` is that of the present one.
+        hint: what to do after the last attempt.
+        limit: when to end in any case, monotonic seconds.
+        reconnect: called before another attempt where the server may be at another address by then.
+        handshake_seconds: how long to try with a listener that does not speak this protocol.
+    """
+
+    address: str
+    seconds: float
+    deadline_seconds: float
+    hint: str = STEP_AGAIN
+    limit: Callable[[], float] = lambda: math.inf
+    reconnect: Callable[[], None] = lambda: None
+    handshake_seconds: float = HANDSHAKE_SECONDS
+
+    def __post_init__(self) -> None:
+        self.timeout = self._deadline_seconds = self.deadline_seconds
+        self._warned_of: set[ErrorCode | None] = set()
+        self.progressed()
+
+    def progressed(self) -> None:
+        """Begin the time anew: something has moved."""
+        self._started = time.monotonic()
+        self._delay = _FIRST_DELAY_SECONDS
+
+    def run(self, attempt: Callable[[float], Answer]) -> Answer:
+        """Repeat an attempt, given its deadline in seconds, while it raises :class:`Transient` and there is time."""
+        while True:
+            now = time.monotonic()
+            remaining = max(self.deadline_seconds, self.seconds - (now - self._started))
+            self.timeout = max(0.1, min(self._deadline_seconds, remaining, self._end() - now))
+            try:
+                result = attempt(self.timeout)
+            except Transient as failure:
+                self._await_next(failure)
+                continue
+            if self._warned_of:
+                log.warning("%s answers again, after %.0f s", self.address, time.monotonic() - self._started)
+            return result
+
+    def _await_next(self, failure: Transient) -> None:
+        elapsed = time.monotonic() - self._started
+        delay = failure.retry_seconds or self._delay * _jitter.uniform(0.5, 1.5)
+        seconds = min(self.seconds, self.handshake_seconds) if failure.advice else self.seconds
+        if elapsed + delay >= seconds or time.monotonic() + delay >= self._end():
+            raise out_of_patience(self.address, elapsed, failure, self.hint) from None
+        is_long = failure.retry_seconds is None or failure.reason is ErrorCode.NOT_DURABLE
+        if is_long and failure.reason not in self._warned_of:
+            self._warned_of.add(failure.reason)  # silence, and then a server that refuses, are two pieces of news
+            what = "does not answer" if failure.reason is None else "does not serve now"
+            why = f"{failure.advice}: {failure}" if failure.advice else failure
+            log.warning("%s %s (%s); trying for %.0f s more", self.address, what, why, seconds - elapsed)
+        pause(delay)
+        if failure.lost:
+            self.reconnect()
+        if failure.retry_seconds is None:
+            self._deadline_seconds *= 2
+        self._delay = min(_LONGEST_DELAY_SECONDS, 2 * self._delay)
+
+    def _end(self) -> float:
+        return 0.0 if executor.is_cancelled() else self.limit()
 
 
 class Connection:
-    """A channel to one shard, replaceable.
+    """A channel to one shard, which can be dialled anew.
 
-    Args:
-        address: ``HOST:PORT``, or another name of the shard for messages.
-        security: how the channel is protected.
-        headers: metadata that every call carries.
-        locate: where the shard is now, ``HOST:PORT``; by default at the address.
+    ``locate`` returns where the shard is now, ``HOST:PORT``; without it ``address`` is that, and else a name for
+    messages. A channel that cannot be secured as asked raises :class:`ConfigurationError`.
     """
 
     def __init__(
         self, address: str, security: Security, headers: Headers = (), locate: Callable[[], str] | None = None
     ) -> None:
-        """Dial lazily.
-
-        Raises:
-            ConfigurationError: the channel cannot be secured as asked.
-        """
         self.address = address
         self._security, self._headers, self._locate = security, tuple(headers), locate
         self._retired: grpc.Channel | None = None
         self._closed = False
-        self._calls: dict[Any, executor.Job[Any] | None] = {}
         self._dialled = 0.0
+        self._calls: dict[Any, executor.Job[Any] | None] = {}
         self._lock = threading.Lock()
         self._channel = self._open()
         self.stub = ParameterServerServiceStub(self._channel)
 
     def twin(self) -> "Connection":
-        """Return another connection to the same shard."""
+        """Return a second connection to the same shard."""
         return Connection(self.address, self._security, self._headers, self._locate)
 
     @property
     def is_located(self) -> bool:
-        """Whether its address is looked for, and not given."""
+        """Whether the address is looked up, and not given."""
         return self._locate is not None
 
     def renew(self) -> None:
         """Dial anew: a restarted pod keeps its name and changes its address.
 
-        Other threads may have calls on the channel before, so that one ends when the next one is replaced.
+        Other threads may have calls on the channel before, so that channel is closed when the next one is replaced.
         """
-        channel = self._open()  # which may have to look for the server
+        channel = self._open()  # outside of the lock: a lookup may take seconds
         with self._lock:
             if self._closed:
                 channel.close()
@@ -102,7 +164,7 @@ class Connection:
             threading.Thread(target=retired.close, name="psclient-retire", daemon=True).start()
 
     def reconnect(self) -> None:
-        """Dial anew after a call that nobody has answered, but not with every one.
+        """Dial anew after a call without an answer, at most once a second.
 
         gRPC asks for the address of a name that does not resolve less and less often, up to two minutes apart, and
         keeps a connection to a machine that is gone until the system gives it up.
@@ -113,53 +175,50 @@ class Connection:
             self._dialled = time.monotonic()
         self.renew()
 
-    def ask(
+    def call(
         self,
-        patience: "RetryPolicy",
+        policy: RetryPolicy,
         start: Callable[[float], Call],
         read: Callable[[Call], Answer],
         meaning: Callable[[grpc.RpcError], Exception] = from_rpc_error,
     ) -> Answer | Rejected:
-        """Make a call, again and again where that may help, and return the answer or the server's refusal.
+        """Make a call, again where that may help, and return the answer or the server's refusal.
 
-        Args:
-            patience: for how long.
-            start: begins an attempt that has so many seconds, and waits for nothing.
-            read: waits for the answer.
-            meaning: what a failed call means.
+        ``start`` begins an attempt that has so many seconds, without waiting; ``read`` waits for the answer.
 
         Raises:
-            ServerUnreachableError: no answer within the patience, or nobody waits for one any longer.
+            ServerUnreachableError: no answer in time, or the calling thread's job is cancelled.
             ServerFaultError: the answer is damaged.
         """
-        for attempt in patience:
-            with attempt:
-                call = start(attempt.timeout)
-                try:
-                    with self.tracked(call):
-                        return read(call)
-                except grpc.RpcError as error:
-                    failure = meaning(error)
-                    if isinstance(failure, Rejected):
-                        return failure
-                    raise failure from error
-                except grpc.FutureCancelledError:
-                    raise Transient("the call was cut short") from None
-                except Rejected as damage:  # raised by our own decoder
-                    raise ServerFaultError(f"{self.address} sent a damaged answer: {damage.detail}") from damage
-        raise AssertionError("patience does not end by itself")
+
+        def attempt(seconds: float) -> Answer | Rejected:
+            call = start(seconds)
+            try:
+                with self.tracked(call):
+                    return read(call)
+            except grpc.RpcError as error:
+                failure = meaning(error)
+                if isinstance(failure, Rejected):
+                    return failure
+                raise failure from error
+            except grpc.FutureCancelledError:
+                raise Transient("the call was cut short") from None
+            except Rejected as damage:  # raised by our own decoder
+                raise ServerFaultError(f"{self.address} sent a damaged answer: {damage.detail}") from damage
+
+        return policy.run(attempt)
 
     @contextmanager
     def tracked(self, call: Any) -> Iterator[None]:
-        """Have :meth:`cut` end a call, if nobody waits for its answer any longer in the body."""
+        """Let :meth:`cancel_unawaited` end a call during the body."""
         self._calls[call] = executor.current()
         try:
             yield
         finally:
             del self._calls[call]
 
-    def cut(self) -> None:
-        """End the calls for whose answers nobody waits any longer."""
+    def cancel_unawaited(self) -> None:
+        """End the calls of cancelled jobs."""
         for call, job in list(self._calls.items()):
             if job is not None and job.is_cancelled:
                 call.cancel()
@@ -181,103 +240,8 @@ class Connection:
             raise ConfigurationError(str(error)) from error
 
 
-class RetryPolicy:
-    """How long one undertaking may take over all its attempts.
-
-    Use::
-
-        for attempt in Patience(address, seconds, deadline_seconds):
-            with attempt:
-                return stub.Call(request, timeout=attempt.timeout)
-
-    A :class:`~psclient.errors.Transient` raised inside leads to another attempt after a jittered delay, with twice the
-    deadline: a transfer may be larger, or the network slower, than the first one allowed for. The last attempt has the
-    deadline of the first at least, so the end may come that much later: a server that answers slowly is not taken for
-    one that does not answer. An attempt fails at once where nothing listens, so that this can be said.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        seconds: float,
-        deadline_seconds: float,
-        hint: str = STEP_AGAIN,
-        limit: Callable[[], float] = lambda: math.inf,
-        reconnect: Callable[[], None] = lambda: None,
-        handshake_seconds: float = HANDSHAKE_SECONDS,
-    ) -> None:
-        """Begin now.
-
-        ``hint`` says what to do at the end, which ``limit`` (monotonic seconds) may bring forward; ``reconnect`` is
-        called before another attempt where the server may be at another address by then. ``handshake_seconds`` is
-        the patience with somebody who listens there and speaks otherwise.
-        """
-        self.address = address
-        self.timeout = deadline_seconds
-        self._first_deadline_seconds = self._deadline_seconds = deadline_seconds
-        self._started = time.monotonic()
-        self._seconds = seconds
-        self._delay = _FIRST_DELAY_SECONDS
-        self._warned_of: set[ErrorCode | None] = set()
-        self._hint = hint
-        self.limit = limit
-        self._look_again = reconnect
-        self._handshake_seconds = handshake_seconds
-
-    def __iter__(self) -> "RetryPolicy":
-        """Iterate over attempts."""
-        return self
-
-    def __next__(self) -> "RetryPolicy":
-        """Begin an attempt; its deadline is in :attr:`timeout`, seconds."""
-        now = time.monotonic()
-        remaining = max(self._first_deadline_seconds, self._seconds - (now - self._started))
-        self.timeout = max(0.1, min(self._deadline_seconds, remaining, self._end() - now))
-        return self
-
-    def progressed(self) -> None:
-        """Begin the time anew: something has moved."""
-        self._started = time.monotonic()
-        self._delay = _FIRST_DELAY_SECONDS
-
-    def __enter__(self) -> "RetryPolicy":
-        """Enter an attempt."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        """Swallow a transient failure after a delay, or raise ``ServerUnreachableError`` at the end."""
-        if error is None and self._warned_of:
-            log.warning("%s answers again, after %.0f s", self.address, time.monotonic() - self._started)
-        if not isinstance(error, Transient):
-            return False
-        elapsed = time.monotonic() - self._started
-        delay = error.retry_seconds or self._delay * _jitter.uniform(0.5, 1.5)
-        patience_seconds = min(self._seconds, self._handshake_seconds) if error.advice else self._seconds
-        if elapsed + delay >= patience_seconds or time.monotonic() + delay >= self._end():
-            raise out_of_patience(self.address, elapsed, error, self._hint) from None
-        long_wait = error.retry_seconds is None or error.reason is ErrorCode.NOT_DURABLE
-        if long_wait and error.reason not in self._warned_of:
-            self._warned_of.add(error.reason)  # silence, and then a server that refuses, are two pieces of news
-            what = "does not answer" if error.reason is None else "does not serve now"
-            why = f"{error.advice}: {error}" if error.advice else error
-            log.warning("%s %s (%s); trying for %.0f s more", self.address, what, why, patience_seconds - elapsed)
-        pause(delay)
-        if error.lost:
-            self._look_again()
-        if error.retry_seconds is None:
-            self._deadline_seconds *= 2
-        self._delay = min(_LONGEST_DELAY_SECONDS, 2 * self._delay)
-        return True
-
-    def _end(self) -> float:
-        """Return when all patience ends (monotonic seconds)."""
-        return 0.0 if executor.is_cancelled() else self.limit()
-
-
 def pause(seconds: float) -> None:
-    """Wait, unless or until nobody waits for what this thread does."""
+    """Wait, as long as the calling thread's job is not cancelled."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0 and not executor.is_cancelled():
         time.sleep(min(left, _POLL_SECONDS))
@@ -287,10 +251,5 @@ def suppress_errors(call: Callable[[], object]) -> None:
     """Make a call whose failure is of no consequence."""
     try:
         call()
-    except (
-        grpc.RpcError,
-        grpc.FutureCancelledError,
-        SparsepsError,
-        ValueError,
-    ) as error:  # ValueError: a closed channel
+    except (grpc.RpcError, grpc.FutureCancelledError, SparsepsError, ValueError) as error:  # ValueError: closed channel
         log.debug("ignored: %s", error)

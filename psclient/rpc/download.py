@@ -1,4 +1,4 @@
-"""The server's model for anyone: as a state dict, or as a file. Needs no lease and disturbs no worker."""
+"""The server's model as a state dict or a file, without a lease."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import grpc
 import torch
 
 from psclient import settings as client_settings
 from psclient.engine.executor import SerialExecutor
 from psclient.errors import ConfigurationError, Transient, from_refusal
-from psclient.optim.session import server_string
 from psclient.rpc.channel import Connection, RetryPolicy
+from psclient.rpc.local_server import server_string
 from psclient.rpc.resolver import connect
-from psclient.rpc.stall import Watch
+from psclient.rpc.stall import StreamCall
 from psclient.settings import ClientSettings
 from pscore.model import modelfile
 from pscore.model.buffers import packed_bytes, unpack
@@ -78,18 +77,7 @@ def download(
     ]
     parts = [each.result() for each in fetching]  # an interrupt leaves threads behind that end with their calls
     first = parts[0]
-    if any(
-        part.header.num_shards != len(parts)
-        or part.header.shard_index != i
-        or part.header.run_id not in (first.header.run_id, "")  # a shard that nobody has pushed to may not know it
-        or epoch(part.header.generation) != epoch(first.header.generation)
-        for i, part in enumerate(parts)
-    ):
-        seen = ", ".join(
-            f"{each.address} is shard {part.header.shard_index} of {part.header.num_shards} of run {part.header.run_id}"
-            for each, part in zip(connections, parts, strict=True)
-        )
-        raise ConfigurationError(f"give every shard of one run once, in order; {seen}")
+    _check_places(connections, [part.header for part in parts])
     if first.layout.frozen:
         log.warning(
             "%d frozen parameters (%s, ...) are not on the server: what it has are the trained tensors; load them over "
@@ -126,25 +114,37 @@ def save(
     return path
 
 
-def _fetch(connection: Connection, patience_seconds: float, deadline_seconds: float) -> _Part:
-    address = connection.address
-    try:
-        patience = RetryPolicy(
-            address, patience_seconds, deadline_seconds, _WAIT_LONGER, reconnect=connection.reconnect
+def _check_places(connections: Sequence[Connection], headers: Sequence[pb.DownloadHeader]) -> None:
+    first = headers[0]
+    if any(
+        header.num_shards != len(headers)
+        or header.shard_index != i
+        or header.run_id not in (first.run_id, "")  # a shard that nobody has pushed to may not know it
+        or epoch(header.generation) != epoch(first.generation)
+        for i, header in enumerate(headers)
+    ):
+        seen = ", ".join(
+            f"{each.address} is shard {header.shard_index} of {header.num_shards} of run {header.run_id}"
+            for each, header in zip(connections, headers, strict=True)
         )
-        watch = Watch(deadline_seconds)
+        raise ConfigurationError(f"give every shard of one run once, in order; {seen}")
 
-        def start(seconds: float) -> "grpc._CallIterator[pb.DownloadModelResponse]":
-            nonlocal watch
-            watch = Watch(seconds)
-            return watch.follow(connection.stub.DownloadModel(pb.DownloadModelRequest()))
 
-        part = connection.ask(patience, start, lambda responses: _read(watch.messages(responses)))
-        if isinstance(part, Rejected):
-            raise from_refusal(part) from None
-        return part
+def _fetch(connection: Connection, patience_seconds: float, deadline_seconds: float) -> _Part:
+    policy = RetryPolicy(
+        connection.address, patience_seconds, deadline_seconds, _WAIT_LONGER, reconnect=connection.reconnect
+    )
+    try:
+        part = connection.call(
+            policy,
+            lambda seconds: StreamCall(seconds).start(connection.stub.DownloadModel(pb.DownloadModelRequest())),
+            lambda call: _read(call.messages()),
+        )
     finally:
         connection.close()
+    if isinstance(part, Rejected):
+        raise from_refusal(part) from None
+    return part
 
 
 def _read(responses: Iterator[pb.DownloadModelResponse]) -> _Part:

@@ -1,4 +1,4 @@
-"""The thread that keeps a worker's leases while there is a worker, and ends them where nobody else does."""
+"""The thread that renews a worker's leases, and ends them when nobody else does."""
 
 import atexit
 import functools
@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -22,7 +23,6 @@ _LAST_JOB_SECONDS = 20.0
 _ending: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 """Threads that are to end; until they have, they free tensors and channels."""
 
-
 _SAME_BATCHES = (
     "worker %s began with the same batches in the same order as %d other live worker(s): they train the same samples, "
     "and together learn no more than one. Give each its own: torch.manual_seed(seed + psclient.worker_index()) before "
@@ -33,43 +33,35 @@ _SAME_BATCHES = (
 
 
 class LeaseThread:
-    """Renews the leases at all shards, and tells them of shard 0's checkpoints.
+    """Renews the leases at all shards, and tells the other shards of shard 0's checkpoints.
 
-    Renewals have connections of their own: they are a few bytes, and never wait behind a model.
-
-    It refers to neither the optimizer nor the model, so that it does not keep alive what nobody else wants any more.
-
-    Args:
-        shards: every shard's client.
-        identity: what every call carries; read at each renewal.
+    Renewals have connections of their own, so that they never wait behind a model. The thread refers to neither the
+    optimizer nor the model, so that it keeps neither alive.
 
     Attributes:
         renewal_seconds: time between two renewals.
-        uploaded: share of the model that this worker has sent, while it uploads; told with each renewal.
-        first_batches: fingerprint of this worker's first batches, or 0; told with each renewal.
-        is_started: whether it has begun.
+        uploaded: share of the model that this worker has sent, while it uploads; sent with each renewal.
+        first_batches: fingerprint of this worker's first batches, or 0; sent with each renewal.
     """
 
     def __init__(self, shards: Sequence[ShardClient], identity: pb.WorkerIdentity) -> None:
-        """Prepare; :meth:`start` follows the first join."""
         self.renewal_seconds = 5.0
         self.uploaded: float | None = None
         self.first_batches = 0
         self.is_started = False
         self._shards, self._identity = tuple(shards), identity
-        self._warned = False  # of workers with the same batches
-        self._checkpoint = ""  # the newest that shard 0 has told of, for the other shards
+        self._has_warned = False  # of workers with the same batches
+        self._checkpoint = ""  # shard 0's newest, for the other shards
         self._last_job: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._calls: list[tuple[ShardClient, grpc._CallFuture[pb.RenewLeaseResponse]]] = []
+        self._calls: list[tuple[ShardClient, Any]] = []
         self._thread = threading.Thread(target=self._run, name="psclient-lease", daemon=True)
 
     def start(self) -> None:
         """Begin to renew; harmless twice."""
-        if self.is_started:
-            return
-        self.is_started = True
-        _await_at_exit()
-        self._thread.start()
+        if not self.is_started:
+            self.is_started = True
+            _register_at_exit()
+            self._thread.start()
 
     def stop(self) -> None:
         """Renew no longer, and wait for no answer."""
@@ -109,7 +101,6 @@ class LeaseThread:
             self._renew_at(self._shards[1:])
 
     def _renew_at(self, shards: Sequence[ShardClient]) -> None:
-        """Renew at all of these at once: one that does not answer must not cost the leases at the others."""
         request = pb.RenewLeaseRequest(
             identity=self._identity,
             checkpoint=self._checkpoint,
@@ -117,42 +108,46 @@ class LeaseThread:
             first_batches=self.first_batches,
         )
         seconds = max(0.5, self.renewal_seconds)
-        calls = self._calls = []
+        self._calls = start_all(
+            shards, lambda shard: shard.lease_connection.stub.RenewLease.future(request, timeout=seconds)
+        )
+        for shard, call in self._calls:
+            suppress_errors(partial(self._read, shard, call))
 
-        def send(shard: ShardClient) -> None:
-            calls.append((shard, shard.lease_connection.stub.RenewLease.future(request, timeout=seconds)))
-
-        for shard in shards:
-            suppress_errors(partial(send, shard))
-        for shard, call in calls:
-            suppress_errors(partial(self._hear, shard, call))
-
-    def _hear(self, shard: ShardClient, call: "grpc._CallFuture[pb.RenewLeaseResponse]") -> None:
+    def _read(self, shard: ShardClient, call: Any) -> None:
         try:
-            answer = call.result()
-            self._checkpoint = answer.checkpoint or self._checkpoint
-            shard.heard(answer.received_bytes, is_at_work=answer.installing)
-            if answer.same_batches and not self._warned:
-                self._warned = True
-                log.warning(_SAME_BATCHES, self._identity.worker_id, answer.same_batches)
+            answer: pb.RenewLeaseResponse = call.result()
         except grpc.RpcError as error:
             failure = from_rpc_error(error)
             if isinstance(failure, Transient) and failure.lost:
                 shard.lease_connection.reconnect()
             raise
+        self._checkpoint = answer.checkpoint or self._checkpoint
+        shard.note_receipt(answer.received_bytes, installing=answer.installing)
+        if answer.same_batches and not self._has_warned:
+            self._has_warned = True
+            log.warning(_SAME_BATCHES, self._identity.worker_id, answer.same_batches)
+
+
+def start_all(shards: Sequence[ShardClient], start: Callable[[ShardClient], Any]) -> list[tuple[ShardClient, Any]]:
+    """Begin a call at all shards at once: one that does not answer costs the others nothing."""
+    calls: list[tuple[ShardClient, Any]] = []
+    for shard in shards:
+        suppress_errors(lambda shard=shard: calls.append((shard, start(shard))))  # type: ignore[misc]
+    return calls
 
 
 @functools.cache
-def _await_at_exit() -> None:
-    """See to it, once, that the interpreter does not end under a thread that is ending.
+def _register_at_exit() -> None:
+    """Let the interpreter's end wait for threads that are ending.
 
-    One that wants the interpreter back then is unwound where it stands, and in a destructor of C++ that aborts the
-    process: "terminate called without an active exception".
+    A thread that asks for the interpreter's lock later is unwound where it stands; in a destructor of C++ that aborts
+    the process: "terminate called without an active exception".
     """
-    atexit.register(_await_ends)
+    atexit.register(_join_ending)
 
 
-def _await_ends() -> None:
+def _join_ending() -> None:
     for thread in list(_ending):
         if thread.is_alive():
             thread.join(_LAST_JOB_SECONDS)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import IO
 
 from psclient.errors import ConfigurationError, ServerUnreachableError
@@ -38,7 +37,6 @@ class LocalServer:
     """
 
     def __init__(self, shards: int = 1, log_to: IO[str] | None = None, **settings: object) -> None:
-        """Start the processes and wait until each serves."""
         if not isinstance(shards, int) or shards < 1:
             raise ConfigurationError(f"shards must be a number of servers, at least 1, not {shards!r}")
         self._log_to = log_to
@@ -46,17 +44,11 @@ class LocalServer:
         self._settings: dict[str, object] = {"log_format": "text", "log_level": "warning", "listen": "127.0.0.1:0"}
         self._settings |= {"health_listen": "", "metrics_listen": "127.0.0.1:0"} | settings
         self.processes: list[subprocess.Popen[bytes]] = []
-        waiting: list[int] = []
-        self.addresses: list[str] = []
-        self.metrics_addresses: list[str] = []
-        self.health_addresses: list[str] = []
+        self.addresses, self.metrics_addresses, self.health_addresses = ([""] * shards for _ in range(3))
         try:
-            for index in range(shards):  # all start at once
-                process, ready = self._start(index, shards, str(self._settings["listen"]))
-                self.processes.append(process)
-                waiting.append(ready)
-            for process, ready in zip(self.processes, waiting, strict=True):
-                self._await_ready(process, ready)
+            ready = [self._start(index, str(self._settings["listen"])) for index in range(shards)]  # all at once
+            for index in range(shards):
+                self._await_ready(index, ready[index])
         except BaseException:
             self.stop()
             raise
@@ -69,10 +61,7 @@ class LocalServer:
     def restart(self, index: int = 0) -> None:
         """Start shard ``index`` again at its old address after its process has ended."""
         self.processes[index].wait(_STOP_SECONDS)
-        process, ready = self._start(index, len(self.processes), self.addresses[index])
-        self.processes[index] = process
-        found = self._read_ready(process, ready)
-        self.metrics_addresses[index], self.health_addresses[index] = found["metrics"], found["health"]
+        self._await_ready(index, self._start(index, self.addresses[index]))
 
     def stop(self) -> None:
         """Stop the processes: SIGTERM, and SIGKILL where that is not heeded in time; one time for all of them.
@@ -85,54 +74,50 @@ class LocalServer:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + _STOP_SECONDS
-        late = [process for process in self.processes if not _ends(process, deadline)]
-        for process in late:
-            log.warning("server process %d did not stop; killing it", process.pid)
-            process.kill()
-        for process in late:
-            process.wait()
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.warning("server process %d did not stop; killing it", process.pid)
+                process.kill()
+                process.wait()
 
     def __enter__(self) -> "LocalServer":
-        """Return the running servers."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop them."""
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _start(self, index: int, shards: int, listen: str) -> tuple[subprocess.Popen[bytes], int]:
+    def _start(self, index: int, listen: str) -> int:
+        """Start a shard's process; return the pipe on which it says that it serves."""
         read_end, write_end = os.pipe()
         settings = self._settings | {
             "listen": listen,
             "shard_index": index,
-            "num_shards": shards,
+            "num_shards": len(self.addresses),
             "ready_fd": write_end,
             "parent_pid": os.getpid(),
         }
         flags = [_flag(name, value) for name, value in settings.items() if value is not None]
         try:
-            return spawn(flags, write_end, self._log_to), read_end
+            self.processes[index : index + 1] = [spawn(flags, write_end, self._log_to)]
         finally:
             os.close(write_end)
+        return read_end
 
-    def _await_ready(self, process: subprocess.Popen[bytes], ready: int) -> None:
-        found = self._read_ready(process, ready)
-        self.addresses.append(found["address"])
-        self.metrics_addresses.append(found["metrics"])
-        self.health_addresses.append(found["health"])
-
-    def _read_ready(self, process: subprocess.Popen[bytes], ready: int) -> dict[str, str]:
+    def _await_ready(self, index: int, ready: int) -> None:
         started = time.monotonic()
         with os.fdopen(ready) as stream:
             readable, _, _ = select.select([stream], [], [], _START_SECONDS)
             line = stream.readline() if readable else ""
         if line:
             found: dict[str, str] = json.loads(line)
-            return found
+            self.addresses[index] = found["address"]
+            self.metrics_addresses[index], self.health_addresses[index] = found["metrics"], found["health"]
+            return
         if readable:
-            raise ConfigurationError(f"the embedded server ended with status {process.wait()}; its message is above")
+            status = self.processes[index].wait()
+            raise ConfigurationError(f"the embedded server ended with status {status}; its message is above")
         raise ServerUnreachableError(
             "the embedded server", time.monotonic() - started, "it did not come up", "Its log is above"
         )
@@ -149,15 +134,6 @@ def spawn(flags: Sequence[str], ready_fd: int, log_to: IO[str] | None) -> subpro
     )
 
 
-def _ends(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    """Wait for a process's end until a deadline (monotonic seconds)."""
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
 def _flag(name: str, value: object) -> str:
     flag = name.replace("_", "-")
     if isinstance(value, bool):
@@ -166,11 +142,7 @@ def _flag(name: str, value: object) -> str:
 
 
 def start_alone() -> LocalServer:
-    """Start a server for a worker that is alone.
-
-    Raises:
-        ConfigurationError: the environment says that this process is one of several workers: each would train alone.
-    """
+    """Start a server for a worker that is alone; refused where the environment says that it is one of several."""
     variable = sibling_workers()
     if variable is not None:
         raise ConfigurationError(
@@ -184,3 +156,18 @@ def start_alone() -> LocalServer:
         server.server,
     )
     return server
+
+
+Server = str | Sequence[str] | LocalServer
+"""The servers: their addresses in one string or in several, or servers of one's own."""
+
+
+def server_string(server: Server | None) -> str | None:
+    """Return the addresses separated by commas, as the settings have them; ``None`` leaves them to the settings."""
+    if isinstance(server, LocalServer):
+        return server.server
+    if server is None or isinstance(server, str):
+        return server
+    if not isinstance(server, Sequence) or not all(isinstance(each, str) for each in server):
+        raise ConfigurationError(f'server= must be "HOST:PORT", a list of these, or a LocalServer, not {server!r}')
+    return ",".join(server)

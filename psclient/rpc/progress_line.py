@@ -1,36 +1,25 @@
-"""How far a model has come on its way to the servers or from them: a bar, and a line in the log now and then."""
+"""How far a model's transfer has come: a bar on a terminal or in a notebook, and a line in the log now and then."""
 
 import logging
 import time
-from types import TracebackType
 from typing import Any
 
 log = logging.getLogger("psclient")
 
-_QUIET_SECONDS = 3.0  # what takes no longer needs no words
+_QUIET_SECONDS = 3.0  # a transfer that takes no longer is not shown
 _LINE_SECONDS = 10.0  # between two lines
 
 
-class WaitLine:
-    """Shows one transfer: on a terminal or in a notebook as a bar, and in the log; nothing where it is quick.
-
-    A context, at whose end the bar goes.
-    """
+class ProgressLine:
+    """Shows one transfer, until the end of the ``with`` block."""
 
     def __init__(self) -> None:
-        """Show nothing yet."""
         self._began = self._last_line = time.monotonic()
         self._bar: Any = None  # rich's, which is loaded when there is something to show
         self._task: Any = None
 
     def show(self, what: str, share: float, seconds_left: float | None = None) -> None:
-        """Say how far it is.
-
-        Args:
-            what: as "w0 uploads the model".
-            share: 0 to 1.
-            seconds_left: until the end; worked out from the time until now where it is not known.
-        """
+        """Show ``what`` ("w0 uploads the model") at a share of 0 to 1; the time left is estimated if not given."""
         now = time.monotonic()
         if now - self._began < _QUIET_SECONDS:
             return
@@ -56,13 +45,9 @@ class WaitLine:
         self._task = self._bar.add_task(what, total=1.0)
         self._bar.start()
 
-    def __enter__(self) -> "WaitLine":
-        """Return this."""
+    def __enter__(self) -> "ProgressLine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take the bar away."""
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()

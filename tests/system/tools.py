@@ -62,8 +62,6 @@ def go_on(server: LocalServer, optimizer: torch.optim.Optimizer) -> None:
 def _set_limits(optimizer: torch.optim.Optimizer, **limits: float) -> None:
     membership = optimizer._membership
     membership.settings = membership.settings.model_copy(update=limits)
-    for shard in membership.shards:
-        shard.settings = membership.settings
 
 
 def assert_same_parameters(model: nn.Module, server: str) -> None:

@@ -11,7 +11,7 @@ import psclient
 from psclient import errors
 from psclient.errors import ConfigurationError, NodeBrokenError, SparsepsError
 from psclient.node.comm import _buckets
-from psclient.node.group import inside, leader_settings, node_ranks
+from psclient.node.group import leader_settings, node_ranks, unwrap_ddp
 from psclient.node.status import NodeStatus, RemoteError
 from psclient.report import StepReport, Totals
 from psclient.settings import load
@@ -44,7 +44,7 @@ def through(status: NodeStatus) -> NodeStatus:
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_arrives_as_what_it_was(error):
-    again = through(NodeStatus(error=RemoteError.of(error))).error.again()
+    again = through(NodeStatus(error=RemoteError.of(error))).error.rebuild()
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert vars(again) == vars(error)
@@ -54,13 +54,13 @@ def test_every_error_can_be_made_again_from_its_text():
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SparsepsError)]
     assert len(kinds) > 10
     for kind in kinds:
-        again = RemoteError(kind.__name__, "what happened", {}).again()
+        again = RemoteError(kind.__name__, "what happened", {}).rebuild()
         assert (type(again), str(again)) == (kind, "what happened")
 
 
 @pytest.mark.parametrize("kind", ["TypeError", "Rejected", "Any", "no such"])
 def test_an_error_of_another_library_says_that_the_leader_failed(kind):
-    again = RemoteError(kind, "what happened", {}).again()
+    again = RemoteError(kind, "what happened", {}).rebuild()
     assert type(again) is NodeBrokenError
     assert f"{kind}: what happened" in str(again)
 
@@ -121,10 +121,10 @@ def test_the_group_and_the_module_are_those_of_ddp(alone):
     model = nn.Linear(2, 2)
     own = dist.new_group([0])
     ddp = nn.parallel.DistributedDataParallel(model, process_group=own)
-    assert inside(ddp, None) == inside(ddp, own) == (model, own)
-    assert inside(model, None) == (model, dist.group.WORLD)
+    assert unwrap_ddp(ddp, None) == unwrap_ddp(ddp, own) == (model, own)
+    assert unwrap_ddp(model, None) == (model, dist.group.WORLD)
     with pytest.raises(ConfigurationError, match="not the one"):
-        inside(ddp, dist.group.WORLD)
+        unwrap_ddp(ddp, dist.group.WORLD)
 
 
 def test_overlap_and_embedded_servers_are_refused(alone):

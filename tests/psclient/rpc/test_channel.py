@@ -51,32 +51,30 @@ def test_a_closed_connection_stays_closed():
 def test_the_last_attempt_has_a_whole_deadline_and_no_attempt_a_longer_one_than_is_left():
     deadlines = []
 
-    def attempts():
-        for attempt in RetryPolicy("127.0.0.1:1", seconds=1.0, deadline_seconds=5.0):
-            with attempt:
-                deadlines.append(attempt.timeout)
-                raise Transient("UNAVAILABLE: nobody listens")
+    def attempt(seconds):
+        deadlines.append(seconds)
+        raise Transient("UNAVAILABLE: nobody listens")
 
     with pytest.raises(ServerUnreachableError):
-        attempts()
+        RetryPolicy("127.0.0.1:1", seconds=1.0, deadline_seconds=5.0).run(attempt)
     assert len(deadlines) > 1
     assert set(deadlines) == {5.0}, "neither cut to the rest of the patience, nor doubled beyond it"
 
 
 def test_a_limit_cuts_attempts_short():
     end = time.monotonic() + 2.0
-    for attempt in RetryPolicy("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0, limit=lambda: end):
-        assert attempt.timeout <= 2.0
-        break
+    policy = RetryPolicy("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0, limit=lambda: end)
+    assert policy.run(lambda seconds: seconds) <= 2.0
 
 
 def test_a_full_disk_is_told_once_and_a_busy_server_is_not(caplog):
     for reason, lines in ((ErrorCode.NOT_DURABLE, 2), (ErrorCode.BUSY, 0)):  # that it is so, and that it is over
         caplog.clear()
-        attempts = iter(range(3))
-        for attempt in RetryPolicy("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0):
-            with attempt:
-                if next(attempts) < 2:
-                    raise Transient("no space left", 0.01, reason)
-                break
+        failures = [Transient("no space left", 0.01, reason)] * 2
+
+        def attempt(_, failures=failures):
+            if failures:
+                raise failures.pop()
+
+        RetryPolicy("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0).run(attempt)
         assert len(caplog.records) == lines, reason

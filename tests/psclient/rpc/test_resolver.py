@@ -11,7 +11,7 @@ import trustme
 
 from psclient.errors import AccessError, ConfigurationError, ServerUnreachableError
 from psclient.rpc.heartbeat import LeaseThread
-from psclient.rpc.resolver import Directory, connect
+from psclient.rpc.resolver import ShardResolver, connect
 from psclient.rpc.shard import ShardClient
 from psclient.settings import ClientSettings
 from pscore.net import discovery
@@ -99,9 +99,9 @@ def net(monkeypatch):
 
 
 def found(net, seconds=30.0, **security):
-    directory = Directory(net.address, Security(**security))
-    total = directory.find(seconds)
-    return [directory.locate(index) for index in range(total)]
+    resolver = ShardResolver(net.address, Security(**security))
+    total = resolver.find(seconds)
+    return [resolver.locate(index) for index in range(total)]
 
 
 def test_shards_are_put_in_order(net):
@@ -233,38 +233,38 @@ def test_certificates_have_the_name_of_the_service(monkeypatch, tmp_path, names,
 
 
 @pytest.fixture
-def directory(net, monkeypatch):
+def resolver(net, monkeypatch):
     """One of two shards, whose addresses are looked for with every call."""
     net.name = ["127.0.0.2", "127.0.0.3"]
     for index, ip in enumerate(net.name):
         net.host(ip, Shard(index, 2))
-    directory = Directory(net.address, Security())
-    directory.find(30.0)
+    resolver = ShardResolver(net.address, Security())
+    resolver.find(30.0)
     monkeypatch.setattr("psclient.rpc.resolver._FRESH_SECONDS", 0.0)
-    return directory
+    return resolver
 
 
-def test_a_lost_shard_is_found_at_its_new_address(net, directory):
+def test_a_lost_shard_is_found_at_its_new_address(net, resolver):
     net.silence("127.0.0.3")
     at = net.host("127.0.0.4", Shard(1, 2))
     net.name = ["127.0.0.4", "127.0.0.2"]
-    assert directory.locate(1) == at
+    assert resolver.locate(1) == at
 
 
-def test_shards_that_have_changed_places_are_found(net, directory):
-    first, second = directory.locate(0), directory.locate(1)
+def test_shards_that_have_changed_places_are_found(net, resolver):
+    first, second = resolver.locate(0), resolver.locate(1)
     net.host("127.0.0.2", Shard(1, 2))
     net.host("127.0.0.3", Shard(0, 2))
-    assert (directory.locate(1), directory.locate(0)) == (first, second)
+    assert (resolver.locate(1), resolver.locate(0)) == (first, second)
 
 
-def test_a_shard_of_another_run_is_not_taken_for_a_lost_one(net, directory, caplog):
-    before = directory.locate(1)
+def test_a_shard_of_another_run_is_not_taken_for_a_lost_one(net, resolver, caplog):
+    before = resolver.locate(1)
     net.silence("127.0.0.3")
     net.host("127.0.0.4", Shard(1, 3))
     net.name = ["127.0.0.4", "127.0.0.2"]
     for _ in range(3):
-        assert directory.locate(1) == before
+        assert resolver.locate(1) == before
     assert [record.levelno for record in caplog.records] == [logging.WARNING]  # once
     assert "looking for shard 1 (127.0.0.4" in caplog.text
 

@@ -158,7 +158,7 @@ def test_differences_whose_adding_was_interrupted_are_not_added_twice(overlap):
     ):
         for _ in range(4):
             train_step(model, optimizer, *make_data())
-        replica = optimizer._cluster._replica
+        replica = optimizer._cluster.replica
         add = replica.add
 
         def add_and_interrupt(segments):
