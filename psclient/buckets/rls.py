@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from psclient.buckets.workload import Floats
+from psclient.buckets.costs import Floats
 
 _CLIP = 4.0  # times the usual error; a sample that is further off counts as if it were no further
 _TRUSTED = 8  # samples until the usual error is known
@@ -25,7 +25,6 @@ class RecursiveLeastSquares:
     """
 
     def __init__(self, guess: Sequence[float], spread: Sequence[float], error: float, memory: float = 10.0) -> None:
-        """Begin with the guess."""
         self._scale = np.array(spread, dtype=np.float64)  # coefficients are kept in these units, all alike
         self._theta = np.array(guess, dtype=np.float64) / self._scale
         self._covariance = np.eye(len(self._scale))
@@ -56,7 +55,7 @@ class RecursiveLeastSquares:
             self._covariance = (axes * np.minimum(lengths, 1.0)) @ axes.T
 
     def observe(self, features: Sequence[float], value: float) -> None:
-        """Take one sample."""
+        """Learn from one sample."""
         phi = np.array(features, dtype=np.float64) * self._scale
         predicted = float(phi @ self._theta)
         along = self._covariance @ phi

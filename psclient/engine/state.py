@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.compress.method import State
-from psclient.engine.exchange import Exchange
+from psclient.engine.push_pull import PushPull
 from psclient.errors import ConfigurationError
 from psclient.rpc.membership import Membership
 
@@ -20,13 +20,13 @@ class PushMark:
     """Which method and which push a saved state belongs to.
 
     Attributes:
-        method: name of the training method that saved it.
+        method: name of the training method.
         run: the run's id.
         version: the coordinator's, as the worker knew it.
-        worker: name of the worker that saved it.
-        incarnation: its life.
-        acknowledged_step: the last push that it knew to be applied.
-        step: its last step.
+        worker: the worker's name.
+        incarnation: the worker's life.
+        acknowledged_step: the worker's last push that it knew to be applied.
+        step: the worker's last step.
     """
 
     method: str
@@ -38,18 +38,11 @@ class PushMark:
     step: int
 
     @classmethod
-    def now(cls, method: str, membership: Membership, exchange: Exchange) -> "PushMark":
-        """Return where a worker stands."""
-        identity, version = membership.identity, membership.coordinator.version
-        return cls(
-            method,
-            identity.run_id,
-            version,
-            identity.worker_id,
-            identity.incarnation,
-            exchange.acknowledged_step,
-            exchange.step,
-        )
+    def now(cls, method: str, membership: Membership, push_pull: PushPull) -> "PushMark":
+        """Return the mark of a worker's last push."""
+        worker, version = membership.identity, membership.coordinator.version
+        steps = push_pull.acknowledged_step, push_pull.step
+        return cls(method, worker.run_id, version, worker.worker_id, worker.incarnation, *steps)
 
     def plain(self) -> dict[str, Any]:
         """Return plain values for a state dict."""
@@ -67,14 +60,11 @@ _MODEL_ALONE = "load the model's weights alone, and begin with an empty optimize
 
 
 def split(state_dict: Mapping[str, Any], method: str | None) -> tuple[PushMark | None, dict[str, Any]]:
-    """Return the mark of a state dict, and the rest of it, which is torch's.
+    """Return the mark of a state dict (``None`` where another library saved the state), and torch's part of it.
 
     Args:
-        state_dict: what is to be loaded.
+        state_dict: to be loaded.
         method: name of the training method that loads it; ``None`` for any.
-
-    Returns:
-        The mark, ``None`` where no optimizer of this library has saved the state; and the state without it.
 
     Raises:
         ConfigurationError: another method saved it, or a hyper-parameter is out of its range.
@@ -98,9 +88,8 @@ def from_sgd(
 ) -> dict[str, Any]:
     """Return a state of ``torch.optim.SGD`` as one of a method.
 
-    Rates and weight decay are taken over. Momentum buffers are where the method has the same recurrence
-    (``u = m·u + g``, ``dampening=0``, the same ``m`` and ``nesterov``). A state without momentum leaves the method
-    its own.
+    The method gets rates and weight decay, and momentum buffers where its recurrence is the same (``u = m·u + g``,
+    ``dampening=0``, the same ``m`` and ``nesterov``). A state without momentum leaves the method its own.
 
     Args:
         state: of torch.
@@ -141,11 +130,11 @@ def from_sgd(
 
 
 def stale_residuals(mark: PushMark, now: PushMark, record: tuple[str, int] | None) -> bool:
-    """Tell whether residuals saved at ``mark`` were sent since.
+    """Return whether residuals saved at ``mark`` were sent since.
 
     Args:
-        mark: when they were saved.
-        now: where the worker stands.
+        mark: of the saved state.
+        now: of the worker.
         record: (incarnation, step) of the last push under this worker's name that the server had applied when the
             worker joined; ``None`` if it knew none.
     """
@@ -154,21 +143,21 @@ def stale_residuals(mark: PushMark, now: PushMark, record: tuple[str, int] | Non
     return record is not None and record != (mark.incarnation, mark.acknowledged_step)
 
 
-def taken_back(
-    memories: MutableMapping[torch.Tensor, State], exchange: Exchange, state_dict: Callable[[], dict[str, Any]]
+def state_as_refused(
+    memories: MutableMapping[torch.Tensor, State], push_pull: PushPull, state_dict: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a state dict as if a push in doubt had been refused; the memories stay as they are."""
-    if not exchange.in_doubt:
+    """Return a state dict as if an unanswered push had been refused; the memories stay as they are."""
+    if not push_pull.unacked:
         return state_dict()
     kept = {parameter: copy.deepcopy(memory) for parameter, memory in memories.items()}
-    exchange.give_back(exchange.held_parts())
+    push_pull.restore(push_pull.unacked_parts())
     state = copy.deepcopy(state_dict())
     memories.update(kept)
     return state
 
 
 def restore_memories(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Put every saved tensor back in fp32: ``torch`` has cast it to its parameter's dtype, which may be narrower."""
+    """Restore every saved tensor in fp32: ``torch`` has cast it to its parameter's dtype, which may be narrower."""
     for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         for key, parameter in zip(saved_group["params"], group["params"], strict=True):
             for name, value in saved["state"].get(key, {}).items():
