@@ -1,7 +1,7 @@
 """How many samples a step comes from: counted where a model is called, with nothing of this in the model.
 
 A hook in a module is pickled, copied, scripted and traced with the module. So calls are counted at the module's class,
-which has another ``__call__`` for as long as somebody counts.
+which has another ``__call__`` for as long as there is a counter.
 """
 
 import logging
@@ -25,9 +25,9 @@ _classes: dict[type[torch.nn.Module], "_CountedClass"] = {}
 class SampleCounter:
     """Counts the samples that pass through a model in training mode: the first dimension of its first tensor input.
 
-    That may stand in a list, tuple or dict: a batch that is handed over whole. A model is counted inside
-    ``torch.compile`` and ``DistributedDataParallel``, too. Until its first call in training mode, calls of its direct
-    submodules stand for those of the model: each submodule has a sum of its own, and the largest sum is the step's.
+    That may stand in a list, tuple or dict: a batch that is passed whole. A model is counted inside ``torch.compile``
+    and ``DistributedDataParallel``, too. Until its first call in training mode, calls of its direct submodules stand
+    for those of the model: each submodule has a sum of its own, and the largest sum is the step's.
 
     Calls within a counted call, calls without gradients (``torch.no_grad()``), calls that recompute activations in a
     backward pass, and calls that are traced are not counted.
@@ -38,7 +38,6 @@ class SampleCounter:
     """
 
     def __init__(self, model: torch.nn.Module, on_batch: Callable[[torch.Tensor], None] | None = None) -> None:
-        """Begin to count."""
         self._on_batch = on_batch
         self._model = _unwrapped(model)
         self._counts: dict[torch.nn.Module, int] = {}
@@ -58,7 +57,7 @@ class SampleCounter:
         """Return the samples since the last call, at least 1 (a step without a call that was counted).
 
         Args:
-            warn: whether to warn, once, where the number looks wrong.
+            warn: whether to warn, once, where the number is probably wrong.
         """
         count, vector = self.waiting, self._vector
         self._counts, self._vector = {}, None
@@ -88,7 +87,7 @@ class SampleCounter:
             self._unwatch(module)
 
     def enter(self, module: torch.nn.Module, inputs: Iterable[Any]) -> bool:
-        """Count a call that begins; tell whether to :meth:`leave` at its end."""
+        """Count a call that begins; return whether to :meth:`leave` at its end."""
         thread = threading.get_ident()
         traced, in_backward = torch._C._get_tracing_state() is not None, torch._C._current_graph_task_id() >= 0
         if thread in self._threads or traced or in_backward:
@@ -119,7 +118,6 @@ class SampleCounter:
             for kind in kinds:
                 if kind not in _classes:
                     _classes[kind] = _CountedClass(kind)
-            for kind in kinds:
                 _classes[kind].users += 1
             self._watched[module] = kinds
             _counters[id(module)] = (*_counters.get(id(module), ()), self)
@@ -144,14 +142,9 @@ class SampleCounter:
 
 
 class _CountedClass:
-    """A class of modules whose ``__call__`` tells the counters.
-
-    Args:
-        kind: the class.
-    """
+    """A class of modules whose ``__call__`` reports to the counters."""
 
     def __init__(self, kind: type[torch.nn.Module]) -> None:
-        """Replace its ``__call__``."""
         self.users = 0
         self._kind, self._before = kind, kind.__dict__.get("__call__")
         self._call = _counting_call(kind, self._before)

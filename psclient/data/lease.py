@@ -1,9 +1,9 @@
-"""The call by which a worker asks shard 0 for samples, and for what has become of those it holds."""
+"""The call by which a worker asks shard 0 for samples, and for what has become of those that it leases."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from psclient.data.tracker import Piece
+from psclient.data.tracker import IndexRange, SampleSet, sample_set
 from psclient.errors import LeaseLostError, ServerFaultError, from_refusal
 from psclient.rpc.cluster import Cluster
 from psclient.rpc.shard import REJOIN_REASONS
@@ -20,45 +20,32 @@ class Granted:
     """An answer.
 
     Attributes:
-        pieces: what this worker is to train, in order; nothing where nothing is left to hand out.
-        lost: of what it said that it holds: what it no longer does.
+        ranges: what this worker is to train, in order; nothing where nothing is left to hand out.
+        lost: of what the worker reported as its own: what is no longer.
         epoch: the newest that has begun.
-        elsewhere: unfinished samples of the epochs asked for that others hold.
+        held_by_others: unfinished samples of the epochs asked for that other workers lease.
         retry_seconds: when to ask again, where nothing was granted.
     """
 
-    pieces: list[Piece]
-    lost: dict[int, Ranges]
+    ranges: list[IndexRange]
+    lost: SampleSet
     epoch: int
-    elsewhere: int
+    held_by_others: int
     retry_seconds: float
 
 
 class SampleLease:
-    """Asks for samples of one dataset.
-
-    Args:
-        cluster: the servers.
-        dataset: its name.
-        size: its samples.
-        seed: of the order.
-        shuffle: whether there is another order than the dataset's own.
-
-    Attributes:
-        dataset: its name.
-        size: its samples.
-    """
+    """Asks for samples of one dataset; ``seed`` and ``shuffle`` are those of its order."""
 
     def __init__(self, cluster: Cluster, dataset: str, size: int, seed: int, shuffle: bool) -> None:
-        """Prepare; nothing is asked yet."""
         self.dataset, self.size = dataset, size
-        self._cluster, self._membership = cluster, cluster.membership
+        self._membership = cluster.membership
         self._seed, self._shuffle = seed, shuffle
         self._joins = self._membership.joins
 
     @property
-    def in_question(self) -> bool:
-        """True where the worker has joined again since the last answer: what it held may be others' now."""
+    def stale(self) -> bool:
+        """True where the worker has joined again since the last answer: its samples may be others' now."""
         return self._joins != self._membership.joins
 
     def ask(self, epoch: int | None, samples: int, held: Mapping[int, Ranges]) -> Granted:
@@ -67,7 +54,7 @@ class SampleLease:
         Args:
             epoch: the newest that is wanted; ``None`` for the newest that has begun.
             samples: at most so many; 0 to hear only what is lost.
-            held: everything that this worker holds.
+            held: everything that this worker leases.
 
         Raises:
             SettingsMismatchError: other workers of the run have another dataset under this name.
@@ -80,12 +67,8 @@ class SampleLease:
             if isinstance(answer, pb.LeaseSamplesResponse):
                 self._joins = joins
                 self._membership.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
-                lost: dict[int, Ranges] = {}
-                for piece in self._pieces(answer.lost):
-                    lost[piece.epoch] = lost.get(piece.epoch, Ranges()) | Ranges([(piece.start, piece.end)])
-                return Granted(
-                    self._pieces(answer.granted), lost, answer.epoch, answer.samples_elsewhere, answer.retry_seconds
-                )
+                granted, lost = self._ranges(answer.granted), sample_set(self._ranges(answer.lost))
+                return Granted(granted, lost, answer.epoch, answer.samples_elsewhere, answer.retry_seconds)
             if answer.reason not in REJOIN_REASONS:
                 raise from_refusal(answer)
             self._membership.join()
@@ -110,10 +93,10 @@ class SampleLease:
             lambda call: call.result(),
         )
 
-    def _pieces(self, messages: Iterable[pb.SampleRange]) -> list[Piece]:
-        pieces = [Piece(each.epoch, each.start, each.start + each.count) for each in messages]
-        if any(piece.start >= piece.end or piece.end > self.size for piece in pieces):
+    def _ranges(self, messages: Iterable[pb.SampleRange]) -> list[IndexRange]:
+        found = [IndexRange(each.epoch, each.start, each.start + each.count) for each in messages]
+        if any(part.start >= part.end or part.end > self.size for part in found):
             raise ServerFaultError(
                 f"{self._membership.coordinator.address} speaks of samples that {self.dataset!r} does not have"
             )
-        return pieces
+        return found

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from psclient.buckets.trace import PushTiming
 from psclient.compress.groups import Rates
-from psclient.data.tracker import Progress
+from psclient.data.tracker import SampleTracker
 from psclient.engine.executor import SerialExecutor
 from psclient.errors import LeaseLostError, ModelChangedError, ModelLoadedError, ServerFaultError, from_refusal
 from psclient.model.module import NamedBuffers
@@ -69,7 +69,7 @@ class Cluster:
         self.shards = tuple(shards)
         self.membership = membership
         self.exchange = BufferExchange(buffers)
-        self.progress = Progress()
+        self.progress = SampleTracker()
         self._replica = replica
         for shard, span in zip(self.shards, replica.layout.shard_spans(len(self.shards)), strict=True):
             shard.span = span

@@ -13,7 +13,7 @@ from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 SIZES = (40, 7, 300, 1, 120, 60)
-SETTINGS = QUICK.model_copy(update={"group_elements": 100})
+SETTINGS = QUICK.model_copy(update={"merge": "elements", "group_elements": 100})
 
 
 class Apart(nn.Module):
