@@ -23,13 +23,8 @@ class Costs:
         t_s(group) = group + tensor·tensors + element·elements      selecting, encoding, handing over; one thread
         t_c(group) = message + byte·bytes                           until it is whole at the server; one link
 
-    The paper's ``t_s`` knows no tensors; here each is selected from by itself. Several shards are behind the same
-    network card, so all of them are one link.
-
-    Attributes:
-        lead: opening a push.
-        message: start-up of a message on the link; the message that opens a push has it too.
-        tail: from the last arrival to the answer: the commit, and applying.
+    Opening a push costs ``lead`` and one message more; ``tail`` is from the last arrival to the answer. Several shards
+    are behind the same network card, so all of them are one link.
     """
 
     lead: float = 0.0
@@ -51,13 +46,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model's tensors, last first.
+    """A model's tensors, last first, ``[L]`` each.
 
     Attributes:
-        ready: when each gradient and all before it are there, seconds after the first, rising, ``[L]``.
-        tensors: 1, or 0 for a tensor that has no gradient, ``[L]``.
-        elements: of each, 0 for one that has no gradient, ``[L]``.
-        nbytes: message bytes that each is expected to send, ``[L]``.
+        ready: when each gradient and all before it are there, seconds after the first, rising.
+        tensors: 1, or 0 for a tensor that has no gradient.
+        elements: of each, 0 for one that has no gradient.
+        nbytes: message bytes that each is expected to send.
     """
 
     ready: Floats
@@ -88,12 +83,9 @@ class Workload:
 
 
 class Timeline(NamedTuple):
-    """Of one group, seconds after the first gradient; without overlap, after the beginning of the push.
+    """When a group's last gradient is there, the group is handed to the transport, and whole at the server.
 
-    Attributes:
-        ready: its last gradient is there.
-        selected: it is selected, encoded, and handed to the transport.
-        arrived: it is whole at the server.
+    Seconds after the first gradient; without overlap, after the beginning of the push.
     """
 
     ready: float
@@ -111,15 +103,8 @@ class Prediction(NamedTuple):
 def predict(cuts: Sequence[int], workload: Workload, costs: Costs, *, shared: bool = False) -> Prediction:
     """Return when groups would be done.
 
-    Selection takes one group after the other, each once its last gradient is there; the link takes one after the other
-    too, each once it is selected.
-
-    Args:
-        cuts: the groups.
-        workload: what is sent.
-        costs: what that costs.
-        shared: backward stands still while a group is selected, as where both share a stream; otherwise selection
-            runs beside it.
+    Groups are selected one after the other, each once its last gradient is there, and sent one after the other, each
+    once it is selected. With ``shared`` backward stands still while a group is selected, as where both share a stream.
     """
     groups = []
     chosen = sent = before = 0.0

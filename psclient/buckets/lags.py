@@ -22,9 +22,6 @@ class Lags:
         lowest: ρ where nothing can be hidden.
         highest: ρ where everything could be.
         start: ρ of all layers until costs are measured, in the first steps.
-
-    Raises:
-        ConfigurationError: not ``0 < lowest ≤ start ≤ highest ≤ 1``.
     """
 
     lowest: float = 0.001

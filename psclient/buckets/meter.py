@@ -18,12 +18,7 @@ _GAIN = 0.15  # of a new observation in a moving average
 class CostMeter:
     """Learns costs and workload from traces; begins with guesses that the first steps replace.
 
-    Args:
-        elements: of each tensor, in the order of the layout.
-
-    Attributes:
-        entry_bytes: message bytes an entry, about.
-        traces: how many were learnt from.
+    ``elements`` are those of each tensor, in the order of the layout; ``traces`` is how many were learnt from.
     """
 
     def __init__(self, elements: Floats) -> None:

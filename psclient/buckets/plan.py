@@ -7,14 +7,7 @@ from psclient.buckets.costs import Costs, Timeline
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """One group of a plan.
-
-    Attributes:
-        names: its tensors, in the order of the layout.
-        elements: all of them together.
-        predicted: from the measured costs; ``None`` before there are any.
-        measured: medians over the last steps with this plan; ``None`` before the first.
-    """
+    """One group of a plan; ``names`` in the order of the layout, times as in :class:`BucketPlan`."""
 
     names: tuple[str, ...]
     elements: int

@@ -12,7 +12,6 @@ class PushTiming:
     """One shard's part of a push; lists are by place in its plan.
 
     Attributes:
-        group_bytes: message bytes of each group.
         left: when a group's last message was handed over, seconds after ``opened``; negative for a group without any.
         opened: when the header was handed to the transport, :func:`time.perf_counter`.
         arrived: when a group was whole at the server, seconds after the header was there, on its clock; empty until
@@ -35,12 +34,11 @@ class Trace:
     """One push; moments are of :func:`time.perf_counter`.
 
     Attributes:
-        groups: positions of each group's tensors.
         opening: when opening it began.
         begun: when work on a group began, by group.
         done: when a group was handed to the transport, by group.
         ready: when gradients were there, by position; empty where all were there before the push.
-        entries: entries that each tensor sent, by position.
+        entries: that each tensor sent, by position.
         elements: of each tensor that had a gradient, by position.
         shards: for each shard, the place of each group in its plan, and its timing.
         answered: when the last shard had answered; 0 before.

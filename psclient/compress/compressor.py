@@ -31,7 +31,6 @@ class Choice:
     """How entries are chosen.
 
     Attributes:
-        selector: takes about k entries.
         over: whether each tensor, or all tensors of a group together, are selected from.
         dense_below: tensors with fewer elements send every entry that is not zero.
         on_device: returns what selects on a device without waiting for it, where there is such a thing; it stands in
@@ -90,12 +89,13 @@ def _pooled(
     pool: Sequence[Sparse], recall: SelectorState, density: float, selector: Selector, report: StepReport
 ) -> list[Taken]:
     """Select from some memories as if they were one."""
-    joined = Joined([_source(said) for said in pool])
-    k = entries_for(joined.numel, density)
-    taken = selector(joined if len(pool) > 1 else joined.parts[0], k, recall)
+    joined = Joined([_source(said) for said in pool]) if len(pool) > 1 else None
+    source = joined or _source(pool[0])
+    k = entries_for(source.numel, density)
+    taken = selector(source, k, recall)
     report.wanted_entries += k
     report.selected_entries += taken.offsets.numel()
-    return joined.split(taken)
+    return [taken] if joined is None else joined.split(taken)
 
 
 def _on_device(
@@ -133,13 +133,9 @@ class Compressor:
     """Compresses a model's gradients, group by group, and restores what did not arrive.
 
     Args:
-        method: the training method.
-        model: whose tensors.
         memories: each parameter's state; may be replaced between two steps.
         group_of: the hyper-parameters of a trained parameter now; ``None`` for a frozen one.
-        choice: how entries are chosen.
-        density_of: the density of the tensor at a position, where it has one of its own; ``None`` leaves it to its
-            hyper-parameters.
+        density_of: the density of its own that the tensor at a position has; ``None`` leaves it to its param group.
     """
 
     def __init__(
@@ -159,16 +155,7 @@ class Compressor:
     def compress(
         self, positions: Iterable[int], gradients: Mapping[int, torch.Tensor], scale: float, report: StepReport
     ) -> dict[int, Segment]:
-        """Compress the tensors at these positions of the layout that have a gradient.
-
-        Args:
-            positions: ascending.
-            gradients: finite, by position.
-            scale: what every gradient is multiplied by.
-            report: counts what was selected.
-
-        Returns:
-            What is sent, by position, ascending.
+        """Return what the tensors at these positions send that have a gradient (finite), by position, ascending.
 
         Raises:
             UpdateOverflowError: gradient times learning rate has left the range of fp32; what had been selected is

@@ -47,7 +47,6 @@ class MomentumAdvice:
     """
 
     def __init__(self) -> None:
-        """Nothing has been said yet."""
         self._warned_at = 0
 
     def check(self, workers: int, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -27,14 +27,11 @@ class SampleCounter:
 
     That may stand in a list, tuple or dict: a batch that is passed whole. A model is counted inside ``torch.compile``
     and ``DistributedDataParallel``, too. Until its first call in training mode, calls of its direct submodules stand
-    for those of the model: each submodule has a sum of its own, and the largest sum is the step's.
+    for those of the model: each submodule has a sum of its own, and the largest sum is the step's. ``on_batch`` is
+    called with each first tensor input.
 
     Calls within a counted call, calls without gradients (``torch.no_grad()``), calls that recompute activations in a
     backward pass, and calls that are traced are not counted.
-
-    Args:
-        model: the model; nothing is put into it.
-        on_batch: called with each first tensor input.
     """
 
     def __init__(self, model: torch.nn.Module, on_batch: Callable[[torch.Tensor], None] | None = None) -> None:
@@ -54,11 +51,7 @@ class SampleCounter:
         return self._counts.get(self._model) or max(self._counts.values(), default=0)
 
     def take(self, *, warn: bool = True) -> int:
-        """Return the samples since the last call, at least 1 (a step without a call that was counted).
-
-        Args:
-            warn: whether to warn, once, where the number is probably wrong.
-        """
+        """Return the samples since the last call, at least 1; ``warn`` once where the number is probably wrong."""
         count, vector = self.waiting, self._vector
         self._counts, self._vector = {}, None
         self._threads.clear()  # an interrupt may have left one there

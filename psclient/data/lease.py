@@ -17,14 +17,10 @@ _MOST_REJOINS = 20  # in one call; each may wait, so this is a guard against a l
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """An answer.
+    """An answer: what this worker is to train, in order, and what is lost of the samples that it leased.
 
-    Attributes:
-        ranges: what this worker is to train, in order; nothing where nothing is left to hand out.
-        lost: of what the worker reported as its own: what is no longer.
-        epoch: the newest that has begun.
-        held_by_others: unfinished samples of the epochs asked for that other workers lease.
-        retry_seconds: when to ask again, where nothing was granted.
+    ``epoch`` is the newest that has begun; ``held_by_others`` counts unfinished samples of the epochs asked for; after
+    ``retry_seconds`` a worker that got nothing asks again.
     """
 
     ranges: list[IndexRange]
@@ -49,17 +45,12 @@ class SampleLease:
         return self._joins != self._membership.joins
 
     def ask(self, epoch: int | None, samples: int, held: Mapping[int, Ranges]) -> Granted:
-        """Ask for samples.
+        """Ask for samples of epochs up to ``epoch`` (``None``: the newest that has begun).
 
         Args:
-            epoch: the newest that is wanted; ``None`` for the newest that has begun.
-            samples: at most so many; 0 to hear only what is lost.
+            epoch: the newest that is wanted.
+            samples: at most so many; 0 asks only what is lost.
             held: everything that this worker leases.
-
-        Raises:
-            SettingsMismatchError: other workers of the run have another dataset under this name.
-            ServerUnreachableError: no answer within the patience; nothing is lost.
-            ServerFaultError: the answer makes no sense.
         """
         for _ in range(_MOST_REJOINS):
             joins = self._membership.joins

@@ -150,9 +150,7 @@ class ElasticSampler(Sampler[int]):
         if not self._undrawn:
             granted = self._ask(goal)
             if not self._undrawn and granted.epoch < goal and not self._optimizer.finished:
-                raise EpochHeldUpError(
-                    granted.epoch, granted.held_by_others, 0.0
-                )  # far behind: many epochs are unfinished
+                raise EpochHeldUpError(granted.epoch, granted.held_by_others, 0.0)  # many epochs are unfinished
         return bool(self._undrawn)
 
     def _stretch(self) -> Iterator[int]:

@@ -16,20 +16,12 @@ Gradients = Mapping[int, torch.Tensor]
 
 def gather(model: TrainedModel, trained: Container[torch.Tensor], positions: Iterable[int]) -> dict[int, torch.Tensor]:
     """Return the gradients of the trained parameters at these positions, as they are; costs nothing."""
-    found = {}
-    for position in positions:
-        parameter = model.parameters[position]
-        if parameter in trained and parameter.grad is not None and parameter.numel():
-            found[position] = parameter.grad
-    return found
+    places = ((position, model.parameters[position]) for position in positions)
+    return {n: p.grad for n, p in places if p in trained and p.grad is not None and p.numel()}
 
 
 def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]:
-    """Return the gradients dense, all of them finite.
-
-    Raises:
-        NonFiniteGradientError: naming the first parameter concerned.
-    """
+    """Return the gradients dense; :class:`NonFiniteGradientError` names the first parameter where one is not finite."""
     dense = {
         position: gradient.coalesce().to_dense() if gradient.is_sparse else gradient
         for position, gradient in gradients.items()
@@ -46,10 +38,8 @@ def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]
 def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | None = None) -> None:
     """Raise :class:`ConfigurationError` where ``DistributedDataParallel`` averages the gradients of these parameters.
 
-    Args:
-        parameters: which.
-        among: the modules to search. By default all live objects are searched, which takes a moment: such a module
-            leaves no mark on its parameters.
+    Without modules to search (``among``) all live objects are searched, which takes a moment: such a module leaves no
+    mark on its parameters.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return

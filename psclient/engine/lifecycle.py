@@ -57,19 +57,8 @@ class Lifecycle:
     handler that was there before, or with status 143. A step that is under way is ended first: the step runs in a
     thread of its own, and the handler's calls follow it.
 
-    An optimizer that is collected without having been closed leaves too: in the thread that kept its leases, because
-    a finalizer must not wait.
-
-    Attributes:
-        ended: whether it has left, or is about to.
-        optimizer: returns it, or ``None`` where it is gone.
-
-    Args:
-        optimizer: referred to weakly.
-        own_server: an embedded server to stop.
-        leases: the thread that keeps its leases.
-        leave: ends the worker of an optimizer that is no longer there; must not refer to it.
-        flush_on_sigterm: whether to handle the signal at all.
+    An optimizer that is collected without having been closed leaves too, by ``leave``, which must not refer to the
+    optimizer: in the thread that kept its leases, because a finalizer must not wait.
     """
 
     def __init__(

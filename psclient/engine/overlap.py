@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,10 +24,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from psclient.buckets.trace import GradientClock
-from psclient.engine.checks import Gradients
-from psclient.engine.executor import Job, SerialExecutor, is_cancelled
+from psclient.compress.groups import ParamGroups
+from psclient.engine.checks import Gradients, finite
 from psclient.engine.push_pull import PushPull, Replies
 from psclient.errors import ConfigurationError, ServerUnreachableError
+from psclient.executor import Job, SerialExecutor, is_cancelled
+from psclient.model.module import TrainedModel
 from psclient.report import StepReport
 
 _CLOSING_SECONDS = 10.0
@@ -35,27 +37,19 @@ _POLL_SECONDS = 0.05
 
 
 class Overlap:
-    """Drives pushes and pulls from gradient hooks.
-
-    Args:
-        push_pull: what is driven.
-        trained: returns the trained parameters by position in the layout, as they are now.
-        begin: opens the push of a new step; called on the compressing thread.
-        gather: collects the gradients of a group, at once.
-        finite: checks them; called on the compressing thread.
-    """
+    """Drives pushes and pulls from gradient hooks; ``begin`` opens a push, on the compressing thread."""
 
     def __init__(
         self,
+        model: TrainedModel,
+        groups: ParamGroups,
         push_pull: PushPull,
-        trained: Callable[[], Mapping[int, torch.Tensor]],
-        begin: Callable[[], StepReport],
         gather: Callable[[range], Gradients],
-        finite: Callable[[Gradients], Gradients],
+        begin: Callable[[], StepReport],
     ) -> None:
         self._owner = os.getpid()
-        self._push_pull, self._trained = push_pull, trained
-        self._begin, self._gather, self._finite = begin, gather, finite
+        self._model, self._groups, self._push_pull = model, groups, push_pull
+        self._gather, self._begin = gather, begin
         self._compressing, self._exchanging = SerialExecutor("psclient-compress"), SerialExecutor("psclient-exchange")
         self._paused = False
         self._report: StepReport | None = None  # of the push that is open
@@ -63,7 +57,7 @@ class Overlap:
         self._ack_error: ServerUnreachableError | None = None
         self._acked = threading.Event()
         self._acked.set()
-        devices = {p.device for p in trained().values()}
+        devices = {parameter.device for parameter in self._trained().values()}
         device = next((device for device in devices if device.type == "cuda"), None)
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._clock = GradientClock(device if len(devices) == 1 else None)
@@ -94,11 +88,8 @@ class Overlap:
     def finish(self) -> StepReport:
         """Send the groups that no hook has completed, commit the push, and wait until all is handed to the transport.
 
-        Raises:
-            NonFiniteGradientError: the push is broken off; groups before it have kept their gradients as residual.
-            ConfigurationError: a gradient was changed after its hook; likewise.
-            SparsepsError: the push before this one is unanswered still.
-            TimeoutError: nobody waits any longer; called again, this goes on.
+        After an error the push is broken off, and what was sent of it is in the residuals. :class:`TimeoutError` where
+        nobody waits any longer; called again, this goes on.
         """
         if any(gradient._version != version for gradient, version in self._versions):
             self.forget()
@@ -141,9 +132,7 @@ class Overlap:
     def collect(self, seconds: float | None = None) -> Replies | None:
         """Wait for the reply to the last step's push and return it; ``None`` if none is awaited.
 
-        Raises:
-            SparsepsError: what the acknowledgement or the reply has met.
-            TimeoutError: it has not come within ``seconds``, or nobody waits any longer: it is still awaited.
+        After :class:`TimeoutError` (``seconds`` have passed, or nobody waits any longer) it is still awaited.
         """
         if self._round is None:
             return None
@@ -156,9 +145,6 @@ class Overlap:
 
         Groups that were sent have their gradients in their residuals then, and the step leaves them out; those that
         could not be sent (no server, a gradient that is not finite) are submitted again by the step.
-
-        Raises:
-            TimeoutError: what goes on has not ended within ``seconds``.
         """
         for number, job in list(self._jobs.items()):
             if job.exception(seconds) is not None or not job.result():
@@ -204,6 +190,13 @@ class Overlap:
         self._versions: list[tuple[torch.Tensor, int]] = []
         return self._clock.take()
 
+    def _trained(self) -> dict[int, torch.Tensor]:
+        return {
+            position: parameter
+            for position, parameter in enumerate(self._model.parameters)
+            if parameter.requires_grad and parameter in self._groups
+        }
+
     def _count_members(self) -> None:
         """Count each group's trained parameters as they are now, and hook those that were frozen before."""
         trained = self._trained()
@@ -230,10 +223,9 @@ class Overlap:
         if self._failed():
             return False
         report = self._opened()
-        self._push_pull.begin_group(number)
         try:
             with _after(ready, self._stream):
-                self._push_pull.send_gradients(report, number, self._finite(gradients), 1.0)
+                self._push_pull.send_gradients(report, number, finite(self._model, gradients), 1.0)
         except BaseException:
             self._abandon()
             raise
@@ -259,9 +251,7 @@ class Overlap:
     def _opened(self) -> StepReport:
         """Return the report of the push that is open, and open one if there is none.
 
-        Raises:
-            ServerUnreachableError: the push before is unanswered still, and has had its patience. Raised once, here;
-                the next attempt awaits the answer with new patience.
+        The error of a push before that is unanswered still is raised once, here; the next attempt has new patience.
         """
         if self._report is None:
             self._acked.wait()
@@ -274,11 +264,7 @@ class Overlap:
 
 
 def _await(job: Job[Any], seconds: float | None = None) -> None:
-    """Wait for a job's end.
-
-    Raises:
-        TimeoutError: it has not come within ``seconds``, or nobody waits for the calling job any longer.
-    """
+    """Wait for a job's end; :class:`TimeoutError` after ``seconds``, or where nobody waits for the calling job."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     while not job.wait(min(_POLL_SECONDS, end - time.monotonic())):
         if is_cancelled() or time.monotonic() >= end:

@@ -31,11 +31,7 @@ Replies = dict[int, PulledReply]
 class PushPull:
     """The pushes and pulls of one worker; a push is sent in groups of tensors, each cut by shards.
 
-    Attributes:
-        planner: decides the groups.
-        step: the last step that was begun.
-        acknowledged_step: the last one that some shard has applied.
-        refused: parts of pushes that went back into the residual, so far.
+    ``step`` was begun last, ``acknowledged_step`` applied last by some shard; ``refused`` counts parts of pushes.
     """
 
     def __init__(self, layout: ModelLayout, cluster: Cluster, compressor: Compressor, planner: BucketPlanner) -> None:
@@ -69,10 +65,6 @@ class PushPull:
             self._places = self._cluster.open_push(self.step, samples, rates, self._spans)
         return StepReport(self.step)
 
-    def begin_group(self, number: int) -> None:
-        """Note that work on a group of the open push begins."""
-        self._trace.begun.setdefault(number, time.perf_counter())
-
     def note_gradients(self, moments: Mapping[int, float]) -> None:
         """Note when the gradients of the open push were ready, by position; left out where all were there before."""
         self._trace.ready = moments
@@ -81,7 +73,7 @@ class PushPull:
         self, report: StepReport, number: int, gradients: Mapping[int, torch.Tensor], scale: float
     ) -> None:
         """Accumulate the gradients of a group (finite, by position) times ``scale``, select, and send the selected."""
-        self.begin_group(number)
+        self._trace.begun[number] = time.perf_counter()
         with self._opened_span.active():
             with report.timed("select"):
                 sent = self._compressor.compress(self.groups[number], gradients, scale, report)
@@ -141,9 +133,7 @@ class PushPull:
     def await_ack(self, report: StepReport) -> None:
         """Wait until each part of the push is acknowledged or refused, and restore what was refused.
 
-        Raises:
-            ServerUnreachableError: some part has no answer; call again to go on.
-            SparsepsError: a server refused for a reason that joining again does not mend; everything is restored.
+        After :class:`ServerUnreachableError` some part has no answer: call again. After another error all is restored.
         """
         self._awaited, self._awaited_span = self._committed, self._opened_span
         outcome = self._cluster.settle()
@@ -162,11 +152,7 @@ class PushPull:
             raise from_refusal(outcome.error) from None
 
     def fetch(self) -> Replies:
-        """Get what the replica lacks from every shard, and change nothing yet.
-
-        Raises:
-            ServerUnreachableError: some shard did not answer.
-        """
+        """Get what the replica lacks from every shard, and change nothing yet."""
         with self._awaited_span.active():
             return self._cluster.fetch()
 

@@ -1,4 +1,4 @@
-"""Saving and restoring an optimizer's memories (residuals, momentum), and telling when they are out of date."""
+"""Saving and restoring an optimizer's memories (residuals, momentum), and noticing when they are out of date."""
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -17,17 +17,7 @@ from psclient.rpc.membership import Membership
 
 @dataclass(frozen=True, slots=True)
 class PushMark:
-    """Which method and which push a saved state belongs to.
-
-    Attributes:
-        method: name of the training method.
-        run: the run's id.
-        version: the coordinator's, as the worker knew it.
-        worker: the worker's name.
-        incarnation: the worker's life.
-        acknowledged_step: the worker's last push that it knew to be applied.
-        step: the worker's last step.
-    """
+    """Which method and which push of which worker's life a saved state belongs to; ``version`` is the coordinator's."""
 
     method: str
     run: str
@@ -62,12 +52,8 @@ _MODEL_ALONE = "load the model's weights alone, and begin with an empty optimize
 def split(state_dict: Mapping[str, Any], method: str | None) -> tuple[PushMark | None, dict[str, Any]]:
     """Return the mark of a state dict (``None`` where another library saved the state), and torch's part of it.
 
-    Args:
-        state_dict: to be loaded.
-        method: name of the training method that loads it; ``None`` for any.
-
-    Raises:
-        ConfigurationError: another method saved it, or a hyper-parameter is out of its range.
+    Raises :class:`ConfigurationError` where another method than ``method`` saved it (``None``: any may have), or a
+    hyper-parameter is out of its range.
     """
     if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ConfigurationError("this is no state of an optimizer: load what optimizer.state_dict() has returned")
@@ -90,15 +76,7 @@ def from_sgd(
 
     The method gets rates and weight decay, and momentum buffers where its recurrence is the same (``u = m·u + g``,
     ``dampening=0``, the same ``m`` and ``nesterov``). A state without momentum leaves the method its own.
-
-    Args:
-        state: of torch.
-        groups: the param groups of the optimizer that loads it.
-        method: its name.
-        keeps_momentum: whether it has that recurrence.
-
-    Raises:
-        ConfigurationError: another optimizer's state, or momentum that the method does not go on with.
+    :class:`ConfigurationError` where the state is another optimizer's, or has momentum of another recurrence.
     """
     saved = state["param_groups"]
     if not all({"lr", "momentum", "dampening", "nesterov"} <= group.keys() for group in saved):
@@ -132,11 +110,8 @@ def from_sgd(
 def stale_residuals(mark: PushMark, now: PushMark, record: tuple[str, int] | None) -> bool:
     """Return whether residuals saved at ``mark`` were sent since.
 
-    Args:
-        mark: of the saved state.
-        now: of the worker.
-        record: (incarnation, step) of the last push under this worker's name that the server had applied when the
-            worker joined; ``None`` if it knew none.
+    ``record`` is (incarnation, step) of the last push under this worker's name that the server had applied when the
+    worker joined; ``None`` if it knew none.
     """
     if now.acknowledged_step or mark.incarnation == now.incarnation:
         record = now.incarnation, now.acknowledged_step

@@ -46,18 +46,9 @@ class Stepper:
     """Takes one worker's steps, without a reference to the optimizer around it.
 
     Args:
-        model: what is trained.
-        groups: with which hyper-parameters.
-        cluster: the servers.
-        push_pull: the worker's pushes and pulls there.
-        schedule: the density of each step; ``None`` leaves it to the param groups.
+        schedule: ``None`` leaves the density to the param groups.
         rates: returns the learning rates of the next push.
-        gradients: collects what there is to push.
         synchronous: whether updates are gathered in rounds, or go to a model of the worker's own.
-
-    Attributes:
-        report: what the last step did.
-        totals: sums over all steps.
     """
 
     def __init__(
@@ -72,8 +63,7 @@ class Stepper:
         *,
         synchronous: bool,
     ) -> None:
-        self.report = StepReport(0)
-        self.totals = Totals()
+        self.report, self.totals = StepReport(0), Totals()
         self._model, self._groups, self._schedule, self._rates = model, groups, schedule, rates
         self._gather, self._synchronous = gradients, synchronous
         self._membership, self._cluster, self._push_pull = cluster.membership, cluster, push_pull
@@ -129,21 +119,23 @@ class Stepper:
             run_id = self._membership.identity.run_id
             raise RunFinishedError(f"run {run_id!r} is over; leave the loop when optimizer.finished is true")
         self.settle_load()
-        if self._overlap is None:
-            self._step(samples, scale)
+        if self._overlap is not None and samples is not None:
+            raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
+        found = self._gather_all()
+        if not self.begun and self._retry_guard.matches(found):
+            self.rest()
+            self._receive(self.report)
+        elif self._overlap is None:
+            self._step(found, samples, scale)
         else:
-            self._overlapped_step(self._overlap, samples)
+            self._overlapped_step(self._overlap, found)
 
     def completed(self) -> None:
         """Note that the caller of a step knows of its end: the same gradients again are another step's."""
         self._retry_guard.clear()
 
     def flush(self, samples: int = 0) -> None:
-        """Push all residuals, at density 1.
-
-        Args:
-            samples: the first of those that have passed through the model, whose steps are in the residuals.
-        """
+        """Push all residuals whole; ``samples``: the first of those waiting, whose steps are in the residuals."""
         self.rest()
         if self._membership.run_finished:
             return
@@ -163,17 +155,9 @@ class Stepper:
     def settle_load(self, *, drops: bool = False) -> bool:
         """Bring server and worker together again where a model was loaded into the worker (docs/training.md).
 
-        That costs next to nothing where nobody has written to the model; the first time all of it is read.
-
-        Args:
-            drops: whether a model that cannot be the server's is dropped.
-
-        Returns:
-            Whether the worker has another model than it had.
-
-        Raises:
-            ModelLoadedError: one was, and the server's has been trained.
-            ModelChangedError: a tensor of the model is another one than it was.
+        That costs next to nothing where nobody has written to the model; the first time all of it is read. Where a
+        trained server refuses the model, it is dropped (``drops``) or :class:`ModelLoadedError` raised. Returns whether
+        the worker has another model than it had.
         """
         self._model.check()
         name = self._cluster.loaded_tensor()
@@ -258,8 +242,6 @@ class Stepper:
         finally:
             self._cluster.close()
 
-    # Inner parts
-
     def _gather_all(self) -> dict[int, torch.Tensor]:
         return self._gather(range(len(self._model.parameters)))
 
@@ -273,12 +255,7 @@ class Stepper:
         self.totals.refused = self._push_pull.refused
         self.totals.upload_bytes = self._membership.upload_bytes
 
-    def _step(self, samples: int | None, scale: GradientScale) -> None:
-        found = self._gather_all()
-        if self._retry_guard.matches(found):
-            self._await_unacked()
-            self._receive(self.report)
-            return
+    def _step(self, found: dict[int, torch.Tensor], samples: int | None, scale: GradientScale) -> None:
         if not found and not self._warned_no_gradient:
             self._warned_no_gradient = True
             log.warning(
@@ -296,14 +273,7 @@ class Stepper:
             raise
         self._receive(report)
 
-    def _overlapped_step(self, overlap: Overlap, samples: int | None) -> None:
-        if samples is not None:
-            raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
-        found = self._gather_all()
-        if not overlap.begun and self._retry_guard.matches(found):
-            self.rest()
-            self._receive(self.report)
-            return
+    def _overlapped_step(self, overlap: Overlap, found: dict[int, torch.Tensor]) -> None:
         report = self.report = overlap.finish()
         self._retry_guard.note(found)
         with report.timed("wait"):
@@ -364,15 +334,8 @@ class Stepper:
             self._push_pull.await_ack(self.report)
 
     def _start_overlap(self) -> Overlap:
-        def trained() -> dict[int, torch.Tensor]:
-            return {
-                position: parameter
-                for position, parameter in enumerate(self._model.parameters)
-                if parameter.requires_grad and parameter in self._groups
-            }
-
         def begin() -> StepReport:
             self._await_unacked()
             return self._begin()
 
-        return Overlap(self._push_pull, trained, begin, self._gather, lambda found: finite(self._model, found))
+        return Overlap(self._model, self._groups, self._push_pull, self._gather, begin)

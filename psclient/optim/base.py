@@ -25,11 +25,11 @@ from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.data.counter import SampleCounter
 from psclient.data.first_batches import FirstBatches
 from psclient.engine.checks import gather, refuse_averaged
-from psclient.engine.executor import SerialExecutor
 from psclient.engine.lifecycle import Lifecycle, end_earlier, has_other
 from psclient.engine.state import PushMark, from_sgd, restore_memories, split, stale_residuals, state_as_refused
 from psclient.engine.step import CLOSING_SECONDS, GradientSource, Stepper
 from psclient.errors import ConfigurationError, CopyRefusedError, FingerprintMismatchError, ServerUnreachableError
+from psclient.executor import SerialExecutor
 from psclient.model.module import TrainedModel, describe
 from psclient.optim.session import Server, open_session, server_string
 from psclient.report import StepReport, Totals

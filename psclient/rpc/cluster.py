@@ -12,8 +12,8 @@ from typing import TypeVar
 from psclient.buckets.trace import PushTiming
 from psclient.compress.groups import Rates
 from psclient.data.tracker import SampleTracker
-from psclient.engine.executor import SerialExecutor
 from psclient.errors import LeaseLostError, ModelChangedError, ModelLoadedError, ServerFaultError, from_refusal
+from psclient.executor import SerialExecutor
 from psclient.model.module import NamedBuffers
 from psclient.model.replica import Replica
 from psclient.rpc.buffers import BufferExchange

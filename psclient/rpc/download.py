@@ -10,8 +10,8 @@ import grpc
 import torch
 
 from psclient import settings as client_settings
-from psclient.engine.executor import SerialExecutor
 from psclient.errors import ConfigurationError, Transient, from_refusal
+from psclient.executor import SerialExecutor
 from psclient.optim.session import server_string
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.resolver import connect

@@ -27,13 +27,8 @@ class Job(Generic[Result]):
     Not a :class:`concurrent.futures.Future`: an exception that a signal raises inside its ``Condition`` leaves that
     locked for ever. Here the waiting thread owns no lock at any moment.
 
-    Args:
-        work: what is to be done, in the tracing context of the thread that makes the job.
-        parent: the job that this one is a part of, and is cancelled with.
-
-    Attributes:
-        finished: whether it has ended.
-        cancelled: set by a caller who no longer waits: work that has not begun is left out.
+    The work has the tracing context of the thread that makes the job. ``cancelled`` is set by a caller who no longer
+    waits, for a job and its parts: work that has not begun is left out.
     """
 
     def __init__(self, work: Callable[[], Result], parent: "Job[Any] | None" = None) -> None:
@@ -138,10 +133,7 @@ class SerialExecutor:
 
         Where the waiting ends early, by a signal's exception or after ``seconds``, the job is cancelled, and the one
         before it that it may still wait for; ``cut`` has their calls ended, and the wait goes on until the job has come
-        to a rest, but for two seconds at most.
-
-        Raises:
-            TimeoutError: it has not ended within ``seconds``.
+        to a rest, but for two seconds at most. :class:`TimeoutError` after ``seconds``.
         """
         if threading.get_ident() == self._thread.ident:
             return work()
