@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sized
 
 from torch.utils.data import Sampler
 
-from psclient.data.lease import Granted, SampleLease
+from psclient.data.lease import SampleLease
 from psclient.data.permutation import shuffled
-from psclient.data.tracker import IndexRange, sample_set, union
+from psclient.data.tracker import IndexRange, index_ranges, sample_set, union
 from psclient.errors import ConfigurationError, EpochHeldUpError
 from psclient.optim.base import ParameterServerOptimizer
 from pscore.model.ranges import Ranges
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _MOST_SIZE, _MOST_LEASE, _MOST_SEED = 1 << 48, 1 << 24, 1 << 64
 _STRETCH = 1024  # places whose samples are computed at once
@@ -150,7 +151,7 @@ class ElasticSampler(Sampler[int]):
         if not self._undrawn:
             granted = self._ask(goal)
             if not self._undrawn and granted.epoch < goal and not self._optimizer.finished:
-                raise EpochHeldUpError(granted.epoch, granted.held_by_others, 0.0)  # many epochs are unfinished
+                raise EpochHeldUpError(granted.epoch, granted.samples_elsewhere, 0.0)  # many epochs are unfinished
         return bool(self._undrawn)
 
     def _stretch(self) -> Iterator[int]:
@@ -188,24 +189,25 @@ class ElasticSampler(Sampler[int]):
             answer = self._ask(goal)
             if self._undrawn:
                 break
-            if not answer.held_by_others:
+            if not answer.samples_elsewhere:
                 return False
-            if answer.held_by_others != last:
-                last, since = answer.held_by_others, time.monotonic()
+            if answer.samples_elsewhere != last:
+                last, since = answer.samples_elsewhere, time.monotonic()
             elif time.monotonic() - since > patience_seconds:
                 raise EpochHeldUpError(goal, last, patience_seconds)
             time.sleep(answer.retry_seconds)
         return bool(self._undrawn)
 
-    def _ask(self, goal: int | None, samples: int | None = None) -> Granted:
+    def _ask(self, goal: int | None, samples: int | None = None) -> pb.LeaseSamplesResponse:
         """Lease more, and drop what is no longer this worker's."""
         held = union(self._tracker.unacked(self._lease.dataset), sample_set(self._undrawn))
         wanted = self._lease_samples if samples is None else samples
         granted = self._optimizer._run(lambda: self._lease.ask(goal, wanted, held))
+        lost = sample_set(index_ranges(granted.lost))
         kept = [
             IndexRange(part.epoch, start, end)
             for part in self._undrawn
-            for start, end in Ranges([(part.start, part.end)]) - granted.lost.get(part.epoch, Ranges())
+            for start, end in Ranges([(part.start, part.end)]) - lost.get(part.epoch, Ranges())
         ]
-        self._undrawn = deque([*kept, *granted.ranges])
+        self._undrawn = deque([*kept, *index_ranges(granted.granted)])
         return granted

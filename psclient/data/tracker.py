@@ -107,6 +107,11 @@ class SampleTracker:
             self._pushed = {}
 
 
+def index_ranges(messages: Iterable[pb.SampleRange]) -> list[IndexRange]:
+    """Read messages."""
+    return [IndexRange(each.epoch, each.start, each.start + each.count) for each in messages]
+
+
 def sample_set(parts: Iterable[IndexRange]) -> SampleSet:
     """Return ranges as a set."""
     pairs: dict[int, list[tuple[int, int]]] = {}

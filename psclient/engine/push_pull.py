@@ -6,7 +6,6 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 
@@ -94,10 +93,11 @@ class PushPull:
 
         After an error the shards know everything that was to be sent, for :meth:`abandon`.
         """
+        segments = _joined(self._spans[number], sent)
         waiting = [
             (shard, places[number], part)
             for shard, places in zip(self._cluster.shards, self._places, strict=True)
-            for segment in _joined(self._spans[number], sent)
+            for segment in segments
             if (part := segment.clip(shard.span)) is not None
         ]
         chunk_bytes = self._cluster.membership.run_settings.chunk_bytes
@@ -189,13 +189,15 @@ def _joined(span: Span, sent: Iterable[Segment]) -> list[Segment]:
     found = [segment for segment in sent if segment.entries]
     if len({segment.values.device for segment in found}) > 1:  # a model spread over devices meets on the host
         found = [segment.cpu() for segment in found]
-    if any(segment.offsets is not None for segment in found):
-        runs = [(span, found)]
-    else:
-        gaps = [n for n, (left, right) in enumerate(pairwise(found), 1) if left.span.end != right.span.start]
-        cut = [found[first:end] for first, end in pairwise([0, *gaps, len(found)])]
-        runs = [(Span(run[0].span.start, run[-1].span.end), run) for run in cut if run]
-    return [joined for span, run in runs if (joined := merge(span, run)) is not None]
+    sparse = any(segment.offsets is not None for segment in found)
+    runs: list[list[Segment]] = []
+    for segment in found:
+        if runs and (sparse or runs[-1][-1].span.end == segment.span.start):
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    spans = [span] if sparse else [Span(run[0].span.start, run[-1].span.end) for run in runs]
+    return [joined for span, run in zip(spans, runs, strict=True) if (joined := merge(span, run)) is not None]
 
 
 def _as_decoded(part: Segment, encoded: Sequence[frames.Encoded]) -> tuple[Segment, Segment | None]:

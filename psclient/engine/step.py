@@ -4,8 +4,8 @@ With overlap the same goes on beside the computation (:mod:`psclient.engine.over
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -202,14 +202,9 @@ class Stepper:
             self._push_pull.apply(report, replies)
             self.totals.add(report)
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """With overlap: leave the gradients of the backward passes in the body alone."""
-        if self._overlap is None:
-            yield
-            return
-        with self._overlap.accumulating():
-            yield
+        return nullcontext() if self._overlap is None else self._overlap.accumulating()
 
     def forget(self) -> None:
         """With overlap: skip a batch after its backward pass."""
@@ -220,27 +215,27 @@ class Stepper:
         """Bring to an end what has begun, as far as that can be done in the time left, and leave the run."""
         try:
             suppress_errors(self.drain)
-            if self._samples is not None:
-                self._samples.close()
             if self._samples_since_exchange and not self._push_pull.unacked:
                 suppress_errors(self._exchange_last_buffers)
         finally:
-            self._cluster.close()
-            if self._overlap is not None:
-                self._overlap.close()
+            self._close()
 
     def abandon(self) -> None:
         """Leave the run where nobody has the optimizer any more; the model, which may be in use, stays as it is."""
         self._membership.hurry(CLOSING_SECONDS)
         try:
-            if self._samples is not None:
-                self._samples.close()
             if self._overlap is not None:
                 with suppress(TimeoutError):
                     self._overlap.break_off(self._membership.seconds_left)
-                self._overlap.close()
         finally:
-            self._cluster.close()
+            self._close()
+
+    def _close(self) -> None:
+        if self._samples is not None:
+            self._samples.close()
+        self._cluster.close()
+        if self._overlap is not None:
+            self._overlap.close()
 
     def _gather_all(self) -> dict[int, torch.Tensor]:
         return self._gather(range(len(self._model.parameters)))

@@ -63,7 +63,7 @@ class Worker:
     def held(self):
         """How many samples the server has in this worker's hands."""
         answer = self.sampler._lease.ask(self.sampler.epoch, 0, {})
-        return sum(part.end - part.start for part in answer.ranges)
+        return sum(each.count for each in answer.granted)
 
     def __enter__(self):
         return self
