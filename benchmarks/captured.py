@@ -105,7 +105,7 @@ def push(
         said = DGS.accumulate(state, group, Step(parameter.grad.reshape(-1), None))
         report, span = StepReport(0), Span(0, parameter.numel())
         choice = Choice(selector, "tensor", _DENSE_BELOW)
-        [piece] = compress([Accumulated(said, state, span)], density, choice, report)
+        piece = compress({0: Accumulated(said, state, span)}, density, choice, report)[0]
         assert piece.offsets is not None
         parameter.view(-1)[piece.offsets] -= piece.values
         if report.wanted_entries >= 10:

@@ -51,14 +51,16 @@ class Accumulated(NamedTuple):
     span: Span
 
 
-def compress(tensors: Sequence[Accumulated], density: float, choice: Choice, report: StepReport) -> list[Segment]:
+def compress(
+    tensors: Mapping[int, Accumulated], density: float, choice: Choice, report: StepReport
+) -> dict[int, Segment]:
     """Accumulate and select for tensors of one group, which share a density and a device; return what each sends.
 
     The report counts ``Σ k`` and the selected entries; tensors that are sent whole do not count.
     """
     sent: dict[int, Segment] = {}
     sparse: dict[int, Sparse] = {}
-    for number, (said, _, span) in enumerate(tensors):
+    for number, (said, _, span) in tensors.items():
         if isinstance(said, Whole):
             sent[number] = Segment(span, None, said.values)
         elif said.memory.numel() < choice.dense_below:
@@ -66,7 +68,7 @@ def compress(tensors: Sequence[Accumulated], density: float, choice: Choice, rep
         else:
             sparse[number] = said
     if not sparse:
-        return [sent[number] for number in range(len(tensors))]
+        return sent
     device = choice.on_device(next(iter(sparse.values())).memory.device)
     if device is not None and choice.selector is warm and choice.over == "tensor":
         sent |= _on_device(device, sparse, tensors, density, report)
@@ -77,7 +79,7 @@ def compress(tensors: Sequence[Accumulated], density: float, choice: Choice, rep
             taken = _pooled([sparse[number] for number in pool], recall, density, choice.selector, report)
             for number, piece in zip(pool, taken, strict=True):
                 sent[number] = _finish(sparse[number], piece, tensors[number].span)
-    return [sent[number] for number in range(len(tensors))]
+    return sent
 
 
 def take_whole(said: Sparse, span: Span) -> Segment:
@@ -101,7 +103,7 @@ def _pooled(
 def _on_device(
     device: DeviceSelection,
     sparse: Mapping[int, Sparse],
-    tensors: Sequence[Accumulated],
+    tensors: Mapping[int, Accumulated],
     density: float,
     report: StepReport,
 ) -> dict[int, Segment]:
@@ -178,8 +180,7 @@ class Compressor:
             alike.setdefault(key, {})[position] = Accumulated(said, state, self._model.layout.span(position))
         sent: dict[int, Segment] = {}
         for (density, _), tensors in alike.items():
-            found = compress(list(tensors.values()), density, self._choice, report)
-            sent.update(zip(tensors, found, strict=True))
+            sent |= compress(tensors, density, self._choice, report)
         if not all(bool(segment.values.isfinite().all()) for segment in sent.values()):
             raise UpdateOverflowError(self._without_overflow(sent))
         return dict(sorted(sent.items()))

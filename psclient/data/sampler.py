@@ -6,16 +6,19 @@ from collections.abc import Iterator, Sized
 
 from torch.utils.data import Sampler
 
-from psclient.data.lease import SampleLease
 from psclient.data.permutation import shuffled
-from psclient.data.tracker import IndexRange, index_ranges, sample_set, union
-from psclient.errors import ConfigurationError, EpochHeldUpError
+from psclient.data.tracker import IndexRange, SampleSet, index_ranges, sample_set, union
+from psclient.errors import ConfigurationError, EpochHeldUpError, LeaseLostError, ServerFaultError, from_refusal
 from psclient.optim.base import ParameterServerOptimizer
+from psclient.rpc.shard import REJOIN_REASONS
 from pscore.model.ranges import Ranges
+from pscore.wire.errors import Rejected
+from pscore.wire.messages import share_to_messages
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _MOST_SIZE, _MOST_LEASE, _MOST_SEED = 1 << 48, 1 << 24, 1 << 64
 _STRETCH = 1024  # places whose samples are computed at once
+_MOST_REJOINS = 20  # in one call; each may wait, so this is a guard against a loop, not a time limit
 
 
 class ElasticSampler(Sampler[int]):
@@ -74,10 +77,11 @@ class ElasticSampler(Sampler[int]):
             raise ConfigurationError(
                 "this optimizer was made without model=, so it does not know which samples a step has trained; pass it"
             )
-        self._optimizer = optimizer
+        self._optimizer, self._membership = optimizer, optimizer._membership
         self._tracker = optimizer._cluster.progress
-        self._lease = SampleLease(optimizer._cluster, name, size, seed, shuffle)
-        self._lease_samples, self._seed, self._shuffle = lease_samples, seed, shuffle
+        self._dataset, self._size, self._seed, self._shuffle = name, size, seed, shuffle
+        self._lease_samples = lease_samples
+        self._joins = self._membership.joins  # of the worker, when its samples were leased
         self._undrawn: deque[IndexRange] = deque()
         self._goal: int | None = None  # the epoch of the next pass; None begins with the run's
         self._pass = 0
@@ -128,16 +132,21 @@ class ElasticSampler(Sampler[int]):
         self._pass += 1
         this_pass = self._pass
         waiting = self._optimizer._stepper.samples_waiting
-        self._undrawn.extendleft(reversed(self._tracker.undraw(self._lease.dataset, waiting)))
+        self._undrawn.extendleft(reversed(self._tracker.undraw(self._dataset, waiting)))
         goal = self._first_goal() if self._goal is None else self._goal
         while self._replenish(goal):
             for sample in self._stretch():
                 yield sample
                 if self._pass != this_pass:  # another loop has taken over
                     return
-                if self._lease.stale:
+                if self._is_stale:
                     break
         self._goal = goal + 1
+
+    @property
+    def _is_stale(self) -> bool:
+        """True where the worker has joined again since the last answer: its samples may be others' now."""
+        return self._joins != self._membership.joins
 
     def _first_goal(self) -> int:
         """Return the epoch to begin with: the run's, or the one after it where nothing of it is left."""
@@ -146,7 +155,7 @@ class ElasticSampler(Sampler[int]):
 
     def _replenish(self, goal: int) -> bool:
         """Lease more where nothing is undrawn; return whether there is something to draw."""
-        if self._lease.stale:
+        if self._is_stale:
             self._ask(goal, samples=0)
         if not self._undrawn:
             granted = self._ask(goal)
@@ -160,12 +169,12 @@ class ElasticSampler(Sampler[int]):
         places = range(part.start, min(part.end, part.start + _STRETCH))
         samples = list(places)
         if self._shuffle:
-            samples = shuffled(self._lease.size, self._seed, part.epoch, places.start, places.stop)
+            samples = shuffled(self._size, self._seed, part.epoch, places.start, places.stop)
         for place, sample in zip(places, samples, strict=True):
             part.start, self._epoch = place + 1, part.epoch
             if part.start == part.end:
                 self._undrawn.popleft()
-            self._tracker.draw(self._lease.dataset, part.epoch, place)
+            self._tracker.draw(self._dataset, part.epoch, place)
             yield sample
 
     def _push_all(self) -> bool:
@@ -183,7 +192,7 @@ class ElasticSampler(Sampler[int]):
 
     def _await_samples(self, goal: int) -> bool:
         """Wait until there are samples of an epoch for this worker, or all that others hold are finished."""
-        patience_seconds = self._optimizer._membership.settings.patience_seconds
+        patience_seconds = self._membership.settings.patience_seconds
         last, since = -1, time.monotonic()
         while not self._undrawn and not self._optimizer.finished:
             answer = self._ask(goal)
@@ -200,9 +209,9 @@ class ElasticSampler(Sampler[int]):
 
     def _ask(self, goal: int | None, samples: int | None = None) -> pb.LeaseSamplesResponse:
         """Lease more, and drop what is no longer this worker's."""
-        held = union(self._tracker.unacked(self._lease.dataset), sample_set(self._undrawn))
+        held = union(self._tracker.unacked(self._dataset), sample_set(self._undrawn))
         wanted = self._lease_samples if samples is None else samples
-        granted = self._optimizer._run(lambda: self._lease.ask(goal, wanted, held))
+        granted = self._optimizer._run(lambda: self._lease(goal, wanted, held))
         lost = sample_set(index_ranges(granted.lost))
         kept = [
             IndexRange(part.epoch, start, end)
@@ -211,3 +220,45 @@ class ElasticSampler(Sampler[int]):
         ]
         self._undrawn = deque([*kept, *index_ranges(granted.granted)])
         return granted
+
+    def _lease(self, epoch: int | None, samples: int, held: SampleSet) -> pb.LeaseSamplesResponse:
+        """Ask shard 0 for samples, and for what has become of those that this worker leases.
+
+        Args:
+            epoch: the newest that is wanted; ``None`` for the newest that has begun.
+            samples: at most so many; 0 asks only what is lost.
+            held: everything that this worker leases.
+        """
+        for _ in range(_MOST_REJOINS):
+            joins = self._membership.joins
+            answer = self._call(epoch, samples, held)
+            if isinstance(answer, pb.LeaseSamplesResponse):
+                self._joins = joins
+                self._membership.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
+                if any(not 0 < each.count <= self._size - each.start for each in (*answer.granted, *answer.lost)):
+                    address = self._membership.coordinator.address
+                    raise ServerFaultError(f"{address} speaks of samples that {self._dataset!r} does not have")
+                return answer
+            if answer.reason not in REJOIN_REASONS:
+                raise from_refusal(answer)
+            self._membership.join()
+        raise LeaseLostError("the server takes the worker in and refuses it samples again and again")
+
+    def _call(self, epoch: int | None, samples: int, held: SampleSet) -> pb.LeaseSamplesResponse | Rejected:
+        coordinator = self._membership.coordinator
+        request = pb.LeaseSamplesRequest(
+            identity=self._membership.identity,
+            dataset=self._dataset,
+            size=self._size,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            has_epoch=epoch is not None,
+            epoch=epoch or 0,
+            samples=samples,
+            held=share_to_messages(held),
+        )
+        return coordinator.connection.ask(
+            self._membership.patience(coordinator),
+            lambda seconds: coordinator.connection.stub.LeaseSamples.future(request, timeout=seconds),
+            lambda call: call.result(),
+        )

@@ -27,7 +27,7 @@ def push(name, state, gradient, group, density=1.0, value="fp32", selector=SELEC
     """One step of a method without an optimizer around it: what arrives when values travel as ``value``."""
     said = METHODS[name].accumulate(state, group, Step(gradient, None))
     tensor = Accumulated(said, state, Span(0, gradient.numel()))
-    [sent] = compress([tensor], density, Choice(selector, "tensor", 0), StepReport(0))
+    sent = compress({0: tensor}, density, Choice(selector, "tensor", 0), StepReport(0))[0]
     return travelled(name, state, group, sent, value, gradient)
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from psclient.buckets import bucketing
-from psclient.buckets.meter import CostMeter
-from psclient.buckets.rls import RecursiveLeastSquares
+from psclient.buckets.meter import CostMeter, RecursiveLeastSquares
 from psclient.buckets.trace import GradientClock
 from tests.psclient.merge_makers import COSTS, make_workload, trace_of
 

@@ -27,8 +27,7 @@ def push(state, gradient, hyper, theta=None):
     """One step without an optimizer around it: what is sent."""
     said = WAGMA.accumulate(state, hyper, Step(gradient, theta))
     tensor, choice = Accumulated(said, state, Span(0, SIZE)), Choice(SELECTORS["exact"], "tensor", 0)
-    [sent] = compress([tensor], hyper["density"], choice, StepReport(0))
-    return sent
+    return compress({0: tensor}, hyper["density"], choice, StepReport(0))[0]
 
 
 @pytest.mark.parametrize("options", [{"nesterov": True}, {"weight_decay": 0.1}, {"momentum": 0.0}])
