@@ -1,4 +1,4 @@
-"""A plan to look at: which tensors travel together, and predicted beside measured times."""
+"""A plan in words: which tensors travel together, and predicted beside measured times."""
 
 from dataclasses import dataclass
 

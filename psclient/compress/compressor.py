@@ -1,4 +1,4 @@
-"""From gradients to what is sent: the method says what is accumulated, the selector what is taken.
+"""From gradients to what is sent: the method defines what is accumulated, the selector what is taken.
 
 :mod:`pscore.select.inputs` accumulates and takes in one pass over a method's memory.
 """
@@ -44,9 +44,9 @@ class Choice:
 
 
 class Accumulated(NamedTuple):
-    """What the method said of one tensor, its state, and its place in the layout."""
+    """What the method makes of one tensor, its state, and its place in the layout."""
 
-    said: Sparse | Whole
+    update: Sparse | Whole
     state: State
     span: Span
 
@@ -60,13 +60,13 @@ def compress(
     """
     sent: dict[int, Segment] = {}
     sparse: dict[int, Sparse] = {}
-    for number, (said, _, span) in tensors.items():
-        if isinstance(said, Whole):
-            sent[number] = Segment(span, None, said.values)
-        elif said.memory.numel() < choice.dense_below:
-            sent[number] = take_whole(said, span)
+    for number, (update, _, span) in tensors.items():
+        if isinstance(update, Whole):
+            sent[number] = Segment(span, None, update.values)
+        elif update.memory.numel() < choice.dense_below:
+            sent[number] = take_whole(update, span)
         else:
-            sparse[number] = said
+            sparse[number] = update
     if not sparse:
         return sent
     device = choice.on_device(next(iter(sparse.values())).memory.device)
@@ -82,16 +82,16 @@ def compress(
     return sent
 
 
-def take_whole(said: Sparse, span: Span) -> Segment:
+def take_whole(update: Sparse, span: Span) -> Segment:
     """Take every entry of a memory that is not zero."""
-    return _finish(said._replace(masked=None), take_all(_source(said)), span)
+    return _finish(update._replace(masked=None), take_all(_source(update)), span)
 
 
 def _pooled(
     pool: Sequence[Sparse], recall: SelectorState, density: float, selector: Selector, report: StepReport
 ) -> list[Taken]:
     """Select from some memories as if they were one."""
-    joined = Joined([_source(said) for said in pool]) if len(pool) > 1 else None
+    joined = Joined([_source(update) for update in pool]) if len(pool) > 1 else None
     source = joined or _source(pool[0])
     k = entries_for(source.numel, density)
     taken = selector(source, k, recall)
@@ -109,26 +109,26 @@ def _on_device(
 ) -> dict[int, Segment]:
     """Launch every selection before the first is waited for; the entries arrive on the host."""
     pending = {}
-    for number, said in sparse.items():
-        k = entries_for(said.memory.numel(), density)
-        pending[number] = device.take(said.memory, said.added, k, said.keep, tensors[number].state, said.masked)
+    for number, update in sparse.items():
+        k = entries_for(update.memory.numel(), density)
+        pending[number] = device.take(update.memory, update.added, k, update.keep, tensors[number].state, update.masked)
     sent = {}
-    for number, said in sparse.items():
+    for number, update in sparse.items():
         taken = pending[number].collect()
         report.wanted_entries += pending[number].k
         report.selected_entries += pending[number].count
-        sent[number] = Segment(tensors[number].span, taken.offsets, said.unit * taken.values)
+        sent[number] = Segment(tensors[number].span, taken.offsets, update.unit * taken.values)
     return sent
 
 
-def _source(said: Sparse) -> Memory:
-    return Memory(said.memory, said.added, said.keep)
+def _source(update: Sparse) -> Memory:
+    return Memory(update.memory, update.added, update.keep)
 
 
-def _finish(said: Sparse, taken: Taken, span: Span) -> Segment:
-    if said.masked is not None:
-        said.masked[taken.offsets] = 0
-    return Segment(span, taken.offsets, taken.values if said.unit == 1 else said.unit * taken.values)
+def _finish(update: Sparse, taken: Taken, span: Span) -> Segment:
+    if update.masked is not None:
+        update.masked[taken.offsets] = 0
+    return Segment(span, taken.offsets, taken.values if update.unit == 1 else update.unit * taken.values)
 
 
 class Compressor:
@@ -173,11 +173,11 @@ class Compressor:
             gradient = gradients[position].detach().reshape(-1)
             step = Step(gradient if scale == 1 else gradient.float() * scale, decayed)
             state = self.memories[parameter]
-            said = self._method.accumulate(state, group, step)
-            self._shares[position] = said.share
+            update = self._method.accumulate(state, group, step)
+            self._shares[position] = update.share
             own = self._density_of(position)
             key = (group["density"] if own is None else own, parameter.device)
-            alike.setdefault(key, {})[position] = Accumulated(said, state, self._model.layout.span(position))
+            alike.setdefault(key, {})[position] = Accumulated(update, state, self._model.layout.span(position))
         sent: dict[int, Segment] = {}
         for (density, _), tensors in alike.items():
             sent |= compress(tensors, density, self._choice, report)
@@ -210,9 +210,9 @@ class Compressor:
             group = self._group_of(parameter)
             if group is None or "residual" not in self.memories.get(parameter, ()):
                 continue
-            said = self._method.held(self.memories[parameter], group)
-            self._shares[position] = said.share
-            sent[position] = take_whole(said, self._model.layout.span(position))
+            update = self._method.held(self.memories[parameter], group)
+            self._shares[position] = update.share
+            sent[position] = take_whole(update, self._model.layout.span(position))
         return sent
 
     def restore(self, segments: Iterable[Segment]) -> None:

@@ -133,7 +133,10 @@ class ElasticSampler(Sampler[int]):
         this_pass = self._pass
         waiting = self._optimizer._stepper.samples_waiting
         self._undrawn.extendleft(reversed(self._tracker.undraw(self._dataset, waiting)))
-        goal = self._first_goal() if self._goal is None else self._goal
+        goal = self._goal
+        if goal is None:  # begin with the run's epoch, or the one after it where nothing of it is left
+            epoch = self._ask(None).epoch
+            goal = epoch if self._undrawn else epoch + 1
         while self._replenish(goal):
             for sample in self._stretch():
                 yield sample
@@ -147,11 +150,6 @@ class ElasticSampler(Sampler[int]):
     def _is_stale(self) -> bool:
         """True where the worker has joined again since the last answer: its samples may be others' now."""
         return self._joins != self._membership.joins
-
-    def _first_goal(self) -> int:
-        """Return the epoch to begin with: the run's, or the one after it where nothing of it is left."""
-        granted = self._ask(None)
-        return granted.epoch if self._undrawn else granted.epoch + 1
 
     def _replenish(self, goal: int) -> bool:
         """Lease more where nothing is undrawn; return whether there is something to draw."""
