@@ -112,7 +112,7 @@ class _Fronts:
 
 
 def greedy(workload: Workload, costs: Costs, *, shared: bool = False) -> Cuts:
-    """Return the groups of the paper's algorithm (MGS-SGD, section IV): one pass over the neighbours, in backward order.
+    """Return the groups of the paper's algorithm (MGS-SGD, section IV): one pass, in backward order.
 
     The next tensor joins the group where waiting for it and selecting both together costs less time than one start-up
     saves. With ``shared`` this is the published condition; else with moments of a selection that runs beside backward.

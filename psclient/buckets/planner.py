@@ -77,7 +77,7 @@ class BucketPlanner:
         self._shown: str = rule if rule in self._fixed else "elements"
         self._chosen = self.groups = self._fixed[self._shown]
         self.densities: Mapping[int, float] = {}
-        self._adapts = rule not in self._fixed or lags is not None
+        self._plans = self._adapts = rule not in self._fixed or lags is not None
         self._due = self._adapts  # a plan, once the probes are measured
         self._probes = deque([self._shown] * (_COLD_STEPS - 1) + list(_PROBES) if self._adapts else [])
         self._age = self._planned = 0
@@ -106,10 +106,12 @@ class BucketPlanner:
             if self._cold:
                 self._cold -= 1
                 return
+            self._age += 1
+            if not self._plans and self._meter.traces >= _CHECK_STEPS and self._age % _CHECK_STEPS:
+                return  # rules by size need no costs: a tenth of the steps is enough to show
             self._meter.learn(trace)
             if tuple(trace.groups) == self._chosen:
                 self._seen.append(self._measured(trace))
-            self._age += 1
             if self._due and not self._probes and self._meter.traces >= len(_PROBES):
                 self._choose()
             elif self._adapts and not self._due:
