@@ -6,6 +6,7 @@ which has another ``__call__`` for as long as there is a counter.
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ log = logging.getLogger("psclient")
 _lock = threading.RLock()
 _counters: dict[int, tuple["SampleCounter", ...]] = {}
 """The open counters of a module, by the module's identity."""
-_classes: dict[type[torch.nn.Module], "_CountedClass"] = {}
-"""The classes of these modules."""
+_users: Counter[type[torch.nn.Module]] = Counter()
+"""How many counters watch modules of a class."""
+_restores: dict[type[torch.nn.Module], Callable[[], None]] = {}
 
 
 class SampleCounter:
@@ -109,9 +111,9 @@ class SampleCounter:
                 return
             kinds = (type(module), *_wrappers())
             for kind in kinds:
-                if kind not in _classes:
-                    _classes[kind] = _CountedClass(kind)
-                _classes[kind].users += 1
+                if not _users[kind]:
+                    _restores[kind] = _report_calls(kind)
+                _users[kind] += 1
             self._watched[module] = kinds
             _counters[id(module)] = (*_counters.get(id(module), ()), self)
 
@@ -124,9 +126,9 @@ class SampleCounter:
             if others:
                 _counters[id(module)] = others
             for kind in kinds:
-                _classes[kind].users -= 1
-                if not _classes[kind].users:
-                    _classes.pop(kind).restore()
+                _users[kind] -= 1
+                if not _users[kind]:
+                    _restores.pop(kind)()
 
     def _warn_once(self, text: str, *values: int) -> None:
         if text not in self._warned:
@@ -134,26 +136,9 @@ class SampleCounter:
             log.warning(text, *values)
 
 
-class _CountedClass:
-    """A class of modules whose ``__call__`` reports to the counters."""
-
-    def __init__(self, kind: type[torch.nn.Module]) -> None:
-        self.users = 0
-        self._kind, self._before = kind, kind.__dict__.get("__call__")
-        self._call = _counting_call(kind, self._before)
-        kind.__call__ = self._call  # type: ignore[method-assign]
-
-    def restore(self) -> None:
-        """Leave the class as it was, unless somebody has replaced ``__call__`` since."""
-        if self._kind.__dict__.get("__call__") is not self._call:
-            return
-        if self._before is None:
-            del self._kind.__call__
-        else:
-            self._kind.__call__ = self._before  # type: ignore[method-assign]
-
-
-def _counting_call(kind: type[torch.nn.Module], before: Callable[..., Any] | None) -> Callable[..., Any]:
+def _report_calls(kind: type[torch.nn.Module]) -> Callable[[], None]:
+    """Replace the ``__call__`` of a class by one that reports to the counters; return what restores the class."""
+    before: Callable[..., Any] | None = kind.__dict__.get("__call__")
     wraps = kind in _wrappers()
     # Where torch.compile cannot take a wrapper as a whole, it would trace this as it is called.
     enter = torch.compiler.disable(_enter)  # type: ignore[no-untyped-call]
@@ -170,8 +155,17 @@ def _counting_call(kind: type[torch.nn.Module], before: Callable[..., Any] | Non
             for counter in entered:
                 counter.leave()
 
+    def restore() -> None:
+        if kind.__dict__.get("__call__") is not __call__:  # somebody has replaced it since
+            return
+        if before is None:
+            del kind.__call__
+        else:
+            kind.__call__ = before  # type: ignore[method-assign]
+
     __call__.__code__ = __call__.__code__.replace()  # of its own: torch.compile limits how many graphs one code has
-    return __call__
+    kind.__call__ = __call__  # type: ignore[method-assign]
+    return restore
 
 
 def _enter(module: torch.nn.Module, inputs: Sequence[Any]) -> list[SampleCounter]:
