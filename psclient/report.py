@@ -76,7 +76,7 @@ class StepReport:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """See :mod:`psclient.engine.exchange`: add the time of the body to a phase."""
+        """See :mod:`psclient.engine.push_pull`: add the time of the body to a phase."""
         started = time.perf_counter()
         try:
             with tracing.span(phase):

@@ -79,7 +79,7 @@ class ClientSettings(LayeredSettings):
         DEFAULT_DENSE_BELOW, ge=0, description="tensors with fewer elements are pushed whole; 0 exempts nothing"
     )
     merge: Literal["pareto", "greedy", "buckets", "layers", "elements"] = Field(
-        "pareto",
+        "buckets",
         description="which neighbouring tensors travel together: the best plan from measured costs, that of the "
         "MGS-SGD paper, groups by bytes, every tensor by itself, or groups by elements",
     )

@@ -11,8 +11,8 @@ from benchmarks.mgs.models import PaperModel
 from benchmarks.mgs.quiet import QuietGate
 from benchmarks.mgs.slowlink import slow_link
 from benchmarks.workload.synthetic import Noise, SyntheticModel
+from psclient.buckets.bucketing import groups_of
 from psclient.buckets.costs import Costs
-from psclient.buckets.plans import groups_of
 from psclient.settings import ClientSettings
 
 RULES = ("layers", "buckets", "greedy", "pareto")
@@ -102,7 +102,7 @@ def compare(
     compute = SleepingBackward(synthetic, Noise(model.layout, seed), model.work, backward)
     say(f"{model.name}: start the server, upload")
     with psclient.LocalServer(buffers="none", down_mode="exact") as server, slow_link(server.server, *link) as address:
-        settings = ClientSettings(server=address, worker="mgs", deadline_seconds=120)
+        settings = ClientSettings(server=address, worker="mgs", deadline_seconds=120, merge="pareto")
         with psclient.DGS(
             synthetic.parameters(), 0.01, 0.3, density=density, model=synthetic, overlap=True, settings=settings
         ) as optimizer:
@@ -113,7 +113,7 @@ def compare(
                 optimizer.step()
             optimizer.pull()
             planning = optimizer.plan.planning_seconds
-            planner, exchange = optimizer._planner, optimizer._exchange
+            planner = optimizer._planner
             outcomes = {rule: Outcome() for rule in RULES}
             for turn in range(_SETTLING_ROUNDS + rounds):
                 if turn >= _SETTLING_ROUNDS + 3 and not has_time():
@@ -122,8 +122,8 @@ def compare(
                 for rule in _turned(RULES, turn):
                     groups = groups_of(planner.cuts(rule))
                     outcomes[rule].groups = len(groups)
-                    planner.hold(groups, rule)
-                    exchange.regroup()
+                    planner.fix(groups, rule)
+                    planner.advance()
                     predicted = optimizer.plan.predicted_exposed
                     gate.wait()
                     compute.run()

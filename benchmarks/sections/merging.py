@@ -19,10 +19,10 @@ from benchmarks.harness import machine, plots
 from benchmarks.harness.section import Plan, Section, Table
 from benchmarks.harness.timing import Stat
 from benchmarks.mgs.models import MODELS, PaperModel
+from benchmarks.mgs.published import PublishedCosts, sent_bytes
 from benchmarks.mgs.runs import RULES, Link, Run, compare
-from psclient.buckets import plans
-from psclient.buckets.published import PublishedCosts, sent_bytes
-from psclient.buckets.workload import Workload, predict
+from psclient.buckets import bucketing
+from psclient.buckets.costs import Workload, predict
 
 KEY, TITLE = "merging", "Which tensors travel together (MGS-SGD)"
 
@@ -124,7 +124,7 @@ def _figures(each: Run) -> dict[str, object]:
 
 def _published() -> Table:
     """Compare greedy and exact plans under the paper's own costs; nothing is measured for that."""
-    costs = PublishedCosts(_PUBLISHED_WORKERS)
+    costs = PublishedCosts(workers=_PUBLISHED_WORKERS)
     rows = []
     for make in MODELS.values():
         model = make()
@@ -133,7 +133,7 @@ def _published() -> Table:
         elements = np.array([spec.numel for spec in model.layout.parameters], dtype=np.float64)[::-1]
         ready = backward * np.cumsum(work) / work.sum()
         load = Workload(ready, np.ones_like(ready), elements, sent_bytes(elements, _PUBLISHED_DENSITY))
-        greedy, exact = (plan(load, costs, shared=True) for plan in (plans.greedy, plans.exact))
+        greedy, exact = (plan(load, costs, shared=True) for plan in (bucketing.greedy, bucketing.exact))
         seconds = [predict(cuts, load, costs, shared=True).exposed + backward for cuts in (greedy, exact)]
         gained = 1 - seconds[1] / seconds[0]
         rows.append(

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from benchmarks.peers.task import batches, make_model
-from psclient.compress.compressor import Choice, Tally, compress
+from psclient.compress.compressor import Accumulated, Choice, compress
 from psclient.compress.method import State, Step
 from psclient.optim.dgs import DGS
+from psclient.report import StepReport
+from pscore.model.layout import Span
 from pscore.select import SELECTORS, Selector
 
 _RATE, _MOMENTUM = 0.05, 0.7
@@ -101,12 +103,13 @@ def push(
         assert parameter.grad is not None
         group = {"lr": rate, "momentum": _MOMENTUM, "weight_decay": 0.0}
         said = DGS.accumulate(state, group, Step(parameter.grad.reshape(-1), None))
-        tally = Tally()
-        [piece] = compress([(said, state)], density, Choice(selector, "tensor", _DENSE_BELOW), tally)
+        report, span = StepReport(0), Span(0, parameter.numel())
+        choice = Choice(selector, "tensor", _DENSE_BELOW)
+        piece = compress({0: Accumulated(said, state, span)}, density, choice, report)[0]
         assert piece.offsets is not None
         parameter.view(-1)[piece.offsets] -= piece.values
-        if tally.wanted >= 10:
-            run.ratios.append(tally.selected / tally.wanted)
+        if report.wanted_entries >= 10:
+            run.ratios.append(report.selected_entries / report.wanted_entries)
         sent.append((piece.offsets, piece.values))
     return sent
 

@@ -10,7 +10,7 @@ from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.segment import Segment
 from pscore.select import entries_for
 
-GROUP_ELEMENTS: int = ClientSettings.model_fields["group_elements"].default
+GROUP_ELEMENTS: int = ClientSettings.model_fields["bucket_bytes"].default // 4  # of fp32
 """About how many elements a worker sends as one group."""
 
 _STAGE_WIDTHS = (64, 128, 256, 512)

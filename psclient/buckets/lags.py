@@ -22,9 +22,6 @@ class Lags:
         lowest: ρ where nothing can be hidden.
         highest: ρ where everything could be.
         start: ρ of all layers until costs are measured, in the first steps.
-
-    Raises:
-        ConfigurationError: not ``0 < lowest ≤ start ≤ highest ≤ 1``.
     """
 
     lowest: float = 0.001
@@ -32,7 +29,6 @@ class Lags:
     start: float = 0.01
 
     def __post_init__(self) -> None:
-        """Check the range."""
         if not 0 < self.lowest <= self.start <= self.highest <= 1:
             raise ConfigurationError(
                 f"lags needs 0 < lowest ≤ start ≤ highest ≤ 1, not {self.lowest}, {self.start}, {self.highest}"
@@ -58,15 +54,7 @@ class Lags:
     def densities(
         self, slack: Sequence[float], elements: Sequence[float], message: float, byte: float, entry_bytes: float = 8.0
     ) -> list[float]:
-        """Return ``ρ_l``.
-
-        Args:
-            slack: backward time ahead of each layer, seconds.
-            elements: of each layer.
-            message: ``a``, seconds a message.
-            byte: ``β``, seconds a byte.
-            entry_bytes: bytes an entry takes on the wire; the formula's 8 until they are measured.
-        """
+        """Return ``ρ_l``; ``slack``, ``message`` and ``byte`` in seconds, ``entry_bytes`` 8 until measured."""
         found = []
         for ahead, count in zip(slack, elements, strict=True):
             cost = entry_bytes * byte * count

@@ -4,19 +4,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Literal
 
 import numpy as np
 
-from psclient.buckets import plans
-from psclient.buckets.costs import CostMeter
+from psclient.buckets import bucketing
+from psclient.buckets.bucketing import Groups
+from psclient.buckets.costs import Cuts, Timeline, predict
 from psclient.buckets.lags import Lags
-from psclient.buckets.plan import Plan, PlannedGroup
-from psclient.buckets.plans import Groups
+from psclient.buckets.meter import CostMeter
+from psclient.buckets.plan import BucketPlan, PlannedGroup
 from psclient.buckets.trace import Trace
-from psclient.buckets.workload import Cuts, Moments, predict
 from pscore.model.layout import ModelLayout
 from pscore.select import entries_for
 
@@ -34,15 +34,16 @@ _REMEMBERED = 31
 _MOST_PARTS = 512  # tensors that a plan is made of; of more, small neighbours count as one
 
 
-class Planner:
-    """Decides which tensors travel together, and measures what came of it.
+class BucketPlanner:
+    """Decides which tensors travel together, and measures what came of it. :meth:`learn` may run in another thread.
 
-    A worker begins with groups of ``group_elements``. The first steps, and two now and then, push with groups of very
-    different sizes, since a cost that never varies cannot be told from the others; then the plan is made.
+    Rules by size are fixed. The rules that plan begin with groups of ``group_elements``; the first steps, and two now
+    and then, push with groups of very different sizes, since a cost that never varies cannot be told from the others;
+    then the plan is made.
 
     Args:
         layout: the model.
-        rule: ``pareto`` (exact) and ``greedy`` plan from measured costs; the others are rules by size, and fixed.
+        rule: ``pareto`` (exact) and ``greedy`` plan from measured costs; the others are rules by size.
         group_elements: the least size of a group of ``elements``, in elements.
         bucket_bytes: the least size of a group of ``buckets``, in bytes of gradients.
         dense_below: tensors with fewer elements are sent whole.
@@ -63,166 +64,146 @@ class Planner:
         dense_below: int = 0,
         lags: Lags | None = None,
     ) -> None:
-        """Begin with groups by size."""
         self._layout, self._rule, self._lags, self._dense_below = layout, rule, lags, dense_below
-        sizes = [spec.numel for spec in layout.parameters]
+        self._sizes = [spec.numel for spec in layout.parameters]
         self._fixed: dict[str, Groups] = {
-            "layers": plans.layers(len(sizes)),
-            "elements": plans.by_size(sizes, group_elements),
-            "buckets": plans.by_size([spec.nbytes for spec in layout.parameters], bucket_bytes),
+            "layers": bucketing.layers(len(self._sizes)),
+            "elements": bucketing.by_size(self._sizes, group_elements),
+            "buckets": bucketing.by_size([spec.nbytes for spec in layout.parameters], bucket_bytes),
         }
-        self._meter = CostMeter(np.array(sizes, dtype=np.float64))
+        self._meter = CostMeter(np.array(self._sizes, dtype=np.float64))
         self._lock = threading.Lock()
         self._cold = _COLD_STEPS
-        self._probes: deque[str] = deque()
         self._shown: str = rule if rule in self._fixed else "elements"
         self._chosen = self.groups = self._fixed[self._shown]
         self.densities: Mapping[int, float] = {}
-        self._due = self._held = False
-        if self._adapts:
-            self._probe([self._shown] * (_COLD_STEPS - 1) + list(_PROBES))
+        self._plans = self._adapts = rule not in self._fixed or lags is not None
+        self._due = self._adapts  # a plan, once the probes are measured
+        self._probes = deque([self._shown] * (_COLD_STEPS - 1) + list(_PROBES) if self._adapts else [])
         self._age = self._planned = 0
         self._expected = self._planning_seconds = 0.0
-        self._seen: deque[tuple[list[Moments], float]] = deque(maxlen=_REMEMBERED)
+        self._seen: deque[tuple[list[Timeline], float]] = deque(maxlen=_REMEMBERED)
 
     @property
-    def plan(self) -> Plan:
-        """The plan that holds now, with what is predicted of it and what was measured."""
+    def plan(self) -> BucketPlan:
+        """The plan of now, with what is predicted of it and what was measured."""
         with self._lock:
             return self._describe()
-
-    @property
-    def _adapts(self) -> bool:
-        return not self._held and (self._rule not in self._fixed or self._lags is not None)
 
     def density_of(self, position: int) -> float | None:
         """Return the density of its own that a tensor has; ``None`` for that of its param group."""
         return self.densities.get(position)
 
-    def advance(self) -> bool:
-        """Move on to the groups of the next step; call between two pushes, and tell whether they are others."""
-        wanted = self._fixed[self._probes.popleft()] if self._probes else self._chosen
-        changed = wanted != self.groups
-        self.groups = wanted
-        return changed
+    def advance(self) -> None:
+        """Move on to the groups of the next step; call between two pushes."""
+        self.groups = self._fixed[self._probes.popleft()] if self._probes else self._chosen
 
     def learn(self, trace: Trace) -> None:
-        """Take a push that was answered; plan where it is time for it."""
+        """Learn from a push that was answered; plan where it is time for it."""
         with self._lock:
             if not trace.complete:
                 return
             if self._cold:
                 self._cold -= 1
                 return
+            self._age += 1
+            if not self._plans and self._meter.traces >= _CHECK_STEPS and self._age % _CHECK_STEPS:
+                return  # rules by size need no costs: a tenth of the steps is enough to show
             self._meter.learn(trace)
             if tuple(trace.groups) == self._chosen:
-                self._seen.append(self._moments(trace))
-            self._age += 1
+                self._seen.append(self._measured(trace))
             if self._due and not self._probes and self._meter.traces >= len(_PROBES):
                 self._choose()
             elif self._adapts and not self._due:
                 if self._age >= _PERIOD_STEPS:
-                    self._probe(_PROBES[:2])
+                    self._probes.extend(_PROBES[:2])
+                    self._due = True
                 elif self._age % _CHECK_STEPS == 0 and self._has_drifted():
                     self._choose()
 
     def cuts(self, rule: str) -> Cuts:
         """Return the groups that a rule makes of the costs that are known now, in backward order."""
         if rule in self._fixed:
-            return plans.cuts_of(self._fixed[rule])
+            return bucketing.cuts_of(self._fixed[rule])
         whole, costs = self._meter.workload, self._meter.costs
-        parts = plans.parts(whole.elements, _MOST_PARTS)
-        cut = (plans.exact if rule == "pareto" else plans.greedy)(whole.joined(parts), costs)
+        parts = bucketing.parts(whole.elements, _MOST_PARTS)
+        cut = (bucketing.exact if rule == "pareto" else bucketing.greedy)(whole.joined(parts), costs)
         return tuple(parts[place] for place in cut)
 
-    def hold(self, groups: Groups, rule: str) -> None:
+    def fix(self, groups: Groups, rule: str) -> None:
         """Stay with these groups from the next step on: for comparing plans."""
         with self._lock:
             self._probes.clear()
-            self._due, self._held = False, True
+            self._due = self._adapts = False
             self._seen.clear()
-            self._take(groups, rule)
-
-    # Inner parts
-
-    def _probe(self, rules: Sequence[str]) -> None:
-        self._probes.extend(rules)
-        self._due = True
+            self._choose_groups(groups, rule)
 
     def _choose(self) -> None:
-        """Plan from the costs that are known now; keep the plan that holds where another gains next to nothing."""
+        """Plan from the costs that are known now; keep the plan of now where another gains next to nothing."""
         started = time.perf_counter()
         if self._lags is not None:
             self._set_densities(self._lags)
-        groups = plans.groups_of(self.cuts(self._rule))
+        groups = bucketing.groups_of(self.cuts(self._rule))
         if self._planned and self._exposed(self._chosen) <= _WORTH_CHANGING * self._exposed(groups):
             groups = self._chosen
-        self._take(groups, self._rule)
+        self._choose_groups(groups, self._rule)
         self._planning_seconds = time.perf_counter() - started
         self._due = False
         self._planned += 1
         log.debug("planned anew in %.1f ms: %s", self._planning_seconds * 1e3, self._describe())
 
-    def _take(self, groups: Groups, rule: str) -> None:
+    def _choose_groups(self, groups: Groups, rule: str) -> None:
         if groups != self._chosen:
             self._seen.clear()
         self._chosen, self._shown, self._age = groups, rule, 0
         self._expected = self._exposed(groups)
 
     def _exposed(self, groups: Groups) -> float:
-        return predict(plans.cuts_of(groups), self._meter.workload, self._meter.costs).exposed
+        return predict(bucketing.cuts_of(groups), self._meter.workload, self._meter.costs).exposed
 
     def _has_drifted(self) -> bool:
         change = abs(self._exposed(self._chosen) - self._expected)
         return change > max(_DRIFT * self._expected, _DRIFT_SECONDS)
 
     def _set_densities(self, lags: Lags) -> None:
-        costs, sizes = self._meter.costs, [spec.numel for spec in self._layout.parameters]
-        found = lags.densities(
-            self._meter.backward_left.tolist(), sizes, costs.message, costs.byte, self._meter.entry_bytes
-        )
+        costs, slack = self._meter.costs, self._meter.backward_left.tolist()
+        found = lags.densities(slack, self._sizes, costs.message, costs.byte, self._meter.entry_bytes)
         self.densities = dict(enumerate(found))
-        self._meter.expect(
-            {
-                position: entries_for(size, found[position])
-                for position, size in enumerate(sizes)
-                if size >= self._dense_below
-            }
-        )
+        sparse = [position for position, size in enumerate(self._sizes) if size >= self._dense_below]
+        self._meter.expect({position: entries_for(self._sizes[position], found[position]) for position in sparse})
 
-    def _moments(self, trace: Trace) -> tuple[list[Moments], float]:
-        """Return a push's moments by group, after its origin, and what was exposed of it."""
-        header = self._meter.costs.header
-        arrived = dict.fromkeys(range(len(trace.groups)), 0.0)
+    def _measured(self, trace: Trace) -> tuple[list[Timeline], float]:
+        """Return a push's moments by group, after its first gradient, and what was exposed of it."""
+        header = self._meter.costs.message
+        arrived = [0.0] * len(trace.groups)
         for places, timing in trace.shards:
             for number, place in places.items():
                 if timing.left[place] >= 0:
                     arrived[number] = max(arrived[number], timing.opened + header + timing.arrived[place])
         moments = []
-        for number in range(len(trace.groups)):
-            whole = trace.group_ready(number), trace.done[number], max(arrived[number], trace.done[number])
-            moments.append(Moments(*(max(0.0, moment - trace.origin) for moment in whole)))
+        for number, last in enumerate(arrived):
+            found = trace.group_ready(number), trace.done[number], max(last, trace.done[number])
+            moments.append(Timeline(*(max(0.0, moment - trace.first_gradient) for moment in found)))
         return moments, trace.answered - trace.last_gradient
 
-    def _describe(self) -> Plan:
+    def _describe(self) -> BucketPlan:
         costs = self._meter.costs if self._meter.traces else None
-        foreseen = predict(plans.cuts_of(self._chosen), self._meter.workload, costs) if costs is not None else None
+        foreseen = predict(bucketing.cuts_of(self._chosen), self._meter.workload, costs) if costs is not None else None
         measured = [
-            Moments(*(median(each) for each in zip(*moments, strict=True)))
+            Timeline(*(median(each) for each in zip(*moments, strict=True)))
             for moments in zip(*(seen for seen, _ in self._seen), strict=True)
         ]
-        offsets = self._layout.offsets
         groups = tuple(
             PlannedGroup(
                 tuple(spec.name for spec in self._layout.parameters[group.start : group.stop]),
-                offsets[group.stop] - offsets[group.start],
-                None if foreseen is None else foreseen.moments(number),
+                sum(self._sizes[group.start : group.stop]),
+                None if foreseen is None else foreseen.groups[number],
                 measured[number] if measured else None,
             )
             for number, group in enumerate(self._chosen)
         )
         exposed = [seconds for _, seconds in self._seen]
-        return Plan(
+        return BucketPlan(
             rule=self._shown,
             groups=groups,
             predicted_exposed=None if foreseen is None else foreseen.exposed,

@@ -1,7 +1,10 @@
 """When the parts of one push were ready, sent and arrived."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 
 @dataclass(slots=True)
@@ -9,11 +12,10 @@ class PushTiming:
     """One shard's part of a push; lists are by place in its plan.
 
     Attributes:
-        group_bytes: message bytes of each group.
         left: when a group's last message was handed over, seconds after ``opened``; negative for a group without any.
         opened: when the header was handed to the transport, :func:`time.perf_counter`.
         arrived: when a group was whole at the server, seconds after the header was there, on its clock; empty until
-            answered, and after a repetition, which tells nothing.
+            answered, and after a repetition, which shows nothing.
     """
 
     group_bytes: list[int]
@@ -23,7 +25,7 @@ class PushTiming:
 
     @classmethod
     def of(cls, groups: int) -> "PushTiming":
-        """Return it for a push of so many groups."""
+        """Return the timing of a push of so many groups."""
         return cls([0] * groups, [-1.0] * groups)
 
 
@@ -32,12 +34,11 @@ class Trace:
     """One push; moments are of :func:`time.perf_counter`.
 
     Attributes:
-        groups: positions of each group's tensors.
         opening: when opening it began.
         begun: when work on a group began, by group.
         done: when a group was handed to the transport, by group.
         ready: when gradients were there, by position; empty where all were there before the push.
-        entries: entries that each tensor sent, by position.
+        entries: that each tensor sent, by position.
         elements: of each tensor that had a gradient, by position.
         shards: for each shard, the place of each group in its plan, and its timing.
         answered: when the last shard had answered; 0 before.
@@ -64,7 +65,7 @@ class Trace:
         )
 
     @property
-    def origin(self) -> float:
+    def first_gradient(self) -> float:
         """The first gradient; where all were there before, the beginning of the push."""
         return min(self.ready.values(), default=self.opening)
 
@@ -77,3 +78,41 @@ class Trace:
         """Return when the last gradient of a group was there."""
         moments = (self.ready[position] for position in self.groups[number] if position in self.ready)
         return max(moments, default=self.opening)
+
+
+class GradientClock:
+    """Notes when each gradient of a step is ready; on a GPU that is later than when its hook runs.
+
+    Args:
+        device: the GPU that all gradients are on; ``None`` where they are on the host, or on several GPUs, whose clocks
+            cannot be compared: then a hook's moment stands for its gradient's.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._moments: dict[int, float] = {}
+        self._events: dict[int, torch.cuda.Event] = {}
+
+    def note(self, position: int) -> None:
+        """Note that a gradient is ready, or, on a GPU, is when all that was launched before has been done."""
+        if self._device is None:
+            self._moments[position] = time.perf_counter()
+            return
+        event = self._events[position] = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+
+    def take(self) -> dict[int, float]:
+        """Return the moments by position (:func:`time.perf_counter`), and begin with the next step.
+
+        On a GPU this waits for what was launched; call it when the gradients have been sent, so that nothing is left.
+        """
+        moments, events = self._moments, self._events
+        self._moments, self._events = {}, {}
+        if events:
+            with torch.cuda.device(self._device):
+                anchor = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                anchor.record()
+                anchor.synchronize()
+            now = time.perf_counter()
+            moments.update({position: now - event.elapsed_time(anchor) / 1e3 for position, event in events.items()})
+        return moments

@@ -22,18 +22,15 @@ class Rates(NamedTuple):
 
 
 class ParamGroups:
-    """An optimizer's param groups, by parameter; whoever changes the groups says so with :meth:`assign`.
+    """An optimizer's param groups, by parameter; without a reference to the optimizer.
 
-    Args:
-        groups: the optimizer's.
+    :meth:`assign` follows each change of the groups.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Read the groups."""
         self.assign(groups)
 
     def __contains__(self, parameter: object) -> bool:
-        """Tell whether a parameter is trained."""
         return id(parameter) in self._group_of
 
     def assign(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -51,11 +48,7 @@ class ParamGroups:
         return Rates(float(self.all[0]["lr"]))
 
     def set_density(self, density: float) -> None:
-        """Give every group a density.
-
-        Raises:
-            ConfigurationError: it is out of its range.
-        """
+        """Give every group a density; raises :class:`ConfigurationError` out of its range."""
         check_hyperparameters({"density": density})
         for group in self.all:
             group["density"] = density

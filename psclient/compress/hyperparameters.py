@@ -35,7 +35,7 @@ def check_hyperparameters(defaults: Mapping[str, Any]) -> None:
 
 
 def needs_closure(kind: type[Optimizer]) -> bool:
-    """Tell whether an optimizer of torch's recomputes the loss within a step, as LBFGS does."""
+    """Return whether an optimizer of torch's recomputes the loss within a step, as LBFGS does."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
@@ -47,7 +47,6 @@ class MomentumAdvice:
     """
 
     def __init__(self) -> None:
-        """Nothing has been said yet."""
         self._warned_at = 0
 
     def check(self, workers: int, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What a training method is: what a gradient adds to a memory, and what is sent of it.
+"""What a training method defines: what a gradient adds to a residual, and what is sent of the residual.
 
 A method works on one tensor at a time, flattened, and knows neither selection nor RPC. ``state`` is the optimizer's own
 ``state[parameter]``, so whatever a method keeps there is part of ``state_dict()``.
@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from pscore.model.segment import Segment
 from pscore.select.kernels.base import GradientUpdate
 
 State = dict[str, Any]
@@ -17,11 +18,11 @@ Group = Mapping[str, Any]
 
 
 class Step(NamedTuple):
-    """What a backward pass leaves for one tensor.
+    """What a backward pass leaves for one tensor; neither is to be changed.
 
     Attributes:
-        gradient: ``g``, ``[n]``, in the parameter's dtype, or in fp32 where it was scaled; not to be changed.
-        parameters: ``θ``, ``[n]``; not to be changed; ``None`` where there is no weight decay.
+        gradient: ``g``, ``[n]``, in the parameter's dtype, or in fp32 where it was scaled.
+        parameters: ``θ``, ``[n]``; ``None`` where there is no weight decay.
     """
 
     gradient: torch.Tensor
@@ -68,13 +69,6 @@ class Whole(NamedTuple):
         return 1 / self.unit if self.unit else 0.0
 
 
-class Sent(NamedTuple):
-    """What one tensor sends: int64 offsets (``None``: every element) and fp32 values, which the server subtracts."""
-
-    offsets: torch.Tensor | None
-    values: torch.Tensor
-
-
 class Method(Protocol):
     """One training method."""
 
@@ -82,11 +76,11 @@ class Method(Protocol):
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
-        """Say what the step adds to the residual; or, for a dense method, what is sent whole, the residual included."""
+        """Return what the step adds to the residual; of a dense method, what is sent whole, the residual included."""
 
     @staticmethod
     def held(state: State, group: Group) -> Sparse:
-        """Say how a flush empties ``state["residual"]``, which is there."""
+        """Return how a flush empties ``state["residual"]``, which is there."""
 
 
 def memory(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -97,18 +91,16 @@ def memory(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def give_back(state: State, share: float, returned: Sent, like: torch.Tensor) -> None:
-    """Add to the residual what was sent and did not arrive, refused by a server or lost to quantisation.
+def restore(residual: torch.Tensor, share: float, piece: Segment) -> None:
+    """Add to a residual what was sent and did not arrive, refused by a server or lost to quantisation.
 
     Args:
-        state: that of the parameter ``like``.
+        residual: that of the elements of ``piece.span``.
         share: as :attr:`Sparse.share` or :attr:`Whole.share` of what was sent.
-        returned: what did not arrive.
-        like: gives a residual that is not there yet its size and its device.
+        piece: what did not arrive.
     """
-    residual = memory(state, "residual", like)
-    values = returned.values.to(residual.device)
-    if returned.offsets is None:
+    values = piece.values.to(residual.device)
+    if piece.offsets is None:
         residual.add_(values, alpha=share)
     else:
-        residual.index_add_(0, returned.offsets.to(residual.device), values, alpha=share)
+        residual.index_add_(0, piece.offsets.to(residual.device), values, alpha=share)

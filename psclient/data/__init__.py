@@ -1,1 +1,1 @@
-"""Samples: the elastic sampler, its leases, and the count of a step's samples."""
+"""Samples: the elastic sampler, what has become of its samples, and the count of a step's samples."""

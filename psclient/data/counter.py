@@ -1,11 +1,12 @@
 """How many samples a step comes from: counted where a model is called, with nothing of this in the model.
 
 A hook in a module is pickled, copied, scripted and traced with the module. So calls are counted at the module's class,
-which has another ``__call__`` for as long as somebody counts.
+which has another ``__call__`` for as long as there is a counter.
 """
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,27 +19,24 @@ log = logging.getLogger("psclient")
 _lock = threading.RLock()
 _counters: dict[int, tuple["SampleCounter", ...]] = {}
 """The open counters of a module, by the module's identity."""
-_classes: dict[type[torch.nn.Module], "_CountedClass"] = {}
-"""The classes of these modules."""
+_users: Counter[type[torch.nn.Module]] = Counter()
+"""How many counters watch modules of a class."""
+_restores: dict[type[torch.nn.Module], Callable[[], None]] = {}
 
 
 class SampleCounter:
     """Counts the samples that pass through a model in training mode: the first dimension of its first tensor input.
 
-    That may stand in a list, tuple or dict: a batch that is handed over whole. A model is counted inside
-    ``torch.compile`` and ``DistributedDataParallel``, too. Until its first call in training mode, calls of its direct
-    submodules stand for those of the model: each submodule has a sum of its own, and the largest sum is the step's.
+    That may stand in a list, tuple or dict: a batch that is passed whole. A model is counted inside ``torch.compile``
+    and ``DistributedDataParallel``, too. Until its first call in training mode, calls of its direct submodules stand
+    for those of the model: each submodule has a sum of its own, and the largest sum is the step's. ``on_batch`` is
+    called with each first tensor input.
 
     Calls within a counted call, calls without gradients (``torch.no_grad()``), calls that recompute activations in a
     backward pass, and calls that are traced are not counted.
-
-    Args:
-        model: the model; nothing is put into it.
-        on_batch: called with each first tensor input.
     """
 
     def __init__(self, model: torch.nn.Module, on_batch: Callable[[torch.Tensor], None] | None = None) -> None:
-        """Begin to count."""
         self._on_batch = on_batch
         self._model = _unwrapped(model)
         self._counts: dict[torch.nn.Module, int] = {}
@@ -55,11 +53,7 @@ class SampleCounter:
         return self._counts.get(self._model) or max(self._counts.values(), default=0)
 
     def take(self, *, warn: bool = True) -> int:
-        """Return the samples since the last call, at least 1 (a step without a call that was counted).
-
-        Args:
-            warn: whether to warn, once, where the number looks wrong.
-        """
+        """Return the samples since the last call, at least 1; ``warn`` once where the number is probably wrong."""
         count, vector = self.waiting, self._vector
         self._counts, self._vector = {}, None
         self._threads.clear()  # an interrupt may have left one there
@@ -88,7 +82,7 @@ class SampleCounter:
             self._unwatch(module)
 
     def enter(self, module: torch.nn.Module, inputs: Iterable[Any]) -> bool:
-        """Count a call that begins; tell whether to :meth:`leave` at its end."""
+        """Count a call that begins; return whether to :meth:`leave` at its end."""
         thread = threading.get_ident()
         traced, in_backward = torch._C._get_tracing_state() is not None, torch._C._current_graph_task_id() >= 0
         if thread in self._threads or traced or in_backward:
@@ -117,10 +111,9 @@ class SampleCounter:
                 return
             kinds = (type(module), *_wrappers())
             for kind in kinds:
-                if kind not in _classes:
-                    _classes[kind] = _CountedClass(kind)
-            for kind in kinds:
-                _classes[kind].users += 1
+                if not _users[kind]:
+                    _restores[kind] = _report_calls(kind)
+                _users[kind] += 1
             self._watched[module] = kinds
             _counters[id(module)] = (*_counters.get(id(module), ()), self)
 
@@ -133,9 +126,9 @@ class SampleCounter:
             if others:
                 _counters[id(module)] = others
             for kind in kinds:
-                _classes[kind].users -= 1
-                if not _classes[kind].users:
-                    _classes.pop(kind).restore()
+                _users[kind] -= 1
+                if not _users[kind]:
+                    _restores.pop(kind)()
 
     def _warn_once(self, text: str, *values: int) -> None:
         if text not in self._warned:
@@ -143,31 +136,9 @@ class SampleCounter:
             log.warning(text, *values)
 
 
-class _CountedClass:
-    """A class of modules whose ``__call__`` tells the counters.
-
-    Args:
-        kind: the class.
-    """
-
-    def __init__(self, kind: type[torch.nn.Module]) -> None:
-        """Replace its ``__call__``."""
-        self.users = 0
-        self._kind, self._before = kind, kind.__dict__.get("__call__")
-        self._call = _counting_call(kind, self._before)
-        kind.__call__ = self._call  # type: ignore[method-assign]
-
-    def restore(self) -> None:
-        """Leave the class as it was, unless somebody has replaced ``__call__`` since."""
-        if self._kind.__dict__.get("__call__") is not self._call:
-            return
-        if self._before is None:
-            del self._kind.__call__
-        else:
-            self._kind.__call__ = self._before  # type: ignore[method-assign]
-
-
-def _counting_call(kind: type[torch.nn.Module], before: Callable[..., Any] | None) -> Callable[..., Any]:
+def _report_calls(kind: type[torch.nn.Module]) -> Callable[[], None]:
+    """Replace the ``__call__`` of a class by one that reports to the counters; return what restores the class."""
+    before: Callable[..., Any] | None = kind.__dict__.get("__call__")
     wraps = kind in _wrappers()
     # Where torch.compile cannot take a wrapper as a whole, it would trace this as it is called.
     enter = torch.compiler.disable(_enter)  # type: ignore[no-untyped-call]
@@ -184,8 +155,17 @@ def _counting_call(kind: type[torch.nn.Module], before: Callable[..., Any] | Non
             for counter in entered:
                 counter.leave()
 
+    def restore() -> None:
+        if kind.__dict__.get("__call__") is not __call__:  # somebody has replaced it since
+            return
+        if before is None:
+            del kind.__call__
+        else:
+            kind.__call__ = before  # type: ignore[method-assign]
+
     __call__.__code__ = __call__.__code__.replace()  # of its own: torch.compile limits how many graphs one code has
-    return __call__
+    kind.__call__ = __call__  # type: ignore[method-assign]
+    return restore
 
 
 def _enter(module: torch.nn.Module, inputs: Sequence[Any]) -> list[SampleCounter]:

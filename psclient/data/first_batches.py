@@ -11,22 +11,18 @@ _MOST_ELEMENTS = 4096  # of one batch, spread over it
 
 
 class FirstBatches:
-    """Fingerprints the inputs of a worker's first forwards in training mode, and hands the result to the leases.
+    """Fingerprints the inputs of a worker's first forwards in training mode, and hands the result to the lease thread.
 
-    Inputs that are all alike, as positions or a whole data set are, say nothing of the order: they have no fingerprint.
-    Nor have inputs that cannot be read in place: in a compiled graph, or while a CUDA graph is captured.
-
-    Args:
-        leases: tells the servers, and the log what they answer.
+    Inputs that are all alike, as positions or a whole data set are, show no order: they have no fingerprint. Nor have
+    inputs that cannot be read in place: in a compiled graph, or while a CUDA graph is captured.
     """
 
     def __init__(self, leases: LeaseThread) -> None:
-        """Begin with no batch."""
         self._leases, self._left = leases, _BATCHES
         self._sums: list[int] = []
 
     def see(self, batch: torch.Tensor) -> None:
-        """Take the first tensor of a forward; after the first few this does nothing."""
+        """Fingerprint the first tensor of a forward; after the first few this does nothing."""
         if torch.compiler.is_compiling() or not self._left:
             return
         if batch.is_cuda and torch.cuda.is_current_stream_capturing():

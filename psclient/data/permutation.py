@@ -1,9 +1,9 @@
 """A seeded order of a dataset's samples that any worker computes for any part of it, without the rest.
 
-Workers are told places, and each finds out by itself which samples lie there; so all must compute the same order,
-with whatever versions of torch and numpy they run, and none should hold the order of a large dataset. Hence a cipher
-instead of a shuffled list: a Feistel network over the smallest even number of bits that hold the size, applied again
-where it leads out of the size (cycle walking). One round is, with ``⊕`` bitwise and 64-bit arithmetic that wraps::
+All workers must compute the same order, in any version of torch and numpy, and none should store the order of a large
+dataset. Hence a cipher instead of a shuffled list: a Feistel network over the smallest even number of bits for the
+size, applied again where it leads out of the size (cycle walking). One round, with ``⊕`` bitwise and 64-bit
+arithmetic that wraps::
 
     left, right = right, left ⊕ (mix(right + key[round]) mod 2^half)
 
@@ -21,15 +21,7 @@ _MASK = (1 << 64) - 1
 
 
 def shuffled(size: int, seed: int, epoch: int, start: int, end: int) -> list[int]:
-    """Return the samples at the places ``[start, end)`` of an epoch's order.
-
-    Args:
-        size: of the dataset; at most ``2^48``.
-        seed: of all epochs.
-        epoch: which one, from 0.
-        start: first place.
-        end: behind the last.
-    """
+    """Return the samples at the places ``[start, end)`` of the order of an epoch; ``size`` is at most ``2^48``."""
     half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
     keys = _keys(seed, epoch)
     places = np.arange(start, end, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Elastic data: a sampler whose shares come from the server, so that workers may come and go within an epoch."""
+"""Elastic data: a sampler whose samples are leased from the server, so that workers may come and go within an epoch."""
 
 import time
 from collections import deque
@@ -6,15 +6,19 @@ from collections.abc import Iterator, Sized
 
 from torch.utils.data import Sampler
 
-from psclient.data.lease import Granted, SampleLease
 from psclient.data.permutation import shuffled
-from psclient.data.tracker import Piece, joined, share_of
-from psclient.errors import ConfigurationError, EpochHeldUpError
+from psclient.data.tracker import IndexRange, SampleSet, index_ranges, sample_set, union
+from psclient.errors import ConfigurationError, EpochHeldUpError, LeaseLostError, ServerFaultError, from_refusal
 from psclient.optim.base import ParameterServerOptimizer
+from psclient.rpc.shard import REJOIN_REASONS
 from pscore.model.ranges import Ranges
+from pscore.wire.errors import Rejected
+from pscore.wire.messages import share_to_messages
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _MOST_SIZE, _MOST_LEASE, _MOST_SEED = 1 << 48, 1 << 24, 1 << 64
 _STRETCH = 1024  # places whose samples are computed at once
+_MOST_REJOINS = 20  # in one call; each may wait, so this is a guard against a loop, not a time limit
 
 
 class ElasticSampler(Sampler[int]):
@@ -57,7 +61,6 @@ class ElasticSampler(Sampler[int]):
         name: str = "train",
         shuffle: bool = True,
     ) -> None:
-        """Prepare; the first share is leased when the first sample is drawn."""
         size = data if isinstance(data, int) else len(data)
         for what, value, least, most in (
             ("data", size, 1, _MOST_SIZE),
@@ -74,11 +77,12 @@ class ElasticSampler(Sampler[int]):
             raise ConfigurationError(
                 "this optimizer was made without model=, so it does not know which samples a step has trained; pass it"
             )
-        self._optimizer = optimizer
-        self._progress = optimizer._cluster.progress
-        self._lease = SampleLease(optimizer._cluster, name, size, seed, shuffle)
-        self._lease_samples, self._seed, self._shuffle = lease_samples, seed, shuffle
-        self._undrawn: deque[Piece] = deque()
+        self._optimizer, self._membership = optimizer, optimizer._membership
+        self._tracker = optimizer._cluster.progress
+        self._dataset, self._size, self._seed, self._shuffle = name, size, seed, shuffle
+        self._lease_samples = lease_samples
+        self._joins = self._membership.joins  # of the worker, when its samples were leased
+        self._undrawn: deque[IndexRange] = deque()
         self._goal: int | None = None  # the epoch of the next pass; None begins with the run's
         self._pass = 0
         self._epoch = 0
@@ -102,9 +106,9 @@ class ElasticSampler(Sampler[int]):
         if goal is None:
             goal = self._ask(None).epoch
         while goal < count:
-            handed_in = self._hand_in()
+            pushed = self._push_all()
             more = self._await_samples(goal)
-            if (handed_in or self._optimizer._rounds is not None) and not self._optimizer.finished:
+            if (pushed or self._optimizer._rounds is not None) and not self._optimizer.finished:
                 self._optimizer.pull()  # what was flushed, and the rounds of those who had more samples
             if more:
                 self._goal = goal
@@ -128,88 +132,131 @@ class ElasticSampler(Sampler[int]):
         self._pass += 1
         this_pass = self._pass
         waiting = self._optimizer._stepper.samples_waiting
-        self._undrawn.extendleft(reversed(self._progress.put_back(self._lease.dataset, waiting)))
-        goal = self._first_goal() if self._goal is None else self._goal
+        self._undrawn.extendleft(reversed(self._tracker.undraw(self._dataset, waiting)))
+        goal = self._goal
+        if goal is None:  # begin with the run's epoch, or the one after it where nothing of it is left
+            epoch = self._ask(None).epoch
+            goal = epoch if self._undrawn else epoch + 1
         while self._replenish(goal):
             for sample in self._stretch():
                 yield sample
                 if self._pass != this_pass:  # another loop has taken over
                     return
-                if self._lease.in_question:
+                if self._is_stale:
                     break
         self._goal = goal + 1
 
-    # Inner parts
-
-    def _first_goal(self) -> int:
-        """Return the epoch to begin with: the run's, or the one after it where nothing of it is left."""
-        granted = self._ask(None)
-        return granted.epoch if self._undrawn else granted.epoch + 1
+    @property
+    def _is_stale(self) -> bool:
+        """True where the worker has joined again since the last answer: its samples may be others' now."""
+        return self._joins != self._membership.joins
 
     def _replenish(self, goal: int) -> bool:
-        """Make sure that there is something to draw; tell whether there is."""
-        if self._lease.in_question:
+        """Lease more where nothing is undrawn; return whether there is something to draw."""
+        if self._is_stale:
             self._ask(goal, samples=0)
         if not self._undrawn:
             granted = self._ask(goal)
             if not self._undrawn and granted.epoch < goal and not self._optimizer.finished:
-                raise EpochHeldUpError(granted.epoch, granted.elsewhere, 0.0)  # far behind: many epochs are unfinished
+                raise EpochHeldUpError(granted.epoch, granted.samples_elsewhere, 0.0)  # many epochs are unfinished
         return bool(self._undrawn)
 
     def _stretch(self) -> Iterator[int]:
         """Draw the first places of what is undrawn, no more than their samples are computed for."""
-        piece = self._undrawn[0]
-        places = range(piece.start, min(piece.end, piece.start + _STRETCH))
+        part = self._undrawn[0]
+        places = range(part.start, min(part.end, part.start + _STRETCH))
         samples = list(places)
         if self._shuffle:
-            samples = shuffled(self._lease.size, self._seed, piece.epoch, places.start, places.stop)
+            samples = shuffled(self._size, self._seed, part.epoch, places.start, places.stop)
         for place, sample in zip(places, samples, strict=True):
-            piece.start, self._epoch = place + 1, piece.epoch
-            if piece.start == piece.end:
+            part.start, self._epoch = place + 1, part.epoch
+            if part.start == part.end:
                 self._undrawn.popleft()
-            self._progress.draw(self._lease.dataset, piece.epoch, place)
+            self._tracker.draw(self._dataset, part.epoch, place)
             yield sample
 
-    def _hand_in(self) -> bool:
-        """Give nobody a reason to wait for this worker: end the last push, and send again what was refused.
+    def _push_all(self) -> bool:
+        """End the last push, and send again what was refused, so that nobody waits for this worker.
 
-        Returns:
-            Whether local steps were handed in.
+        Returns whether there were local steps.
         """
         local = self._optimizer.local_steps > 0
         if local:
             self._optimizer.flush_on_exit()
         for send in (self._optimizer.pull, self._optimizer.flush):
-            if not self._progress.is_settled:
+            if not self._tracker.is_settled:
                 send()
         return local
 
     def _await_samples(self, goal: int) -> bool:
         """Wait until there are samples of an epoch for this worker, or all that others hold are finished."""
-        patience_seconds = self._optimizer._membership.settings.patience_seconds
-        heard, since = -1, time.monotonic()
+        patience_seconds = self._membership.settings.patience_seconds
+        last, since = -1, time.monotonic()
         while not self._undrawn and not self._optimizer.finished:
             answer = self._ask(goal)
             if self._undrawn:
                 break
-            if not answer.elsewhere:
+            if not answer.samples_elsewhere:
                 return False
-            if answer.elsewhere != heard:
-                heard, since = answer.elsewhere, time.monotonic()
+            if answer.samples_elsewhere != last:
+                last, since = answer.samples_elsewhere, time.monotonic()
             elif time.monotonic() - since > patience_seconds:
-                raise EpochHeldUpError(goal, heard, patience_seconds)
+                raise EpochHeldUpError(goal, last, patience_seconds)
             time.sleep(answer.retry_seconds)
         return bool(self._undrawn)
 
-    def _ask(self, goal: int | None, samples: int | None = None) -> Granted:
-        """Lease more, and forget what is no longer this worker's."""
-        held = joined(self._progress.held(self._lease.dataset), share_of(self._undrawn))
+    def _ask(self, goal: int | None, samples: int | None = None) -> pb.LeaseSamplesResponse:
+        """Lease more, and drop what is no longer this worker's."""
+        held = union(self._tracker.unacked(self._dataset), sample_set(self._undrawn))
         wanted = self._lease_samples if samples is None else samples
-        granted = self._optimizer._run(lambda: self._lease.ask(goal, wanted, held))
+        granted = self._optimizer._run(lambda: self._lease(goal, wanted, held))
+        lost = sample_set(index_ranges(granted.lost))
         kept = [
-            Piece(piece.epoch, start, end)
-            for piece in self._undrawn
-            for start, end in Ranges([(piece.start, piece.end)]) - granted.lost.get(piece.epoch, Ranges())
+            IndexRange(part.epoch, start, end)
+            for part in self._undrawn
+            for start, end in Ranges([(part.start, part.end)]) - lost.get(part.epoch, Ranges())
         ]
-        self._undrawn = deque([*kept, *granted.pieces])
+        self._undrawn = deque([*kept, *index_ranges(granted.granted)])
         return granted
+
+    def _lease(self, epoch: int | None, samples: int, held: SampleSet) -> pb.LeaseSamplesResponse:
+        """Ask shard 0 for samples, and for what has become of those that this worker leases.
+
+        Args:
+            epoch: the newest that is wanted; ``None`` for the newest that has begun.
+            samples: at most so many; 0 asks only what is lost.
+            held: everything that this worker leases.
+        """
+        for _ in range(_MOST_REJOINS):
+            joins = self._membership.joins
+            answer = self._call(epoch, samples, held)
+            if isinstance(answer, pb.LeaseSamplesResponse):
+                self._joins = joins
+                self._membership.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
+                if any(not 0 < each.count <= self._size - each.start for each in (*answer.granted, *answer.lost)):
+                    address = self._membership.coordinator.address
+                    raise ServerFaultError(f"{address} speaks of samples that {self._dataset!r} does not have")
+                return answer
+            if answer.reason not in REJOIN_REASONS:
+                raise from_refusal(answer)
+            self._membership.join()
+        raise LeaseLostError("the server takes the worker in and refuses it samples again and again")
+
+    def _call(self, epoch: int | None, samples: int, held: SampleSet) -> pb.LeaseSamplesResponse | Rejected:
+        coordinator = self._membership.coordinator
+        request = pb.LeaseSamplesRequest(
+            identity=self._membership.identity,
+            dataset=self._dataset,
+            size=self._size,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            has_epoch=epoch is not None,
+            epoch=epoch or 0,
+            samples=samples,
+            held=share_to_messages(held),
+        )
+        return coordinator.connection.call(
+            self._membership.policy(coordinator),
+            lambda seconds: coordinator.connection.stub.LeaseSamples.future(request, timeout=seconds),
+            lambda call: call.result(),
+        )

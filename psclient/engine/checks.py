@@ -15,27 +15,13 @@ Gradients = Mapping[int, torch.Tensor]
 
 
 def gather(model: TrainedModel, trained: Container[torch.Tensor], positions: Iterable[int]) -> dict[int, torch.Tensor]:
-    """Return the gradients that are there, as they are; costs nothing.
-
-    Args:
-        model: whose parameters.
-        trained: the parameters that the optimizer has; the others are left out.
-        positions: which tensors of the layout.
-    """
-    found = {}
-    for position in positions:
-        parameter = model.parameters[position]
-        if parameter in trained and parameter.grad is not None and parameter.numel():
-            found[position] = parameter.grad
-    return found
+    """Return the gradients of the trained parameters at these positions, as they are; costs nothing."""
+    places = ((position, model.parameters[position]) for position in positions)
+    return {n: p.grad for n, p in places if p in trained and p.grad is not None and p.numel()}
 
 
 def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]:
-    """Return the gradients dense, all of them finite.
-
-    Raises:
-        NonFiniteGradientError: naming the first parameter concerned.
-    """
+    """Return the gradients dense; :class:`NonFiniteGradientError` names the first parameter where one is not finite."""
     dense = {
         position: gradient.coalesce().to_dense() if gradient.is_sparse else gradient
         for position, gradient in gradients.items()
@@ -50,15 +36,10 @@ def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]
 
 
 def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | None = None) -> None:
-    """Make sure that no ``DistributedDataParallel`` averages the gradients of these parameters over several processes.
+    """Raise :class:`ConfigurationError` where ``DistributedDataParallel`` averages the gradients of these parameters.
 
-    Args:
-        parameters: which.
-        among: where to look for one. By default all live objects are looked through, which takes a moment: such a
-            module leaves no mark on its parameters.
-
-    Raises:
-        ConfigurationError: one does.
+    Without modules to search (``among``) all live objects are searched, which takes a moment: such a module leaves no
+    mark on its parameters.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
@@ -80,27 +61,25 @@ def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | N
             )
 
 
-class Interrupted:
-    """The gradients of a step that was pushed and not ended: if it is called again, they must not be pushed again."""
+class RetryGuard:
+    """The gradients of a step that was pushed and not ended: the next call of the step must not push them again."""
 
     def __init__(self) -> None:
-        """There are none."""
-        self._found: dict[int, tuple[torch.Tensor, int]] = {}
+        self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
 
     def note(self, gradients: Gradients) -> None:
-        """Remember them."""
-        self._found = {position: (gradient, gradient._version) for position, gradient in gradients.items()}
+        """Remember the gradients of a push."""
+        self._pushed = {position: (gradient, gradient._version) for position, gradient in gradients.items()}
 
     def clear(self) -> None:
-        """Forget them."""
-        self._found = {}
+        """Forget them: the step has ended."""
+        self._pushed = {}
 
-    def holds(self, gradients: Gradients) -> bool:
-        """Tell whether these are the very same, unchanged: no backward pass has run since."""
-        if not self._found or self._found.keys() != gradients.keys():
+    def matches(self, gradients: Gradients) -> bool:
+        """Return whether these are the very same, unchanged: no backward pass has run since."""
+        if not self._pushed or self._pushed.keys() != gradients.keys():
             return False
-        noted = (self._found[position] for position in gradients)
         return all(
             gradient is before and gradient._version == version
-            for gradient, (before, version) in zip(gradients.values(), noted, strict=True)
+            for gradient, (before, version) in ((gradients[n], pushed) for n, pushed in self._pushed.items())
         )

@@ -17,43 +17,34 @@ from psclient.rpc.local_server import LocalServer
 log = logging.getLogger("psclient")
 
 GRACE_SECONDS = 20.0
-"""How long a worker that is told to stop tries to flush; below Kubernetes' default grace period of 30 s."""
+"""How long a worker that gets SIGTERM tries to flush; below Kubernetes' default grace period of 30 s."""
 
 
-class Stoppable(Protocol):
-    """What is ended: an optimizer."""
-
-    @property
-    def worker(self) -> str:
-        """Its name."""
+class _Stoppable(Protocol):
+    """The part of an optimizer that ends."""
 
     @property
-    def joined(self) -> bool:
-        """Whether it has a place in its run yet."""
-
-    def hurry(self, seconds: float) -> None:
-        """Wait no longer than this for a server from now on."""
-
-    def flush_on_exit(self) -> None:
-        """Push what is to stay behind."""
-
-    def close(self) -> None:
-        """Leave."""
+    def worker(self) -> str: ...
+    @property
+    def joined(self) -> bool: ...
+    def hurry(self, seconds: float) -> None: ...
+    def flush_on_exit(self) -> None: ...
+    def close(self) -> None: ...
 
 
-_places: "weakref.WeakValueDictionary[tuple[str, str], Lifecycle]" = weakref.WeakValueDictionary()
+_workers: "weakref.WeakValueDictionary[tuple[str, str], Lifecycle]" = weakref.WeakValueDictionary()
 """Those of this process, by servers and worker's name."""
 
 
 def has_other(server: str) -> bool:
-    """Tell whether an optimizer of this process is a worker of these servers."""
-    return any(place[0] == server and not other.ended and not other.in_child for place, other in _places.items())
+    """Return whether an optimizer of this process is a worker of these servers."""
+    return any(place[0] == server and other.alive for place, other in _workers.items())
 
 
 def end_earlier(server: str, worker: str) -> None:
     """End the optimizer of this process that is this worker at these servers: a cell was run again, say."""
-    earlier = _places.get((server, worker))
-    optimizer = None if earlier is None or earlier.ended or earlier.in_child else earlier.optimizer()
+    earlier = _workers.get((server, worker))
+    optimizer = earlier.optimizer() if earlier is not None and earlier.alive else None
     if optimizer is not None:
         log.warning("an earlier optimizer of this process is worker %s too; it leaves for the new one", worker)
         optimizer.close()
@@ -62,46 +53,33 @@ def end_earlier(server: str, worker: str) -> None:
 class Lifecycle:
     """Ends an optimizer in order.
 
-    On SIGTERM the worker flushes what it holds, leaves, and then ends as it would have without this library: by the
-    handler that was there before, or with status 143. A step that is under way is ended first: it goes on in a thread
-    of its own, and the handler's calls follow it.
+    On SIGTERM the worker flushes its residuals, leaves, and then ends as it would have without this library: by the
+    handler that was there before, or with status 143. A step that is under way is ended first: the step runs in a
+    thread of its own, and the handler's calls follow it.
 
-    An optimizer that is collected without having been closed leaves too: in the thread that kept its leases, because
-    a finalizer must not wait.
-
-    Attributes:
-        ended: whether it has left, or is about to.
-        optimizer: returns it, or ``None`` where it is gone.
-
-    Args:
-        optimizer: held weakly.
-        own_server: an embedded server to stop.
-        leases: the thread that keeps its leases.
-        leave: ends the worker of an optimizer that is no longer there; must not refer to it.
-        flush_on_sigterm: whether to handle the signal at all.
+    An optimizer that is collected without having been closed leaves too, by ``leave``, which must not refer to the
+    optimizer: in the thread that kept its leases, because a finalizer must not wait.
     """
 
     def __init__(
         self,
-        optimizer: Stoppable,
+        optimizer: _Stoppable,
         own_server: LocalServer | None,
         leases: LeaseThread,
         leave: Callable[[], None],
         *,
         flush_on_sigterm: bool,
     ) -> None:
-        """Register with atexit and, in the main thread, for SIGTERM."""
         self.ended = False
         self.optimizer = weakref.ref(optimizer)
-        self._own_server = own_server
-        self._leases = leases
+        self._own_server, self._leases = own_server, leases
         self._owner = os.getpid()
         self._previous: signal.Handlers | int | object | None = None
         self._handles_sigterm = flush_on_sigterm and threading.current_thread() is threading.main_thread()
         if self._handles_sigterm:
             self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
         atexit.register(self._at_exit)
-        self._finalizer = weakref.finalize(optimizer, self._on_forgotten, leave)
+        self._finalizer = weakref.finalize(optimizer, self._on_collected, leave)
         self._finalizer.atexit = False  # _at_exit closes what is still there
 
     @property
@@ -109,12 +87,17 @@ class Lifecycle:
         """True in a process forked from the one that made the optimizer: nothing here is the child's to end."""
         return os.getpid() != self._owner
 
+    @property
+    def alive(self) -> bool:
+        """Whether this process's worker has not left."""
+        return not self.ended and not self.in_child
+
     def take_place(self, server: str, worker: str) -> None:
         """Be known as this worker of these servers in this process."""
-        _places[server, worker] = self
+        _workers[server, worker] = self
 
     def release(self) -> None:
-        """Let go of the signal, of atexit and of the embedded server."""
+        """Undo the registrations, and stop the embedded server."""
         if self.in_child:
             return
         self._finalizer.detach()
@@ -130,8 +113,8 @@ class Lifecycle:
         if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, self._previous)  # type: ignore[arg-type]
 
-    def _on_forgotten(self, leave: Callable[[], None]) -> None:
-        """Hand over what has to be done; called by the finalizer, in any thread and at any point of the program."""
+    def _on_collected(self, leave: Callable[[], None]) -> None:
+        """Have the lease thread leave; called by the finalizer, in any thread and at any point of the program."""
         if self.in_child:
             return
         self.ended = True

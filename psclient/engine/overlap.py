@@ -1,14 +1,14 @@
 """Overlap: pushing while backward goes on, and fetching the reply while the next step computes.
 
-Gradient hooks hand a group over the moment its last gradient is ready; one thread selects, encodes and sends it. At the
-end of a step a second thread waits for the acknowledgement and fetches the reply, which is applied at the end of the
-*next* step: parameters never change under a forward or backward pass, and each gradient is one step staler.
+A gradient hook submits a group the moment its last gradient is ready; one thread selects, encodes and sends the group.
+At the end of a step a second thread awaits the acknowledgement and fetches the reply, which is applied at the end of
+the *next* step: parameters never change under a forward or backward pass, and each gradient is one step staler.
 
 ::
 
     main      forward t │ backward t           │ step t │ forward t+1 │ backward t+1        │ step t+1
     compress            │ group 1, 2, … commit │        │             │ group 1, 2, …       │
-    exchange   … reply t−1                     │ settle t, reply t ─────────────────────────▶ applied
+    exchange   … reply t−1                     │ ack of t, reply t ─────────────────────────▶ applied
 """
 
 import math
@@ -16,18 +16,20 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from psclient.buckets.timeline import GradientMoments
-from psclient.engine.checks import Gradients
-from psclient.engine.exchange import Exchange, Replies
-from psclient.engine.executor import Job, SerialExecutor, is_cancelled
+from psclient.buckets.trace import GradientClock
+from psclient.compress.groups import ParamGroups
+from psclient.engine.checks import Gradients, finite
+from psclient.engine.push_pull import PushPull, Replies
 from psclient.errors import ConfigurationError, ServerUnreachableError
+from psclient.executor import Job, SerialExecutor, is_cancelled
+from psclient.model.module import TrainedModel
 from psclient.report import StepReport
 
 _CLOSING_SECONDS = 10.0
@@ -35,39 +37,30 @@ _POLL_SECONDS = 0.05
 
 
 class Overlap:
-    """Drives an exchange from gradient hooks.
-
-    Args:
-        exchange: what is driven.
-        trained: returns the trained parameters by position in the layout, as they are now.
-        begin: opens the push of a new step; called on the compressing thread.
-        gather: collects the gradients of a group, at once.
-        finite: checks them; called on the compressing thread.
-    """
+    """Drives pushes and pulls from gradient hooks; ``begin`` opens a push, on the compressing thread."""
 
     def __init__(
         self,
-        exchange: Exchange,
-        trained: Callable[[], Mapping[int, torch.Tensor]],
-        begin: Callable[[], StepReport],
+        model: TrainedModel,
+        groups: ParamGroups,
+        push_pull: PushPull,
         gather: Callable[[range], Gradients],
-        finite: Callable[[Gradients], Gradients],
+        begin: Callable[[], StepReport],
     ) -> None:
-        """Register the hooks and start the threads."""
         self._owner = os.getpid()
-        self._exchange, self._trained = exchange, trained
-        self._begin, self._gather, self._finite = begin, gather, finite
+        self._model, self._groups, self._push_pull = model, groups, push_pull
+        self._gather, self._begin = gather, begin
         self._compressing, self._exchanging = SerialExecutor("psclient-compress"), SerialExecutor("psclient-exchange")
         self._paused = False
-        self._report: StepReport | None = None
+        self._report: StepReport | None = None  # of the push that is open
         self._round: Job[Replies] | None = None
-        self._unsettled: ServerUnreachableError | None = None
-        self._settled = threading.Event()
-        self._settled.set()
-        devices = {p.device for p in trained().values()}
+        self._ack_error: ServerUnreachableError | None = None
+        self._acked = threading.Event()
+        self._acked.set()
+        devices = {parameter.device for parameter in self._trained().values()}
         device = next((device for device in devices if device.type == "cuda"), None)
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._moments = GradientMoments(device if len(devices) == 1 else None)
+        self._clock = GradientClock(device if len(devices) == 1 else None)
         self._handles: dict[int, RemovableHandle] = {}
         self._committed: Job[StepReport | None] | None = None
         self._reset()
@@ -93,13 +86,10 @@ class Overlap:
             self._paused = before
 
     def finish(self) -> StepReport:
-        """Send the groups that no hook has completed, commit the push, and wait until all is handed over.
+        """Send the groups that no hook has completed, commit the push, and wait until all is handed to the transport.
 
-        Raises:
-            NonFiniteGradientError: the push is broken off; groups before it have kept their gradients as residual.
-            ConfigurationError: a gradient was changed after it had been handed over; likewise.
-            SparsepsError: the push before this one is in doubt still.
-            TimeoutError: nobody waits any longer; called again, this goes on.
+        After an error the push is broken off, and what was sent of it is in the residuals. :class:`TimeoutError` where
+        nobody waits any longer; called again, this goes on.
         """
         if any(gradient._version != version for gradient, version in self._versions):
             self.forget()
@@ -107,60 +97,54 @@ class Overlap:
                 "a gradient was changed between backward() and step() (clipping, GradScaler); with overlap=True it was "
                 "handed over during backward, as it was then. Leave overlap out, or change it in a hook of the loss"
             )
-        for number in range(len(self._exchange.groups)):
+        for number in range(len(self._push_pull.groups)):
             if number not in self._jobs:
-                self._hand_over(number)
+                self._submit(number)
         committed = self._committed = self._committed or self._compressing.submit(self._commit)
         jobs: list[Job[Any]] = [*self._jobs.values(), committed]
         for job in jobs:
             _await(job)
         errors = [error for job in jobs if (error := job.exception()) is not None]
-        moments = self._moments.take()
-        self._reset()
+        moments = self._reset()
         if errors:
             raise errors[0]
         report = committed.result()
         assert report is not None
-        self._exchange.note_gradients(moments)
+        self._push_pull.note_gradients(moments)
         return report
 
     def launch(self, report: StepReport) -> None:
         """Begin to wait for the push's acknowledgement and to fetch its reply."""
-        self._settled.clear()
+        self._acked.clear()
 
         def job() -> Replies:
             try:
-                self._exchange.settle(report)
+                self._push_pull.await_ack(report)
             except ServerUnreachableError as error:
-                self._unsettled = error
+                self._ack_error = error
                 raise
             finally:
-                self._settled.set()
-            return self._exchange.fetch()
+                self._acked.set()
+            return self._push_pull.fetch()
 
         self._round = self._exchanging.submit(job)
 
     def collect(self, seconds: float | None = None) -> Replies | None:
         """Wait for the reply to the last step's push and return it; ``None`` if none is awaited.
 
-        Raises:
-            SparsepsError: what settling or fetching has met.
-            TimeoutError: it has not come within ``seconds``, or nobody waits any longer: it is still awaited.
+        After :class:`TimeoutError` (``seconds`` have passed, or nobody waits any longer) it is still awaited.
         """
         if self._round is None:
             return None
         _await(self._round, seconds)
-        awaited, self._round, self._unsettled = self._round, None, None
+        awaited, self._round, self._ack_error = self._round, None, None
         return awaited.result()
 
     def break_off(self, seconds: float | None = None) -> None:
-        """Take a push back that has begun and has no commit.
+        """Restore a push that has begun and has no commit.
 
-        Groups that were handed over have their gradients in their residuals then, and the step leaves them out; those
-        that could not be sent (no server, a gradient that is not finite) are handed over again by the step.
-
-        Raises:
-            TimeoutError: what goes on has not ended within ``seconds``.
+        Groups that were sent have their gradients in their residuals then, and the step leaves them out; those that
+        could not be sent (no server, a gradient that is not finite) are submitted again by the step.
         """
         for number, job in list(self._jobs.items()):
             if job.exception(seconds) is not None or not job.result():
@@ -192,48 +176,56 @@ class Overlap:
         if not self._seen:
             self._count_members()
         self._seen.add(position)
-        self._moments.note(position)
+        self._clock.note(position)
         number = self._group_of[position]
         self._missing[number] -= 1
         if not self._missing[number] and number not in self._jobs:
-            self._hand_over(number)
+            self._submit(number)
 
-    def _reset(self) -> None:
+    def _reset(self) -> dict[int, float]:
+        """Begin a step; return when the gradients of the last one were ready, by position."""
         self._jobs: dict[int, Job[bool]] = {}
         self._committed = None
         self._seen: set[int] = set()
         self._versions: list[tuple[torch.Tensor, int]] = []
-        self._moments.take()
+        return self._clock.take()
+
+    def _trained(self) -> dict[int, torch.Tensor]:
+        return {
+            position: parameter
+            for position, parameter in enumerate(self._model.parameters)
+            if parameter.requires_grad and parameter in self._groups
+        }
 
     def _count_members(self) -> None:
-        """Look which parameters are trained now, and hook those that were frozen before."""
+        """Count each group's trained parameters as they are now, and hook those that were frozen before."""
         trained = self._trained()
         for position, parameter in trained.items():
             if position not in self._handles:
                 hook = _hook(self, position)
                 self._handles[position] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._group_of = {position: n for n, group in enumerate(self._exchange.groups) for position in group}
-        self._missing = [sum(position in trained for position in group) for group in self._exchange.groups]
+        self._group_of = {position: n for n, group in enumerate(self._push_pull.groups) for position in group}
+        self._missing = [sum(position in trained for position in group) for group in self._push_pull.groups]
 
-    def _hand_over(self, number: int) -> None:
+    def _submit(self, number: int) -> None:
+        """Have a group sent by the compressing thread, after what is on this thread's CUDA stream."""
         event = None
         if self._stream is not None:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        gradients = self._gather(self._exchange.groups[number])
+        gradients = self._gather(self._push_pull.groups[number])
         self._versions += [(gradient, gradient._version) for gradient in gradients.values()]
         self._jobs[number] = self._compressing.submit(lambda: self._send(number, gradients, event))
 
     @torch.no_grad()
     def _send(self, number: int, gradients: Gradients, ready: "torch.cuda.Event | None") -> bool:
-        """Send a group; tell whether that was done, or left because another one has failed."""
+        """Send a group; return False where the group was left because another one has failed."""
         if self._failed():
             return False
         report = self._opened()
-        self._exchange.begin_group(number)
         try:
             with _after(ready, self._stream):
-                self._exchange.send_gradients(report, number, self._finite(gradients), 1.0)
+                self._push_pull.send_gradients(report, number, finite(self._model, gradients), 1.0)
         except BaseException:
             self._abandon()
             raise
@@ -243,15 +235,15 @@ class Overlap:
         if self._failed():
             return None
         report = self._opened()
-        self._exchange.commit(report)
-        self._report = None  # only an answer ends the doubt now: who interrupts the step must not take the push back
+        self._push_pull.commit(report)
+        self._report = None  # only an answer ends the doubt now: an interrupted step must not restore the push
         return report
 
     def _abandon(self) -> None:
         """Break off the push that is open, if there is one; on the compressing thread, so after what was submitted."""
         if self._report is not None:
             self._report = None
-            self._exchange.abandon()
+            self._push_pull.abandon()
 
     def _failed(self) -> bool:
         return any(job.finished and job.exception() is not None for job in list(self._jobs.values()))
@@ -259,13 +251,11 @@ class Overlap:
     def _opened(self) -> StepReport:
         """Return the report of the push that is open, and open one if there is none.
 
-        Raises:
-            ServerUnreachableError: the push before is in doubt still, and has had its patience. It is said once, here;
-                whoever tries again settles with new patience.
+        The error of a push before that is unanswered still is raised once, here; the next attempt has new patience.
         """
         if self._report is None:
-            self._settled.wait()
-            error, self._unsettled = self._unsettled, None
+            self._acked.wait()
+            error, self._ack_error = self._ack_error, None
             if error is not None:
                 self._round = None  # it has met the same
                 raise error
@@ -274,11 +264,7 @@ class Overlap:
 
 
 def _await(job: Job[Any], seconds: float | None = None) -> None:
-    """Wait for a job's end.
-
-    Raises:
-        TimeoutError: it has not come within ``seconds``, or nobody waits for the calling job any longer.
-    """
+    """Wait for a job's end; :class:`TimeoutError` after ``seconds``, or where nobody waits for the calling job."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     while not job.wait(min(_POLL_SECONDS, end - time.monotonic())):
         if is_cancelled() or time.monotonic() >= end:

@@ -1,4 +1,4 @@
-"""Saving and restoring an optimizer's memories (residuals, momentum), and telling when they are out of date."""
+"""Saving and restoring an optimizer's memories (residuals, momentum), and noticing when they are out of date."""
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -10,24 +10,14 @@ from torch.optim.optimizer import Optimizer
 
 from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.compress.method import State
-from psclient.engine.exchange import Exchange
+from psclient.engine.push_pull import PushPull
 from psclient.errors import ConfigurationError
 from psclient.rpc.membership import Membership
 
 
 @dataclass(frozen=True, slots=True)
 class PushMark:
-    """Which method and which push a saved state belongs to.
-
-    Attributes:
-        method: name of the training method that saved it.
-        run: the run's id.
-        version: the coordinator's, as the worker knew it.
-        worker: name of the worker that saved it.
-        incarnation: its life.
-        acknowledged_step: the last push that it knew to be applied.
-        step: its last step.
-    """
+    """Which method and which push of which worker's life a saved state belongs to; ``version`` is the coordinator's."""
 
     method: str
     run: str
@@ -38,18 +28,11 @@ class PushMark:
     step: int
 
     @classmethod
-    def now(cls, method: str, membership: Membership, exchange: Exchange) -> "PushMark":
-        """Return where a worker stands."""
-        identity, version = membership.identity, membership.coordinator.version
-        return cls(
-            method,
-            identity.run_id,
-            version,
-            identity.worker_id,
-            identity.incarnation,
-            exchange.acknowledged_step,
-            exchange.step,
-        )
+    def now(cls, method: str, membership: Membership, push_pull: PushPull) -> "PushMark":
+        """Return the mark of a worker's last push."""
+        worker, version = membership.identity, membership.coordinator.version
+        steps = push_pull.acknowledged_step, push_pull.step
+        return cls(method, worker.run_id, version, worker.worker_id, worker.incarnation, *steps)
 
     def plain(self) -> dict[str, Any]:
         """Return plain values for a state dict."""
@@ -67,17 +50,10 @@ _MODEL_ALONE = "load the model's weights alone, and begin with an empty optimize
 
 
 def split(state_dict: Mapping[str, Any], method: str | None) -> tuple[PushMark | None, dict[str, Any]]:
-    """Return the mark of a state dict, and the rest of it, which is torch's.
+    """Return the mark of a state dict (``None`` where another library saved the state), and torch's part of it.
 
-    Args:
-        state_dict: what is to be loaded.
-        method: name of the training method that loads it; ``None`` for any.
-
-    Returns:
-        The mark, ``None`` where no optimizer of this library has saved the state; and the state without it.
-
-    Raises:
-        ConfigurationError: another method saved it, or a hyper-parameter is out of its range.
+    Raises :class:`ConfigurationError` where another method than ``method`` saved it (``None``: any may have), or a
+    hyper-parameter is out of its range.
     """
     if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ConfigurationError("this is no state of an optimizer: load what optimizer.state_dict() has returned")
@@ -98,18 +74,9 @@ def from_sgd(
 ) -> dict[str, Any]:
     """Return a state of ``torch.optim.SGD`` as one of a method.
 
-    Rates and weight decay are taken over. Momentum buffers are where the method has the same recurrence
-    (``u = m·u + g``, ``dampening=0``, the same ``m`` and ``nesterov``). A state without momentum leaves the method
-    its own.
-
-    Args:
-        state: of torch.
-        groups: the param groups of the optimizer that loads it.
-        method: its name.
-        keeps_momentum: whether it has that recurrence.
-
-    Raises:
-        ConfigurationError: another optimizer's state, or momentum that the method does not go on with.
+    The method gets rates and weight decay, and momentum buffers where its recurrence is the same (``u = m·u + g``,
+    ``dampening=0``, the same ``m`` and ``nesterov``). A state without momentum leaves the method its own.
+    :class:`ConfigurationError` where the state is another optimizer's, or has momentum of another recurrence.
     """
     saved = state["param_groups"]
     if not all({"lr", "momentum", "dampening", "nesterov"} <= group.keys() for group in saved):
@@ -141,34 +108,31 @@ def from_sgd(
 
 
 def stale_residuals(mark: PushMark, now: PushMark, record: tuple[str, int] | None) -> bool:
-    """Tell whether residuals saved at ``mark`` were sent since.
+    """Return whether residuals saved at ``mark`` were sent since.
 
-    Args:
-        mark: when they were saved.
-        now: where the worker stands.
-        record: (incarnation, step) of the last push under this worker's name that the server had applied when the
-            worker joined; ``None`` if it knew none.
+    ``record`` is (incarnation, step) of the last push under this worker's name that the server had applied when the
+    worker joined; ``None`` if it knew none.
     """
     if now.acknowledged_step or mark.incarnation == now.incarnation:
         record = now.incarnation, now.acknowledged_step
     return record is not None and record != (mark.incarnation, mark.acknowledged_step)
 
 
-def taken_back(
-    memories: MutableMapping[torch.Tensor, State], exchange: Exchange, state_dict: Callable[[], dict[str, Any]]
+def state_as_refused(
+    memories: MutableMapping[torch.Tensor, State], push_pull: PushPull, state_dict: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a state dict as if a push in doubt had been refused; the memories stay as they are."""
-    if not exchange.in_doubt:
+    """Return a state dict as if an unanswered push had been refused; the memories stay as they are."""
+    if not push_pull.unacked:
         return state_dict()
     kept = {parameter: copy.deepcopy(memory) for parameter, memory in memories.items()}
-    exchange.give_back(exchange.held_parts())
+    push_pull.restore(push_pull.unacked_parts())
     state = copy.deepcopy(state_dict())
     memories.update(kept)
     return state
 
 
 def restore_memories(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Put every saved tensor back in fp32: ``torch`` has cast it to its parameter's dtype, which may be narrower."""
+    """Restore every saved tensor in fp32: ``torch`` has cast it to its parameter's dtype, which may be narrower."""
     for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         for key, parameter in zip(saved_group["params"], group["params"], strict=True):
             for name, value in saved["state"].get(key, {}).items():

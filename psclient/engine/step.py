@@ -1,20 +1,21 @@
-"""A worker's steps: check the gradients, push, settle, fetch the reply, apply it (:mod:`psclient.engine.exchange`).
+"""A worker's steps: check the gradients, push, await the acknowledgement, fetch the reply, apply it.
 
-With overlap the same goes on beside the computation (:mod:`psclient.engine.overlap`), and what is here waits for it.
+With overlap the same goes on beside the computation (:mod:`psclient.engine.overlap`), and a step waits for it.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import MomentumAdvice
 from psclient.data.counter import SampleCounter
-from psclient.engine.checks import Interrupted, finite
+from psclient.engine.checks import RetryGuard, finite
 from psclient.engine.loaded_model import is_intact, offer_model, written_tensor
 from psclient.engine.overlap import Overlap
+from psclient.engine.push_pull import PushPull
 from psclient.errors import (
     STEP_AGAIN,
     ConfigurationError,
@@ -23,9 +24,9 @@ from psclient.errors import (
     ServerUnreachableError,
 )
 from psclient.model.module import TrainedModel
-from psclient.optim.session import Session
 from psclient.report import StepReport, Totals
 from psclient.rpc.channel import suppress_errors
+from psclient.rpc.cluster import Cluster
 
 log = logging.getLogger("psclient")
 
@@ -43,46 +44,37 @@ GradientScale = Callable[[Sequence[torch.Tensor], int], float]
 
 
 class Stepper:
-    """Takes one worker's steps, and knows nothing of the optimizer around it.
+    """Takes one worker's steps, without a reference to the optimizer around it.
 
     Args:
-        model: what is trained.
-        groups: with which hyper-parameters.
-        session: the worker's parts.
-        schedule: the density of each step; ``None`` leaves it to the param groups.
+        schedule: ``None`` leaves the density to the param groups.
         rates: returns the learning rates of the next push.
         synchronous: whether updates are gathered in rounds, or go to a model of the worker's own.
-        gradients: collects what there is to push.
-
-    Attributes:
-        report: what the last step did.
-        totals: sums over all steps.
     """
 
     def __init__(
         self,
         model: TrainedModel,
         groups: ParamGroups,
-        session: Session,
+        cluster: Cluster,
+        push_pull: PushPull,
         schedule: Schedule | None,
         rates: Callable[[], Rates],
         gradients: GradientSource,
         *,
         synchronous: bool,
     ) -> None:
-        """Prepare; :meth:`start` follows the joining."""
-        self.report = StepReport(0)
-        self.totals = Totals()
+        self.report, self.totals = StepReport(0), Totals()
         self._model, self._groups, self._schedule, self._rates = model, groups, schedule, rates
         self._gather, self._synchronous = gradients, synchronous
-        self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
+        self._membership, self._cluster, self._push_pull = cluster.membership, cluster, push_pull
         self._samples: SampleCounter | None = None
         self._samples_since_exchange = 0
         self._overlap: Overlap | None = None
-        self._interrupted = Interrupted()
-        self._told_of_nothing = False
-        self._digest: bytes | None = None  # of the model at the beginning, until it has been compared with it
-        self._end_told = False
+        self._retry_guard = RetryGuard()
+        self._warned_no_gradient = False
+        self._first_digest: bytes | None = None  # of the model at the beginning, until it has been compared with it
+        self._end_reported = False
         self._momentum_advice = MomentumAdvice()
 
     @property
@@ -92,13 +84,13 @@ class Stepper:
 
     @property
     def begun(self) -> bool:
-        """True where a backward pass has handed gradients over, and the step has not ended."""
+        """True where the hooks of a backward pass have submitted gradients, and the step has not ended."""
         return self._overlap is not None and self._overlap.begun
 
     @property
     def unfinished(self) -> bool:
         """True where the gradients that are there have been pushed, by a step that has not come to its end."""
-        return not self.begun and self._interrupted.holds(self._gather(range(len(self._model.parameters))))
+        return not self.begun and self._retry_guard.matches(self._gather_all())
 
     @property
     def samples_waiting(self) -> int:
@@ -106,10 +98,10 @@ class Stepper:
         return 0 if self._samples is None else self._samples.waiting
 
     def start(self, samples: SampleCounter | None, *, overlap: bool) -> None:
-        """Take the server's model over, after joining, and begin to count samples."""
+        """Replace the model by the server's, after joining, and begin to count samples."""
         self._samples = samples
-        self._exchange.count(self.report, self._cluster.pull())
-        self._digest = self._cluster.replica.digest()
+        self._push_pull.count(self.report, self._cluster.pull())
+        self._first_digest = self._cluster.replica.digest()
         self.report.buffer_bytes = self._cluster.exchange_buffers(0, 0, adopt=True)
         if overlap:
             self._overlap = self._start_overlap()
@@ -119,92 +111,83 @@ class Stepper:
     def step(self, samples: int | None, scale: GradientScale) -> None:
         """Push the gradients that are there and bring the parameters up to the server's."""
         if self._membership.run_finished:
-            if self._overlap is not None and not self._end_told:
+            if self._overlap is not None and not self._end_reported:
                 # The loop may have looked at `finished` before the reply in the background has turned it.
-                self._end_told = True
+                self._end_reported = True
                 self.drain()
                 self.forget()
                 return
             run_id = self._membership.identity.run_id
             raise RunFinishedError(f"run {run_id!r} is over; leave the loop when optimizer.finished is true")
         self.settle_load()
-        if self._overlap is None:
-            self._step(samples, scale)
+        if self._overlap is not None and samples is not None:
+            raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
+        found = self._gather_all()
+        if not self.begun and self._retry_guard.matches(found):
+            self.rest()
+            self._receive(self.report)
+        elif self._overlap is None:
+            self._step(found, samples, scale)
         else:
-            self._overlapped_step(self._overlap, samples)
+            self._overlapped_step(self._overlap, found)
 
     def completed(self) -> None:
         """Note that the caller of a step knows of its end: the same gradients again are another step's."""
-        self._interrupted.clear()
+        self._retry_guard.clear()
 
     def flush(self, samples: int = 0) -> None:
-        """Push everything that is held, at density 1.
-
-        Args:
-            samples: the first of those that have passed through the model, whose steps are in what is held.
-        """
+        """Push all residuals whole; ``samples``: the first of those waiting, whose steps are in the residuals."""
         self.rest()
         if self._membership.run_finished:
             return
-        rates = self._rates()
         if self._samples is not None:
             self._samples.leave_out(samples)
-        self._samples_since_exchange += samples
-        self.totals.samples += samples
-        report = self.report = self._exchange.open(samples, rates)
-        self._push(report, lambda number: self._exchange.send_held(report, number))
+        report = self.report = self._open(samples, self._rates())
+        self._push(report, lambda number: self._push_pull.send_residuals(report, number))
         self.totals.add(report)
 
     def pull(self) -> None:
         """Bring the parameters up to the server's without pushing, wherever they lie now."""
         self.drain()
         self.settle_load(drops=True)
-        self._settle_doubt()
+        self._await_unacked()
         self._fetch_and_apply()
 
     def settle_load(self, *, drops: bool = False) -> bool:
         """Bring server and worker together again where a model was loaded into the worker (docs/training.md).
 
-        That costs next to nothing where nobody has written to the model; the first time all of it is read.
-
-        Args:
-            drops: whether a model that cannot be the server's is dropped.
-
-        Returns:
-            Whether the worker has another model than it had.
-
-        Raises:
-            ModelLoadedError: one was, and the server's has been trained.
-            ModelChangedError: a tensor of the model is another one than it was.
+        That costs next to nothing where nobody has written to the model; the first time all of it is read. Where a
+        trained server refuses the model, it is dropped (``drops``) or :class:`ModelLoadedError` raised. Returns whether
+        the worker has another model than it had.
         """
         self._model.check()
         name = written_tensor(self._cluster)
-        if name is None and self._digest is None:
+        if name is None and self._first_digest is None:
             return False
         digest = self._cluster.replica.digest()
-        changed = digest != self._digest
-        if self._digest is not None:
+        changed = digest != self._first_digest
+        if self._first_digest is not None:
             self._model.check_frozen()
         if changed:
             self.rest()
             name = name or self._model.layout.parameters[0].name
             offer_model(self._cluster, name, digest, self._membership.settings.on_load, drops=drops)
             self._fetch_and_apply()
-            self.totals.buffer_bytes += self._cluster.exchange_buffers(self._exchange.step, 0, adopt=True)
+            self.totals.buffer_bytes += self._cluster.exchange_buffers(self._push_pull.step, 0, adopt=True)
         else:
             self._cluster.replica.accept()
-        self._digest = None
+        self._first_digest = None
         return changed
 
     def rest(self) -> None:
-        """Come to rest: nothing goes on in the background, and no push is in doubt."""
+        """End what goes on in the background, and await the answer to the last push."""
         self.drain()
-        self._settle_doubt()
+        self._await_unacked()
 
     def drain(self) -> None:
         """With overlap: end what goes on in the background, and apply the reply that is awaited.
 
-        A reply to a replica that was changed meanwhile is dropped, as if it had not come: the next step tells.
+        A reply to a replica that was changed meanwhile is dropped, as if it had not come: the next step reports that.
         """
         if self._overlap is None or self._overlap.in_child:
             return
@@ -216,18 +199,13 @@ class Stepper:
             address = self._membership.coordinator.address
             raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
         if replies is not None and is_intact(self._cluster.replica):
-            report = StepReport(self._exchange.step)
-            self._exchange.apply(report, replies)
+            report = StepReport(self._push_pull.step)
+            self._push_pull.apply(report, replies)
             self.totals.add(report)
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """With overlap: leave the gradients of the backward passes in the body alone."""
-        if self._overlap is None:
-            yield
-            return
-        with self._overlap.accumulating():
-            yield
+        return nullcontext() if self._overlap is None else self._overlap.accumulating()
 
     def forget(self) -> None:
         """With overlap: skip a batch after its backward pass."""
@@ -238,75 +216,66 @@ class Stepper:
         """Bring to an end what has begun, as far as that can be done in the time left, and leave the run."""
         try:
             suppress_errors(self.drain)
-            if self._samples is not None:
-                self._samples.close()
-            samples = self._samples_since_exchange
-            if samples and not self._cluster.has_unacked:
-                suppress_errors(lambda: self._exchange_at_end(samples))
+            if self._samples_since_exchange and not self._push_pull.unacked:
+                suppress_errors(self._exchange_last_buffers)
         finally:
-            self._cluster.close()
-            if self._overlap is not None:
-                self._overlap.close()
+            self._close()
 
     def abandon(self) -> None:
         """Leave the run where nobody has the optimizer any more; the model, which may be in use, stays as it is."""
         self._membership.set_deadline(CLOSING_SECONDS)
         try:
-            if self._samples is not None:
-                self._samples.close()
             if self._overlap is not None:
                 with suppress(TimeoutError):
                     self._overlap.break_off(self._membership.seconds_left)
-                self._overlap.close()
         finally:
-            self._cluster.close()
+            self._close()
 
-    # Inner parts
+    def _close(self) -> None:
+        if self._samples is not None:
+            self._samples.close()
+        self._cluster.close()
+        if self._overlap is not None:
+            self._overlap.close()
+
+    def _gather_all(self) -> dict[int, torch.Tensor]:
+        return self._gather(range(len(self._model.parameters)))
 
     def _fetch_and_apply(self) -> None:
-        report = StepReport(self._exchange.step)
-        self._exchange.count(report, self._cluster.pull())
+        report = StepReport(self._push_pull.step)
+        self._push_pull.count(report, self._cluster.pull())
+        self._add(report)
+
+    def _add(self, report: StepReport) -> None:
         self.totals.add(report)
-        self.totals.refused = self._exchange.refused
+        self.totals.refused = self._push_pull.refused
         self.totals.upload_bytes = self._membership.upload_bytes
 
-    def _step(self, samples: int | None, scale: GradientScale) -> None:
-        found = self._gather(range(len(self._model.parameters)))
-        if self._interrupted.holds(found):
-            self._settle_doubt()
-            self._receive(self.report)
-            return
-        if not found and not self._told_of_nothing:
-            self._told_of_nothing = True
+    def _step(self, found: dict[int, torch.Tensor], samples: int | None, scale: GradientScale) -> None:
+        if not found and not self._warned_no_gradient:
+            self._warned_no_gradient = True
             log.warning(
                 "step() has found no gradient in any of its parameters: is model= the one that the loop trains?"
             )
         gradients = finite(self._model, found)
-        self._settle_doubt()
+        self._await_unacked()
         factor = scale(list(gradients.values()), self._membership.live_workers)
         report = self.report = self._begin(samples)
-        self._interrupted.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
+        self._retry_guard.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
         try:
-            self._push(report, lambda number: self._exchange.send_gradients(report, number, gradients, factor))
+            self._push(report, lambda number: self._push_pull.send_gradients(report, number, gradients, factor))
         except NonFiniteGradientError:
-            self._interrupted.clear()
+            self._retry_guard.clear()
             raise
         self._receive(report)
 
-    def _overlapped_step(self, overlap: Overlap, samples: int | None) -> None:
-        if samples is not None:
-            raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
-        found = self._gather(range(len(self._model.parameters)))
-        if not overlap.begun and self._interrupted.holds(found):
-            self.rest()
-            self._receive(self.report)
-            return
+    def _overlapped_step(self, overlap: Overlap, found: dict[int, torch.Tensor]) -> None:
         report = self.report = overlap.finish()
-        self._interrupted.note(found)
+        self._retry_guard.note(found)
         with report.timed("wait"):
             replies = overlap.collect()
         if replies is not None:
-            self._exchange.apply(report, replies)
+            self._push_pull.apply(report, replies)
         overlap.launch(report)
         self._end(report)
 
@@ -314,62 +283,55 @@ class Stepper:
         """Open the push of a new step, at the density that the schedule gives it."""
         rates = self._rates()
         if self._schedule is not None:
-            self._groups.set_density(self._schedule(self._exchange.step + 1))
+            self._groups.set_density(self._schedule(self._push_pull.step + 1))
         counted = self._samples.take(warn=samples is None) if self._samples is not None else 1
-        samples = counted if samples is None else samples
+        return self._open(counted if samples is None else samples, rates)
+
+    def _open(self, samples: int, rates: Rates) -> StepReport:
         self._samples_since_exchange += samples
         self.totals.samples += samples
-        return self._exchange.open(samples, rates)
+        return self._push_pull.open(samples, rates)
 
     def _push(self, report: StepReport, send: Callable[[int], None]) -> None:
-        """Send every group of the open push, commit, and settle."""
+        """Send every group of the open push, commit, and await the acknowledgement."""
         try:
-            for number in range(len(self._exchange.groups)):
+            for number in range(len(self._push_pull.groups)):
                 send(number)
-            self._exchange.commit(report)
+            self._push_pull.commit(report)
         except BaseException:
-            self._exchange.abandon()
+            self._push_pull.abandon()
             raise
         with report.timed("wait"):
-            self._exchange.settle(report)
+            self._push_pull.await_ack(report)
 
     def _receive(self, report: StepReport) -> None:
-        """Fetch the reply to a settled push, apply it, and end the step."""
+        """Fetch the reply to an answered push, apply it, and end the step."""
         with report.timed("wait"):
-            replies = self._exchange.fetch()
+            replies = self._push_pull.fetch()
         report.move(max(reply.decode_seconds for reply in replies.values()), "wait", "apply")
-        self._exchange.apply(report, replies)
+        self._push_pull.apply(report, replies)
         self._end(report)
 
     def _end(self, report: StepReport) -> None:
-        self._exchange.regroup()
+        self._push_pull.planner.advance()
         if report.step % self._membership.run_settings.buffer_period_steps == 0:
             with report.timed("buffers"):
                 report.buffer_bytes = self._cluster.exchange_buffers(report.step, self._samples_since_exchange)
             self._samples_since_exchange = 0
-        self.totals.add(report)
-        self.totals.upload_bytes = self._membership.upload_bytes
-        self.totals.refused = self._exchange.refused
+        self._add(report)
         if not self._synchronous:
             self._momentum_advice.check(self._membership.live_workers, self._groups.all)
 
-    def _exchange_at_end(self, samples: int) -> None:
-        self.totals.buffer_bytes += self._cluster.exchange_buffers(self._exchange.step, samples)
+    def _exchange_last_buffers(self) -> None:
+        self.totals.buffer_bytes += self._cluster.exchange_buffers(self._push_pull.step, self._samples_since_exchange)
 
-    def _settle_doubt(self) -> None:
-        if self._exchange.in_doubt:
-            self._exchange.settle(self.report)
+    def _await_unacked(self) -> None:
+        if self._push_pull.unacked:
+            self._push_pull.await_ack(self.report)
 
     def _start_overlap(self) -> Overlap:
-        def trained() -> dict[int, torch.Tensor]:
-            return {
-                position: parameter
-                for position, parameter in enumerate(self._model.parameters)
-                if parameter.requires_grad and parameter in self._groups
-            }
-
         def begin() -> StepReport:
-            self._settle_doubt()
+            self._await_unacked()
             return self._begin()
 
-        return Overlap(self._exchange, trained, begin, self._gather, lambda found: finite(self._model, found))
+        return Overlap(self._model, self._groups, self._push_pull, self._gather, begin)

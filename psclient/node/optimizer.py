@@ -24,7 +24,7 @@ from psclient import settings as client_settings
 from psclient.compress.groups import ParamGroups
 from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.data.counter import SampleCounter
-from psclient.engine.checks import Interrupted, gather
+from psclient.engine.checks import RetryGuard, gather
 from psclient.engine.state import split
 from psclient.errors import (
     ConfigurationError,
@@ -109,7 +109,7 @@ class NodeOptimizer(Optimizer):
             listed.pop("param_names", None)  # torch takes names with the parameters only
         given = [p for listed in self.param_groups for p in listed["params"]]
         self._model = describe(module, given, upload_frozen=resolved.upload_frozen)
-        self._interrupted = Interrupted()  # on every process, as each has to know whether to call a closure
+        self._interrupted = RetryGuard()  # on every process, as each has to know whether to call a closure
         self._loss: Any = None
         self._uncounted = 0
         self._closed = False
@@ -196,7 +196,7 @@ class NodeOptimizer(Optimizer):
         """
         if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
             raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
-        if closure is not None and not self._interrupted.holds(self._gradients()):
+        if closure is not None and not self._interrupted.matches(self._gradients()):
             with torch.enable_grad():
                 self._loss = closure()
         if samples is None:

@@ -18,18 +18,18 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
 from psclient.buckets.lags import Lags
-from psclient.buckets.plan import Plan
+from psclient.buckets.plan import BucketPlan
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.data.counter import SampleCounter
 from psclient.data.first_batches import FirstBatches
 from psclient.engine.checks import gather, refuse_averaged
-from psclient.engine.executor import SerialExecutor
 from psclient.engine.lifecycle import Lifecycle, end_earlier, has_other
-from psclient.engine.state import PushMark, from_sgd, restore_memories, split, stale_residuals, taken_back
+from psclient.engine.state import PushMark, from_sgd, restore_memories, split, stale_residuals, state_as_refused
 from psclient.engine.step import CLOSING_SECONDS, GradientSource, Stepper
 from psclient.errors import ConfigurationError, CopyRefusedError, FingerprintMismatchError, ServerUnreachableError
+from psclient.executor import SerialExecutor
 from psclient.model.module import TrainedModel, describe
 from psclient.optim.session import open_session
 from psclient.report import StepReport, Totals
@@ -162,13 +162,14 @@ class ParameterServerOptimizer(Optimizer, ABC):
                 own_server.stop()
             raise
         self._server, self._planner = session.server, session.planner
-        self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
+        self._membership, self._cluster, self._push_pull = session.membership, session.cluster, session.push_pull
         self._compressor = session.compressor
         schedule = density if callable(density) else None
         self._stepper = Stepper(
             self._model,
             self._groups,
-            session,
+            self._cluster,
+            self._push_pull,
             schedule,
             self.rate_source(self._groups),
             self.gradient_source(self._model, self._groups),
@@ -261,8 +262,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return self._stepper.totals
 
     @property
-    def plan(self) -> Plan:
-        """Which tensors are pushed together, with predicted and measured times: print it, or ``plan.draw(path)``."""
+    def plan(self) -> BucketPlan:
+        """Which tensors are pushed together, with predicted and measured times: print it."""
         return self._planner.plan
 
     @property
@@ -472,8 +473,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._stepper.drain()
         except ServerUnreachableError as error:
             log.warning("saving the state with a push in doubt: %s", error)
-        state = taken_back(self.state, self._exchange, super().state_dict)
-        state["psclient"] = PushMark.now(self.name, self._membership, self._exchange).plain()
+        state = state_as_refused(self.state, self._push_pull, super().state_dict)
+        state["psclient"] = PushMark.now(self.name, self._membership, self._push_pull).plain()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -498,7 +499,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         restore_memories(self, plain)
         if mark is None:
             return
-        now = PushMark.now(self.name, self._membership, self._exchange)
+        now = PushMark.now(self.name, self._membership, self._push_pull)
         if self.server_remembers and mark.run != now.run and now.version < mark.version:
             log.warning(
                 "this state is of version %d of run %s, and run %s is at version %d: moments and schedule of the "
@@ -525,7 +526,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
                 mark.worker,
             )
             self.state.clear()
-        self._exchange.step = max(self._exchange.step, mark.step)
+        self._push_pull.step = max(self._push_pull.step, mark.step)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be copied or pickled: a copy would have no place in the run.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import needs_closure
 from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
-from psclient.engine.checks import Interrupted, finite, gather
+from psclient.engine.checks import RetryGuard, finite, gather
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError, SparsepsError
 from psclient.model.module import TrainedModel
@@ -107,7 +107,7 @@ class Outer(ParameterServerOptimizer):
         self._local_steps = 0
         self._trained_samples = 0  # in the local steps since the last push
         self._deltas = _Deltas()
-        self._interrupted = Interrupted()
+        self._interrupted = RetryGuard()
         self._warned = False
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov and momentum > 0}
         self._agreed = {"update": "torch", "optimizer": json.dumps({"name": "SGD", "options": options})}
@@ -142,7 +142,7 @@ class Outer(ParameterServerOptimizer):
     @property
     def unfinished(self) -> bool:
         """True where the push of a period has met an error, and its last local step is done."""
-        return self._interrupted.holds(self._gradients())
+        return self._interrupted.matches(self._gradients())
 
     @property
     def local_steps(self) -> int:
@@ -177,7 +177,7 @@ class Outer(ParameterServerOptimizer):
     def _step(self, samples: int | None) -> None:
         gradients = self._gradients()
         self._settle()
-        if self._interrupted.holds(gradients):
+        if self._interrupted.matches(gradients):
             return
         self._interrupted.note(gradients)
         try:

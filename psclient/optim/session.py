@@ -8,12 +8,11 @@ import torch
 
 from psclient import settings as client_settings
 from psclient.buckets.lags import Lags
-from psclient.buckets.planner import Planner
+from psclient.buckets.planner import BucketPlanner
 from psclient.compress.compressor import Choice, Compressor
 from psclient.compress.groups import ParamGroups
 from psclient.compress.method import Method, State
-from psclient.engine.exchange import Exchange
-from psclient.engine.push import Pusher
+from psclient.engine.push_pull import PushPull
 from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
 from psclient.model.replica import Replica
@@ -38,7 +37,7 @@ class Session:
         membership: its place in the run.
         cluster: all shards.
         compressor: selects, and takes back what did not arrive.
-        exchange: its pushes and pulls.
+        push_pull: its pushes and pulls.
         planner: which tensors go together.
         server: how the servers were named.
     """
@@ -46,8 +45,8 @@ class Session:
     membership: Membership
     cluster: Cluster
     compressor: Compressor
-    exchange: Exchange
-    planner: Planner
+    push_pull: PushPull
+    planner: BucketPlanner
     server: str
 
 
@@ -90,7 +89,7 @@ def open_session(
     membership = Membership(shards, worker, replica, model.buffers, method.name, agreed, settings)
     cluster = Cluster(shards, membership, replica, model.buffers)
     choice = Choice(SELECTORS[settings.selector], settings.select_over, settings.dense_below)
-    planner = Planner(
+    planner = BucketPlanner(
         model.layout,
         settings.merge,
         group_elements=settings.group_elements,
@@ -99,5 +98,5 @@ def open_session(
         lags=lags,
     )
     compressor = Compressor(method, model, memories, groups.of, choice, planner.density_of)
-    exchange = Exchange(cluster, Pusher(model.layout, cluster, planner.groups), compressor, planner)
-    return Session(membership, cluster, compressor, exchange, planner, server)
+    push_pull = PushPull(model.layout, cluster, compressor, planner)
+    return Session(membership, cluster, compressor, push_pull, planner, server)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from psclient.engine import executor
+from psclient import executor
 from psclient.errors import (
     STEP_AGAIN,
     ConfigurationError,

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from psclient.buckets.trace import PushTiming
 from psclient.compress.groups import Rates
-from psclient.data.tracker import Progress
-from psclient.engine.executor import SerialExecutor
+from psclient.data.tracker import SampleTracker
 from psclient.errors import LeaseLostError, ServerFaultError, from_refusal
+from psclient.executor import SerialExecutor
 from psclient.model.module import NamedBuffers
 from psclient.model.replica import Replica
 from psclient.rpc.membership import Membership
@@ -59,7 +59,7 @@ class Cluster:
         self.membership = membership
         self.replica = replica
         self.buffers = buffers.only(is_exchanged)
-        self.progress = Progress()
+        self.progress = SampleTracker()
         for shard, span in zip(self.shards, replica.layout.shard_spans(len(self.shards)), strict=True):
             shard.span = span
         self._outcome: PushOutcome | None = None

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from psclient import settings as client_settings
-from psclient.engine.executor import SerialExecutor
 from psclient.errors import ConfigurationError, Transient, from_refusal
+from psclient.executor import SerialExecutor
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.local_server import server_string
 from psclient.rpc.resolver import connect

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 
-from psclient.engine.executor import is_cancelled
 from psclient.errors import (
     START_FIRST,
     STEP_AGAIN,
@@ -23,6 +22,7 @@ from psclient.errors import (
     from_refusal,
     from_rpc_error,
 )
+from psclient.executor import is_cancelled
 from psclient.model.module import NamedBuffers
 from psclient.model.replica import Replica
 from psclient.rpc.channel import HANDSHAKE_SECONDS, RetryPolicy, pause, suppress_errors

@@ -14,7 +14,7 @@ class Segment:
     """Some or all elements of a span, with a value each.
 
     Attributes:
-        span: where it lies in the flat layout.
+        span: place in the flat layout.
         offsets: int64 ``[k]``, strictly increasing, counted from ``span.start``; ``None`` means every element.
         values: ``[k]``, floating point; on the same device as ``offsets``.
     """
@@ -55,20 +55,20 @@ def entries(segments: Iterable[Segment]) -> int:
 
 
 def merge(span: Span, segments: Iterable[Segment]) -> Segment | None:
-    """Join segments, which must be ascending and inside ``span``, into one; ``None`` if they hold no entry.
+    """Join segments, which must be ascending and inside ``span``, into one; ``None`` without an entry.
 
     All-dense neighbours that fill the span stay dense; otherwise dense ones are written out as offsets.
     """
     parts = [segment for segment in segments if segment.entries]
     if not parts:
         return None
-    values = _join([part.values for part in parts])
+    values = _concatenated([part.values for part in parts])
     if all(part.offsets is None for part in parts) and values.numel() == span.length:
         return Segment(span, None, values)
     return Segment(span, _offsets_within(parts, span), values)
 
 
-def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0]
     if tensors[0].device.type == "cpu" and tensors[0].dtype != torch.bfloat16:
@@ -80,7 +80,7 @@ def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _offsets_within(parts: list[Segment], span: Span) -> torch.Tensor:
     """Return the offsets of all parts, counted from the start of ``span``."""
     device = parts[0].values.device
-    joined = torch.empty(sum(part.entries for part in parts), dtype=torch.int64, device=device)
+    joined = torch.empty(entries(parts), dtype=torch.int64, device=device)
     first = 0
     for part in parts:
         place = joined[first : first + part.entries]

@@ -5,10 +5,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from psclient.buckets.costs import Costs
-from psclient.buckets.plans import cuts_of
+from psclient.buckets.bucketing import cuts_of
+from psclient.buckets.costs import Costs, Workload, predict
 from psclient.buckets.trace import PushTiming, Trace
-from psclient.buckets.workload import Workload, predict
 from pscore.model.layout import ModelLayout, TensorSpec
 
 DENSITY, ENTRY_BYTES = 0.01, 8
@@ -43,12 +42,12 @@ def trace_of(groups, workload, costs, noise=None):
         if number == 0:
             trace.opening = began
             began += costs.lead
-            timing.opened, busy = began, began + costs.header
+            timing.opened, busy = began, began + costs.message
         trace.begun[number] = began
         free = trace.done[number] = began + select
         busy = max(busy, free) + send
         timing.left[number] = free - timing.opened
-        timing.arrived.append(busy - timing.opened - costs.header)
+        timing.arrived.append(busy - timing.opened - costs.message)
         timing.group_bytes[number] = int(workload.nbytes[start:end].sum())
         for place in range(start, end):
             trace.elements[count - 1 - place] = int(workload.elements[place])

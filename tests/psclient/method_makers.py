@@ -4,12 +4,15 @@ import math
 
 import torch
 
-from psclient.compress.compressor import Choice, Tally, compress, empty
-from psclient.compress.method import Sent, Step, give_back
+from psclient.compress.compressor import Accumulated, Choice, compress, take_whole
+from psclient.compress.method import Step, memory, restore
 from psclient.optim.asgd import ASGD
 from psclient.optim.dgc import DGC
 from psclient.optim.dgs import DGS
 from psclient.optim.gradient_dropping import GradientDropping
+from psclient.report import StepReport
+from pscore.model.layout import Span
+from pscore.model.segment import Segment
 from pscore.select import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.codecs.values import VALUE_FORMATS
@@ -23,21 +26,28 @@ EPS = torch.finfo(torch.float32).eps
 def push(name, state, gradient, group, density=1.0, value="fp32", selector=SELECTORS["exact"]):
     """One step of a method without an optimizer around it: what arrives when values travel as ``value``."""
     said = METHODS[name].accumulate(state, group, Step(gradient, None))
-    [sent] = compress([(said, state)], density, Choice(selector, "tensor", 0), Tally())
+    tensor = Accumulated(said, state, Span(0, gradient.numel()))
+    sent = compress({0: tensor}, density, Choice(selector, "tensor", 0), StepReport(0))[0]
     return travelled(name, state, group, sent, value, gradient)
 
 
 def flush(name, state, group):
     """Send everything that a state holds; values travel in fp32 then."""
     if "residual" not in state:
-        return Sent(torch.empty(0, dtype=torch.int64), torch.empty(0))
-    return empty(METHODS[name].held(state, group))
+        return Segment(Span(0, 0), torch.empty(0, dtype=torch.int64), torch.empty(0))
+    said = METHODS[name].held(state, group)
+    return take_whole(said, Span(0, said.memory.numel()))
+
+
+def whole(values):
+    """A tensor that is sent whole."""
+    return Segment(Span(0, values.numel()), None, values)
 
 
 def come_back(name, state, group, sent, like):
     """Give back what was sent with these hyper-parameters."""
     share = METHODS[name].held({"residual": torch.empty(0)}, group).share
-    give_back(state, share, sent, like)
+    restore(memory(state, "residual", like), share, sent)
 
 
 def travelled(name, state, group, sent, value, like):
@@ -45,8 +55,8 @@ def travelled(name, state, group, sent, value, like):
     if not sent.values.numel():
         return sent
     arrived = torch.from_numpy(VALUE_FORMATS[VALUE_CODECS[value]].encode(sent.values.numpy())[1].copy())
-    come_back(name, state, group, Sent(sent.offsets, sent.values - arrived), like)
-    return Sent(sent.offsets, arrived)
+    come_back(name, state, group, Segment(sent.span, sent.offsets, sent.values - arrived), like)
+    return Segment(sent.span, sent.offsets, arrived)
 
 
 def group(lr=0.1, momentum=0.0):

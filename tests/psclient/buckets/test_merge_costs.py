@@ -5,15 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from psclient.buckets import plans
-from psclient.buckets.costs import CostMeter
-from psclient.buckets.rls import RecursiveLeastSquares
-from psclient.buckets.timeline import GradientMoments
+from psclient.buckets import bucketing
+from psclient.buckets.meter import CostMeter, RecursiveLeastSquares
+from psclient.buckets.trace import GradientClock
 from tests.psclient.merge_makers import COSTS, make_workload, trace_of
 
 SIZES = [2_000_000, *[500, 500, 300_000] * 15, 1_000_000]
 WORKLOAD = make_workload(SIZES)
-PLANS = [plans.layers(len(SIZES)), plans.by_size(SIZES, 1_000_000), plans.by_size(SIZES, 3_000_000)]
+PLANS = [bucketing.layers(len(SIZES)), bucketing.by_size(SIZES, 1_000_000), bucketing.by_size(SIZES, 3_000_000)]
 
 
 def samples(rng, count, coefficients, noise):
@@ -117,7 +116,7 @@ def test_a_tensor_without_a_gradient_costs_nothing():
 
 
 def test_moments_on_the_host_are_those_of_the_hooks():
-    moments = GradientMoments(None)
+    moments = GradientClock(None)
     moments.note(3)
     moments.note(1)
     found = moments.take()
@@ -132,7 +131,7 @@ def test_moments_on_a_gpu_are_those_of_the_work_and_not_of_its_launch():
 
     import torch
 
-    moments = GradientMoments(torch.device("cuda", 0))
+    moments = GradientClock(torch.device("cuda", 0))
     a = torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     began = time.perf_counter()

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psclient.buckets import plans
+from benchmarks.mgs.picture import draw
+from psclient.buckets import bucketing
 from psclient.buckets.lags import Lags
-from psclient.buckets.planner import Planner
+from psclient.buckets.planner import BucketPlanner
 from psclient.errors import ConfigurationError
 from psclient.schedules import lags
 from psclient.settings import ClientSettings
@@ -21,7 +22,7 @@ LAYOUT = make_layout(SIZES)
 
 
 def make_planner(rule="pareto", **options):
-    return Planner(LAYOUT, rule, group_elements=1_000_000, bucket_bytes=25 << 20, **options)
+    return BucketPlanner(LAYOUT, rule, group_elements=1_000_000, bucket_bytes=25 << 20, **options)
 
 
 def train(planner, steps, costs=COSTS):
@@ -35,14 +36,14 @@ def train(planner, steps, costs=COSTS):
 
 
 def best(costs=COSTS):
-    return exposed(plans.groups_of(plans.exact(WORKLOAD, costs)), WORKLOAD, costs)
+    return exposed(bucketing.groups_of(bucketing.exact(WORKLOAD, costs)), WORKLOAD, costs)
 
 
 def test_a_worker_begins_with_groups_by_elements_and_plans_after_a_few_steps():
     planner = make_planner()
     used = train(planner, 12)
-    assert used[0] == used[1] == plans.by_size(SIZES, 1_000_000)
-    assert plans.layers(len(SIZES)) in used
+    assert used[0] == used[1] == bucketing.by_size(SIZES, 1_000_000)
+    assert bucketing.layers(len(SIZES)) in used
     assert exposed(planner.groups, WORKLOAD) <= 1.03 * best()
     assert planner.plan.rule == "pareto"
     assert planner.plan.planned == 1
@@ -84,7 +85,7 @@ def test_after_some_hundred_steps_it_looks_again(monkeypatch):
     planner = make_planner()
     used = train(planner, 70)
     assert planner.plan.planned == 2
-    assert plans.layers(len(SIZES)) in used[50:]
+    assert bucketing.layers(len(SIZES)) in used[50:]
     assert len(set(used[-10:])) == 1
 
 
@@ -116,23 +117,23 @@ def test_the_plan_is_a_table_of_predicted_and_measured_times():
 def test_a_plan_can_be_drawn(tmp_path):
     planner = make_planner()
     with pytest.raises(ConfigurationError, match="nothing to draw"):
-        planner.plan.draw(tmp_path / "plan.svg")
+        draw(planner.plan, tmp_path / "plan.svg")
     train(planner, 12)
-    assert planner.plan.draw(tmp_path / "plan.svg").read_text().count("last gradient") >= 2
+    assert draw(planner.plan, tmp_path / "plan.svg").read_text().count("last gradient") >= 2
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r"sparseps\[quickstart\]"):
-        make_planner().plan.draw(tmp_path / "plan.svg")
+        draw(make_planner().plan, tmp_path / "plan.svg")
 
 
-def test_held_groups_stay(monkeypatch):
+def test_fixed_groups_stay(monkeypatch):
     monkeypatch.setattr("psclient.buckets.planner._PERIOD_STEPS", 50)
     planner = make_planner()
-    planner.hold(plans.layers(len(SIZES)), "layers")
+    planner.fix(bucketing.layers(len(SIZES)), "layers")
     planner.advance()
-    assert set(train(planner, 70)) == {plans.layers(len(SIZES))}
+    assert set(train(planner, 70)) == {bucketing.layers(len(SIZES))}
 
 
 # LAGS

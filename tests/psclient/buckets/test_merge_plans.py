@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psclient.buckets import plans
-from psclient.buckets.costs import Costs
-from psclient.buckets.published import PublishedCosts, sent_bytes
-from psclient.buckets.workload import Workload, predict
+from benchmarks.mgs.published import PublishedCosts, sent_bytes
+from psclient.buckets import bucketing
+from psclient.buckets.costs import Costs, Workload, predict
 from tests.psclient.merge_makers import COSTS, make_workload
 
 seconds = st.sampled_from([0.0, 1e-4, 1e-3, 5e-3]) | st.floats(0, 0.02)
@@ -40,7 +39,7 @@ def every_plan(count):
 @given(workloads(), costs(), st.booleans())
 @settings(deadline=None, max_examples=100)
 def test_the_exact_plan_is_the_best_of_all(workload, costs, shared):
-    found = predict(plans.exact(workload, costs, shared=shared), workload, costs, shared=shared)
+    found = predict(bucketing.exact(workload, costs, shared=shared), workload, costs, shared=shared)
     best = min(predict(cuts, workload, costs, shared=shared).exposed for cuts in every_plan(len(workload)))
     assert found.exposed == pytest.approx(best, abs=1e-12)
 
@@ -48,8 +47,8 @@ def test_the_exact_plan_is_the_best_of_all(workload, costs, shared):
 @given(workloads(), st.sampled_from([2, 4, 8, 16]), st.booleans())
 @settings(deadline=None, max_examples=40)
 def test_it_is_the_best_under_costs_that_are_no_straight_lines_too(workload, workers, shared):
-    costs = PublishedCosts(workers)
-    found = predict(plans.exact(workload, costs, shared=shared), workload, costs, shared=shared)
+    costs = PublishedCosts(workers=workers)
+    found = predict(bucketing.exact(workload, costs, shared=shared), workload, costs, shared=shared)
     best = min(predict(cuts, workload, costs, shared=shared).exposed for cuts in every_plan(len(workload)))
     assert found.exposed == pytest.approx(best, abs=1e-12)
 
@@ -57,8 +56,8 @@ def test_it_is_the_best_under_costs_that_are_no_straight_lines_too(workload, wor
 @given(workloads(most=40), costs(), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_no_other_rule_beats_the_exact_plan(workload, costs, shared):
-    best = predict(plans.exact(workload, costs, shared=shared), workload, costs, shared=shared).exposed
-    others = [plans.greedy(workload, costs, shared=shared), tuple(range(len(workload) + 1)), (0, len(workload))]
+    best = predict(bucketing.exact(workload, costs, shared=shared), workload, costs, shared=shared).exposed
+    others = [bucketing.greedy(workload, costs, shared=shared), tuple(range(len(workload) + 1)), (0, len(workload))]
     for cuts in others:
         assert predict(cuts, workload, costs, shared=shared).exposed >= best - 1e-12
 
@@ -67,8 +66,8 @@ def test_greedy_merges_where_start_up_outweighs_waiting_and_not_where_it_does_no
     workload = make_workload([1000] * 20, backward=0.01)
     dear = Costs(0, 0, 0, 0, message=10e-3, byte=0, tail=0)
     cheap = Costs(0, 0, 0, 0, message=1e-6, byte=0, tail=0)
-    assert len(plans.greedy(workload, dear)) - 1 <= 3
-    assert len(plans.greedy(workload, cheap)) - 1 == 20
+    assert len(bucketing.greedy(workload, dear)) - 1 <= 3
+    assert len(bucketing.greedy(workload, cheap)) - 1 == 20
 
 
 def test_greedy_leaves_something_under_the_papers_own_costs():
@@ -76,9 +75,9 @@ def test_greedy_leaves_something_under_the_papers_own_costs():
     elements = np.array([2_000_000, *[2_000, 500_000] * 30, 9_000], dtype=float)
     ready = np.linspace(0.002, 0.12, elements.size)
     workload = Workload(ready, np.ones_like(ready), elements, sent_bytes(elements, 0.001))
-    costs = PublishedCosts(4)
+    costs = PublishedCosts(workers=4)
     greedy, exact = (predict(rule(workload, costs, shared=True), workload, costs, shared=True).exposed + 0.12
-                     for rule in (plans.greedy, plans.exact))  # fmt: skip
+                     for rule in (bucketing.greedy, bucketing.exact))  # fmt: skip
     assert 1.01 < greedy / exact < 1.3
 
 
@@ -87,25 +86,25 @@ def test_a_group_that_sends_nothing_costs_no_message():
 
 
 def test_groups_by_size_begin_with_the_last_tensor_and_cover_everything():
-    assert plans.by_size([5, 1, 1, 9, 1], 4) == (range(3, 5), range(0, 3))
-    assert plans.by_size([3], 100) == (range(0, 1),)
-    assert plans.layers(2) == (range(1, 2), range(0, 1))
+    assert bucketing.by_size([5, 1, 1, 9, 1], 4) == (range(3, 5), range(0, 3))
+    assert bucketing.by_size([3], 100) == (range(0, 1),)
+    assert bucketing.layers(2) == (range(1, 2), range(0, 1))
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=50), st.integers(1, 3000))
 def test_cuts_and_groups_say_the_same(sizes, least):
-    groups = plans.by_size(sizes, least)
-    assert plans.groups_of(plans.cuts_of(groups)) == groups
+    groups = bucketing.by_size(sizes, least)
+    assert bucketing.groups_of(bucketing.cuts_of(groups)) == groups
     assert [position for group in reversed(groups) for position in group] == list(range(len(sizes)))
     assert all(sum(sizes[group.start : group.stop]) >= least for group in groups[:-1])
 
 
 def test_a_model_of_very_many_tensors_is_planned_in_fewer_parts():
     workload = make_workload([100 + i % 7 for i in range(3000)])
-    cuts = plans.parts(workload.elements, 512)
+    cuts = bucketing.parts(workload.elements, 512)
     joined = workload.joined(cuts)
     assert 256 <= len(joined) <= 512
     assert (cuts[0], cuts[-1]) == (0, 3000)
     assert joined.elements.sum() == workload.elements.sum()
     assert joined.ready[-1] == workload.ready[-1]
-    assert workload.joined(plans.parts(workload.elements, 3000)) is workload
+    assert workload.joined(bucketing.parts(workload.elements, 3000)) is workload

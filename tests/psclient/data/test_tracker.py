@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from psclient.data.tracker import Progress
+from psclient.data.tracker import SampleTracker
 from pscore.model.ranges import Ranges
 
 
@@ -21,7 +21,7 @@ class Worker(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.progress = Progress()
+        self.tracker = SampleTracker()
         self.next, self.epoch = 0, 0
         self.again = []
         self.drawn, self.trained, self.finished, self.pushed = [], set(), set(), set()
@@ -33,7 +33,7 @@ class Worker(RuleBasedStateMachine):
                 place = self.again.pop(0)
             else:
                 place, self.next = (self.epoch, self.next), self.next + 1
-            self.progress.draw("train", *place)
+            self.tracker.draw("train", *place)
             self.drawn.append(place)
 
     @rule()
@@ -44,24 +44,22 @@ class Worker(RuleBasedStateMachine):
     def steps(self, samples, applied):
         done, self.drawn = self.drawn[:samples], self.drawn[samples:]
         self.trained |= set(done)
-        assert said(self.progress.open_push(samples)) == self.trained
+        assert said(self.tracker.open_push(samples)) == self.trained
         if applied:
-            self.progress.acknowledged()
+            self.tracker.acknowledged()
             self.finished |= self.trained
             self.trained = set()
 
     @rule(keep=st.integers(0, 5))
     def leaves_the_loop(self, keep):
-        back = [
-            (piece.epoch, i) for piece in self.progress.put_back("train", keep) for i in range(piece.start, piece.end)
-        ]
+        back = [(piece.epoch, i) for piece in self.tracker.undraw("train", keep) for i in range(piece.start, piece.end)]
         assert back == self.drawn[keep:]
         self.again = back + self.again
         del self.drawn[keep:]
 
     @invariant()
     def holds_what_is_not_finished(self):
-        assert places(self.progress.held("train")) == set(self.drawn) | self.trained
+        assert places(self.tracker.unacked("train")) == set(self.drawn) | self.trained
 
 
 TestWorker = Worker.TestCase
@@ -69,24 +67,24 @@ TestWorker.settings = settings(max_examples=60, stateful_step_count=30, deadline
 
 
 def test_datasets_are_told_apart():
-    progress = Progress()
+    tracker = SampleTracker()
     for place in range(3):
-        progress.draw("a", 0, place)
-        progress.draw("b", 0, place)
-    assert [(each.dataset, said([each])) for each in progress.open_push(3)] == [
+        tracker.draw("a", 0, place)
+        tracker.draw("b", 0, place)
+    assert [(each.dataset, said([each])) for each in tracker.open_push(3)] == [
         ("a", {(0, 0), (0, 1)}),
         ("b", {(0, 0)}),
     ]
-    assert [piece.start for piece in progress.put_back("b", 1)] == [2]
-    assert progress.held("b") == {0: Ranges([(0, 2)])}
-    assert progress.held("a") == {0: Ranges([(0, 3)])}
+    assert [piece.start for piece in tracker.undraw("b", 1)] == [2]
+    assert tracker.unacked("b") == {0: Ranges([(0, 2)])}
+    assert tracker.unacked("a") == {0: Ranges([(0, 3)])}
 
 
 def test_a_push_carries_no_more_ranges_than_a_message_may_hold():
-    progress = Progress()
+    tracker = SampleTracker()
     for place in range(0, 12000, 2):
-        progress.draw("train", 0, place)
-    first = progress.open_push(6000)
+        tracker.draw("train", 0, place)
+    first = tracker.open_push(6000)
     assert len(first[0].ranges) == 4096
-    progress.acknowledged()
-    assert len(progress.open_push(0)[0].ranges) == 6000 - 4096
+    tracker.acknowledged()
+    assert len(tracker.open_push(0)[0].ranges) == 6000 - 4096

@@ -5,10 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psclient.compress.method import Sent
 from pscore.select.kernels.base import Taken
 from pscore.wire.codecs.names import VALUE_CODECS
-from tests.psclient.method_makers import EPS, METHODS, come_back, dense, flush, group, push
+from tests.psclient.method_makers import EPS, METHODS, come_back, dense, flush, group, push, whole
 
 SIZE = 40
 VALUES = tuple(VALUE_CODECS)
@@ -53,7 +52,7 @@ class Ledger:
         payload = dense(sent, SIZE)
         back = torch.where(torch.rand(SIZE, generator=self.generator) < refused, payload, 0)
         if back.any():
-            come_back(self.name, self.state, group(lr, self.m), Sent(None, back.clone()), back)
+            come_back(self.name, self.state, group(lr, self.m), whole(back.clone()), back)
         arrived = (payload - back).double()
         self.applied += arrived / lr if self.name == "dgc" else arrived
         self.magnitude += payload.double().abs() / (lr if self.name == "dgc" else 1)
@@ -105,7 +104,7 @@ def test_flushing_nothing_sends_nothing(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_refusal_before_any_step_is_kept_too(name):
     state, payload = {}, torch.arange(5.0)
-    come_back(name, state, group(lr=0.5), Sent(None, payload.clone()), payload)
+    come_back(name, state, group(lr=0.5), whole(payload.clone()), payload)
     torch.testing.assert_close(dense(flush(name, state, group(lr=0.5)), 5), payload)
 
 

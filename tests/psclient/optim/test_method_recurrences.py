@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from psclient.compress.method import Sent
 from psclient.optim.dgc import DGC
 from psclient.optim.momentum_sgd import MomentumSGD
 from tests.psclient.method_makers import (
@@ -19,6 +18,7 @@ from tests.psclient.method_makers import (
     group,
     push,
     rates,
+    whole,
 )
 
 STEPS = 25
@@ -60,7 +60,7 @@ def test_what_is_sent_does_not_change_afterwards(name):
     first = push(name, state, torch.ones(50), group(momentum=0.5), 0.5)
     kept = first.values.clone()
     push(name, state, torch.ones(50), group(momentum=0.5), 0.5)
-    come_back(name, state, group(momentum=0.5), Sent(None, torch.ones(50)), torch.ones(50))
+    come_back(name, state, group(momentum=0.5), whole(torch.ones(50)), torch.ones(50))
     assert torch.equal(first.values, kept)
 
 
@@ -129,7 +129,7 @@ def test_a_zero_learning_rate_moves_nothing(name):
         sent = push(name, state, g, group(0.0, 0.9), 0.1)
         assert not dense(sent, 100).any()
         assert bool(sent.values.isfinite().all())
-    come_back(name, state, group(0.0, 0.9), Sent(None, torch.zeros(100)), torch.zeros(100))
+    come_back(name, state, group(0.0, 0.9), whole(torch.zeros(100)), torch.zeros(100))
     memories = [memory for memory in state.values() if isinstance(memory, torch.Tensor)]
     assert all(bool(memory.isfinite().all()) for memory in memories)
 

@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import psclient
-from psclient.compress.compressor import Choice, Tally, compress, empty
-from psclient.compress.method import Sent, Step, give_back
+from psclient.compress.compressor import Accumulated, Choice, compress, take_whole
+from psclient.compress.method import Step, memory, restore
 from psclient.errors import ConfigurationError
 from psclient.optim.wagma import WAGMA
+from psclient.report import StepReport
+from pscore.model.layout import Span
 from pscore.select import SELECTORS
-from tests.psclient.method_makers import EPS, dense, gradients
+from tests.psclient.method_makers import EPS, dense, gradients, whole
 
 SIZE = 60
 
@@ -24,8 +26,8 @@ def group(density=1.0, **options):
 def push(state, gradient, hyper, theta=None):
     """One step without an optimizer around it: what is sent."""
     said = WAGMA.accumulate(state, hyper, Step(gradient, theta))
-    [sent] = compress([(said, state)], hyper["density"], Choice(SELECTORS["exact"], "tensor", 0), Tally())
-    return sent
+    tensor, choice = Accumulated(said, state, Span(0, SIZE)), Choice(SELECTORS["exact"], "tensor", 0)
+    return compress({0: tensor}, hyper["density"], choice, StepReport(0))[0]
 
 
 @pytest.mark.parametrize("options", [{"nesterov": True}, {"weight_decay": 0.1}, {"momentum": 0.0}])
@@ -64,12 +66,12 @@ def test_what_was_accumulated_is_applied_or_still_held(history, nesterov, seed):
         u = 0.9 * u + g.double()
         accumulated += 0.1 * (g + 0.9 * u if nesterov else u)
         back = torch.where(torch.rand(SIZE, generator=generator) < refused, payload, 0)
-        give_back(state, 1.0, Sent(None, back), g)
+        restore(memory(state, "residual", g), 1.0, whole(back))
         applied += (payload - back).double()
         size += payload.abs() + u.abs()
     held = WAGMA.held(state, group())
     assert bool(((accumulated - applied - held.memory.double()).abs() <= 8 * EPS * len(history) * (size + 1)).all())
-    last = dense(empty(held), SIZE)
+    last = dense(take_whole(held, Span(0, SIZE)), SIZE)
     assert bool(((accumulated - applied - last.double()).abs() <= 8 * EPS * len(history) * (size + 1)).all())
 
 

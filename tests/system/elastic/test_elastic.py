@@ -62,8 +62,8 @@ class Worker:
 
     def held(self):
         """How many samples the server has in this worker's hands."""
-        answer = self.sampler._lease.ask(self.sampler.epoch, 0, {})
-        return sum(piece.end - piece.start for piece in answer.pieces)
+        answer = self.sampler._lease(self.sampler.epoch, 0, {})
+        return sum(each.count for each in answer.granted)
 
     def __enter__(self):
         return self

@@ -16,7 +16,7 @@ from psservice.operator import call
 from tests.system.tools import QUICK, go_on, make_data, make_model, stop, train_step, wait_until
 from tests.system.training.test_overlap import linear, overlapping
 
-IN_PARTS = QUICK.model_copy(update={"group_elements": 1})
+IN_PARTS = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
 
 
 def status(server):
@@ -47,18 +47,18 @@ def interrupt_and_wait_until(caught):
 def test_a_step_that_is_interrupted_behind_its_commit_counts_once(after):
     layer, caught = linear(), threading.Event()
     with LocalServer(down_mode="exact") as server, overlapping(layer, server, psclient.ASGD, lr=1.0) as optimizer:
-        commit = optimizer._exchange.commit
+        commit = optimizer._push_pull.commit
 
         def commit_and_interrupt(report):
             commit(report)
             wait_until(lambda: status(server).version == 1)
             interrupt_and_wait_until(caught)
 
-        optimizer._exchange.commit = commit_and_interrupt
+        optimizer._push_pull.commit = commit_and_interrupt
         backward(layer)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-        optimizer._exchange.commit = commit
+        optimizer._push_pull.commit = commit
         caught.set()
         getattr(optimizer, after)()
         optimizer.zero_grad()
@@ -71,14 +71,14 @@ def test_a_step_that_is_interrupted_behind_its_commit_counts_once(after):
 def test_a_step_that_is_interrupted_while_it_waits_for_a_reply_is_completed_by_calling_it_again():
     layer, waiting, caught = linear(), threading.Event(), threading.Event()
     with LocalServer(down_mode="exact") as server, overlapping(layer, server, psclient.ASGD, lr=1.0) as optimizer:
-        fetch, collect = optimizer._exchange.fetch, optimizer._stepper._overlap.collect
+        fetch, collect = optimizer._push_pull.fetch, optimizer._stepper._overlap.collect
 
         def fetch_late():
             assert waiting.wait(30)
             interrupt_and_wait_until(caught)
             return fetch()
 
-        optimizer._exchange.fetch = fetch_late
+        optimizer._push_pull.fetch = fetch_late
         backward(layer)
         optimizer.step()
         optimizer.zero_grad()
@@ -86,27 +86,27 @@ def test_a_step_that_is_interrupted_while_it_waits_for_a_reply_is_completed_by_c
         backward(layer)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-        optimizer._exchange.fetch = fetch
+        optimizer._push_pull.fetch = fetch
         caught.set()
         optimizer.step()
         assert moved(layer) == optimizer.version == 2
 
 
-@pytest.mark.parametrize("where", ["settle", "fetch", "apply"])
+@pytest.mark.parametrize("where", ["await_ack", "fetch", "apply"])
 def test_a_step_that_ends_after_its_interrupt_is_not_taken_again_with_the_same_gradients(where):
     layer = linear()
     with (
         LocalServer(down_mode="exact") as server,
         psclient.ASGD(layer.parameters(), lr=1.0, model=layer, server=server.server, settings=QUICK) as optimizer,
     ):
-        done = getattr(optimizer._exchange, where)
+        done = getattr(optimizer._push_pull, where)
 
         def interrupted(*given):
-            setattr(optimizer._exchange, where, done)
+            setattr(optimizer._push_pull, where, done)
             os.kill(os.getpid(), signal.SIGINT)
             return done(*given)
 
-        setattr(optimizer._exchange, where, interrupted)
+        setattr(optimizer._push_pull, where, interrupted)
         backward(layer)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
@@ -182,8 +182,8 @@ def test_a_push_in_doubt_has_one_patience_and_is_reported_once():
         LocalServer(down_mode="exact", lease_seconds=60) as server,
         overlapping(layer, server, psclient.ASGD, lr=1.0, settings=IN_PARTS) as optimizer,
     ):
-        settle, settled = optimizer._exchange.settle, []
-        optimizer._exchange.settle = lambda report: (settled.append(report), settle(report))[1]
+        await_ack, awaited = optimizer._push_pull.await_ack, []
+        optimizer._push_pull.await_ack = lambda report: (awaited.append(report), await_ack(report))[1]
         backward(layer)
         stop(server, optimizer)
         optimizer.step()  # its acknowledgement is awaited in the background
@@ -191,7 +191,7 @@ def test_a_push_in_doubt_has_one_patience_and_is_reported_once():
         backward(layer)
         with pytest.raises(psclient.errors.ServerUnreachableError):
             optimizer.step()
-        assert len(settled) == 1, "it has been waited for in the background, for as long as it may"
+        assert len(awaited) == 1, "it has been waited for in the background, for as long as it may"
         go_on(server, optimizer)
         optimizer.step()
         optimizer.pull()

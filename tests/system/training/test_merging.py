@@ -13,7 +13,7 @@ from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 SIZES = (40, 7, 300, 1, 120, 60)
-SETTINGS = QUICK.model_copy(update={"group_elements": 100})
+SETTINGS = QUICK.model_copy(update={"merge": "elements", "group_elements": 100})
 
 
 class Apart(nn.Module):
@@ -53,14 +53,14 @@ def test_what_was_accumulated_is_applied_or_held_through_plans_that_change_at_ev
         ) as optimizer,
     ):
         for number, groups in enumerate(shuffled):
-            optimizer._planner.hold(groups, "layers")
+            optimizer._planner.fix(groups, "layers")
             inputs = make_inputs(generator)
             for total, x in zip(accumulated, inputs, strict=True):
                 total += 0.5 * x
             optimizer.zero_grad()
             model(inputs).backward()
             optimizer.step()
-            assert optimizer._exchange.groups == groups, number  # from the next step on
+            assert optimizer._push_pull.groups == groups, number  # from the next step on
         optimizer.pull()
         held = [optimizer.state[layer.weight]["residual"].view(1, -1) for layer in model.layers]
         assert sum(float(residual.abs().sum()) for residual in held) > 0
@@ -74,7 +74,7 @@ def test_what_was_accumulated_is_applied_or_held_through_plans_that_change_at_ev
 
 def test_a_worker_with_overlap_plans_from_what_it_has_measured():
     model = make_model()
-    settings = QUICK.model_copy(update={"group_elements": 1})
+    settings = QUICK.model_copy(update={"group_elements": 1, "merge": "pareto"})
     with (
         LocalServer() as server,
         psclient.DGS(

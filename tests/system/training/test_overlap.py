@@ -25,7 +25,7 @@ from tests.system.tools import (
     wait_until,
 )
 
-EAGER = QUICK.model_copy(update={"group_elements": 1})
+EAGER = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
 """Every tensor is a group of its own."""
 
 
@@ -80,8 +80,8 @@ def test_the_reply_to_a_push_is_applied_by_the_end_of_the_next_step(server):
 def test_groups_are_handed_over_during_backward_last_layer_first(server):
     model, order = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30), nn.Linear(30, 3)), []
     with overlapping(model, server) as optimizer:
-        send = optimizer._exchange.send_gradients
-        optimizer._exchange.send_gradients = lambda report, number, *rest: (
+        send = optimizer._push_pull.send_gradients
+        optimizer._push_pull.send_gradients = lambda report, number, *rest: (
             order.append(number),
             send(report, number, *rest),
         )
@@ -91,7 +91,7 @@ def test_groups_are_handed_over_during_backward_last_layer_first(server):
         assert set(order[:2]) == {0, 1}, "the last layer's weight and bias come first"
         optimizer.step()
         assert len(order) == 6
-        assert optimizer._exchange.step == 1
+        assert optimizer._push_pull.step == 1
 
 
 def test_nothing_is_lost_however_values_travel(server):
@@ -173,7 +173,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_and_the_next_one_works(ser
 
 
 def test_a_server_that_stops_for_a_while_loses_and_doubles_nothing():
-    settings = QUICK.model_copy(update={"group_elements": 1})
+    settings = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
     layer, total, failures = linear(1000), torch.zeros(1, 1000), 0
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
@@ -184,13 +184,13 @@ def test_a_server_that_stops_for_a_while_loses_and_doubles_nothing():
                 stop(server, optimizer)
             if step == 8:
                 go_on(server, optimizer)
-            x, before = torch.randn(1, 1000), optimizer._exchange.step
+            x, before = torch.randn(1, 1000), optimizer._push_pull.step
             layer(x).sum().backward()
             try:
                 optimizer.step()
             except ServerUnreachableError:
                 failures += 1
-            if optimizer._exchange.step > before:
+            if optimizer._push_pull.step > before:
                 total += x
             optimizer.zero_grad()
         optimizer.pull()
@@ -265,7 +265,9 @@ def test_a_gradient_that_is_changed_after_backward_is_refused(server):
 def test_a_parameter_that_is_thawed_later_trains(server):
     model = nn.Sequential(linear(), nn.Linear(1, 1, bias=False))
     model[1].weight.requires_grad_(False)
-    settings = EAGER.model_copy(update={"group_elements": 1000, "upload_frozen": True})  # both in one group
+    settings = EAGER.model_copy(
+        update={"merge": "elements", "group_elements": 1000, "upload_frozen": True}
+    )  # both in one group
     with overlapping(model, server, psclient.ASGD, lr=1.0, settings=settings) as optimizer:
         before = model[1].weight.detach().clone()
         for thawed in (False, True, True):
@@ -278,7 +280,7 @@ def test_a_parameter_that_is_thawed_later_trains(server):
 
 
 def test_what_could_not_be_sent_is_sent_by_the_step_after_a_pull_that_failed():
-    settings = QUICK.model_copy(update={"group_elements": 1})
+    settings = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
     layer, total = linear(100), torch.zeros(1, 100)
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
@@ -287,7 +289,7 @@ def test_what_could_not_be_sent_is_sent_by_the_step_after_a_pull_that_failed():
         for step in range(3):
             if step == 1:
                 stop(server, optimizer)
-            x, before = torch.randn(1, 100), optimizer._exchange.step
+            x, before = torch.randn(1, 100), optimizer._push_pull.step
             layer(x).sum().backward()
             if step == 2:
                 with pytest.raises(ServerUnreachableError):
@@ -295,9 +297,9 @@ def test_what_could_not_be_sent_is_sent_by_the_step_after_a_pull_that_failed():
                 go_on(server, optimizer)
             with contextlib.suppress(ServerUnreachableError):
                 optimizer.step()
-            if optimizer._exchange.step > before:
+            if optimizer._push_pull.step > before:
                 total += x
-            assert step < 2 or optimizer._exchange.step > before
+            assert step < 2 or optimizer._push_pull.step > before
             optimizer.zero_grad()
         optimizer.pull()
         held = optimizer.state[layer.weight]["residual"].view(1, -1)
@@ -347,8 +349,8 @@ def test_a_run_that_ends_during_a_step_ends_the_loop_and_raises_nothing():
         LocalServer(down_mode="exact", end_versions=1) as server,
         overlapping(layer, server, psclient.GradientDropping, lr=1.0) as optimizer,
     ):
-        settle = optimizer._exchange.settle
-        optimizer._exchange.settle = lambda report: (seen.wait(30), settle(report))[1]
+        await_ack = optimizer._push_pull.await_ack
+        optimizer._push_pull.await_ack = lambda report: (seen.wait(30), await_ack(report))[1]
         layer(torch.ones(1, 50)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -5,21 +5,24 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from psclient.buckets.costs import Timeline
+from psclient.buckets.plan import BucketPlan
 from psclient.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from psclient.buckets.plan import Plan
-    from psclient.buckets.workload import Moments
 
 _COLOURS = ("#1a7fc1", "#d55e00", "#0f9b6c", "#b8609a", "#85762f")
 _ROWS = ("gradients", "select", "send")
 _MILLISECONDS = 1e3
 
 
-def draw(plan: "Plan", path: Path) -> Path:
-    """Draw a plan; see :meth:`~psclient.buckets.plan.Plan.draw`."""
+def draw(plan: BucketPlan, path: Path) -> Path:
+    """Draw when each group is computed, selected and sent, predicted above measured; the path's ending is the format.
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, or nothing has been measured yet.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -49,7 +52,7 @@ def draw(plan: "Plan", path: Path) -> Path:
     return path
 
 
-def _timeline(plane: "Axes", moments: "Sequence[Moments]") -> None:
+def _timeline(plane: "Axes", moments: Sequence[Timeline]) -> None:
     """Draw each group from its beginning on a row to its end there."""
     begun = [0.0, 0.0, 0.0]
     for number, moment in enumerate(sorted(moments, key=lambda each: each.arrived)):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psclient.buckets.workload import Floats
+from psclient.buckets.costs import Costs, Floats
 
 _SELECTION = 2.18896957e-10  # seconds; top-k on a P102-100
 _GIGABIT = {2: (1.6e-3, 1.0e-8), 4: (2.7e-3, 1.3e-8), 8: (4.0e-3, 1.5e-8), 16: (1.1e-2, 1.7e-8)}
@@ -12,18 +12,11 @@ ENTRY_BYTES = 8
 """Of an entry on the paper's wire: a 32-bit index and a 32-bit value."""
 
 
-@dataclass(frozen=True)
-class PublishedCosts:
-    """``t_s(n) = s·n·log2 n`` and ``t_c = 2(a + 4bWρn)`` on 1 Gbit/s Ethernet.
-
-    Args:
-        workers: ``W``: 2, 4, 8 or 16.
-    """
+@dataclass(frozen=True, kw_only=True)
+class PublishedCosts(Costs):
+    """``t_s(n) = s·n·log2 n`` and ``t_c = 2(a + 4bWρn)`` on 1 Gbit/s Ethernet, of 2, 4, 8 or 16 workers ``W``."""
 
     workers: int
-    lead: float = 0.0
-    header: float = 0.0
-    tail: float = 0.0
 
     def select(self, tensors: Floats, elements: Floats) -> Floats:
         """Return the time of a top-k over a whole group."""

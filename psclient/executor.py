@@ -1,4 +1,4 @@
-"""Threads that run jobs in the order in which they come, and waiting for them that any signal may interrupt."""
+"""Threads that run jobs in order, and waiting for a job that any signal may interrupt."""
 
 import _thread
 import math
@@ -25,19 +25,13 @@ class Job(Generic[Result]):
     """Work for another thread, and its end.
 
     Not a :class:`concurrent.futures.Future`: an exception that a signal raises inside its ``Condition`` leaves that
-    locked for ever. Here the waiting thread holds nothing at any moment.
+    locked for ever. Here the waiting thread owns no lock at any moment.
 
-    Args:
-        work: what is to be done.
-        parent: the job that this one is a part of, and is cancelled with.
-
-    Attributes:
-        finished: whether it has ended.
-        cancelled: set by a caller who no longer waits: work that has not begun is left out.
+    The work has the tracing context of the thread that makes the job. ``cancelled`` is set by a caller who no longer
+    waits, for a job and its parts: work that has not begun is left out.
     """
 
     def __init__(self, work: Callable[[], Result], parent: "Job[Any] | None" = None) -> None:
-        """Prepare, in the thread whose context the work is to have."""
         self.finished = False
         self.cancelled = False
         self._parent = parent
@@ -53,7 +47,7 @@ class Job(Generic[Result]):
         return self.cancelled or (self._parent is not None and self._parent.is_cancelled)
 
     def run(self) -> None:
-        """Do the work, unless that was done."""
+        """Do the work, once."""
         if self.finished:
             return
         work, self._work = self._work, None
@@ -70,7 +64,7 @@ class Job(Generic[Result]):
         running.release()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the end, no longer than ``seconds``; tell whether it has come."""
+        """Wait for the end, no longer than ``seconds``; return whether it has come."""
         end = math.inf if seconds is None else time.monotonic() + seconds
         while not self.finished:
             left = end - time.monotonic()
@@ -81,21 +75,13 @@ class Job(Generic[Result]):
         return self.finished
 
     def exception(self, seconds: float | None = None) -> BaseException | None:
-        """Wait for the end and return the work's error, if it has met one.
-
-        Raises:
-            TimeoutError: it has not ended within ``seconds``.
-        """
+        """Wait for the end and return the work's error; :class:`TimeoutError` after ``seconds``."""
         if not self.wait(seconds):
             raise TimeoutError
         return self._error
 
     def result(self, seconds: float | None = None) -> Result:
-        """Wait for the end and return the result, or raise the work's error.
-
-        Raises:
-            TimeoutError: it has not ended within ``seconds``.
-        """
+        """Wait for the end and return the result, or raise the work's error; :class:`TimeoutError` after a time."""
         error = self.exception(seconds)
         if error is None:
             return self._result  # type: ignore[return-value]
@@ -111,7 +97,7 @@ def current() -> Job[Any] | None:
 
 
 def is_cancelled() -> bool:
-    """Tell whether nobody waits any longer for what the calling thread does."""
+    """Return whether nobody waits any longer for what the calling thread does."""
     job = current()
     return job is not None and job.is_cancelled
 
@@ -129,12 +115,11 @@ class SerialExecutor:
     """
 
     def __init__(self, name: str) -> None:
-        """Start the thread."""
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._under_way = _UnderWay()
         self._thread = threading.Thread(target=_run, args=(self._jobs, self._under_way), name=name, daemon=True)
         self._thread.start()
-        # Who drops this without closing it leaves no thread behind; at exit it must still work, so not then.
+        # An executor that is dropped without being closed leaves no thread behind; at exit it must still work.
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, work: Callable[[], Result], *, as_part: bool = False) -> Job[Result]:
@@ -148,10 +133,7 @@ class SerialExecutor:
 
         Where the waiting ends early, by a signal's exception or after ``seconds``, the job is cancelled, and the one
         before it that it may still wait for; ``cut`` has their calls ended, and the wait goes on until the job has come
-        to a rest, but for two seconds at most.
-
-        Raises:
-            TimeoutError: it has not ended within ``seconds``.
+        to a rest, but for two seconds at most. :class:`TimeoutError` after ``seconds``.
         """
         if threading.get_ident() == self._thread.ident:
             return work()

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from psclient.engine import executor
-from psclient.engine.executor import SerialExecutor
+from psclient import executor
+from psclient.executor import SerialExecutor
 
 SECONDS = 30.0
 

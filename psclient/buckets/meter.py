@@ -1,0 +1,201 @@
+"""Measures costs and workload of this worker and its link, step by step."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from psclient.buckets.costs import Costs, Floats, Workload
+from psclient.buckets.trace import PushTiming, Trace
+
+_REMEMBERED = 15  # observations of which the median counts
+_REST_SECONDS = 0.02  # after which a link is not busy with a message before
+_GAIN = 0.15  # of a new observation in a moving average
+_CLIP = 4.0  # times the usual error; a sample that is further off counts as if it were no further
+_TRUSTED = 8  # samples until the usual error is known
+_ERROR_GAIN = 0.05
+
+
+class CostMeter:
+    """Learns costs and workload from traces; begins with guesses that the first steps replace.
+
+    ``elements`` are those of each tensor, in the order of the layout; ``traces`` is how many were learnt from.
+    """
+
+    def __init__(self, elements: Floats) -> None:
+        self._elements = elements
+        self._selecting = RecursiveLeastSquares((2e-4, 5e-5, 1e-9), (1e-2, 1e-2, 1e-7), 1e-3)
+        self._sending = RecursiveLeastSquares((1e-4, 1e-8), (2e-2, 1e-6), 1e-3)
+        self._leads: deque[float] = deque(maxlen=_REMEMBERED)
+        self._tails: deque[float] = deque(maxlen=_REMEMBERED)
+        self._trained, self._entries, self._ready = np.zeros((3, len(elements)))
+        self.entry_bytes = 8.0
+        self.traces = 0
+
+    @property
+    def costs(self) -> Costs:
+        """As far as they are known."""
+        lead, tail = (max(0.0, median(seen)) if seen else 0.0 for seen in (self._leads, self._tails))
+        group, tensor, element = self._selecting.coefficients.tolist()
+        message, byte = self._sending.coefficients.tolist()
+        return Costs(lead, group, tensor, element, message, byte, tail)
+
+    @property
+    def workload(self) -> Workload:
+        """Of the steps so far, last tensor first."""
+        trained = self._trained[::-1]
+        ready = np.maximum.accumulate(self._ready[::-1])
+        elements, entries = self._elements[::-1], self._entries[::-1]
+        return Workload(ready, trained, trained * elements, trained * entries * self.entry_bytes)
+
+    @property
+    def backward_left(self) -> Floats:
+        """Backward time that is ahead once each gradient is there, in the order of the layout; seconds."""
+        left: Floats = self._ready.max() - self._ready
+        return left
+
+    def expect(self, entries: Mapping[int, int]) -> None:
+        """Replace what tensors are expected to send, by position, where their density has changed."""
+        self._entries[list(entries)] = list(entries.values())
+
+    def learn(self, trace: Trace) -> None:
+        """Learn from the times of a complete push."""
+        self._selecting.fade()
+        self._sending.fade()
+        self._learn_workload(trace)
+        self._learn_selecting(trace)
+        timings = [timing for _, timing in trace.shards if timing.arrived]
+        for timing in timings:
+            self._learn_sending(timing)
+        header = self.costs.message
+        self._tails.append(trace.answered - max(timing.opened + header + max(timing.arrived) for timing in timings))
+        self.traces += 1
+
+    def _learn_workload(self, trace: Trace) -> None:
+        count, gain = len(self._elements), _GAIN if self.traces else 1.0
+        trained, ready, entries = np.zeros((3, count))
+        trained[list(trace.elements)] = 1
+        ready[list(trace.ready)] = [moment - trace.first_gradient for moment in trace.ready.values()]
+        entries[list(trace.entries)] = list(trace.entries.values())
+        self._trained = trained
+        self._ready += gain * (ready - self._ready)
+        self._entries += gain * (entries - self._entries)
+        total = sum(trace.entries.values())
+        if total:
+            moved = sum(sum(timing.group_bytes) for _, timing in trace.shards)
+            self.entry_bytes += gain * (moved / total - self.entry_bytes)
+
+    def _learn_selecting(self, trace: Trace) -> None:
+        """A group's work begins when its gradients are there and the group before it is done."""
+        before = 0.0
+        run = _Run(self._selecting, 3)
+        for number in sorted(trace.done, key=lambda number: trace.done[number]):
+            ready = trace.group_ready(number)
+            if not before:
+                self._leads.append(trace.begun[number] - trace.opening)
+                before = trace.begun[number]
+            if ready > before:
+                run.end()
+            began, before = max(before, ready), trace.done[number]
+            members = [trace.elements[position] for position in trace.groups[number] if position in trace.elements]
+            run.add((1.0, len(members), sum(members)), before - began)
+        run.end()
+
+    def _learn_sending(self, timing: PushTiming) -> None:
+        """Arrivals are counted from the header's, which had its own start-up; queued groups show the whole cost.
+
+        A group that left before the one in front of it was there has waited for it: the time between the two arrivals
+        is its ``message + byte·bytes``. One that left when the link had long come to rest met the same start-up as the
+        header: it shows ``byte·bytes`` alone. Between the two, it may have waited or not, and nothing is learnt.
+        """
+        before, rest = 0.0, max(_REST_SECONDS, 2 * self.costs.message)
+        run = _Run(self._sending, 2)
+        for left, arrived, nbytes in sorted(zip(timing.left, timing.arrived, timing.group_bytes, strict=False)):
+            if left < 0:
+                continue
+            if before >= left:
+                run.add((1.0, nbytes), arrived - before)
+            else:
+                run.end()
+                if left - before > rest:
+                    self._sending.observe((0.0, nbytes), arrived - left)
+            before = max(before, arrived)
+        run.end()
+
+
+class RecursiveLeastSquares:
+    """Fits ``y ≈ coefficients · features``, coefficients ≥ 0, to samples of which recent ones count most.
+
+    Large errors are clipped: times on a busy machine have a long tail. What is forgotten is bounded: a direction that
+    no sample shows keeps what was known of it.
+
+    Args:
+        guess: coefficients before the first sample.
+        spread: how far off each guess may be.
+        error: what a sample is off by, about, in units of ``y``: how fast the guesses are given up.
+        memory: calls of :meth:`fade` after which a sample counts ``1/e`` of what it did.
+    """
+
+    def __init__(self, guess: Sequence[float], spread: Sequence[float], error: float, memory: float = 10.0) -> None:
+        self._scale = np.array(spread, dtype=np.float64)  # coefficients are kept in these units, all alike
+        self._theta = np.array(guess, dtype=np.float64) / self._scale
+        self._covariance = np.eye(len(self._scale))
+        self._own, self._keep = error**2, 1 - 1 / memory
+        self._usual, self._samples = 0.0, 0
+
+    @property
+    def coefficients(self) -> Floats:
+        """The estimate; where one would be negative it is 0, and the others are the best beside it."""
+        theta, covariance = self._theta.copy(), self._covariance.copy()
+        for _ in theta:
+            lowest = int(theta.argmin())
+            if theta[lowest] >= 0:
+                break
+            along = covariance[lowest] / covariance[lowest, lowest]
+            theta = theta - along * theta[lowest]
+            covariance = covariance - np.outer(along, covariance[lowest])
+            theta[lowest] = 0.0
+            covariance[lowest, lowest] = 1.0
+        found: Floats = np.maximum(theta, 0.0) * self._scale
+        return found
+
+    def fade(self) -> None:
+        """Let what was seen so far count less: once a step, since steps differ in their number of samples."""
+        self._covariance = self._covariance / self._keep
+        if float(self._covariance.diagonal().max()) > 1.0:
+            lengths, axes = np.linalg.eigh(self._covariance)
+            self._covariance = (axes * np.minimum(lengths, 1.0)) @ axes.T
+
+    def observe(self, features: Sequence[float], value: float) -> None:
+        """Learn from one sample."""
+        phi = np.array(features, dtype=np.float64) * self._scale
+        predicted = float(phi @ self._theta)
+        along = self._covariance @ phi
+        variance = float(phi @ along) + self._own
+        error = value - predicted
+        if self._samples >= _TRUSTED:
+            bound = _CLIP * self._usual
+            error = min(max(error, -bound), bound)
+        self._samples += 1
+        self._usual += max(_ERROR_GAIN, 1 / self._samples) * (abs(value - predicted) - self._usual)
+        self._theta = self._theta + along * (error / variance)
+        gain = np.eye(len(phi)) - np.outer(along / variance, phi)
+        self._covariance = gain @ self._covariance @ gain.T + np.outer(along, along) * (self._own / variance**2)
+
+
+class _Run:
+    """Groups that followed one another without a pause: one sample, since what one is late the next makes up for."""
+
+    def __init__(self, fit: RecursiveLeastSquares, features: int) -> None:
+        self._fit = fit
+        self._features, self._seconds = np.zeros(features), 0.0
+
+    def add(self, features: Sequence[float], seconds: float) -> None:
+        self._features += features
+        self._seconds += seconds
+
+    def end(self) -> None:
+        if self._features.any():
+            self._fit.observe(self._features.tolist(), self._seconds)
+        self._features, self._seconds = np.zeros(len(self._features)), 0.0

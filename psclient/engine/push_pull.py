@@ -1,0 +1,211 @@
+"""A worker's push and pull, in the order of docs/protocol.md: open, send groups, commit, await, fetch, apply.
+
+:mod:`psclient.engine.step` decides when; with overlap, :mod:`psclient.engine.overlap` does so while the model computes.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from psclient.buckets.planner import BucketPlanner
+from psclient.buckets.trace import Trace
+from psclient.compress.compressor import Compressor
+from psclient.compress.groups import Rates
+from psclient.errors import from_refusal
+from psclient.report import StepReport
+from psclient.rpc.cluster import Cluster
+from psclient.rpc.shard import PulledReply, PushPart
+from pscore.model.layout import ModelLayout, Span
+from pscore.model.segment import Segment, entries, merge
+from pscore.telemetry import tracing
+from pscore.telemetry.span import NO_SPAN
+from pscore.wire import frames
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+Replies = dict[int, PulledReply]
+
+
+class PushPull:
+    """The pushes and pulls of one worker; a push is sent in groups of tensors, each cut by shards.
+
+    ``step`` was begun last, ``acknowledged_step`` applied last by some shard; ``refused`` counts parts of pushes.
+    """
+
+    def __init__(self, layout: ModelLayout, cluster: Cluster, compressor: Compressor, planner: BucketPlanner) -> None:
+        self.step = self.acknowledged_step = self.refused = 0
+        self.planner = planner
+        self._layout, self._cluster, self._compressor = layout, cluster, compressor
+        self._spans: list[Span] = []  # of the groups of the push that was opened last
+        self._places: list[dict[int, int]] = []  # of these groups in each shard's plan
+        self._trace = Trace(self.groups, 0.0)
+        self._committed = self._awaited = 0.0
+        self._opened_span = self._awaited_span = NO_SPAN  # two: with overlap a push may open before the last reply
+
+    @property
+    def groups(self) -> Sequence[range]:
+        """The positions of each group's tensors, in the order of sending."""
+        return self.planner.groups
+
+    @property
+    def unacked(self) -> bool:
+        """True while the last push has a part without an answer."""
+        return self._cluster.has_unacked
+
+    def open(self, samples: int, rates: Rates) -> StepReport:
+        """Begin the push of a new step at every shard; the last push must be answered."""
+        self.step = max(self.step + 1, self._cluster.membership.first_step)
+        self._trace = Trace(self.groups, time.perf_counter())
+        offsets = self._layout.offsets
+        self._spans = [Span(offsets[group.start], offsets[group.stop]) for group in self.groups]
+        self._opened_span = tracing.begin_step(step=self.step, worker=self._cluster.membership.identity.worker_id)
+        with self._opened_span.active():
+            self._places = self._cluster.open_push(self.step, samples, rates, self._spans)
+        return StepReport(self.step)
+
+    def note_gradients(self, moments: Mapping[int, float]) -> None:
+        """Note when the gradients of the open push were ready, by position; left out where all were there before."""
+        self._trace.ready = moments
+
+    def send_gradients(
+        self, report: StepReport, number: int, gradients: Mapping[int, torch.Tensor], scale: float
+    ) -> None:
+        """Accumulate the gradients of a group (finite, by position) times ``scale``, select, and send the selected."""
+        self._trace.begun[number] = time.perf_counter()
+        with self._opened_span.active():
+            with report.timed("select"):
+                sent = self._compressor.compress(self.groups[number], gradients, scale, report)
+            self._send(report, number, sent.values())
+        self._trace.entries.update((position, segment.entries) for position, segment in sent.items())
+        self._trace.elements.update((position, gradients[position].numel()) for position in sent)
+        self._trace.done[number] = time.perf_counter()
+
+    def send_residuals(self, report: StepReport, number: int) -> None:
+        """Send the residuals of a group whole, in fp32: a flush must leave nothing behind."""
+        with self._opened_span.active():
+            with report.timed("select"):
+                sent = self._compressor.take_residuals(self.groups[number])
+            self._send(report, number, sent.values(), exact=True)
+
+    def _send(self, report: StepReport, number: int, sent: Iterable[Segment], *, exact: bool = False) -> None:
+        """Encode what the tensors of a group send, and hand that to the transport; quantisation errors are restored.
+
+        After an error the shards know everything that was to be sent, for :meth:`abandon`.
+        """
+        segments = _joined(self._spans[number], sent)
+        waiting = [
+            (shard, places[number], part)
+            for shard, places in zip(self._cluster.shards, self._places, strict=True)
+            for segment in segments
+            if (part := segment.clip(shard.span)) is not None
+        ]
+        chunk_bytes = self._cluster.membership.run_settings.chunk_bytes
+        for index, (shard, place, part) in enumerate(waiting):
+            try:
+                with report.timed("encode"):
+                    form = replace(shard.push_form, value=pb.VALUE_CODEC_FP32) if exact else shard.push_form
+                    encoded = list(frames.encode(part, form, chunk_bytes=chunk_bytes, group=place))
+                    arriving, lost = (part, None) if form.value == pb.VALUE_CODEC_FP32 else _as_decoded(part, encoded)
+            except BaseException:
+                for shard, _, part in waiting[index:]:
+                    shard.hold(part)
+                raise
+            shard.hold(arriving)
+            if lost is not None:
+                self._compressor.restore([lost])
+            report.push_entries += part.entries
+            with report.timed("send"):
+                for chunk, _ in encoded:
+                    shard.send_chunk(chunk)
+
+    def commit(self, report: StepReport) -> None:
+        """End the push at every shard; from now on only an answer says whether it was applied."""
+        for shard in self._cluster.shards:
+            report.push_bytes += shard.send_commit()
+        self._committed = time.perf_counter()
+
+    def abandon(self) -> None:
+        """Break off a push that has no commit yet, and restore what was selected."""
+        self.restore(self._cluster.abandon_push())
+        self._opened_span.end("abandoned")
+
+    def await_ack(self, report: StepReport) -> None:
+        """Wait until each part of the push is acknowledged or refused, and restore what was refused.
+
+        After :class:`ServerUnreachableError` some part has no answer: call again. After another error all is restored.
+        """
+        self._awaited, self._awaited_span = self._committed, self._opened_span
+        outcome = self._cluster.await_ack()
+        self.restore(outcome.refused)
+        report.refused = len(outcome.refused)
+        self.refused += report.refused
+        self._trace.answered = time.perf_counter()
+        if outcome.answers:
+            self.acknowledged_step = self.step
+            report.staleness = max(answer.staleness for answer in outcome.answers.values())
+            report.applied_scale = min(answer.applied_scale or 1.0 for answer in outcome.answers.values())
+        if len(outcome.answers) == len(self._places):
+            self._trace.shards = tuple(zip(self._places, self._cluster.timings, strict=True))
+            self.planner.learn(self._trace)
+        if outcome.error is not None:
+            raise from_refusal(outcome.error) from None
+
+    def fetch(self) -> Replies:
+        """Get what the replica lacks from every shard, and change nothing yet."""
+        with self._awaited_span.active():
+            return self._cluster.fetch()
+
+    def apply(self, report: StepReport, replies: Replies) -> None:
+        """Write the replies into the parameters and count them."""
+        with self._awaited_span.active(), report.timed("apply"):
+            self._cluster.apply(replies)
+        self.count(report, replies)
+        self._awaited_span.note(version=report.version, staleness=report.staleness)
+        self._awaited_span.end()
+
+    def count(self, report: StepReport, replies: Replies) -> None:
+        """Count replies that have been applied."""
+        first = replies[0].header
+        report.version = first.version
+        report.reply_mode = "topk" if first.mode == pb.REPLY_MODE_TOPK else "exact"
+        report.changed_density = first.changed_density
+        report.pull_bytes = sum(reply.bytes for reply in replies.values())
+        report.pull_entries = sum(entries(reply.segments) for reply in replies.values())
+        if self._awaited:  # a push has been answered
+            report.round_trip_seconds = max(reply.arrived for reply in replies.values()) - self._awaited
+
+    def unacked_parts(self) -> list[PushPart]:
+        """Return the parts of the last push that have no answer, or were refused and are not restored."""
+        return self._cluster.held_parts()
+
+    def restore(self, parts: Iterable[PushPart]) -> None:
+        """Add parts that were not applied to the residuals again."""
+        self._compressor.restore(segment for part in parts for segment in part.segments)
+
+
+def _joined(span: Span, sent: Iterable[Segment]) -> list[Segment]:
+    """Return a group's entries as one sparse segment, or as its dense runs."""
+    found = [segment for segment in sent if segment.entries]
+    if len({segment.values.device for segment in found}) > 1:  # a model spread over devices meets on the host
+        found = [segment.cpu() for segment in found]
+    sparse = any(segment.offsets is not None for segment in found)
+    runs: list[list[Segment]] = []
+    for segment in found:
+        if runs and (sparse or runs[-1][-1].span.end == segment.span.start):
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    spans = [span] if sparse else [Span(run[0].span.start, run[-1].span.end) for run in runs]
+    return [joined for span, run in zip(spans, runs, strict=True) if (joined := merge(span, run)) is not None]
+
+
+def _as_decoded(part: Segment, encoded: Sequence[frames.Encoded]) -> tuple[Segment, Segment | None]:
+    """Return the part as the server will decode it, and the quantisation error where there is one."""
+    decoded = [piece.decoded for piece in encoded]
+    values = (decoded[0] if len(decoded) == 1 else torch.cat(decoded)).to(part.values.device)
+    arriving, error = Segment(part.span, part.offsets, values), part.values - values
+    if part.offsets is None:
+        return arriving, Segment(part.span, None, error) if bool(error.any()) else None
+    where = error.nonzero().view(-1)
+    return arriving, Segment(part.span, part.offsets[where], error[where]) if where.numel() else None
