@@ -13,6 +13,7 @@ from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import MomentumAdvice
 from psclient.data.counter import SampleCounter
 from psclient.engine.checks import Interrupted, finite
+from psclient.engine.exchange import Exchange
 from psclient.engine.overlap import Overlap
 from psclient.errors import (
     STEP_AGAIN,
@@ -20,11 +21,13 @@ from psclient.errors import (
     NonFiniteGradientError,
     RunFinishedError,
     ServerUnreachableError,
+    SparsepsError,
 )
 from psclient.model.module import TrainedModel
-from psclient.optim.session import Session
 from psclient.report import StepReport, Totals
 from psclient.rpc.channel import suppress_errors
+from psclient.rpc.cluster import Cluster
+from psclient.rpc.membership import Membership
 
 log = logging.getLogger("psclient")
 
@@ -47,7 +50,9 @@ class Stepper:
     Args:
         model: what is trained.
         groups: with which hyper-parameters.
-        session: the worker's parts.
+        membership: its worker's place in the run.
+        cluster: all shards.
+        exchange: its worker's pushes and pulls.
         schedule: the density of each step; ``None`` leaves it to the param groups.
         rates: returns the learning rates of the next push.
         synchronous: whether updates are gathered in rounds, or go to a model of the worker's own.
@@ -62,7 +67,9 @@ class Stepper:
         self,
         model: TrainedModel,
         groups: ParamGroups,
-        session: Session,
+        membership: Membership,
+        cluster: Cluster,
+        exchange: Exchange,
         schedule: Schedule | None,
         rates: Callable[[], Rates],
         gradients: GradientSource,
@@ -74,7 +81,7 @@ class Stepper:
         self.totals = Totals()
         self._model, self._groups, self._schedule, self._rates = model, groups, schedule, rates
         self._gather, self._synchronous = gradients, synchronous
-        self._membership, self._cluster, self._exchange = session.membership, session.cluster, session.exchange
+        self._membership, self._cluster, self._exchange = membership, cluster, exchange
         self._samples: SampleCounter | None = None
         self._samples_since_exchange = 0
         self._overlap: Overlap | None = None
@@ -211,7 +218,9 @@ class Stepper:
         try:
             self._overlap.break_off(seconds)
             replies = self._overlap.collect(seconds)
-        except TimeoutError:
+        except TimeoutError as error:
+            if isinstance(error, SparsepsError):
+                raise
             address = self._membership.coordinator.address
             raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
         if replies is not None and self._cluster.replica_is_intact:

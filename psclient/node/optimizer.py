@@ -31,9 +31,8 @@ from psclient.node.comm import NodeLink
 from psclient.node.group import inside, leader_settings
 from psclient.node.leader_call import Call, LeaderCalls
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.session import Server, server_string
 from psclient.report import StepReport, Totals
-from psclient.settings import ClientSettings
+from psclient.settings import ClientSettings, Server
 
 
 class NodeOptimizer(Optimizer):
@@ -83,14 +82,11 @@ class NodeOptimizer(Optimizer):
                 "NodeOptimizer takes parameters; psclient.Outer, which takes an optimizer, is not for it"
             )
         module, group = inside(model, group)
-        resolved = leader_settings(client_settings.resolve(settings, server_string(server), worker), group)
+        resolved = leader_settings(client_settings.resolve(settings, server, worker), group)
         self._leader: ParameterServerOptimizer | None = None
         self._joined = False
         super().__init__(params, {})
-        for listed in self.param_groups:
-            listed.pop("param_names", None)  # torch takes names with the parameters only
-        given = [p for listed in self.param_groups for p in listed["params"]]
-        self._model = describe(module, given, upload_frozen=resolved.upload_frozen)
+        self._model = describe(module, self.param_groups, upload_frozen=resolved.upload_frozen)
         self._interrupted = Interrupted()  # on every process, as each has to know whether to call a closure
         self._loss: Any = None
         self._uncounted = 0

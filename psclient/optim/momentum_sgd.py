@@ -31,7 +31,6 @@ class MomentumSGD(SGD):
         dampening: float = 0.0,
         nesterov: bool = False,
     ) -> None:
-        """See the class."""
         super().__init__(
             params, lr=lr, momentum=momentum, weight_decay=weight_decay, dampening=dampening, nesterov=nesterov
         )

@@ -12,7 +12,6 @@ import torch
 from psclient import settings as client_settings
 from psclient.engine.executor import SerialExecutor
 from psclient.errors import ConfigurationError, Transient, from_refusal
-from psclient.optim.session import server_string
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.resolver import connect
 from psclient.rpc.stall import Watch
@@ -65,7 +64,7 @@ def download(
         ConfigurationError: the addresses are not those of all shards of one model.
         AccessError: the server asks for another token.
     """
-    resolved = client_settings.resolve(settings, server_string(server), None)
+    resolved = client_settings.resolve(settings, server, None)
     threads = [SerialExecutor("psclient-download")]
     connections = threads[0].call(
         lambda: connect(resolved.server, resolved.security, patience_seconds, _WAIT_LONGER, announce=False),
