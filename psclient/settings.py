@@ -118,14 +118,8 @@ class ClientSettings(LayeredSettings):
     @property
     def security(self) -> Security:
         """How channels are protected."""
-        return Security(
-            self.tls_ca,
-            self.tls_cert,
-            self.tls_key,
-            self.tls_server_name,
-            self.token.get_secret_value(),
-            self.token_file,
-        )
+        token = self.token.get_secret_value()
+        return Security(self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name, token, self.token_file)
 
     @field_validator("value_type", "index_codec", "selector")
     @classmethod
@@ -138,28 +132,20 @@ class ClientSettings(LayeredSettings):
 
 
 def load(**overrides: object) -> ClientSettings:
-    """Read the settings; ``overrides`` that are not ``None`` win over everything.
-
-    Raises:
-        ConfigurationError: see :class:`ClientSettings`.
-    """
+    """Read the settings; ``overrides`` that are not ``None`` win over everything."""
     return ClientSettings(**{name: value for name, value in overrides.items() if value is not None})  # type: ignore[arg-type]
 
 
 def resolve(
     settings: ClientSettings | None, server: Server | None, worker: str | None, on_load: str | None = None
 ) -> ClientSettings:
-    """Return the settings that hold for an optimizer: those given, else loaded; the other arguments win.
-
-    Raises:
-        ConfigurationError: one of them is of another kind, or see :func:`load`.
-    """
+    """Return the settings that hold for an optimizer: those given, else loaded; the other arguments win."""
     named: Any = getattr(server, "server", server)
     if isinstance(named, Sequence) and not isinstance(named, str) and all(isinstance(each, str) for each in named):
         named = ",".join(named)
-    if named is not None and not isinstance(named, str):
+    if not isinstance(named, str | None):
         raise ConfigurationError(f'server= must be "HOST:PORT", a list of these, or a LocalServer, not {server!r}')
-    if worker is not None and not isinstance(worker, str):
+    if not isinstance(worker, str | None):
         raise ConfigurationError(f"worker= must be a name, not {worker!r}")
     if on_load is not None and on_load not in get_args(OnLoad):
         raise ConfigurationError(f"on_load= must be one of {', '.join(get_args(OnLoad))}, not {on_load!r}")
@@ -172,11 +158,7 @@ def resolve(
 
 
 def addresses(server: str) -> tuple[str, ...]:
-    """Return each shard's address, or one name for all (:func:`pscore.net.addresses.expand`).
-
-    Raises:
-        ConfigurationError: the servers are named in another way.
-    """
+    """Return each shard's address, or one name for all (:func:`pscore.net.addresses.expand`)."""
     try:
         return expand(server)
     except AddressError as error:

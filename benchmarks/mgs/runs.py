@@ -113,7 +113,7 @@ def compare(
                 optimizer.step()
             optimizer.pull()
             planning = optimizer.plan.planning_seconds
-            planner, exchange = optimizer._planner, optimizer._exchange
+            planner, exchange = optimizer._worker.planner, optimizer._exchange
             outcomes = {rule: Outcome() for rule in RULES}
             for turn in range(_SETTLING_ROUNDS + rounds):
                 if turn >= _SETTLING_ROUNDS + 3 and not has_time():

@@ -205,7 +205,7 @@ class ElasticSampler(Sampler[int]):
         """Lease more, and forget what is no longer this worker's."""
         held = joined(self._progress.held(self._lease.dataset), share_of(self._undrawn))
         wanted = self._lease_samples if samples is None else samples
-        granted = self._optimizer._calls.run(lambda: self._lease.ask(goal, wanted, held))
+        granted = self._optimizer._worker.run(lambda: self._lease.ask(goal, wanted, held))
         kept = [
             Piece(piece.epoch, start, end)
             for piece in self._undrawn

@@ -61,7 +61,10 @@ class Stepper:
     Attributes:
         report: what the last step did.
         totals: sums over all steps.
+        local_steps: 0, since each step is pushed.
     """
+
+    local_steps = 0
 
     def __init__(
         self,
@@ -160,6 +163,10 @@ class Stepper:
         report = self.report = self._exchange.open(samples, rates)
         self._push(report, lambda number: self._exchange.send_held(report, number))
         self.totals.add(report)
+
+    def flush_on_exit(self) -> None:
+        """Push what is to stay behind: everything that is held."""
+        self.flush()
 
     def pull(self) -> None:
         """Bring the parameters up to the server's without pushing, wherever they lie now."""

@@ -19,12 +19,7 @@ class Place(NamedTuple):
 
 
 class NamedBuffers:
-    """Buffers that are looked up when they are needed: a module may put a new tensor in the place of one.
-
-    Args:
-        specs: what they are.
-        places: where each stands.
-    """
+    """Buffers that are looked up when they are needed: a module may put a new tensor in the place of one."""
 
     def __init__(self, specs: Sequence[TensorSpec], places: Sequence[Place]) -> None:
         self.specs, self._places = tuple(specs), tuple(places)
@@ -35,11 +30,7 @@ class NamedBuffers:
         return NamedBuffers([spec for spec, _ in found], [place for _, place in found])
 
     def now(self) -> list[torch.Tensor]:
-        """Return the tensors that stand there now.
-
-        Raises:
-            ModelChangedError: one is gone, or has another shape or dtype than it had.
-        """
+        """Return the tensors that stand there now; :class:`ModelChangedError` where one is not what it was."""
         found = []
         for spec, (module, name) in zip(self.specs, self._places, strict=True):
             tensor = module._buffers.get(name)
@@ -74,12 +65,13 @@ class TrainedModel:
     buffers: NamedBuffers
     module: torch.nn.Module | None
 
-    def refuse_shared(self) -> None:
-        """Make sure that no other process has these parameters in its memory; on CUDA that cannot be told.
+    def positions_of(self, group: Mapping[str, Any]) -> list[int]:
+        """Return the places in the layout of a param group's tensors, ascending; the frozen ones have none."""
+        positions = {id(parameter): position for position, parameter in enumerate(self.parameters)}
+        return sorted(positions[id(each)] for each in group["params"] if id(each) in positions)
 
-        Raises:
-            ConfigurationError: one of them is in shared memory, where several workers would write one replica.
-        """
+    def refuse_shared(self) -> None:
+        """Raise :class:`ConfigurationError` where other processes share a parameter; on CUDA that cannot be told."""
         for spec, parameter in zip(self.layout.parameters, self.parameters, strict=True):
             if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
                 raise ConfigurationError(
@@ -89,11 +81,7 @@ class TrainedModel:
                 )
 
     def check_frozen(self) -> None:
-        """Make sure that frozen parameters have the values that the server was told of; reads those written to since.
-
-        Raises:
-            ModelChangedError: one has not.
-        """
+        """Raise :class:`ModelChangedError` where a frozen parameter has other values; reads those written to since."""
         for parameter, known, writes in zip(self.frozen, self.layout.frozen, self.frozen_writes, strict=True):
             if writes_to(parameter) != writes and digest_of(parameter) != known.digest:
                 raise ModelChangedError(
@@ -103,11 +91,7 @@ class TrainedModel:
                 )
 
     def check(self) -> None:
-        """Make sure that the parameters are still the model's; costs a look-up for each.
-
-        Raises:
-            ModelChangedError: a parameter is gone, and another one stands in its place; or one that was frozen is not.
-        """
+        """Raise :class:`ModelChangedError` where a parameter was replaced or thawed; costs a look-up for each."""
         for parameter, known in zip(self.frozen, self.layout.frozen, strict=True):
             if parameter.requires_grad:
                 raise ModelChangedError(
@@ -139,14 +123,10 @@ def describe(
 ) -> TrainedModel:
     """Find the tensors of a model; without one, of param groups, named as they were given or by position.
 
-    Args:
-        model: the module.
-        groups: the param groups of the optimizer.
-        upload_frozen: whether parameters that need no gradient are the server's, too.
+    With ``upload_frozen`` parameters that need no gradient are the server's, too.
 
     Raises:
-        ConfigurationError: a trained parameter is not the model's, a dtype cannot be trained, or a parameter is in
-            shared memory.
+        ConfigurationError: a trained parameter is not the model's, or one cannot be trained.
     """
     trained = [parameter for group in groups for parameter in group["params"]]
     places: dict[int, Place] = {}

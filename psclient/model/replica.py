@@ -31,12 +31,7 @@ class _Known(NamedTuple):
 
 
 class Replica:
-    """Reads and writes a model's parameters through flat indices.
-
-    Args:
-        layout: where each parameter lies.
-        parameters: the tensors, in layout order, on any devices.
-    """
+    """Reads and writes a model's parameters, which are in layout order and on any devices, through flat indices."""
 
     def __init__(self, layout: ModelLayout, parameters: Sequence[torch.Tensor]) -> None:
         self.layout = layout
@@ -50,10 +45,8 @@ class Replica:
     def loaded(self) -> str | None:
         """Return the name of a parameter that somebody else has written to since; costs next to nothing.
 
-        The values may still be the same. Writing through ``parameter.data`` leaves no trace.
-
-        Raises:
-            ModelChangedError: one has another dtype, shape or device.
+        The values may still be the same. Writing through ``parameter.data`` leaves no trace. A parameter of another
+        dtype, shape or device raises :class:`ModelChangedError`, here and in :meth:`accept`.
         """
         for position in self._moved():
             if not torch.equal(self.parameters[position], self._known[position].values):
@@ -70,11 +63,7 @@ class Replica:
         return hashlib.sha256(torch.stack(sums).numpy().tobytes()).digest()
 
     def accept(self) -> None:
-        """Take the parameters for what was last written, wherever they lie.
-
-        Raises:
-            ModelChangedError: one has another dtype, shape or device.
-        """
+        """Take the parameters for what was last written, wherever they lie."""
         for position in self._moved():
             self._known[position] = _look(self.parameters[position])
         self._edits = [writes_to(parameter) for parameter in self.parameters]

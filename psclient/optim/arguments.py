@@ -3,7 +3,8 @@
 import difflib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from psclient.compress.hyperparameters import needs_closure
 from psclient.errors import ConfigurationError, UnknownArgumentError
 from psclient.rounds import Rounds
+
+log = logging.getLogger("psclient")
 
 Density = float | Callable[[int], float]
 """Share of a tensor's entries that is sent: a number, or a function of the worker's step (from 1)."""
@@ -44,6 +47,23 @@ def check_mode(overlap: object, rounds: object) -> None:
         )
 
 
+def check_step(closure: object, samples: object) -> None:
+    """Raise :class:`ConfigurationError` where an argument of ``step()`` is of another kind."""
+    if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
+        raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
+    if closure is not None and not callable(closure):
+        raise ConfigurationError(f"step() takes a closure or nothing, not {closure!r}")
+
+
+def warn_without_model(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Say what an optimizer of bare parameters goes without."""
+    unnamed = "tensors are called parameter_0, parameter_1 and so on, names that no model loads; "
+    log.warning(
+        "without model= %sbuffers stay local, and a step counts as one sample. Pass model=, on every worker",
+        "" if "param_names" in groups[0] else unnamed,
+    )
+
+
 def as_json(value: Any, what: str) -> str:
     """Return a part of the server's optimizer as text in which workers agree."""
     try:
@@ -55,13 +75,7 @@ def as_json(value: Any, what: str) -> str:
 
 
 def options_of(optimizer: str) -> tuple[frozenset[str], float]:
-    """Return the options that a class of ``torch.optim`` has, and its default rate.
-
-    Of a class that this version of torch does not have nothing is known: the server decides.
-
-    Raises:
-        ConfigurationError: it recomputes the loss, which a server cannot.
-    """
+    """Return the options that a class of ``torch.optim`` has, and its default rate; none of an unknown class."""
     kind = getattr(torch.optim, optimizer, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         return frozenset(), 0.0

@@ -17,49 +17,24 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from psclient import settings as client_settings
 from psclient.buckets.lags import Lags
 from psclient.buckets.plan import Plan
-from psclient.buckets.planner import Planner
-from psclient.compress.compressor import Choice, Compressor
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.data.counter import SampleCounter
 from psclient.data.first_batches import FirstBatches
 from psclient.engine.checks import gather, refuse_averaged
-from psclient.engine.exchange import Exchange
-from psclient.engine.executor import SerialExecutor
-from psclient.engine.lifecycle import Lifecycle, end_earlier, has_other
-from psclient.engine.push import Pusher
 from psclient.engine.state import PushMark, from_sgd, is_out_of_date, restore_memories, split, taken_back
 from psclient.engine.step import GradientSource, Stepper
-from psclient.errors import (
-    ConfigurationError,
-    CopyRefusedError,
-    FingerprintMismatchError,
-    ServerUnreachableError,
-)
+from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
 from psclient.model.module import TrainedModel, describe
-from psclient.model.replica import Replica
-from psclient.optim.arguments import Density, check_mode, unknown_argument
-from psclient.optim.calls import Calls
+from psclient.optim.arguments import Density, check_mode, check_step, unknown_argument, warn_without_model
+from psclient.optim.local_steps import LocalSteps
+from psclient.optim.worker import Worker
 from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
-from psclient.rpc.cluster import Cluster
-from psclient.rpc.local_server import start_alone
-from psclient.rpc.membership import Membership
-from psclient.rpc.resolver import connect
-from psclient.rpc.shard import ShardClient
 from psclient.settings import ClientSettings, OnLoad, Server
-from pscore import jit
-from pscore.select import SELECTORS
-from pscore.telemetry import tracing
-from pscore.wire.errors import ErrorCode
 
 log = logging.getLogger("psclient")
-
-_ONE_SERVER_ONE_MODEL = (
-    "another optimizer of this process trains another model there: give each model a server of its own, or make one "
-    "optimizer of both, with model=torch.nn.ModuleDict(...) (docs/training.md, Several models)"
-)
 
 
 class ParameterServerOptimizer(Optimizer, ABC):
@@ -84,10 +59,6 @@ class ParameterServerOptimizer(Optimizer, ABC):
             run, it is what the run begins with. Then ``"error"`` (the default) raises ``ModelLoadedError``,
             ``"server"`` takes the server's parameters in its place, and ``"replace"`` gives it to all workers.
         settings: everything else about the connection.
-
-    Attributes:
-        gradients_are_its_own: whether it is known that the gradients are this worker's, and not the mean of several
-            processes that push each: since the first step, or because :class:`~psclient.NodeOptimizer` says so.
 
     Raises:
         SparsepsError: the server cannot be reached, trains another model, or in another way.
@@ -124,102 +95,46 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._joined = False
         self._rounds, self._agreed = rounds, dict(agreed or {})
         self._own_density: set[int] = set()  # numbers of the groups that a density schedule leaves alone
-        self.gradients_are_its_own = False
+        self.gradients_are_its_own = False  # known since the first step, or by a NodeOptimizer: no mean of several's
         self._loss: Any = None
         super().__init__(params, defaults | {"density": density(1) if callable(density) else density})
         if model is None:
-            named = "param_names" in self.param_groups[0]
-            names = (
-                "" if named else "tensors are called parameter_0, parameter_1 and so on, names that no model loads; "
-            )
-            log.warning(
-                "without model= %sbuffers stay local, and a step counts as one sample. Pass model=, on every worker",
-                names,
-            )
+            warn_without_model(self.param_groups)
         resolved = client_settings.resolve(settings, server, worker, on_load)
         self._model = describe(model, self.param_groups, upload_frozen=resolved.upload_frozen)
         refuse_averaged(self._model.parameters, () if model is None else model.modules())
         self._groups = ParamGroups(self.param_groups, self._own_density)
-        if isinstance(density, Lags):
-            density.check(overlap=overlap, select_over=resolved.select_over)
-        own_server = start_alone() if resolved.server == client_settings.LOCAL else None
-        self._server = resolved.server if own_server is None else own_server.server
-        name, others = client_settings.worker_name(resolved), has_other(self._server)
-        # No call of gRPC is made in the program's thread: a signal's exception inside one leaves its locks taken.
-        thread = SerialExecutor("psclient-step")
-        try:
-            end_earlier(self._server, name)
-            thread.call(partial(self._connect, name, resolved, density), lambda: None)
-        except BaseException:
-            if own_server is not None:
-                own_server.stop()
-            raise
-        leases = self._membership.leases
-        self._lifecycle = Lifecycle(
-            self, own_server, leases, self._stepper.abandon, flush_on_sigterm=resolved.flush_on_sigterm
-        )
-        self._calls = Calls(thread, self._lifecycle, self._membership, self._cluster)
-        try:
-            self._lifecycle.take_place(self._server, self.worker)
-            self._calls.run(self._membership.join)
-            self._joined = True
-            counter = SampleCounter(model, FirstBatches(leases).see) if model is not None else None
-            self._calls.run(lambda: self._stepper.start(counter, overlap=overlap))
-        except BaseException as error:
-            self.close()
-            if isinstance(error, FingerprintMismatchError) and others:
-                text = str(error).replace(ErrorCode.FINGERPRINT_MISMATCH.advice, _ONE_SERVER_ONE_MODEL)
-                raise FingerprintMismatchError(text, error.tensor) from None
-            raise
-
-    def _connect(self, worker: str, settings: ClientSettings, density: Density) -> None:
-        """Make the parts of this worker, from the servers' connections to the steps, before the first call.
-
-        Raises:
-            ConfigurationError: a server address is not one, or tracing cannot begin.
-            ServerUnreachableError: behind one name for all shards, some were not found.
-        """
-        jit.announce = log.warning
-        if settings.tracing:
-            try:
-                tracing.start("psclient", worker)
-            except tracing.TracingError as error:
-                raise ConfigurationError(str(error)) from error
-        model, groups = self._model, self._groups
-        connections = connect(self._server, settings.security, settings.connect_seconds)
-        shards = [ShardClient(connection, index, settings) for index, connection in enumerate(connections)]
-        replica = Replica(model.layout, model.parameters)
-        self._membership = Membership(
-            shards, worker, replica, model.buffers, self.name, self.agreed_settings(), settings
-        )
-        self._cluster = Cluster(shards, self._membership, replica, model.buffers)
-        planner = self._planner = Planner(
-            model.layout,
-            settings.merge,
-            group_elements=settings.group_elements,
-            bucket_bytes=settings.bucket_bytes,
-            dense_below=settings.dense_below,
-            lags=density if isinstance(density, Lags) else None,
-        )
-
-        def density_of(position: int) -> float | None:
-            return None if groups.has_own_density(model.parameters[position]) else planner.density_of(position)
-
-        choice = Choice(SELECTORS[settings.selector], settings.select_over, settings.dense_below)
-        self._compressor = Compressor(type(self), model, self.state, groups.of, choice, density_of)
-        pusher = Pusher(model.layout, self._cluster, planner.groups)
-        self._exchange = Exchange(self._cluster, pusher, self._compressor, planner)
+        lags = density if isinstance(density, Lags) else None
+        if lags is not None:
+            lags.check(overlap=overlap, select_over=resolved.select_over)
+        agreed_settings = self.agreed_settings()
+        self._worker = Worker(type(self), self._model, self._groups, self.state, agreed_settings, resolved, lags)
+        self._membership, self._cluster = self._worker.membership, self._worker.cluster
+        self._exchange = self._worker.exchange
+        gradients, rates = self.sources(self._model, self._groups)
         self._stepper = Stepper(
-            model,
-            groups,
+            self._model,
+            self._groups,
             self._membership,
             self._cluster,
             self._exchange,
             density if callable(density) else None,
-            self.rate_source(groups),
-            self.gradient_source(model, groups),
-            synchronous=self._rounds is not None or not self.asynchronous,
+            rates,
+            gradients,
+            synchronous=rounds is not None or not self.asynchronous,
         )
+        self._steps: Stepper | LocalSteps = self._stepper
+        self._worker.watch(self, self._stepper.abandon, flush_on_sigterm=resolved.flush_on_sigterm)
+        self._lifecycle = self._worker.lifecycle
+        try:
+            self._worker.join()
+            self._joined = True
+            first_batches = FirstBatches(self._membership.leases)
+            counter = SampleCounter(model, first_batches.see) if model is not None else None
+            self._worker.run(lambda: self._stepper.start(counter, overlap=overlap))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -249,18 +164,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
         common = {"momentum": ",".join(momenta)} if momenta else {}
         return common | ({"rounds": self._rounds.agreed()} if self._rounds is not None else {}) | self._agreed
 
-    def positions_of(self, group: Group) -> list[int]:
-        """Return the places in the layout of a group's tensors, ascending; of those that are trained."""
-        positions = {id(parameter): position for position, parameter in enumerate(self._model.parameters)}
-        return sorted(positions[id(each)] for each in group["params"] if id(each) in positions)
-
-    def gradient_source(self, model: TrainedModel, groups: ParamGroups) -> GradientSource:
-        """Return what collects a step's gradients; it must not refer to the optimizer, which would never be freed."""
-        return partial(gather, model, groups)
-
-    def rate_source(self, groups: ParamGroups) -> Callable[[], Rates]:
-        """Return what says the learning rates of a push; it must not refer to the optimizer."""
-        return groups.rates
+    def sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
+        """Return what collects a push's gradients, and what its rates; neither may refer to the optimizer."""
+        return partial(gather, model, groups), groups.rates
 
     def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
         """Return a factor for all gradients of this step; 1 unless the method clips.
@@ -268,15 +174,6 @@ class ParameterServerOptimizer(Optimizer, ABC):
         With ``overlap=True`` nobody asks: the first gradients are sent before the last are known.
         """
         return 1.0
-
-    def _flush(self) -> None:
-        self._stepper.flush()
-
-    def _flush_on_exit(self) -> None:
-        self._flush()
-
-    def _pull(self) -> None:
-        self._stepper.pull()
 
     # What a training loop uses
 
@@ -293,7 +190,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
     @property
     def plan(self) -> Plan:
         """Which tensors are pushed together, with predicted and measured times: print it, or ``plan.draw(path)``."""
-        return self._planner.plan
+        return self._worker.planner.plan
 
     @property
     def version(self) -> int:
@@ -316,12 +213,12 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
         The next :meth:`step` completes it, unless the gradients are others by then, or there are none.
         """
-        return self._stepper.unfinished
+        return self._steps.unfinished
 
     @property
     def local_steps(self) -> int:
         """Steps that have changed this machine's parameters and are not pushed yet; 0 but with local steps."""
-        return 0
+        return self._steps.local_steps
 
     @property
     def worker(self) -> str:
@@ -341,7 +238,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
     @property
     def server(self) -> str:
         """The shards as they were named: their addresses, separated by commas, or one name for all."""
-        return self._server
+        return self._worker.server
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
@@ -361,26 +258,19 @@ class ParameterServerOptimizer(Optimizer, ABC):
             ServerUnreachableError: no server within the patience; call again to go on, nothing is lost.
             RunFinishedError: the run was over before this step.
         """
-        self._calls.require_open()
-        self._require_own_gradients()
-        if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
-            raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
-        if closure is not None and not callable(closure):
-            raise ConfigurationError(f"step() takes a closure or nothing, not {closure!r}")
+        self._worker.require_open()
+        if not self.gradients_are_its_own:  # not only when it was made: a script may wrap or share its model late
+            refuse_averaged(self._model.parameters)
+            self._model.refuse_shared()
+            self.gradients_are_its_own = True
+        check_step(closure, samples)
         if closure is not None and not self.unfinished:
             with torch.enable_grad():
                 self._loss = closure()
-        self._calls.run(lambda: self._step(samples))
-        self._completed()  # not in the thread: a step that ended unseen by its caller is the same still
+        self._worker.run(lambda: self._steps.step(samples, self.gradient_scale))
+        self._steps.completed()  # not in the thread: a step that ended unseen by its caller is the same still
         loss, self._loss = self._loss, None
         return loss
-
-    def _step(self, samples: int | None) -> None:
-        self._stepper.step(samples, self.gradient_scale)
-
-    def _completed(self) -> None:
-        """Note that the caller of a step knows of its end: the same gradients again are another step's."""
-        self._stepper.completed()
 
     def accumulating(self) -> AbstractContextManager[None]:
         """With overlap: run the backward passes in the body without handing their gradients over.
@@ -396,7 +286,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         Raises:
             ServerUnreachableError: no server within the patience.
         """
-        self._calls.run(self._flush)
+        self._worker.run(self._steps.flush)
 
     def flush_on_exit(self) -> None:
         """Push what a worker should leave behind when it goes, or waits for others: :meth:`flush`, or local steps.
@@ -404,7 +294,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         Raises:
             ServerUnreachableError: no server within the patience.
         """
-        self._calls.run(self._flush_on_exit)
+        self._worker.run(self._steps.flush_on_exit)
 
     def pull(self) -> None:
         """Make the parameters the server's without pushing, before an evaluation, say.
@@ -415,7 +305,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         Raises:
             ServerUnreachableError: no server within the patience.
         """
-        self._calls.run(self._pull)
+        self._worker.run(self._steps.pull)
 
     def hurry(self, seconds: float) -> None:
         """Wait no longer than this for a server from now on."""
@@ -426,7 +316,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
         Called at exit by itself; and the worker of an optimizer that is collected before leaves too.
         """
-        self._calls.close(self._stepper.leave)
+        self._worker.close(self._stepper.leave)
 
     def __enter__(self) -> "ParameterServerOptimizer":
         return self
@@ -471,7 +361,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         in the residuals.
         """
         if self._stepper.begun and not self._lifecycle.in_child:
-            self._calls.always(self._stepper.forget)
+            self._worker.always(self._stepper.forget)
         super().zero_grad(set_to_none)
 
     # State
@@ -482,7 +372,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         A push that is still in doubt is part of the residuals returned: if it turns out to have been applied, they are
         recognised as out of date when they are loaded.
         """
-        return self._calls.always(self._state_dict)
+        return self._worker.always(self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
         try:
@@ -490,7 +380,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         except ServerUnreachableError as error:
             log.warning("saving the state with a push in doubt: %s", error)
         state = taken_back(self.state, self._exchange, super().state_dict)
-        state["psclient"] = self._mark().plain()
+        state["psclient"] = PushMark.now(self.name, self._membership, self._exchange).plain()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -504,31 +394,23 @@ class ParameterServerOptimizer(Optimizer, ABC):
             ConfigurationError: another method, or another optimizer, has saved it; the message says how to go on.
         """
         if self._lifecycle.in_child:
-            self._calls.require_open()
+            self._worker.require_open()
         mark, plain = split(state_dict, self.name)
         if mark is None:
             plain = self._from_torch(plain)
-        self._calls.always(self._stepper.rest)  # a push that is applied later would count beside what is loaded
+        self._worker.always(self._stepper.rest)  # a push that is applied later would count beside what is loaded
         super().load_state_dict(plain)
         self._assign_groups()
-        self._compressor.memories = self.state  # torch has put a new dict in the place of the old one
+        self._worker.compressor.memories = self.state  # torch has put a new dict in the place of the old one
         restore_memories(self, plain)
         if mark is None:
             return
-        now, last_push = self._mark(), self._membership.last_push_record
-        if is_out_of_date(mark, now, last_push, server_remembers=self.server_remembers):
+        now = PushMark.now(self.name, self._membership, self._exchange)
+        if is_out_of_date(mark, now, self._membership.last_push_record, server_remembers=self.server_remembers):
             self.state.clear()
         self._exchange.step = max(self._exchange.step, mark.step)
 
-    def _mark(self) -> PushMark:
-        return PushMark.now(self.name, self._membership, self._exchange)
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be copied or pickled: a copy would have no place in the run.
-
-        Raises:
-            CopyRefusedError: always.
-        """
         raise CopyRefusedError(type(self).__name__)
 
     # Inner parts
@@ -540,10 +422,3 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def _assign_groups(self) -> None:
         """Note that all param groups were loaded."""
         self._groups.assign(self.param_groups)
-
-    def _require_own_gradients(self) -> None:
-        """Refuse averaged gradients and shared parameters at the first step: a script may wrap or share late."""
-        if not self.gradients_are_its_own:
-            refuse_averaged(self._model.parameters)
-            self._model.refuse_shared()
-            self.gradients_are_its_own = True

@@ -10,7 +10,9 @@ from torch.optim.optimizer import ParamsT
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
+from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError
+from psclient.model.module import TrainedModel
 from psclient.optim.arguments import Density, as_json, options_of, scheduler_description, scheduler_interval
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.optim.recurrences import whole
@@ -111,12 +113,13 @@ class ServerOptimizer(ParameterServerOptimizer):
         groups = []
         for group, own in zip(self.param_groups, _options(self.param_groups, self._known), strict=True):
             rate = {} if group["lr"] == self.defaults["lr"] else {"lr": group["lr"]}
-            groups.append({"tensors": self.positions_of(group), "options": own | rate})
+            groups.append({"tensors": self._model.positions_of(group), "options": own | rate})
         return super().agreed_settings() | {"groups": as_json(groups, "param groups")}
 
-    def rate_source(self, groups: ParamGroups) -> Callable[[], Rates]:
-        """Each group's rate, where nothing else was changed in a group."""
-        return partial(_rates, groups, self._known, _options(groups.all, self._known))
+    def sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
+        """Each group has a rate of its own, and nothing else may be changed in a group."""
+        gradients, _ = super().sources(model, groups)
+        return gradients, partial(_rates, groups, self._known, _options(groups.all, self._known))
 
     def _check_added(self, group: Group) -> None:
         super()._check_added(group)

@@ -99,7 +99,7 @@ def test_what_is_not_sent_is_kept_and_a_flush_hands_in_everything():
     done = [torch.zeros_like(value) for value in before]
     settings = {"lr": 1.0, "momentum": 0.0, "density": 0.05}
     with psclient.LocalServer(down_mode="exact") as server, outer(mine, 3, server=server, **settings) as optimizer:
-        optimizer.inner_optimizer = _Watched(optimizer.inner_optimizer, mine, done)
+        optimizer._steps.inner = _Watched(optimizer.inner_optimizer, mine, done)
         for step in range(10):
             train_step(mine, optimizer, *make_data(seed=step, count=32))
         assert optimizer.local_steps == 1
