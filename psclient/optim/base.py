@@ -27,7 +27,7 @@ from psclient.engine.state import PushMark, from_sgd, is_out_of_date, restore_me
 from psclient.engine.step import GradientSource, Stepper
 from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
 from psclient.model.module import TrainedModel, describe
-from psclient.optim.arguments import Density, check_mode, check_step, unknown_argument, warn_without_model
+from psclient.optim.arguments import Density, check_added, check_mode, check_step, unknown_argument, warn_without_model
 from psclient.optim.local_steps import LocalSteps
 from psclient.optim.worker import Worker
 from psclient.report import StepReport, Totals
@@ -69,6 +69,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
     """Whether ``state[parameter]["momentum"]`` is what ``torch.optim.SGD`` keeps as ``momentum_buffer``."""
     server_remembers: bool = False
     """Whether the server's optimizer has a memory, which no state of a worker holds."""
+    groups_are_agreed: ClassVar[bool] = False
+    """Whether the server's optimizer has the param groups, too."""
     asynchronous: ClassVar[bool] = True
     """Whether all workers' updates meet in one model one by one, which adds momentum of its own."""
 
@@ -333,7 +335,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
         has_own_density, number = "density" in param_group, len(self.param_groups)
         super().add_param_group(param_group)
         try:
-            self._check_added(self.param_groups[-1])
+            check_hyperparameters(self.param_groups[-1])
+            if self._joined:
+                check_added(self.param_groups[-1], self._model, self.groups_are_agreed, self._stepper.begun)
         except ConfigurationError:
             self.param_groups.pop()
             raise
@@ -341,18 +345,6 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._own_density.add(number)
         if self._joined:
             self._groups.assign(self.param_groups)
-
-    def _check_added(self, group: Group) -> None:
-        check_hyperparameters(group)
-        if not self._joined:
-            return
-        if not {id(parameter) for parameter in group["params"]} <= {id(known) for known in self._model.parameters}:
-            raise ConfigurationError(
-                "a parameter that was not part of the model, or was frozen, cannot be added after joining a server; to "
-                "thaw parameters later, set upload_frozen=True (PSCLIENT_UPLOAD_FROZEN) on all workers"
-            )
-        if self._stepper.begun:
-            raise ConfigurationError("a group cannot be added between backward() and step() with overlap=True")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as for any torch optimizer.
@@ -400,7 +392,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             plain = self._from_torch(plain)
         self._worker.always(self._stepper.rest)  # a push that is applied later would count beside what is loaded
         super().load_state_dict(plain)
-        self._assign_groups()
+        self._groups.assign(self.param_groups)
         self._worker.compressor.memories = self.state  # torch has put a new dict in the place of the old one
         restore_memories(self, plain)
         if mark is None:
@@ -418,7 +410,3 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def _from_torch(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state of an optimizer of torch's as one of this method."""
         return from_sgd(state, self.param_groups, self.name, keeps_momentum=self.momentum_is_torchs)
-
-    def _assign_groups(self) -> None:
-        """Note that all param groups were loaded."""
-        self._groups.assign(self.param_groups)

@@ -64,6 +64,7 @@ class Outer(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "outer"
+    groups_are_agreed: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class Outer(ParameterServerOptimizer):
         wanted = ("params", "param_names")
         params = [{name: group[name] for name in wanted if name in group} for group in inner_optimizer.param_groups]
         super().__init__(params, {"decay": decay}, density, agreed, **connection)
-        self.param_groups = inner_optimizer.param_groups
+        self._outer_groups, self.param_groups = self.param_groups, inner_optimizer.param_groups
         inner_optimizer.register_load_state_dict_post_hook(partial(_follow, weakref.ref(self)))
         self._steps = LocalSteps(
             inner_optimizer,
@@ -173,15 +174,8 @@ class Outer(ParameterServerOptimizer):
                 "optimizer.inner_optimizer.load_state_dict()"
             )
         super().load_state_dict(outer)
+        self._groups.assign(self._outer_groups)
         self.inner_optimizer.load_state_dict(state_dict["inner"])  # and with it the groups
-
-    def _assign_groups(self) -> None:
-        """Leave the outer step's groups as they are: those that a loop sees are the inner optimizer's."""
-
-    def _check_added(self, group: Group) -> None:
-        super()._check_added(group)
-        if self._joined:
-            raise ConfigurationError("the server's step has the tensors that the inner optimizer had at the beginning")
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:

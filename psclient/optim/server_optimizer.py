@@ -68,6 +68,7 @@ class ServerOptimizer(ParameterServerOptimizer):
 
     name: ClassVar[str] = "server_optimizer"
     server_remembers = True
+    groups_are_agreed: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -120,14 +121,6 @@ class ServerOptimizer(ParameterServerOptimizer):
         """Each group has a rate of its own, and nothing else may be changed in a group."""
         gradients, _ = super().sources(model, groups)
         return gradients, partial(_rates, groups, self._known, _options(groups.all, self._known))
-
-    def _check_added(self, group: Group) -> None:
-        super()._check_added(group)
-        if self._joined:
-            raise ConfigurationError(
-                "the server's optimizer has the param groups that it was made with, and would leave others alone; "
-                "a run that trains them too is another one"
-            )
 
     def _from_torch(self, state: dict[str, Any]) -> NoReturn:
         raise ConfigurationError(
