@@ -11,15 +11,14 @@ from torch.optim import Optimizer
 
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import check_hyperparameters, needs_closure
-from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
+from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
 from psclient.optim.arguments import Density, Description, as_json, options_of
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.optim.local_steps import Deltas, LocalSteps
-from psclient.optim.recurrences import whole
-from pscore.select.kernels.base import GradientUpdate
+from psclient.optim.recurrences import unscaled
 
 log = logging.getLogger("psclient")
 
@@ -182,9 +181,7 @@ class Outer(ParameterServerOptimizer):
         """``e = β·e + Δ``; at ρ = 1 all of it is sent."""
         if group["decay"] != 1 and "residual" in state:
             state["residual"].mul_(group["decay"])
-        if group["density"] < 1:
-            return Sparse(memory(state, "residual", step.gradient), GradientUpdate(step.gradient, 1.0))
-        return whole(state, step.gradient.float())
+        return unscaled(state, group, step)
 
 
 def _described(outer_optimizer: Description | None) -> tuple[str, Mapping[str, Any]]:

@@ -2,7 +2,8 @@
 
 import torch
 
-from psclient.compress.method import Group, State, Step, Whole, memory
+from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
+from pscore.select.kernels.base import GradientUpdate
 
 
 def decayed(group: Group, step: Step) -> torch.Tensor:
@@ -21,3 +22,10 @@ def whole(state: State, d: torch.Tensor, rate: float = 1.0) -> Whole:
     """Send ``rate·d`` whole, with what earlier pushes left in the residual."""
     sent = rate * d
     return Whole(sent.add_(state.pop("residual")) if "residual" in state else sent)
+
+
+def unscaled(state: State, group: Group, step: Step) -> Sparse | Whole:
+    """Send the top ρ of ``|r|`` after ``r += g``; at ρ = 1 all of ``r``."""
+    if group["density"] < 1:
+        return Sparse(memory(state, "residual", step.gradient), GradientUpdate(step.gradient, 1.0))
+    return whole(state, step.gradient.float())

@@ -9,14 +9,13 @@ from torch.optim.optimizer import ParamsT
 
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import check_hyperparameters
-from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
+from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
 from psclient.optim.arguments import Density, as_json, options_of, scheduler_description, scheduler_interval
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import whole
-from pscore.select.kernels.base import GradientUpdate
+from psclient.optim.recurrences import unscaled
 from pscore.wire.messages import LARGEST_RATE
 
 log = logging.getLogger("psclient")
@@ -132,9 +131,7 @@ class ServerOptimizer(ParameterServerOptimizer):
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``r += g``; at ρ = 1 all of ``r`` is sent."""
-        if group["density"] < 1:
-            return Sparse(memory(state, "residual", step.gradient), GradientUpdate(step.gradient, 1.0))
-        return whole(state, step.gradient.float())
+        return unscaled(state, group, step)
 
 
 def _options(groups: Sequence[Mapping[str, Any]], known: frozenset[str]) -> list[dict[str, Any]]:
