@@ -41,7 +41,8 @@ def make_optimizer(
         on_server = {"scheduler": length.schedule("cosine", 1)} | joined
         return psclient.ServerOptimizer(model.parameters(), "AdamW", adamw, **on_server), methods.STILL
     inner = torch.optim.AdamW(model.parameters(), **adamw)  # each worker steps, and pushes how far it has come
-    outer = psclient.Outer(inner, options.period, momentum=options.momentum, decay=options.decay, **joined)
+    step = methods.outer_step(options.momentum)
+    outer = psclient.Outer(inner, step, sync_every=options.period, decay=options.decay, **joined)
     return outer, psclient.VersionClock(methods.build(length.schedule("cosine", options.period), inner), outer)
 
 

@@ -11,79 +11,55 @@ from typing import TYPE_CHECKING, Any
 from pscore.version import __version__
 
 if TYPE_CHECKING:
-    from psclient import errors, schedules
-    from psclient.data.sampler import ElasticSampler
-    from psclient.node.group import node_group
-    from psclient.node.optimizer import NodeOptimizer
-    from psclient.optim.asgd import ASGD
-    from psclient.optim.dgc import DGC
-    from psclient.optim.dgs import DGS
-    from psclient.optim.gradient_dropping import GradientDropping
-    from psclient.optim.momentum_sgd import MomentumSGD
-    from psclient.optim.outer import Outer
-    from psclient.optim.server_optimizer import ServerOptimizer
-    from psclient.optim.ssgd import SSGD
-    from psclient.optim.wagma import WAGMA
-    from psclient.report import StepReport, Totals, scalars
-    from psclient.rounds import Rounds
-    from psclient.rpc.download import download, save
-    from psclient.rpc.local_server import LocalServer
-    from psclient.schedules import VersionClock
-    from psclient.settings import ClientSettings, worker_index
+    from psclient import errors as errors
+    from psclient import schedules as schedules
+    from psclient.data.sampler import ElasticSampler as ElasticSampler
+    from psclient.node.group import node_group as node_group
+    from psclient.node.optimizer import NodeOptimizer as NodeOptimizer
+    from psclient.optim.asgd import ASGD as ASGD
+    from psclient.optim.dgc import DGC as DGC
+    from psclient.optim.dgs import DGS as DGS
+    from psclient.optim.gradient_dropping import GradientDropping as GradientDropping
+    from psclient.optim.momentum_sgd import MomentumSGD as MomentumSGD
+    from psclient.optim.outer import Outer as Outer
+    from psclient.optim.server_optimizer import ServerOptimizer as ServerOptimizer
+    from psclient.optim.ssgd import SSGD as SSGD
+    from psclient.optim.wagma import WAGMA as WAGMA
+    from psclient.report import StepReport as StepReport
+    from psclient.report import Totals as Totals
+    from psclient.report import scalars as scalars
+    from psclient.rounds import Rounds as Rounds
+    from psclient.rpc.download import download as download
+    from psclient.rpc.download import save as save
+    from psclient.rpc.local_server import LocalServer as LocalServer
+    from psclient.schedules import VersionClock as VersionClock
+    from psclient.settings import ClientSettings as ClientSettings
+    from psclient.settings import worker_index as worker_index
 
-_HOMES = {
-    "ASGD": "psclient.optim.asgd",
-    "DGC": "psclient.optim.dgc",
-    "DGS": "psclient.optim.dgs",
-    "GradientDropping": "psclient.optim.gradient_dropping",
-    "MomentumSGD": "psclient.optim.momentum_sgd",
-    "Outer": "psclient.optim.outer",
-    "Rounds": "psclient.rounds",
-    "SSGD": "psclient.optim.ssgd",
-    "ServerOptimizer": "psclient.optim.server_optimizer",
-    "StepReport": "psclient.report",
-    "Totals": "psclient.report",
-    "WAGMA": "psclient.optim.wagma",
-    "ClientSettings": "psclient.settings",
-    "ElasticSampler": "psclient.data.sampler",
-    "LocalServer": "psclient.rpc.local_server",
-    "NodeOptimizer": "psclient.node.optimizer",
-    "VersionClock": "psclient.schedules",
-    "download": "psclient.rpc.download",
-    "node_group": "psclient.node.group",
-    "save": "psclient.rpc.download",
-    "scalars": "psclient.report",
-    "worker_index": "psclient.settings",
+_NAMES = {
+    "psclient.data.sampler": ("ElasticSampler",),
+    "psclient.node.group": ("node_group",),
+    "psclient.node.optimizer": ("NodeOptimizer",),
+    "psclient.optim.asgd": ("ASGD",),
+    "psclient.optim.dgc": ("DGC",),
+    "psclient.optim.dgs": ("DGS",),
+    "psclient.optim.gradient_dropping": ("GradientDropping",),
+    "psclient.optim.momentum_sgd": ("MomentumSGD",),
+    "psclient.optim.outer": ("Outer",),
+    "psclient.optim.server_optimizer": ("ServerOptimizer",),
+    "psclient.optim.ssgd": ("SSGD",),
+    "psclient.optim.wagma": ("WAGMA",),
+    "psclient.report": ("StepReport", "Totals", "scalars"),
+    "psclient.rounds": ("Rounds",),
+    "psclient.rpc.download": ("download", "save"),
+    "psclient.rpc.local_server": ("LocalServer",),
+    "psclient.schedules": ("VersionClock",),
+    "psclient.settings": ("ClientSettings", "worker_index"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("errors", "schedules")
 
-__all__ = [
-    "ASGD",
-    "DGC",
-    "DGS",
-    "SSGD",
-    "WAGMA",
-    "ClientSettings",
-    "ElasticSampler",
-    "GradientDropping",
-    "LocalServer",
-    "MomentumSGD",
-    "NodeOptimizer",
-    "Outer",
-    "Rounds",
-    "ServerOptimizer",
-    "StepReport",
-    "Totals",
-    "VersionClock",
-    "__version__",
-    "download",
-    "errors",
-    "node_group",
-    "save",
-    "scalars",
-    "schedules",
-    "worker_index",
-]
+__all__ = [*_HOMES, *_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,11 @@
 """Every error that this library raises, and the one place where a gRPC status becomes one of them.
 
-Each message says what happened and what to do next. All derive from :class:`SparsepsError`.
+Each message says what happened and what to do next. All derive from :class:`SparsepsError`, and each from the built-in
+error that a caller would expect too.
 """
 
 import re
+from typing import ClassVar
 
 import grpc
 
@@ -14,26 +16,6 @@ from pscore.wire.errors import ErrorCode, Rejected, details_of
 START_FIRST = "Start the server first, or raise PSCLIENT_CONNECT_SECONDS"
 STEP_AGAIN = "Nothing is lost: call step() again, or raise PSCLIENT_PATIENCE_SECONDS"
 
-_TRANSIENT = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.UNKNOWN,
-    }
-)
-
-_LOST = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
-"""Nobody answers: the server may be somewhere else by now."""
-
-_UNNAMED = re.compile(r"parameter_\d+")
-
-_LATER = frozenset(
-    {ErrorCode.BUSY, ErrorCode.TOO_FAR_AHEAD, ErrorCode.ROUND_OPEN, ErrorCode.DRAINING, ErrorCode.NOT_DURABLE}
-)
-"""Reasons for which the same call will do later."""
-
 
 class SparsepsError(Exception):
     """Base of all errors of this library."""
@@ -43,18 +25,21 @@ class ConfigurationError(SparsepsError, ValueError):
     """The optimizer was given something that cannot work; the message says what."""
 
 
-class CopyRefusedError(SparsepsError):
+class UnknownArgumentError(ConfigurationError, TypeError):
+    """An optimizer was given a keyword argument that it does not have."""
+
+
+class CopyRefusedError(SparsepsError, TypeError):
     """An optimizer was copied or pickled: it is one worker's place in a run, and there is one of it."""
 
     def __init__(self, kind: str) -> None:
-        """Name the optimizer's class."""
         super().__init__(
             f"this {kind} is one worker's place in a run and cannot be copied or pickled; to keep its residuals, copy "
             "or save optimizer.state_dict(); to train another model or in another process, make a new optimizer there"
         )
 
 
-class ModelChangedError(SparsepsError):
+class ModelChangedError(SparsepsError, RuntimeError):
     """The model is no longer the one that the optimizer was made for; nothing was sent.
 
     Attributes:
@@ -62,7 +47,6 @@ class ModelChangedError(SparsepsError):
     """
 
     def __init__(self, tensor: str, what: str, advice: str) -> None:
-        """Name the tensor."""
         super().__init__(f"{tensor!r} {what}; {advice}")
         self.tensor = tensor
 
@@ -71,7 +55,6 @@ class ModelLoadedError(ModelChangedError):
     """A model was loaded into the worker, and the server's has been trained: one of the two is to stay."""
 
     def __init__(self, tensor: str, run_id: str, version: int) -> None:
-        """Name a tensor, and the run."""
         super().__init__(
             tensor,
             f"was written to since the last reply (by load_state_dict, say), and run {shown(run_id)} has been trained, "
@@ -89,44 +72,35 @@ class ServerUnreachableError(SparsepsError, ConnectionError):
         seconds: how long it was tried.
     """
 
+    _text: ClassVar[str] = (
+        "{address} did not answer for {seconds:.0f} s ({why}); check that `psservice serve` runs there and that the "
+        "address can be reached. {hint}"
+    )
+
     def __init__(self, address: str, seconds: float, why: str, hint: str) -> None:
-        """Say which server, how long, the last thing heard, and what to do."""
-        super().__init__(
-            f"{address} did not answer for {seconds:.0f} s ({why}); check that `psservice serve` runs there and that "
-            f"the address can be reached. {hint}"
-        )
-        self.address = address
-        self.seconds = seconds
+        super().__init__(self._text.format(address=address, seconds=seconds, why=why, hint=hint))
+        self.address, self.seconds = address, seconds
 
 
 class HandshakeError(ServerUnreachableError):
     """A server, or something else, listens at an address, and the two cannot speak: TLS, certificates, another port."""
 
-    def __init__(self, address: str, seconds: float, why: str, advice: str) -> None:
-        """Say what to change, and what was heard."""
-        SparsepsError.__init__(self, f"{address} cannot be spoken to ({why}, for {seconds:.0f} s): {advice}")
-        self.address = address
-        self.seconds = seconds
+    _text = "{address} cannot be spoken to ({why}, for {seconds:.0f} s): {hint}"
 
 
-class HeldBackError(ServerUnreachableError):
+class HeldBackError(ServerUnreachableError, TimeoutError):
     """Slower workers have held this one back for longer than its patience: a bound on leads, or a synchronous round.
 
     As after any :class:`ServerUnreachableError`, the optimizer stays usable, and the next ``step()`` goes on.
     """
 
-    def __init__(self, address: str, seconds: float, why: str, hint: str) -> None:
-        """Say how long, for whom, and what to do."""
-        SparsepsError.__init__(
-            self,
-            f"waited {seconds:.0f} s for slower workers ({address}: {why}); look after the slowest one, or allow more: "
-            f"a larger --ssp-bound, or psclient.Rounds with a quorum or a time limit. {hint}",
-        )
-        self.address = address
-        self.seconds = seconds
+    _text = (
+        "waited {seconds:.0f} s for slower workers ({address}: {why}); look after the slowest one, or allow more: a "
+        "larger --ssp-bound, or psclient.Rounds with a quorum or a time limit. {hint}"
+    )
 
 
-class EpochHeldUpError(SparsepsError):
+class EpochHeldUpError(SparsepsError, TimeoutError):
     """Other workers hold samples and have finished none of them for a long time.
 
     Attributes:
@@ -135,7 +109,6 @@ class EpochHeldUpError(SparsepsError):
     """
 
     def __init__(self, epoch: int, samples: int, seconds: float) -> None:
-        """Say what is waited for, how long, and what to do."""
         super().__init__(
             f"other workers hold {samples} samples up to epoch {epoch} and do not finish them, {seconds:.0f} s long; "
             "stop those that hang (`psservice status` shows each worker's last step), or raise "
@@ -144,15 +117,15 @@ class EpochHeldUpError(SparsepsError):
         self.epoch, self.samples = epoch, samples
 
 
-class ServerNotReadyError(SparsepsError):
+class ServerNotReadyError(SparsepsError, RuntimeError):
     """The server answers, but has no model, and another worker that should upload it does not finish."""
 
 
-class ServerFaultError(SparsepsError):
+class ServerFaultError(SparsepsError, RuntimeError):
     """The server failed in a way that it should not, or answered against the protocol; its log has more."""
 
 
-class FingerprintMismatchError(SparsepsError):
+class FingerprintMismatchError(SparsepsError, ValueError):
     """This worker's model differs from the run's.
 
     Attributes:
@@ -160,28 +133,27 @@ class FingerprintMismatchError(SparsepsError):
     """
 
     def __init__(self, message: str, tensor: str) -> None:
-        """Name the tensor."""
         super().__init__(message)
         self.tensor = tensor
 
 
-class SettingsMismatchError(SparsepsError):
+class SettingsMismatchError(SparsepsError, ValueError):
     """This worker trains with another method or other settings than the run."""
 
 
-class WorkerAliveError(SparsepsError):
+class WorkerAliveError(SparsepsError, RuntimeError):
     """Another living worker has the same name; give each worker its own (``worker=`` or ``PSCLIENT_WORKER``)."""
 
 
-class LeaseLostError(SparsepsError):
+class LeaseLostError(SparsepsError, ConnectionError):
     """The lease was lost and could not be had again."""
 
 
-class RunFinishedError(SparsepsError):
+class RunFinishedError(SparsepsError, RuntimeError):
     """The run is over: leave the training loop when ``optimizer.finished`` is true."""
 
 
-class RefusedError(SparsepsError):
+class RefusedError(SparsepsError, RuntimeError):
     """The server refused a call for a reason that trying again cannot mend; nothing was applied.
 
     Attributes:
@@ -189,7 +161,6 @@ class RefusedError(SparsepsError):
     """
 
     def __init__(self, refusal: Rejected) -> None:
-        """Carry the server's words."""
         super().__init__(str(refusal))
         self.reason = refusal.reason.name
 
@@ -203,7 +174,6 @@ class UpdateTooLargeError(RefusedError):
     """
 
     def __init__(self, refusal: Rejected) -> None:
-        """Say both numbers and what to do."""
         super().__init__(refusal)
         self.norm = float(refusal.metadata.get("norm", "nan"))
         self.limit = float(refusal.metadata.get("max_update_norm", "nan"))
@@ -214,7 +184,7 @@ class UpdateTooLargeError(RefusedError):
         )
 
 
-class NonFiniteGradientError(SparsepsError):
+class NonFiniteGradientError(SparsepsError, FloatingPointError):
     """A gradient is infinite or not a number; nothing was sent.
 
     Nothing was changed either, but with ``overlap=True``: gradients that backward had handed over before stay in the
@@ -224,38 +194,35 @@ class NonFiniteGradientError(SparsepsError):
         parameter: its name.
     """
 
+    _text: ClassVar[str] = (
+        "the gradient of {!r} is not finite; nothing was sent. Lower the learning rate, clip the gradient, or scale "
+        "the loss with torch.amp.GradScaler"
+    )
+
     def __init__(self, parameter: str) -> None:
-        """Name the parameter."""
-        super().__init__(
-            f"the gradient of {parameter!r} is not finite; nothing was sent. Lower the learning rate, clip the "
-            "gradient, or scale the loss with torch.amp.GradScaler"
-        )
+        super().__init__(self._text.format(parameter))
         self.parameter = parameter
 
 
-class UpdateOverflowError(NonFiniteGradientError):
+class UpdateOverflowError(NonFiniteGradientError, OverflowError):
     """The gradients are finite, and a residual has left the range of fp32 with them; nothing was sent.
 
     The entries concerned are cleared in residual and momentum. What else the step has added stays in the residuals, so
     go on with the next batch: calling ``step()`` again with the same gradients would add them twice.
     """
 
-    def __init__(self, parameter: str) -> None:
-        """Name the parameter."""
-        SparsepsError.__init__(
-            self,
-            f"the update of {parameter!r} has left the range of fp32; nothing was sent. Entries that are not finite "
-            "were cleared, and what else this step has added stays in the residuals. Lower the learning rate or clip "
-            "the gradient, and go on with the next batch",
-        )
-        self.parameter = parameter
+    _text = (
+        "the update of {!r} has left the range of fp32; nothing was sent. Entries that are not finite were cleared, "
+        "and what else this step has added stays in the residuals. Lower the learning rate or clip the gradient, and "
+        "go on with the next batch"
+    )
 
 
-class AccessError(SparsepsError):
+class AccessError(SparsepsError, PermissionError):
     """The server does not let this caller in: no token, a wrong one, or one for something else."""
 
 
-class EvictedError(SparsepsError):
+class EvictedError(SparsepsError, PermissionError):
     """An operator has evicted this worker and keeps it out for a time (`psservice evict --ban-seconds`).
 
     Nothing is lost or counted twice: a push that is under way stays in doubt, and the first ``step()`` after that time
@@ -266,7 +233,6 @@ class EvictedError(SparsepsError):
     """
 
     def __init__(self, why: str, seconds: float) -> None:
-        """Say why, how long, and what to do."""
         super().__init__(
             f"{why}; end this worker, or wait that long and call step() again: nothing is lost. "
             "`psservice evict` with --ban-seconds 0 lets it in at once"
@@ -274,11 +240,10 @@ class EvictedError(SparsepsError):
         self.seconds = seconds
 
 
-class NodeBrokenError(SparsepsError):
+class NodeBrokenError(SparsepsError, ConnectionError):
     """Another process of this node is gone, or silent for too long; this one's optimizer cannot go on."""
 
     def __init__(self, what: str) -> None:
-        """Say what happened and what to do."""
         super().__init__(
             f"{what}; look at the first error in the node's logs. End this process, so that the launcher (torchrun) "
             "starts the whole node again: the server keeps the model, and other nodes train on"
@@ -286,7 +251,14 @@ class NodeBrokenError(SparsepsError):
 
 
 class Transient(Exception):  # noqa: N818 - never leaves the library: it is answered with another attempt
-    """A call failed in a way that trying again may mend."""
+    """A call failed in a way that trying again may mend.
+
+    Attributes:
+        retry_seconds: when the server wants to be called again.
+        reason: the server's, where there is one.
+        lost: whether the server may be at another address now.
+        advice: what to change, where the two cannot speak.
+    """
 
     def __init__(
         self,
@@ -297,15 +269,19 @@ class Transient(Exception):  # noqa: N818 - never leaves the library: it is answ
         lost: bool = False,
         advice: str = "",
     ) -> None:
-        """Carry what was heard, when the server wants to be asked again, and its reason where it has given one.
-
-        ``lost``: the server may be at another address now. ``advice``: what to change, where the two cannot speak.
-        """
         super().__init__(why)
-        self.retry_seconds = retry_seconds
-        self.reason = reason
-        self.lost = lost
-        self.advice = advice
+        self.retry_seconds, self.reason, self.lost, self.advice = retry_seconds, reason, lost, advice
+
+
+_LOST = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
+"""Nobody answers: the server may be somewhere else by now."""
+
+_TRANSIENT = _LOST | {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN}
+
+_HELD_BACK = frozenset({ErrorCode.TOO_FAR_AHEAD, ErrorCode.ROUND_OPEN})
+
+_LATER = _HELD_BACK | {ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_DURABLE}
+"""Reasons for which the same call will do later."""
 
 
 def from_rpc_error(error: grpc.RpcError) -> Exception:
@@ -315,15 +291,15 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
     reason, retry_seconds = found.reason, found.retry_seconds
     if reason in _LATER:
         return Transient(detail, retry_seconds, reason)
+    # Denied access is no Rejected: it says nothing about what became of an earlier attempt.
     if reason in (ErrorCode.UNAUTHENTICATED, ErrorCode.PERMISSION_DENIED):
-        return AccessError(detail)  # no refusal: it says nothing about what became of an earlier attempt
-    if reason is ErrorCode.EVICTED:
-        why = detail.removesuffix(f" ({reason.name}: {reason.advice})")
-        return EvictedError(why, retry_seconds or 0.0)  # likewise
+        return AccessError(detail)
     if reason is not None:
-        detail = detail.removesuffix(f" ({reason.name}: {reason.advice})")  # it is put back where it is shown
+        detail = detail.removesuffix(f" ({reason.name}: {reason.advice})")
+    if reason is ErrorCode.EVICTED:
+        return EvictedError(detail, retry_seconds or 0.0)
     if reason is ErrorCode.SHARD_MISMATCH:
-        return Transient(detail, reason=reason, lost=True)  # no refusal either: it is another server's answer
+        return Transient(detail, reason=reason, lost=True)  # another server's answer, and no Rejected either
     if reason is not None:
         return Rejected(reason, detail, retry_seconds=retry_seconds, **found.metadata)
     if code in _TRANSIENT:
@@ -337,10 +313,11 @@ def out_of_patience(address: str, seconds: float, last: Transient, hint: str) ->
     """Return the error of an undertaking whose last attempt, after ``seconds`` in all, has failed like this."""
     if last.advice:
         return HandshakeError(address, seconds, str(last), last.advice)
-    held_back = last.reason in (ErrorCode.TOO_FAR_AHEAD, ErrorCode.ROUND_OPEN)
-    kind = HeldBackError if held_back else ServerUnreachableError
+    kind = HeldBackError if last.reason in _HELD_BACK else ServerUnreachableError
     return kind(address, seconds, str(last), hint)
 
+
+_UNNAMED = re.compile(r"parameter_\d+")
 
 _NAME_ANEW = (
     "give each worker its own name (worker= or PSCLIENT_WORKER), or stop the other one. Without a name, a worker's is "
@@ -348,26 +325,25 @@ _NAME_ANEW = (
     'worker=f"second-{psclient.worker_index()}"'
 )
 
+_KINDS: dict[ErrorCode, type[SparsepsError]] = {
+    ErrorCode.SETTINGS_MISMATCH: SettingsMismatchError,
+    ErrorCode.LEASE_EXPIRED: LeaseLostError,
+    ErrorCode.RUN_FINISHED: RunFinishedError,
+    ErrorCode.NOT_INITIALISED: ServerNotReadyError,
+}
+
 
 def from_refusal(refusal: Rejected) -> SparsepsError:
     """Return the error that a caller sees for a refusal that nobody handled."""
-    text = f"{refusal.detail}; {refusal.reason.advice}"
-    match refusal.reason:
-        case ErrorCode.FINGERPRINT_MISMATCH:
-            if _UNNAMED.search(refusal.detail):
-                text += "; a worker without model= has called its tensors by their position: pass model= on every one"
-            return FingerprintMismatchError(text, refusal.metadata.get("tensor", ""))
-        case ErrorCode.SETTINGS_MISMATCH:
-            return SettingsMismatchError(text)
-        case ErrorCode.WORKER_ALIVE:
-            return WorkerAliveError(f"{refusal.detail}; {_NAME_ANEW}")
-        case ErrorCode.LEASE_EXPIRED:
-            return LeaseLostError(text)
-        case ErrorCode.RUN_FINISHED:
-            return RunFinishedError(text)
-        case ErrorCode.NOT_INITIALISED:
-            return ServerNotReadyError(text)
-        case ErrorCode.UPDATE_TOO_LARGE:
-            return UpdateTooLargeError(refusal)
-        case _:
-            return RefusedError(refusal)
+    reason, text = refusal.reason, f"{refusal.detail}; {refusal.reason.advice}"
+    if reason in _KINDS:
+        return _KINDS[reason](text)
+    if reason is ErrorCode.WORKER_ALIVE:
+        return WorkerAliveError(f"{refusal.detail}; {_NAME_ANEW}")
+    if reason is ErrorCode.UPDATE_TOO_LARGE:
+        return UpdateTooLargeError(refusal)
+    if reason is not ErrorCode.FINGERPRINT_MISMATCH:
+        return RefusedError(refusal)
+    if _UNNAMED.search(refusal.detail):
+        text += "; a worker without model= has called its tensors by their position: pass model= on every one"
+    return FingerprintMismatchError(text, refusal.metadata.get("tensor", ""))

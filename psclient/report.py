@@ -59,7 +59,6 @@ class StepReport:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def __str__(self) -> str:
-        """Return the step on one line."""
         phases = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in self.seconds.items() if seconds)
         return (
             f"step {self.step}, version {self.version}, staleness {self.staleness}: "
@@ -116,7 +115,6 @@ class Totals:
     refused: int = 0
 
     def __str__(self) -> str:
-        """Return the sums on one line."""
         return (
             f"{self.samples:,} samples: pushed {human_bytes(self.push_bytes)}, pulled {human_bytes(self.pull_bytes)}, "
             f"buffers {human_bytes(self.buffer_bytes)}, uploaded {human_bytes(self.upload_bytes)}, "
@@ -129,11 +127,8 @@ class Totals:
 
     def add(self, report: StepReport) -> None:
         """See :mod:`psclient.engine.step`: add one step."""
-        self.push_bytes += report.push_bytes
-        self.pull_bytes += report.pull_bytes
-        self.buffer_bytes += report.buffer_bytes
-        self.push_entries += report.push_entries
-        self.pull_entries += report.pull_entries
+        for name in ("push_bytes", "pull_bytes", "buffer_bytes", "push_entries", "pull_entries"):
+            setattr(self, name, getattr(self, name) + getattr(report, name))
 
 
 def scalars(optimizer: Any) -> dict[str, float]:

@@ -29,7 +29,6 @@ class Rounds:
     start_workers: int = 1
 
     def __post_init__(self) -> None:
-        """Check the values."""
         counts = isinstance(self.quorum, int) and isinstance(self.start_workers, int)
         times = isinstance(self.seconds, int | float) and 0 <= self.seconds < float("inf")
         if not (counts and times and self.quorum >= 0 and self.start_workers >= 1):

@@ -26,7 +26,7 @@ def constant(density: float) -> DensitySchedule:
 def dgc_warmup(steps_per_epoch: int, final: float = 0.001) -> DensitySchedule:
     """DGC's exponential warm-up: 25 %, 6.25 %, 1.5625 %, 0.4 % for an epoch each, then ``final``; never below it."""
     if steps_per_epoch < 1:
-        raise ValueError(f"steps_per_epoch must be at least 1, not {steps_per_epoch}")
+        raise ConfigurationError(f"steps_per_epoch must be at least 1, not {steps_per_epoch}")
 
     def density(step: int) -> float:
         epoch = (step - 1) // steps_per_epoch
@@ -64,7 +64,6 @@ class VersionClock:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        """Check what was given."""
         if not hasattr(self.optimizer, "version") or not hasattr(self.scheduler, "step"):
             raise ConfigurationError(
                 "VersionClock takes a scheduler and then one of psclient's optimizers: "
@@ -72,7 +71,7 @@ class VersionClock:
                 f"{type(self.optimizer).__name__}"
             )
         if self.versions_per_step < 1:
-            raise ValueError(f"versions_per_step must be at least 1, not {self.versions_per_step}")
+            raise ConfigurationError(f"versions_per_step must be at least 1, not {self.versions_per_step}")
 
     def step(self) -> None:
         """Step the scheduler as often as the version asks for; a late joiner catches up at once."""

@@ -4,9 +4,9 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -20,10 +20,23 @@ from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 
 OnLoad = Literal["error", "server", "replace"]
 
+
+class RunningServer(Protocol):
+    """A :class:`~psclient.LocalServer`."""
+
+    @property
+    def server(self) -> str:
+        """Its addresses, separated by commas."""
+
+
+Server = str | Sequence[str] | RunningServer
+"""What names the servers: addresses in one string or in several, or servers of one's own."""
+
 LOCAL = "local"
 AUTO = "auto"
 
-_JOB_NUMBERS = ("JOB_COMPLETION_INDEX", "SLURM_PROCID", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_JOB_PREFIXES = {"JOB_COMPLETION_INDEX": "job", "SLURM_PROCID": "slurm", "RANK": "rank"}
+_JOB_NUMBERS = (*_JOB_PREFIXES, "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class ClientSettings(LayeredSettings):
@@ -105,19 +118,13 @@ class ClientSettings(LayeredSettings):
     @property
     def security(self) -> Security:
         """How channels are protected."""
-        return Security(
-            self.tls_ca,
-            self.tls_cert,
-            self.tls_key,
-            self.tls_server_name,
-            self.token.get_secret_value(),
-            self.token_file,
-        )
+        token = self.token.get_secret_value()
+        return Security(self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name, token, self.token_file)
 
     @field_validator("value_type", "index_codec", "selector")
     @classmethod
     def _check_name(cls, name: str, field: ValidationInfo) -> str:
-        known = {"value_type": [*VALUE_CODECS], "index_codec": [AUTO, *INDEX_CODECS], "selector": [*SELECTORS]}
+        known = {"value_type": VALUE_CODECS, "index_codec": (AUTO, *INDEX_CODECS), "selector": SELECTORS}
         choices = known[str(field.field_name)]
         if name not in choices:
             raise ValueError(f"{name!r} is not known; use one of {', '.join(choices)}")
@@ -125,40 +132,33 @@ class ClientSettings(LayeredSettings):
 
 
 def load(**overrides: object) -> ClientSettings:
-    """Read the settings; ``overrides`` that are not ``None`` win over everything.
-
-    Raises:
-        ConfigurationError: see :class:`ClientSettings`.
-    """
+    """Read the settings; ``overrides`` that are not ``None`` win over everything."""
     return ClientSettings(**{name: value for name, value in overrides.items() if value is not None})  # type: ignore[arg-type]
 
 
 def resolve(
-    settings: ClientSettings | None, server: str | None, worker: str | None, on_load: str | None = None
+    settings: ClientSettings | None, server: Server | None, worker: str | None, on_load: str | None = None
 ) -> ClientSettings:
-    """Return the settings that hold for an optimizer: those given, else loaded; the other arguments win.
-
-    Raises:
-        ConfigurationError: one of them is of another kind, or see :func:`load`.
-    """
-    if worker is not None and not isinstance(worker, str):
+    """Return the settings that hold for an optimizer: those given, else loaded; the other arguments win."""
+    named: Any = getattr(server, "server", server)
+    if isinstance(named, Sequence) and not isinstance(named, str) and all(isinstance(each, str) for each in named):
+        named = ",".join(named)
+    if not isinstance(named, str | None):
+        raise ConfigurationError(f'server= must be "HOST:PORT", a list of these, or a LocalServer, not {server!r}')
+    if not isinstance(worker, str | None):
         raise ConfigurationError(f"worker= must be a name, not {worker!r}")
     if on_load is not None and on_load not in get_args(OnLoad):
         raise ConfigurationError(f"on_load= must be one of {', '.join(get_args(OnLoad))}, not {on_load!r}")
+    given = {"server": named, "worker": worker, "on_load": on_load}
     if settings is None:
-        return load(server=server, worker=worker, on_load=on_load)
+        return load(**given)
     if not isinstance(settings, ClientSettings):
         raise ConfigurationError(f"settings= must be psclient.ClientSettings(...), not {settings!r}")
-    given = {"server": server, "worker": worker, "on_load": on_load}
     return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 
 def addresses(server: str) -> tuple[str, ...]:
-    """Return each shard's address, or one name for all (:func:`pscore.net.addresses.expand`).
-
-    Raises:
-        ConfigurationError: the servers are named in another way.
-    """
+    """Return each shard's address, or one name for all (:func:`pscore.net.addresses.expand`)."""
     try:
         return expand(server)
     except AddressError as error:
@@ -186,12 +186,11 @@ def place_in_job(environment: Mapping[str, str]) -> PlaceInJob | None:
     each node has a ``torchrun`` of its own.
     """
     numbers = {name: int(value) for name, value in environment.items() if name in _JOB_NUMBERS and value.isdecimal()}
-    prefixes = {"JOB_COMPLETION_INDEX": "job", "SLURM_PROCID": "slurm", "RANK": "rank"}
-    found = next((name for name in prefixes if name in numbers), None)
+    rank, on_node = numbers.get("RANK"), numbers.get("LOCAL_WORLD_SIZE")
+    found = next((name for name in _JOB_PREFIXES if name in numbers), None)
     if found is None:
         return None
-    rank, on_node = numbers.get("RANK"), numbers.get("LOCAL_WORLD_SIZE")
-    name, index = f"{prefixes[found]}-{numbers[found]}", numbers[found]
+    name, index = f"{_JOB_PREFIXES[found]}-{numbers[found]}", numbers[found]
     if rank is None or on_node is None or found == "RANK":
         return PlaceInJob(name, index)
     if on_node == numbers.get("WORLD_SIZE") and environment.get("TORCHELASTIC_RUN_ID"):

@@ -81,7 +81,7 @@ def _entry(path: str, thing: object) -> Iterator[str]:
 def _class(thing: type, path: str) -> Iterator[str]:
     yield f"### `{path}`\n"
     if issubclass(thing, Exception):
-        yield f"A `{thing.__bases__[0].__name__}`.\n"
+        yield "A " + " and a ".join(f"`{base.__name__}`" for base in thing.__bases__) + ".\n"
     elif path == "psclient.ClientSettings":
         yield "Every field: [settings](settings.md#the-worker-psclientclientsettings).\n"
     elif isinstance(vars(thing).get("__init__"), FunctionType):

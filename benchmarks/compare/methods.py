@@ -153,7 +153,7 @@ def _server_rmsprop(setup: Setup) -> Made:
 def _outer(setup: Setup) -> Made:
     inner = torch.optim.SGD(setup.model.parameters(), setup.rate, setup.momentum)
     optimizer = psclient.Outer(
-        inner, OUTER_PERIOD, momentum=0.9, rounds=psclient.Rounds(), model=setup.model, **setup.connection
+        inner, DILOCO, sync_every=OUTER_PERIOD, rounds=psclient.Rounds(), model=setup.model, **setup.connection
     )
     return Made(optimizer, inner)
 
@@ -170,6 +170,8 @@ def in_groups(tau: int) -> Callable[[Setup], Made]:
 
     return make
 
+
+DILOCO = ("SGD", {"lr": 0.7, "momentum": 0.9, "nesterov": True})
 
 OUTER_PERIOD = 8
 """Local steps between two pushes; the numbers of steps of a run are multiples of it."""

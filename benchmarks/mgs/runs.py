@@ -113,7 +113,7 @@ def compare(
                 optimizer.step()
             optimizer.pull()
             planning = optimizer.plan.planning_seconds
-            planner = optimizer._planner
+            planner = optimizer._worker.planner
             outcomes = {rule: Outcome() for rule in RULES}
             for turn in range(_SETTLING_ROUNDS + rounds):
                 if turn >= _SETTLING_ROUNDS + 3 and not has_time():

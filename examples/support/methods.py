@@ -134,7 +134,8 @@ def make_optimizer(
         return alone, schedule(alone)
     if name == "outer":
         inner = torch.optim.SGD(parameters, lr=options.lr, momentum=0.9, weight_decay=options.weight_decay)
-        outer = psclient.Outer(inner, options.period, momentum=momentum, density=density, **joined)
+        step = outer_step(momentum)
+        outer = psclient.Outer(inner, step, sync_every=options.period, density=density, **joined)
         return outer, psclient.VersionClock(schedule(inner, options.period), outer)
     if name == "server-optimizer":
         chosen = {"lr": options.lr, "weight_decay": options.weight_decay}
@@ -163,6 +164,11 @@ def make_optimizer(
     }
     optimizer = made[name]()
     return optimizer, psclient.VersionClock(schedule(optimizer), optimizer)
+
+
+def outer_step(momentum: float) -> tuple[str, dict[str, Any]]:
+    """Return the server's step along what local steps have done."""
+    return ("SGD", {"lr": 0.7, "momentum": momentum, "nesterov": momentum > 0})
 
 
 def is_finished(optimizer: torch.optim.Optimizer) -> bool:

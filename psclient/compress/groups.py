@@ -1,6 +1,6 @@
 """Which param group each trained parameter belongs to now."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +24,13 @@ class Rates(NamedTuple):
 class ParamGroups:
     """An optimizer's param groups, by parameter; without a reference to the optimizer.
 
-    :meth:`assign` follows each change of the groups.
+    Args:
+        groups: the optimizer's.
+        own_density: the numbers of those that a density schedule leaves alone; read anew by :meth:`assign`.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, groups: Sequence[dict[str, Any]], own_density: Collection[int] = ()) -> None:
+        self._own_density = own_density
         self.assign(groups)
 
     def __contains__(self, parameter: object) -> bool:
@@ -37,6 +40,11 @@ class ParamGroups:
         """Read the groups anew, after one was added or all were loaded."""
         self.all = groups
         self._group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+        self._left_alone = {id(parameter) for number in self._own_density for parameter in groups[number]["params"]}
+
+    def has_own_density(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a density schedule leaves this parameter's group alone."""
+        return id(parameter) in self._left_alone
 
     def of(self, parameter: torch.Tensor) -> Group | None:
         """Return a parameter's hyper-parameters as the schedulers left them; ``None`` for one that is not trained."""
@@ -48,7 +56,12 @@ class ParamGroups:
         return Rates(float(self.all[0]["lr"]))
 
     def set_density(self, density: float) -> None:
-        """Give every group a density; raises :class:`ConfigurationError` out of its range."""
+        """Give a density to every group that has none of its own.
+
+        Raises:
+            ConfigurationError: it is out of its range.
+        """
         check_hyperparameters({"density": density})
-        for group in self.all:
-            group["density"] = density
+        for number, group in enumerate(self.all):
+            if number not in self._own_density:
+                group["density"] = density

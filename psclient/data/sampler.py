@@ -209,7 +209,7 @@ class ElasticSampler(Sampler[int]):
         """Lease more, and drop what is no longer this worker's."""
         held = union(self._tracker.unacked(self._dataset), sample_set(self._undrawn))
         wanted = self._lease_samples if samples is None else samples
-        granted = self._optimizer._run(lambda: self._lease(goal, wanted, held))
+        granted = self._optimizer._worker.run(lambda: self._lease(goal, wanted, held))
         lost = sample_set(index_ranges(granted.lost))
         kept = [
             IndexRange(part.epoch, start, end)

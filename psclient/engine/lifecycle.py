@@ -20,7 +20,7 @@ GRACE_SECONDS = 20.0
 """How long a worker that gets SIGTERM tries to flush; below Kubernetes' default grace period of 30 s."""
 
 
-class _Stoppable(Protocol):
+class Stoppable(Protocol):
     """The part of an optimizer that ends."""
 
     @property
@@ -63,7 +63,7 @@ class Lifecycle:
 
     def __init__(
         self,
-        optimizer: _Stoppable,
+        optimizer: Stoppable,
         own_server: LocalServer | None,
         leases: LeaseThread,
         leave: Callable[[], None],

@@ -1,6 +1,7 @@
 """Saving and restoring an optimizer's memories (residuals, momentum), and noticing when they are out of date."""
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from psclient.compress.method import State
 from psclient.engine.push_pull import PushPull
 from psclient.errors import ConfigurationError
 from psclient.rpc.membership import Membership
+
+log = logging.getLogger("psclient")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,8 @@ def from_sgd(
     if not all({"lr", "momentum", "dampening", "nesterov"} <= group.keys() for group in saved):
         raise ConfigurationError(
             f"this state is of another optimizer, and {method!r} has no place for its memories: {_MODEL_ALONE}. "
-            "torch.optim.SGD's state is taken over, and psclient.Outer(inner, …) goes on with any: load it into inner"
+            "torch.optim.SGD's state is taken over, and psclient.Outer(inner_optimizer, …) goes on with any: load it "
+            "into inner_optimizer"
         )
     if len(saved) != len(groups):
         raise ConfigurationError(f"this state has {len(saved)} param groups; make the optimizer with these, as it was")
@@ -116,6 +120,44 @@ def stale_residuals(mark: PushMark, now: PushMark, record: tuple[str, int] | Non
     if now.acknowledged_step or mark.incarnation == now.incarnation:
         record = now.incarnation, now.acknowledged_step
     return record is not None and record != (mark.incarnation, mark.acknowledged_step)
+
+
+def is_out_of_date(mark: PushMark, now: PushMark, record: tuple[str, int] | None, *, server_remembers: bool) -> bool:
+    """Tell whether residuals saved at ``mark`` are to be dropped, and log why.
+
+    Args:
+        mark: when they were saved.
+        now: where the worker stands.
+        record: the last applied push; see :func:`stale_residuals`.
+        server_remembers: whether the server's optimizer has a memory, which the state does not hold.
+    """
+    if server_remembers and mark.run != now.run and now.version < mark.version:
+        log.warning(
+            "this state is of version %d of run %s, and run %s is at version %d: moments and schedule of the server's "
+            "optimizer begin anew. The server keeps them: through restarts with psservice serve --data-dir DIR, and "
+            "another run begins with them by --init DIR",
+            mark.version,
+            mark.run,
+            now.run,
+            now.version,
+        )
+    if mark.worker != now.worker:
+        log.warning(
+            "this state is of worker %s, and this is worker %s: its residuals are dropped, as that one may send them "
+            "too; to go on with them give this worker that name (worker=, PSCLIENT_WORKER)",
+            mark.worker,
+            now.worker,
+        )
+        return True
+    stale = stale_residuals(mark, now, record)
+    if stale:
+        log.warning(
+            "this state was saved at step %d of worker %s, and the server has applied a later push: its residuals "
+            "were sent since and are dropped; training goes on from the server's parameters",
+            mark.acknowledged_step,
+            mark.worker,
+        )
+    return stale
 
 
 def state_as_refused(

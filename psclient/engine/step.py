@@ -22,6 +22,7 @@ from psclient.errors import (
     NonFiniteGradientError,
     RunFinishedError,
     ServerUnreachableError,
+    SparsepsError,
 )
 from psclient.model.module import TrainedModel
 from psclient.report import StepReport, Totals
@@ -50,7 +51,12 @@ class Stepper:
         schedule: ``None`` leaves the density to the param groups.
         rates: returns the learning rates of the next push.
         synchronous: whether updates are gathered in rounds, or go to a model of the worker's own.
+
+    Attributes:
+        local_steps: 0, since each step is pushed.
     """
+
+    local_steps = 0
 
     def __init__(
         self,
@@ -146,6 +152,10 @@ class Stepper:
         self._push(report, lambda number: self._push_pull.send_residuals(report, number))
         self.totals.add(report)
 
+    def flush_on_exit(self) -> None:
+        """Push what is to stay behind: everything that is held."""
+        self.flush()
+
     def pull(self) -> None:
         """Bring the parameters up to the server's without pushing, wherever they lie now."""
         self.drain()
@@ -195,7 +205,9 @@ class Stepper:
         try:
             self._overlap.break_off(seconds)
             replies = self._overlap.collect(seconds)
-        except TimeoutError:
+        except TimeoutError as error:
+            if isinstance(error, SparsepsError):
+                raise
             address = self._membership.coordinator.address
             raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
         if replies is not None and is_intact(self._cluster.replica):

@@ -1,8 +1,8 @@
 """What of a user's model is trained: names, layout, buffers; found from ``model`` or from bare parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,22 +12,16 @@ from pscore.names import tensor_name_fault
 
 
 class Place(NamedTuple):
-    """Where a tensor stands: a module, and its name there."""
+    """Where a tensor stands: a module, and the tensor's name there."""
 
     module: torch.nn.Module
     name: str
 
 
 class NamedBuffers:
-    """Buffers that are looked up when they are needed: a module may put a new tensor in the place of one.
-
-    Args:
-        specs: what they are.
-        places: where each stands.
-    """
+    """Buffers that are looked up when they are needed: a module may put a new tensor in the place of one."""
 
     def __init__(self, specs: Sequence[TensorSpec], places: Sequence[Place]) -> None:
-        """Keep the places."""
         self.specs, self._places = tuple(specs), tuple(places)
 
     def only(self, wanted: Callable[[TensorSpec], bool]) -> "NamedBuffers":
@@ -36,11 +30,7 @@ class NamedBuffers:
         return NamedBuffers([spec for spec, _ in found], [place for _, place in found])
 
     def now(self) -> list[torch.Tensor]:
-        """Return the tensors that stand there now.
-
-        Raises:
-            ModelChangedError: one is gone, or has another shape or dtype than it had.
-        """
+        """Return the tensors that stand there now; :class:`ModelChangedError` where one is not what it was."""
         found = []
         for spec, (module, name) in zip(self.specs, self._places, strict=True):
             tensor = module._buffers.get(name)
@@ -60,13 +50,11 @@ class TrainedModel:
     """A model's tensors in layout order.
 
     Attributes:
-        layout: names, shapes, dtypes.
         parameters: every parameter that the server has, each once even if tied.
         frozen: those that need no gradient: the server has their digests, in the layout's order.
         frozen_writes: how often each of these had been written to when the server was told of it.
         places: where each parameter stands; empty without a model.
         buffers: persistent buffers, in the layout's order.
-        module: the model.
     """
 
     layout: ModelLayout
@@ -77,12 +65,13 @@ class TrainedModel:
     buffers: NamedBuffers
     module: torch.nn.Module | None
 
-    def refuse_shared(self) -> None:
-        """Make sure that no other process has these parameters in its memory; on CUDA that cannot be told.
+    def positions_of(self, group: Mapping[str, Any]) -> list[int]:
+        """Return the places in the layout of a param group's tensors, ascending; the frozen ones have none."""
+        positions = {id(parameter): position for position, parameter in enumerate(self.parameters)}
+        return sorted(positions[id(each)] for each in group["params"] if id(each) in positions)
 
-        Raises:
-            ConfigurationError: one of them is in shared memory, where several workers would write one replica.
-        """
+    def refuse_shared(self) -> None:
+        """Raise :class:`ConfigurationError` where other processes share a parameter; on CUDA that cannot be told."""
         for spec, parameter in zip(self.layout.parameters, self.parameters, strict=True):
             if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
                 raise ConfigurationError(
@@ -92,11 +81,7 @@ class TrainedModel:
                 )
 
     def check_frozen(self) -> None:
-        """Make sure that frozen parameters have the values that the server was told of; reads those written to since.
-
-        Raises:
-            ModelChangedError: one has not.
-        """
+        """Raise :class:`ModelChangedError` where a frozen parameter has other values; reads those written to since."""
         for parameter, known, writes in zip(self.frozen, self.layout.frozen, self.frozen_writes, strict=True):
             if writes_to(parameter) != writes and digest_of(parameter) != known.digest:
                 raise ModelChangedError(
@@ -106,11 +91,7 @@ class TrainedModel:
                 )
 
     def check(self) -> None:
-        """Make sure that the parameters are still the model's; costs a look-up for each.
-
-        Raises:
-            ModelChangedError: a parameter is gone, and another one stands in its place; or one that was frozen is not.
-        """
+        """Raise :class:`ModelChangedError` where a parameter was replaced or thawed; costs a look-up for each."""
         for parameter, known in zip(self.frozen, self.layout.frozen, strict=True):
             if parameter.requires_grad:
                 raise ModelChangedError(
@@ -119,14 +100,12 @@ class TrainedModel:
                     "make the optimizer anew, in a run of its own, or set upload_frozen=True (PSCLIENT_UPLOAD_FROZEN) "
                     "on all workers where parameters are to be thawed later",
                 )
-        if self.module is None:
-            return
         missing = [
             position
             for position, (module, name) in enumerate(self.places)
             if module._parameters.get(name) is not self.parameters[position]
         ]
-        if not missing:
+        if not missing or self.module is None:
             return
         present = {id(parameter) for parameter in self.module.parameters()}
         for position in missing:
@@ -140,26 +119,25 @@ class TrainedModel:
 
 
 def describe(
-    model: torch.nn.Module | None, trained: Sequence[torch.Tensor], *, upload_frozen: bool = False
+    model: torch.nn.Module | None, groups: Sequence[Mapping[str, Any]], *, upload_frozen: bool = False
 ) -> TrainedModel:
-    """Find the tensors of a model; without one, of bare parameters, which are then named by position.
+    """Find the tensors of a model; without one, of param groups, named as they were given or by position.
 
-    Args:
-        model: the module.
-        trained: the parameters that the optimizer was given.
-        upload_frozen: whether parameters that need no gradient are the server's, too.
+    With ``upload_frozen`` parameters that need no gradient are the server's, too.
 
     Raises:
-        ConfigurationError: a trained parameter is not the model's, a dtype cannot be trained, or a parameter is in
-            shared memory.
+        ConfigurationError: a trained parameter is not the model's, or one cannot be trained.
     """
+    trained = [parameter for group in groups for parameter in group["params"]]
     places: dict[int, Place] = {}
     buffers: list[tuple[str, Place]] = []
     aliases: dict[str, tuple[str, ...]] = {}
     if model is not None and not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"model= must be a torch.nn.Module, not {type(model).__name__}")
     if model is None:
-        named = [(f"parameter_{i}", parameter) for i, parameter in enumerate(trained)]
+        names = [name for group in groups for name in group.get("param_names", ())]
+        names = names or [f"parameter_{i}" for i in range(len(trained))]
+        named = list(zip(map(_plain, names), trained, strict=True))
     else:
         named = [(_plain(name), parameter) for name, parameter in model.named_parameters()]
         buffers = _persistent_buffers(model)
@@ -171,7 +149,7 @@ def describe(
             raise ConfigurationError("params holds a parameter that model does not have; pass the model they come from")
     tensors = [(name, place.module.get_buffer(place.name)) for name, place in buffers]
     frozen = [] if upload_frozen else [each for each in named if not each[1].requires_grad]
-    if frozen:
+    if not upload_frozen:
         named = [each for each in named if each[1].requires_grad]
     try:
         layout = layout_of(named, tensors, aliases, frozen)
@@ -183,15 +161,14 @@ def describe(
                 raise ConfigurationError(fault)
     if layout.size == 0:
         raise ConfigurationError("there is nothing to train: no parameter that needs a gradient has any element")
-    parameters = tuple(parameter for _, parameter in named)
     found = TrainedModel(
         layout,
-        parameters,
-        tuple(parameter for _, parameter in frozen),
-        tuple(writes_to(parameter) for _, parameter in frozen),
-        tuple(places[id(parameter)] for parameter in parameters) if model is not None else (),
-        NamedBuffers(layout.buffers, [place for _, place in buffers]),
-        model,
+        parameters=tuple(parameter for _, parameter in named),
+        frozen=tuple(parameter for _, parameter in frozen),
+        frozen_writes=tuple(writes_to(parameter) for _, parameter in frozen),
+        places=tuple(places[id(parameter)] for _, parameter in named) if model is not None else (),
+        buffers=NamedBuffers(layout.buffers, [place for _, place in buffers]),
+        module=model,
     )
     found.refuse_shared()
     return found
@@ -208,15 +185,12 @@ def _plain(name: str) -> str:
 
 
 def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Place]]:
-    found: list[tuple[str, Place]] = []
-    seen: set[int] = set()
+    found: dict[int, tuple[str, Place]] = {}
     for prefix, module in model.named_modules():
         for name, tensor in module._buffers.items():
-            if tensor is None or name in module._non_persistent_buffers_set or id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            found.append((_plain(f"{prefix}.{name}" if prefix else name), Place(module, name)))
-    return found
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                found.setdefault(id(tensor), (_plain(f"{prefix}.{name}" if prefix else name), Place(module, name)))
+    return list(found.values())
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:

@@ -31,15 +31,9 @@ class _Known(NamedTuple):
 
 
 class Replica:
-    """Reads and writes a model's parameters through flat indices.
-
-    Args:
-        layout: where each parameter lies.
-        parameters: the tensors, in layout order, on any devices.
-    """
+    """Reads and writes a model's parameters, which are in layout order and on any devices, through flat indices."""
 
     def __init__(self, layout: ModelLayout, parameters: Sequence[torch.Tensor]) -> None:
-        """Keep references to the parameters."""
         self.layout = layout
         self.parameters = tuple(parameters)
         self._fp32: dict[int, torch.Tensor] = {}
@@ -51,10 +45,8 @@ class Replica:
     def loaded(self) -> str | None:
         """Return the name of a parameter that somebody else has written to since; costs next to nothing.
 
-        The values may still be the same. Writing through ``parameter.data`` leaves no trace.
-
-        Raises:
-            ModelChangedError: one has another dtype, shape or device.
+        The values may still be the same. Writing through ``parameter.data`` leaves no trace. A parameter of another
+        dtype, shape or device raises :class:`ModelChangedError`, here and in :meth:`accept`.
         """
         for position in self._moved():
             if not torch.equal(self.parameters[position], self._known[position].values):
@@ -71,11 +63,7 @@ class Replica:
         return hashlib.sha256(torch.stack(sums).numpy().tobytes()).digest()
 
     def accept(self) -> None:
-        """Take the parameters for what was last written, wherever they lie.
-
-        Raises:
-            ModelChangedError: one has another dtype, shape or device.
-        """
+        """Take the parameters for what was last written, wherever they lie."""
         for position in self._moved():
             self._known[position] = _look(self.parameters[position])
         self._edits = [writes_to(parameter) for parameter in self.parameters]
@@ -98,41 +86,28 @@ class Replica:
     def read(self, span: Span) -> Iterator[Segment]:
         """Yield the values inside a span, tensor by tensor, dense, fp32 on the host."""
         for position, common in self.layout.overlapping(span):
-            offset = self.layout.offsets[position]
             flat = self.parameters[position].detach().reshape(-1)
-            yield Segment(common, None, flat[common.start - offset : common.end - offset].float().cpu())
+            yield Segment(common, None, flat[self._within(position, common)].float().cpu())
 
     def write(self, segments: Sequence[Segment]) -> None:
         """Write an exact reply's values over the parameters'."""
         with self._writing():
-            for position, part in self._parts(segments):
+            for position, where, values in self._located(segments):
                 with _flat(self.parameters[position]) as flat:
-                    values = part.values.to(flat.device, flat.dtype)
-                    if part.offsets is None:
-                        flat[self._within(position, part.span)] = values
-                    else:
-                        flat[self._offsets(position, part)] = values
+                    flat[where] = values.to(flat.device, flat.dtype)
 
     def add(self, segments: Sequence[Segment]) -> None:
         """Add a top-k reply's differences, in fp32; half-precision parameters follow their fp32 copies."""
         with self._writing():
-            for position, part in self._parts(segments):
+            for position, where, values in self._located(segments):
                 with _flat(self.parameters[position]) as flat:
-                    self._add(position, part, flat)
-
-    def _add(self, position: int, part: Segment, flat: torch.Tensor) -> None:
-        master = self._fp32[position] if flat.dtype != torch.float32 else flat
-        values = part.values.to(flat.device)
-        if part.offsets is None:
-            where = self._within(position, part.span)
-            master[where] += values
-            if master is not flat:
-                flat[where] = master[where].to(flat.dtype)
-            return
-        offsets = self._offsets(position, part)
-        master.index_add_(0, offsets, values)
-        if master is not flat:
-            flat[offsets] = master[offsets].to(flat.dtype)
+                    master = self._fp32[position] if flat.dtype != torch.float32 else flat
+                    if isinstance(where, slice):
+                        master[where] += values.to(flat.device)
+                    else:
+                        master.index_add_(0, where, values.to(flat.device))
+                    if master is not flat:
+                        flat[where] = master[where].to(flat.dtype)
 
     def open_fp32(self, span: Span) -> None:
         """Begin to keep fp32 copies of the half-precision parameters inside a span, equal to what they hold now."""
@@ -156,21 +131,20 @@ class Replica:
         now = [writes_to(parameter) for parameter in self.parameters]
         self._edits = [new if same else old for new, same, old in zip(now, known, self._edits, strict=True)]
 
-    def _parts(self, segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
+    def _located(self, segments: Sequence[Segment]) -> Iterator[tuple[int, slice | torch.Tensor, torch.Tensor]]:
+        """Yield (position of the tensor, places in it, values) for each part of a tensor that a segment has."""
         for segment in segments:
             for position, common in self.layout.overlapping(segment.span):
                 part = segment.clip(common)
-                if part is not None:
-                    yield position, part
+                if part is None:
+                    continue
+                within = self._within(position, part.span)
+                where = None if part.offsets is None else part.offsets + within.start
+                yield position, within if where is None else where.to(self.parameters[position].device), part.values
 
     def _within(self, position: int, span: Span) -> slice:
         offset = self.layout.offsets[position]
         return slice(span.start - offset, span.end - offset)
-
-    def _offsets(self, position: int, part: Segment) -> torch.Tensor:
-        assert part.offsets is not None
-        shifted = part.offsets + (part.span.start - self.layout.offsets[position])
-        return shifted.to(self.parameters[position].device)
 
 
 def _look(parameter: torch.Tensor) -> _Known:

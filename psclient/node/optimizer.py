@@ -40,8 +40,7 @@ from psclient.node.group import leader_settings, unwrap_ddp
 from psclient.node.status import NodeStatus
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
-from psclient.rpc.local_server import Server, server_string
-from psclient.settings import ClientSettings
+from psclient.settings import ClientSettings, Server
 
 
 class _Call(IntEnum):
@@ -100,15 +99,12 @@ class NodeOptimizer(Optimizer):
                 "NodeOptimizer takes parameters; psclient.Outer, which takes an optimizer, is not for it"
             )
         module, group = unwrap_ddp(model, group)
-        resolved = leader_settings(client_settings.resolve(settings, server_string(server), worker), group)
+        resolved = leader_settings(client_settings.resolve(settings, server, worker), group)
         self._status = NodeStatus()
         self._own: ParameterServerOptimizer | None = None
         self._joined = False
         super().__init__(params, {})
-        for listed in self.param_groups:
-            listed.pop("param_names", None)  # torch takes names with the parameters only
-        given = [p for listed in self.param_groups for p in listed["params"]]
-        self._model = describe(module, given, upload_frozen=resolved.upload_frozen)
+        self._model = describe(module, self.param_groups, upload_frozen=resolved.upload_frozen)
         self._interrupted = RetryGuard()  # on every process, as each has to know whether to call a closure
         self._loss: Any = None
         self._uncounted = 0

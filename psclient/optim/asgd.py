@@ -2,15 +2,17 @@
 
 from typing import Any, ClassVar
 
-import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import Group, State, Step, Whole, memory
+from psclient.compress.method import Group, State, Step, Whole
 from psclient.optim.base import ParameterServerOptimizer
+from psclient.optim.recurrences import decayed, momentum, whole
 
 
 class ASGD(ParameterServerOptimizer):
     """ASGD: every element of every gradient is sent; the server subtracts it on arrival.
+
+    Asynchronous SGD, and not the averaged SGD that ``torch.optim.ASGD`` is.
 
     Per tensor::
 
@@ -33,18 +35,9 @@ class ASGD(ParameterServerOptimizer):
     def __init__(
         self, params: ParamsT, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, **connection: Any
     ) -> None:
-        """Join the server; see the class."""
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, 1.0, **connection)
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Whole:
-        """``d = lr·u``, and what is carried, in the residual."""
-        u = step.gradient.float()
-        if step.parameters is not None:
-            u = u.add(step.parameters.float(), alpha=group["weight_decay"])
-        if group["momentum"]:
-            u = memory(state, "momentum", u).mul_(group["momentum"]).add_(u)
-        d: torch.Tensor = group["lr"] * u
-        if "residual" in state:
-            d.add_(state.pop("residual"))
-        return Whole(d)
+        """``u = m·u + (g + wd·θ);  d = lr·u``, and what is carried, in the residual."""
+        return whole(state, momentum(state, group, decayed(group, step)), group["lr"])

@@ -9,7 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from psclient.compress.method import Group, Sparse, State, Step, memory
 from psclient.errors import ConfigurationError
-from psclient.optim.base import Density, ParameterServerOptimizer
+from psclient.optim.arguments import Density
+from psclient.optim.base import ParameterServerOptimizer
 from pscore.select.kernels.base import GradientUpdate
 
 
@@ -50,7 +51,6 @@ class DGC(ParameterServerOptimizer):
         clip_norm: float | None = None,
         **connection: Any,
     ) -> None:
-        """Join the server; see the class."""
         if clip_norm is not None and connection.get("overlap"):
             raise ConfigurationError(
                 "clip_norm needs the norm of the whole gradient, and overlap=True sends its first part before the last "
@@ -58,14 +58,10 @@ class DGC(ParameterServerOptimizer):
             )
         self.clip_norm = clip_norm
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, density, **connection)
-
-    def agreed_settings(self) -> dict[str, str]:
-        """Workers must agree on the clipping too."""
-        return {**super().agreed_settings(), "clip_norm": str(self.clip_norm)}
+        super().__init__(params, defaults, density, {"clip_norm": str(clip_norm)}, **connection)
 
     def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
-        """Return the factor of the local clipping."""
+        """``min(1, (clip/√W) / ‖all g‖)``."""
         if self.clip_norm is None:
             return 1.0
         norm = math.sqrt(sum(float(torch.linalg.vector_norm(g.float())) ** 2 for g in gradients))

@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 from torch.optim.optimizer import ParamsT
 
 from psclient.compress.method import Group, Sparse, State, Step, memory
-from psclient.optim.base import Density, ParameterServerOptimizer
+from psclient.optim.arguments import Density
+from psclient.optim.base import ParameterServerOptimizer
 from pscore.select.kernels.base import GradientUpdate
 
 
@@ -43,7 +44,6 @@ class DGS(ParameterServerOptimizer):
         density: Density = 0.01,
         **connection: Any,
     ) -> None:
-        """Join the server; see the class."""
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, **connection)
 

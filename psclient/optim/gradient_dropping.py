@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 from torch.optim.optimizer import ParamsT
 
 from psclient.compress.method import Group, Sparse, State, Step, memory
-from psclient.optim.base import Density, ParameterServerOptimizer
+from psclient.optim.arguments import Density
+from psclient.optim.base import ParameterServerOptimizer
 from pscore.select.kernels.base import GradientUpdate
 
 
@@ -33,7 +34,6 @@ class GradientDropping(ParameterServerOptimizer):
     def __init__(
         self, params: ParamsT, lr: float, weight_decay: float = 0.0, density: Density = 0.01, **connection: Any
     ) -> None:
-        """Join the server; see the class."""
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, density, **connection)
 
     @staticmethod

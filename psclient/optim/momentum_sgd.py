@@ -18,23 +18,13 @@ class MomentumSGD(SGD):
         lr: learning rate.
         momentum: momentum factor.
         weight_decay: L2 penalty.
-        dampening: dampening of the momentum.
-        nesterov: Nesterov momentum.
+        **options: those of ``torch.optim.SGD``, as ``nesterov``.
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        dampening: float = 0.0,
-        nesterov: bool = False,
+        self, params: ParamsT, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, **options: Any
     ) -> None:
-        """See the class."""
-        super().__init__(
-            params, lr=lr, momentum=momentum, weight_decay=weight_decay, dampening=dampening, nesterov=nesterov
-        )
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state of ``torch.optim.SGD`` over; raises :class:`ConfigurationError` for one of another method."""

@@ -1,21 +1,21 @@
 """ServerOptimizer: workers push gradients, and a ``torch.optim`` optimizer on the server takes the steps."""
 
-import inspect
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
-import torch
 from torch.optim.optimizer import ParamsT
 
 from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.hyperparameters import check_hyperparameters, needs_closure
-from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
+from psclient.compress.hyperparameters import check_hyperparameters
+from psclient.compress.method import Group, Sparse, State, Step, Whole
+from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError
-from psclient.optim.base import Density, ParameterServerOptimizer
-from pscore.select.kernels.base import GradientUpdate
+from psclient.model.module import TrainedModel
+from psclient.optim.arguments import Density, as_json, options_of, scheduler_description, scheduler_interval
+from psclient.optim.base import ParameterServerOptimizer
+from psclient.optim.recurrences import unscaled
 from pscore.wire.messages import LARGEST_RATE
 
 log = logging.getLogger("psclient")
@@ -25,8 +25,6 @@ _WORKERS_OWN = frozenset(
     | {"swa_lr", "fused", "foreach", "capturable", "differentiable"}
 )
 """What a param group may have that is of no use to the server: names, what schedulers keep, how torch computes."""
-
-_COUNTED = {"versions": "", "samples": " samples"}
 
 
 class ServerOptimizer(ParameterServerOptimizer):
@@ -69,6 +67,7 @@ class ServerOptimizer(ParameterServerOptimizer):
 
     name: ClassVar[str] = "server_optimizer"
     server_remembers = True
+    groups_are_agreed: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -82,7 +81,6 @@ class ServerOptimizer(ParameterServerOptimizer):
         density: Density = 1.0,
         **connection: Any,
     ) -> None:
-        """Join the server; see the class."""
         for what, named in (("optimizer", optimizer), ("scheduler", scheduler)):
             if isinstance(named, type):
                 raise ConfigurationError(f"the server's {what} is given by name, {named.__name__!r}, not as a class")
@@ -90,23 +88,22 @@ class ServerOptimizer(ParameterServerOptimizer):
             raise ConfigurationError(f"the server's optimizer is given by name, as 'AdamW', not as {optimizer!r}")
         if options is not None and not isinstance(options, Mapping):
             raise ConfigurationError(f"options= must be the optimizer's options by name, not {options!r}")
-        self._agreed = {
-            "update": "torch",
-            "optimizer": _json({"name": optimizer, "options": dict(options or {})}, "options"),
-            "scheduler": _json(_scheduler(scheduler), "scheduler") if scheduler is not None else "",
-            "scheduler_every": _every(scheduler_every),
-            "lazy": "true" if lazy else "false",
-        }
-        self._known, default_rate = _signature(optimizer)
+        self._known, default_rate = options_of(optimizer)
         if misplaced := sorted(self._known & connection.keys()):
             raise ConfigurationError(
                 f"{', '.join(misplaced)} of the server's optimizer stands in options=, as {{{misplaced[0]!r}: …}}"
             )
-        super().__init__(params, {"lr": (options or {}).get("lr", default_rate)}, density, **connection)
+        agreed = {
+            "update": "torch",
+            "optimizer": as_json({"name": optimizer, "options": dict(options or {})}, "options"),
+            "scheduler": "" if scheduler is None else as_json(scheduler_description(scheduler), "scheduler"),
+            "scheduler_every": scheduler_interval(scheduler_every),
+            "lazy": "true" if lazy else "false",
+        }
+        super().__init__(params, {"lr": (options or {}).get("lr", default_rate)}, density, agreed, **connection)
 
     def agreed_settings(self) -> dict[str, str]:
         """Workers must agree on everything about the server's optimizer."""
-        positions = {id(parameter): position for position, parameter in enumerate(self._model.parameters)}
         unknown = {name for group in self.param_groups for name in group.keys() - _WORKERS_OWN - self._known}
         if unknown:
             log.warning(
@@ -115,51 +112,26 @@ class ServerOptimizer(ParameterServerOptimizer):
             )
         groups = []
         for group, own in zip(self.param_groups, _options(self.param_groups, self._known), strict=True):
-            served = sorted(positions[id(each)] for each in group["params"] if id(each) in positions)
             rate = {} if group["lr"] == self.defaults["lr"] else {"lr": group["lr"]}
-            groups.append({"tensors": served, "options": own | rate})
-        return super().agreed_settings() | self._agreed | {"groups": _json(groups, "param groups")}
+            groups.append({"tensors": self._model.positions_of(group), "options": own | rate})
+        return super().agreed_settings() | {"groups": as_json(groups, "param groups")}
 
-    def rate_source(self, groups: ParamGroups) -> Callable[[], Rates]:
-        """Return what says the rate of each group, and that nothing else was changed there."""
-        return partial(_rates, groups, self._known, _options(groups.all, self._known))
-
-    def _check_added(self, group: Group) -> None:
-        super()._check_added(group)
-        if self._joined:
-            raise ConfigurationError(
-                "the server's optimizer has the param groups that it was made with, and would leave others alone; "
-                "a run that trains them too is another one"
-            )
+    def sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
+        """Each group has a rate of its own, and nothing else may be changed in a group."""
+        gradients, _ = super().sources(model, groups)
+        return gradients, partial(_rates, groups, self._known, _options(groups.all, self._known))
 
     def _from_torch(self, state: dict[str, Any]) -> NoReturn:
         raise ConfigurationError(
             "this state is of an optimizer of torch's, and a worker cannot give its moments to the server: load the "
             "model's weights alone, and moments begin anew; or begin the server with --init of a run that has them; or "
-            "go on with psclient.Outer(inner, …), whose inner optimizer takes this state"
+            "go on with psclient.Outer(inner_optimizer, …), whose inner optimizer takes this state"
         )
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``r += g``; at ρ = 1 all of ``r`` is sent."""
-        if group["density"] < 1:
-            return Sparse(memory(state, "residual", step.gradient), GradientUpdate(step.gradient, 1.0))
-        g = step.gradient.float()
-        return Whole(state.pop("residual").add_(g) if "residual" in state else g.clone())
-
-
-def _signature(optimizer: str) -> tuple[frozenset[str], float]:
-    """Return the options that a class of ``torch.optim`` has, and its default rate; the server knows which it takes."""
-    kind = getattr(torch.optim, optimizer, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        return frozenset(), 0.0
-    if needs_closure(kind):
-        raise ConfigurationError(
-            f"{optimizer} recomputes the loss within a step, and a server has no loss to compute; take an optimizer "
-            "that steps on gradients, as AdamW"
-        )
-    options = inspect.signature(kind).parameters
-    return frozenset(options.keys() - {"params"}), float(options["lr"].default) if "lr" in options else 0.0
+        return unscaled(state, group, step)
 
 
 def _options(groups: Sequence[Mapping[str, Any]], known: frozenset[str]) -> list[dict[str, Any]]:
@@ -183,39 +155,3 @@ def _rates(groups: ParamGroups, known: frozenset[str], agreed: Sequence[Mapping[
                 f"lr of param group {number} is {float(group['lr']):g}; it must be 0 to {LARGEST_RATE:g}"
             )
     return Rates(1.0, tuple(float(group["lr"]) for group in groups.all))
-
-
-def _every(said: int | tuple[str, int]) -> str:
-    unit, count = said if isinstance(said, tuple | list) and len(said) == 2 else ("versions", said)
-    if (
-        not isinstance(unit, str)
-        or unit not in _COUNTED
-        or isinstance(count, bool)
-        or not isinstance(count, int)
-        or count < 1
-    ):
-        raise ConfigurationError(
-            'scheduler_every= must be a number of versions or ("samples", N), at least 1; an epoch is '
-            f'("samples", len(dataset)); it is {said!r}'
-        )
-    return f"{count}{_COUNTED[unit]}"
-
-
-def _scheduler(said: tuple[Any, ...] | str) -> dict[str, Any]:
-    words = (said,) if isinstance(said, str) else said
-    name, options, inner = (*words, {}, ())[:3] if isinstance(words, tuple | list) and words else ("", {}, ())
-    if not isinstance(name, str) or not name or not isinstance(options, Mapping):
-        raise ConfigurationError(
-            f'scheduler= must be a name, or a name with options, as ("StepLR", {{"step_size": 100}}), not {said!r}'
-        )
-    found: dict[str, Any] = {"name": name, "options": dict(options)}
-    return found | ({"schedulers": [_scheduler(each) for each in inner]} if inner else {})
-
-
-def _json(value: Any, what: str) -> str:
-    try:
-        return json.dumps(value, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"the {what} of the server's optimizer must be numbers, words and lists of them: {error}"
-        ) from error

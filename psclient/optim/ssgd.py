@@ -5,7 +5,9 @@ from typing import Any, ClassVar
 from torch.optim.optimizer import ParamsT
 
 from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
-from psclient.optim.base import Density, ParameterServerOptimizer
+from psclient.optim.arguments import Density
+from psclient.optim.base import ParameterServerOptimizer
+from psclient.optim.recurrences import decayed, momentum
 from psclient.rounds import Rounds
 from pscore.select.kernels.base import GradientUpdate
 
@@ -46,24 +48,18 @@ class SSGD(ParameterServerOptimizer):
         rounds: Rounds | None = None,
         **connection: Any,
     ) -> None:
-        """Join the server; see the class."""
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, rounds=rounds or Rounds(), **connection)
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``u = m·u + (g + wd·θ);  r += u``; at ρ = 1 all of ``lr·r`` is sent."""
-        wd, m = group["weight_decay"], group["momentum"]
         if group["density"] < 1:
+            wd, m = group["weight_decay"], group["momentum"]
             u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
-            return Sparse(
-                r, GradientUpdate(step.gradient, 1.0, step.parameters, wd, momentum=u, factor=m), unit=group["lr"]
-            )
-        u = step.gradient.float()
-        if step.parameters is not None:
-            u = u.add(step.parameters.float(), alpha=wd)
-        if m:
-            u = memory(state, "momentum", u).mul_(m).add_(u)
+            added = GradientUpdate(step.gradient, 1.0, step.parameters, wd, momentum=u, factor=m)
+            return Sparse(r, added, unit=group["lr"])
+        u = momentum(state, group, decayed(group, step))
         if "residual" in state:
             u = state.pop("residual").add_(u)
         return Whole(group["lr"] * u, unit=group["lr"])

@@ -2,12 +2,13 @@
 
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch.optim.optimizer import ParamsT
 
 from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
 from psclient.errors import ConfigurationError
-from psclient.optim.base import Density, ParameterServerOptimizer
+from psclient.optim.arguments import Density
+from psclient.optim.base import ParameterServerOptimizer
+from psclient.optim.recurrences import decayed, momentum, whole
 from pscore.select.kernels.base import GradientUpdate
 
 
@@ -63,7 +64,6 @@ class WAGMA(ParameterServerOptimizer):
         density: Density = 1.0,
         **connection: Any,
     ) -> None:
-        """Join the server; see the class."""
         if nesterov and not momentum:
             raise ConfigurationError("nesterov needs a momentum above 0")
         if not isinstance(group_size, int) or group_size < 0 or group_size == 1:
@@ -74,26 +74,16 @@ class WAGMA(ParameterServerOptimizer):
             raise ConfigurationError(f"tau must be at least 0, not {tau}")
         if late not in ("replace", "paper"):
             raise ConfigurationError(f"late must be 'replace' or 'paper', not {late!r}")
-        self._averaging = {"update": "average", "group_size": str(group_size), "tau": str(tau), "late": late}
+        agreed = {"update": "average", "group_size": str(group_size), "tau": str(tau), "late": late}
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(params, defaults, density, **connection)
-
-    def agreed_settings(self) -> dict[str, str]:
-        """Workers must agree on the groups and on the rule for the late."""
-        return {**super().agreed_settings(), **self._averaging}
+        super().__init__(params, defaults, density, agreed, **connection)
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``lr·u``, whole or into the residual."""
-        g = step.gradient.float()
-        if step.parameters is not None:
-            g = g.add(step.parameters.float(), alpha=group["weight_decay"])
-        m, u = group["momentum"], g
-        if m:
-            u = memory(state, "momentum", g).mul_(m).add_(g)
-        change: torch.Tensor = group["lr"] * (g.add(u, alpha=m) if group["nesterov"] else u)
+        g = decayed(group, step)
+        u = momentum(state, group, g)
+        way = g.add(u, alpha=group["momentum"]) if group["nesterov"] else u
         if group["density"] < 1:
-            return Sparse(memory(state, "residual", g), GradientUpdate(change, 1.0))
-        if "residual" in state:
-            change.add_(state.pop("residual"))
-        return Whole(change)
+            return Sparse(memory(state, "residual", g), GradientUpdate(group["lr"] * way, 1.0))
+        return whole(state, way, group["lr"])

@@ -12,7 +12,6 @@ from psclient import settings as client_settings
 from psclient.errors import ConfigurationError, Transient, from_refusal
 from psclient.executor import SerialExecutor
 from psclient.rpc.channel import Connection, RetryPolicy
-from psclient.rpc.local_server import server_string
 from psclient.rpc.resolver import connect
 from psclient.rpc.stall import StreamCall
 from psclient.settings import ClientSettings
@@ -64,7 +63,7 @@ def download(
         ConfigurationError: the addresses are not those of all shards of one model.
         AccessError: the server asks for another token.
     """
-    resolved = client_settings.resolve(settings, server_string(server), None)
+    resolved = client_settings.resolve(settings, server, None)
     threads = [SerialExecutor("psclient-download")]
     connections = threads[0].call(
         lambda: connect(resolved.server, resolved.security, patience_seconds, _WAIT_LONGER, announce=False),

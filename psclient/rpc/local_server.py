@@ -156,18 +156,3 @@ def start_alone() -> LocalServer:
         server.server,
     )
     return server
-
-
-Server = str | Sequence[str] | LocalServer
-"""The servers: their addresses in one string or in several, or servers of one's own."""
-
-
-def server_string(server: Server | None) -> str | None:
-    """Return the addresses separated by commas, as the settings have them; ``None`` leaves them to the settings."""
-    if isinstance(server, LocalServer):
-        return server.server
-    if server is None or isinstance(server, str):
-        return server
-    if not isinstance(server, Sequence) or not all(isinstance(each, str) for each in server):
-        raise ConfigurationError(f'server= must be "HOST:PORT", a list of these, or a LocalServer, not {server!r}')
-    return ",".join(server)

@@ -216,7 +216,7 @@ def averages_without_a_node(rank: int, named: str, outer: str, bare: str, legiti
 
     def local(model: nn.Module) -> psclient.Outer:
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        return psclient.Outer(inner, 1, model=model, server=outer, **name)
+        return psclient.Outer(inner, sync_every=1, model=model, server=outer, **name)
 
     def without_model(model: nn.Module) -> psclient.DGS:
         return psclient.DGS(model.parameters(), 0.1, server=bare, **name)

@@ -38,9 +38,7 @@ def make(method=psclient.DGS, **options):
         ({"settings": {"server": NOWHERE}}, r"settings= must be psclient.ClientSettings\(...\)"),
         ({"settings": psclient.ClientSettings}, r"settings= must be psclient.ClientSettings\(...\)"),
         ({"worker": 3}, "worker= must be a name"),
-        ({"on_laod": "server"}, "DGS has no argument 'on_laod'; did you mean 'on_load'"),
         ({"method": psclient.ServerOptimizer, "optimizer": "LBFGS"}, "LBFGS recomputes the loss"),
-        ({"colour": "red"}, "DGS has no argument 'colour'"),
         ({"lr": "0.1"}, "lr must be a number, not '0.1'"),
         (
             {"method": psclient.ServerOptimizer, "optimizer": "AdamW", "lr": 0.1},

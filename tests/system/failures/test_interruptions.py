@@ -120,7 +120,7 @@ def test_a_local_step_that_ends_after_its_interrupt_is_not_taken_again_with_the_
     take = inner.step
     with (
         LocalServer(down_mode="exact") as server,
-        psclient.Outer(inner, period=4, model=layer, server=server.server, settings=QUICK) as optimizer,
+        psclient.Outer(inner, sync_every=4, model=layer, server=server.server, settings=QUICK) as optimizer,
     ):
         inner.step = lambda: (os.kill(os.getpid(), signal.SIGINT), take())
         backward(layer)

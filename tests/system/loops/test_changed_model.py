@@ -82,7 +82,7 @@ def test_a_pull_of_a_model_that_is_as_it_was_asks_for_nothing_more(fresh_server,
         optimizer = psclient.DGS(model.parameters(), lr=0.1, **options)
     else:
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = psclient.Outer(inner, period=2, lr=1, momentum=0, **options)
+        optimizer = psclient.Outer(inner, None, sync_every=2, **options)
     with optimizer:
         whole = optimizer.totals.upload_bytes
         for _ in range(5):

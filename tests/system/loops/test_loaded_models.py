@@ -57,7 +57,7 @@ def wagma(model, server, **options):
 
 def outer(model, server, **options):
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return psclient.Outer(inner, period=2, lr=1, model=model, server=server, settings=QUICK, **options)
+    return psclient.Outer(inner, None, sync_every=2, model=model, server=server, settings=QUICK, **options)
 
 
 def server_optimizer(model, server, **options):

@@ -80,7 +80,7 @@ def test_a_model_in_shared_memory_is_refused_and_a_copy_of_it_is_not(server, sha
     def make(model):
         options = {"model": model, "server": server, "settings": QUICK}
         if method == "Outer":
-            return psclient.Outer(torch.optim.SGD(model.parameters(), lr=0.1), 2, **options)
+            return psclient.Outer(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2, **options)
         return method(model.parameters(), lr=0.1, **options)
 
     model = make_model()

@@ -12,7 +12,9 @@ METHODS = {
     "dropping": lambda mine, **more: psclient.GradientDropping(mine.parameters(), 0.1, model=mine, **more),
     "asgd": lambda mine, **more: psclient.ASGD(mine.parameters(), 0.1, momentum=0.9, model=mine, **more),
     "server": lambda mine, **more: psclient.ServerOptimizer(mine.parameters(), "SGD", {"lr": 0.1}, model=mine, **more),
-    "outer": lambda mine, **more: psclient.Outer(torch.optim.SGD(mine.parameters(), 0.1), 1, model=mine, **more),
+    "outer": lambda mine, **more: psclient.Outer(
+        torch.optim.SGD(mine.parameters(), 0.1), sync_every=1, model=mine, **more
+    ),
     "alone": lambda mine, **more: psclient.MomentumSGD(mine.parameters(), 0.1),
 }
 
@@ -94,7 +96,7 @@ def test_sgd_without_momentum_gives_its_rate_to_any_method():
         ("dgs", torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.7}, "another optimizer"),
         ("dgs", torch.optim.AdamW, {"lr": 0.1}, "weights alone.*Outer"),
         ("server", torch.optim.AdamW, {"lr": 0.1}, "moments begin anew.*--init"),
-        ("outer", torch.optim.SGD, {"lr": 0.1}, "optimizer.inner.load_state_dict"),
+        ("outer", torch.optim.SGD, {"lr": 0.1}, "optimizer.inner_optimizer.load_state_dict"),
     ],
 )
 def test_what_has_no_place_is_refused_with_the_way_out(name, kind, options, way_out):

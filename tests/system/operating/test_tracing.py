@@ -194,7 +194,7 @@ def test_without_the_setting_nothing_is_loaded_and_nothing_sent(server, collecto
     said, _ = worker.communicate("\n", timeout=60)
     assert (said, worker.returncode) == ("False\n", 0)
     assert {span.trace for span in collector.spans} == before
-    probe = "import sys, psservice.app.server, psclient.optim.session; sys.exit('opentelemetry' in sys.modules)"
+    probe = "import sys, psservice.app.server, psclient.optim.base; sys.exit('opentelemetry' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, timeout=60).returncode == 0
 
 

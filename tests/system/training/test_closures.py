@@ -13,7 +13,7 @@ MAKERS = {
     "asgd": lambda layer, **options: psclient.ASGD(layer.parameters(), lr=1.0, model=layer, **options),
     "overlap": lambda layer, **options: psclient.ASGD(layer.parameters(), lr=1.0, model=layer, overlap=True, **options),
     "outer": lambda layer, **options: psclient.Outer(
-        torch.optim.SGD(layer.parameters(), lr=1.0), 1, lr=1.0, momentum=0.0, model=layer, **options
+        torch.optim.SGD(layer.parameters(), lr=1.0), None, sync_every=1, model=layer, **options
     ),
 }
 

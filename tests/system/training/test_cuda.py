@@ -42,7 +42,8 @@ def test_every_update_rule_on_a_device_and_after_a_restart(kind, tmp_path):
     def make(m, server):
         shared = {"model": m, "server": server, "settings": QUICK}
         if kind == "outer":
-            return psclient.Outer(torch.optim.Adam(m.parameters(), lr=0.01), 2, density=0.5, momentum=0.5, **shared)
+            step = ("SGD", {"lr": 0.7, "momentum": 0.5, "nesterov": True})
+            return psclient.Outer(torch.optim.Adam(m.parameters(), lr=0.01), step, sync_every=2, density=0.5, **shared)
         if kind in ("adam", "lazy"):
             sparse = {"density": 0.1, "lazy": True} if kind == "lazy" else {}
             return psclient.ServerOptimizer(m.parameters(), "Adam", {"lr": 0.01}, **sparse, **shared)

@@ -133,10 +133,10 @@ def test_outer_copies_what_is_trained():
     model = adapted()
     with LocalServer() as server:
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        with psclient.Outer(inner, period=2, model=model, server=server.server, settings=QUICK) as optimizer:
+        with psclient.Outer(inner, sync_every=2, model=model, server=server.server, settings=QUICK) as optimizer:
             for _ in range(4):
                 train_step(model, optimizer, *make_data())
-            assert sum(start.numel() for start in optimizer._start) == TRAINED
+            assert sum(start.numel() for start in optimizer._steps.start) == TRAINED
             assert optimizer.version == 2
 
 

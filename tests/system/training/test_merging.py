@@ -53,7 +53,7 @@ def test_what_was_accumulated_is_applied_or_held_through_plans_that_change_at_ev
         ) as optimizer,
     ):
         for number, groups in enumerate(shuffled):
-            optimizer._planner.fix(groups, "layers")
+            optimizer._worker.planner.fix(groups, "layers")
             inputs = make_inputs(generator)
             for total, x in zip(accumulated, inputs, strict=True):
                 total += 0.5 * x
@@ -115,7 +115,7 @@ def test_layers_get_densities_of_their_own_and_lose_nothing():
             model(inputs).backward()
             optimizer.step()
         optimizer.pull()
-        densities = optimizer._planner.densities
+        densities = optimizer._worker.planner.densities
         assert sorted(densities) == list(range(len(SIZES)))
         assert all(0.01 <= density <= 0.5 for density in densities.values())
         for total, layer in zip(accumulated, model.layers, strict=True):

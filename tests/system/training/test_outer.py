@@ -18,9 +18,12 @@ def model():
     return make_model(batch_norm=False)
 
 
-def outer(mine, period=4, inner=None, **options):
+def outer(mine, sync_every=4, inner=None, **options):
+    """With ``lr``, ``momentum`` and ``nesterov``, the server's step is SGD with these."""
     inner = inner or torch.optim.Adam(mine.parameters(), **ADAM)
-    return psclient.Outer(inner, period, model=mine, **({"settings": QUICK} | options))
+    step = {name: options.pop(name) for name in ("lr", "momentum", "nesterov") if name in options}
+    described = {"outer_optimizer": ("SGD", {"lr": 0.7} | step)} if step else {}
+    return psclient.Outer(inner, sync_every=sync_every, model=mine, **described, **({"settings": QUICK} | options))
 
 
 def values(one):
@@ -96,7 +99,7 @@ def test_what_is_not_sent_is_kept_and_a_flush_hands_in_everything():
     done = [torch.zeros_like(value) for value in before]
     settings = {"lr": 1.0, "momentum": 0.0, "density": 0.05}
     with psclient.LocalServer(down_mode="exact") as server, outer(mine, 3, server=server, **settings) as optimizer:
-        optimizer.inner = _Watched(optimizer.inner, mine, done)
+        optimizer._steps.inner = _Watched(optimizer.inner_optimizer, mine, done)
         for step in range(10):
             train_step(mine, optimizer, *make_data(seed=step, count=32))
         assert optimizer.local_steps == 1
@@ -202,7 +205,7 @@ def test_both_states_are_saved():
             optimizer.load_state_dict(saved)
             for number, parameter in enumerate(again.parameters()):
                 moments = saved["inner"]["state"][number]["exp_avg"]
-                assert torch.equal(optimizer.inner.state[parameter]["exp_avg"], moments)
+                assert torch.equal(optimizer.inner_optimizer.state[parameter]["exp_avg"], moments)
             with pytest.raises(ConfigurationError, match="inner"):
                 optimizer.load_state_dict({name: value for name, value in saved.items() if name != "inner"})
 
@@ -268,7 +271,9 @@ def test_momentum_without_rounds_is_warned_of_at_once(rounds, said, caplog):
         assert caplog.text.count("momentum=0.9") == said
 
 
-@pytest.mark.parametrize("wrong", [{"period": 0}, {"period": 2.5}, {"decay": 1.5}, {"overlap": True}, {"density": 0.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"sync_every": 0}, {"sync_every": 2.5}, {"decay": 1.5}, {"overlap": True}, {"density": 0.0}]
+)
 def test_what_makes_no_sense_is_refused_at_once(wrong):
     with pytest.raises(ConfigurationError):
         outer(model(), **wrong)

@@ -1,0 +1,130 @@
+"""The arguments of the optimizers, checked before anything is sent."""
+
+import difflib
+import inspect
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from psclient.compress.hyperparameters import needs_closure
+from psclient.compress.method import Group
+from psclient.errors import ConfigurationError, UnknownArgumentError
+from psclient.model.module import TrainedModel
+from psclient.rounds import Rounds
+
+log = logging.getLogger("psclient")
+
+Density = float | Callable[[int], float]
+"""Share of a tensor's entries that is sent: a number, or a function of the worker's step (from 1)."""
+
+Description = str | tuple[str, Mapping[str, Any]]
+"""An optimizer of ``torch.optim`` by the name of its class, or by name and options."""
+
+_UNITS = {"versions": "", "samples": " samples"}
+
+
+def unknown_argument(kind: type, base: type, name: str) -> UnknownArgumentError:
+    """Return the error for an argument that neither a method nor the base of all methods has."""
+    own = inspect.signature(kind).parameters.keys() - {"connection"}
+    common = inspect.signature(base).parameters.values()
+    known = own | {each.name for each in common if each.kind is each.KEYWORD_ONLY}
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return UnknownArgumentError(f"{kind.__name__}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def check_mode(overlap: object, rounds: object) -> None:
+    """Raise :class:`ConfigurationError` where one is of another kind, or one makes no sense with the other."""
+    if rounds is not None and not isinstance(rounds, Rounds):
+        raise ConfigurationError(f"rounds must be psclient.Rounds(...), not {rounds!r}")
+    if not isinstance(overlap, bool):
+        raise ConfigurationError(f"overlap= must be True or False, not {overlap!r}")
+    if overlap and rounds is not None:
+        raise ConfigurationError(
+            "overlap=True makes every gradient one step staler, and a synchronous round takes none that is stale; "
+            "leave overlap or rounds out"
+        )
+
+
+def check_step(closure: object, samples: object) -> None:
+    """Raise :class:`ConfigurationError` where an argument of ``step()`` is of another kind."""
+    if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
+        raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
+    if closure is not None and not callable(closure):
+        raise ConfigurationError(f"step() takes a closure or nothing, not {closure!r}")
+
+
+def check_added(group: Group, model: TrainedModel, groups_are_agreed: bool, step_has_begun: bool) -> None:
+    """Raise :class:`ConfigurationError` where a param group cannot join those of a worker that has joined its run."""
+    if not {id(parameter) for parameter in group["params"]} <= {id(known) for known in model.parameters}:
+        raise ConfigurationError(
+            "a parameter that was not part of the model, or was frozen, cannot be added after joining a server; to "
+            "thaw parameters later, set upload_frozen=True (PSCLIENT_UPLOAD_FROZEN) on all workers"
+        )
+    if groups_are_agreed:
+        raise ConfigurationError(
+            "the server's optimizer has the param groups that it was made with, and would leave others alone; "
+            "a run that trains them too is another one"
+        )
+    if step_has_begun:
+        raise ConfigurationError("a group cannot be added between backward() and step() with overlap=True")
+
+
+def warn_without_model(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Say what an optimizer of bare parameters goes without."""
+    unnamed = "tensors are called parameter_0, parameter_1 and so on, names that no model loads; "
+    log.warning(
+        "without model= %sbuffers stay local, and a step counts as one sample. Pass model=, on every worker",
+        "" if "param_names" in groups[0] else unnamed,
+    )
+
+
+def as_json(value: Any, what: str) -> str:
+    """Return a part of the server's optimizer as text in which workers agree."""
+    try:
+        return json.dumps(value, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"the {what} of the server's optimizer must be numbers, words and lists of them: {error}"
+        ) from error
+
+
+def options_of(optimizer: str) -> tuple[frozenset[str], float]:
+    """Return the options that a class of ``torch.optim`` has, and its default rate; none of an unknown class."""
+    kind = getattr(torch.optim, optimizer, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        return frozenset(), 0.0
+    if needs_closure(kind):
+        raise ConfigurationError(
+            f"{optimizer} recomputes the loss within a step, and a server has no loss to compute; take an optimizer "
+            "that steps on gradients, as AdamW"
+        )
+    options = inspect.signature(kind).parameters
+    return frozenset(options.keys() - {"params"}), float(options["lr"].default) if "lr" in options else 0.0
+
+
+def scheduler_description(given: tuple[Any, ...] | str) -> dict[str, Any]:
+    """Return a scheduler of the server, as ``("StepLR", {"step_size": 100})``, by parts."""
+    parts = (given,) if isinstance(given, str) else given
+    name, options, inner = (*parts, {}, ())[:3] if isinstance(parts, tuple | list) and parts else ("", {}, ())
+    if not isinstance(name, str) or not name or not isinstance(options, Mapping):
+        raise ConfigurationError(
+            f'scheduler= must be a name, or a name with options, as ("StepLR", {{"step_size": 100}}), not {given!r}'
+        )
+    found: dict[str, Any] = {"name": name, "options": dict(options)}
+    return found | ({"schedulers": [scheduler_description(each) for each in inner]} if inner else {})
+
+
+def scheduler_interval(given: int | tuple[str, int]) -> str:
+    """Return the distance between two steps of a scheduler of the server, as workers agree in."""
+    unit, count = given if isinstance(given, tuple | list) and len(given) == 2 else ("versions", given)
+    is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+    if not (isinstance(unit, str) and unit in _UNITS and is_count):
+        raise ConfigurationError(
+            'scheduler_every= must be a number of versions or ("samples", N), at least 1; an epoch is '
+            f'("samples", len(dataset)); it is {given!r}'
+        )
+    return f"{count}{_UNITS[unit]}"
