@@ -24,12 +24,21 @@ class Stoppable(Protocol):
     """The part of an optimizer that ends."""
 
     @property
-    def worker(self) -> str: ...
+    def worker(self) -> str:
+        """The worker's name."""
+
     @property
-    def joined(self) -> bool: ...
-    def hurry(self, seconds: float) -> None: ...
-    def flush_on_exit(self) -> None: ...
-    def close(self) -> None: ...
+    def joined(self) -> bool:
+        """Whether the worker has a place in the run."""
+
+    def hurry(self, seconds: float) -> None:
+        """Wait no longer than this for a server from now on."""
+
+    def flush_on_exit(self) -> None:
+        """Push what a step has left behind."""
+
+    def close(self) -> None:
+        """Leave the run."""
 
 
 _workers: "weakref.WeakValueDictionary[tuple[str, str], Lifecycle]" = weakref.WeakValueDictionary()
