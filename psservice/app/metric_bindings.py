@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from pscore.version import __version__
 from psservice.cluster.run import RunState
-from psservice.shard.shard import Engine
+from psservice.shard.shard import Shard
 
 
-def follow(engine: Engine, running_calls: Callable[[], int]) -> None:
+def follow(engine: Shard, running_calls: Callable[[], int]) -> None:
     """Let the engine's metrics follow it from now on, and set those that say what is allowed."""
     metrics, settings = engine.metrics, engine.settings
     metrics.num_shards.set(settings.num_shards)
@@ -18,22 +18,22 @@ def follow(engine: Engine, running_calls: Callable[[], int]) -> None:
     metrics.call_limit.set(settings.rpc_threads)
     metrics.bytes_in_flight_limit.set(settings.inflight_bytes)
     metrics.image_bytes_limit.set(settings.image_bytes)
-    metrics.snapshot_interval_seconds.set(engine.persistence.snapshot_interval_seconds)
+    metrics.snapshot_interval_seconds.set(engine.durability.snapshot_interval_seconds)
 
     metrics.queued.set_function(lambda: engine.writer.queued)
     metrics.image_bytes.set_function(lambda: engine.images.bytes)
     metrics.running_calls.set_function(running_calls)
-    metrics.clock_spread.set_function(engine.membership.clock_spread)
+    metrics.clock_spread.set_function(engine.leases.clock_spread)
     metrics.training.set_function(lambda: engine.run.state is RunState.TRAINING)
-    metrics.draining.set_function(lambda: engine.doorway.is_closed)
+    metrics.draining.set_function(lambda: engine.drain_gate.is_closed)
     metrics.elements.set_function(lambda: engine.span.length if engine.layout else 0)
-    metrics.journal_bytes.set_function(lambda: engine.persistence.journal_bytes)
-    metrics.journal_errors.set_function(lambda: engine.persistence.journal_errors)
-    metrics.snapshot_errors.set_function(lambda: engine.persistence.snapshot_errors)
+    metrics.journal_bytes.set_function(lambda: engine.durability.journal_bytes)
+    metrics.journal_errors.set_function(lambda: engine.durability.journal_errors)
+    metrics.snapshot_errors.set_function(lambda: engine.durability.snapshot_errors)
     metrics.shard_info.set_function(lambda: _described(engine))
 
 
-def _described(engine: Engine) -> dict[str, str]:
+def _described(engine: Shard) -> dict[str, str]:
     settings = engine.settings
     return {
         "run": engine.run.run_id,

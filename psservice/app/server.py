@@ -31,7 +31,7 @@ from psservice.rpc.operators import OperatorCalls, Process
 from psservice.rpc.ports import EventLoop, Port, bind_port
 from psservice.rpc.workers import WorkerCalls, require_place
 from psservice.settings import ServerSettings, shown, split_address
-from psservice.shard.shard import Engine
+from psservice.shard.lifecycle import open_shard
 from psservice.storage.files import StorageError
 
 log = logging.getLogger(__name__)
@@ -96,10 +96,12 @@ class Server:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
             gate = Authenticator(TokenFile(settings.tokens) if settings.tokens else None)
             credentials = _credentials(settings)
-            self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable, self._failed)
+            self.engine = open_shard(
+                settings, resolve_device(settings.device), self._metrics, self._durable, self._failed
+            )
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
-        self.engine.persistence.checkpoints.keys = gate.server_keys
+        self.engine.durability.checkpoints.keys = gate.server_keys
         operators = OperatorCalls(self.engine, Process(self._look_at_health, self._stop.set))
         self._door = Door(
             WorkerCalls(self.engine).handlers() | operators.handlers(),
@@ -107,7 +109,7 @@ class Server:
             lambda meant: require_place(settings, meant),
             Limits(settings.stream_idle_seconds, settings.stream_seconds, settings.rpc_threads),
             self._metrics,
-            self.engine.doorway.entered,
+            self.engine.drain_gate.track,
         )
         metric_bindings.follow(self.engine, lambda: self._door.at_work)
         handlers = [self._door.handler(), self._health.handler()]
@@ -161,14 +163,14 @@ class Server:
 
     def check_liveness(self) -> None:
         """Say so where the journal is beyond what a running server can mend."""
-        if self.engine.persistence.is_broken:
+        if self.engine.durability.is_broken:
             self._health.set(LIVENESS, serving=False)
 
     def stop(self) -> None:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
         log.info("draining")
         self._serving = False
-        self.engine.doorway.close()
+        self.engine.drain_gate.close()
         self._look_at_health()
         failed = self.engine.writer.failed
         self._loop.run(self._door.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))
@@ -202,7 +204,7 @@ class Server:
 
     def _look_at_health(self) -> None:
         """Say SERVING where pushes are taken and can be written down as promised."""
-        serves = self._serving and self._healthy and not self.engine.doorway.is_closed
+        serves = self._serving and self._healthy and not self.engine.drain_gate.is_closed
         for name in ("", SERVICE.full_name):
             self._health.set(name, serving=serves)
 

@@ -1,4 +1,4 @@
-"""Workers that an operator keeps out for a time."""
+"""Names of workers that an operator keeps out for a time."""
 
 from collections.abc import Callable
 
@@ -6,26 +6,24 @@ from pscore.wire.errors import ErrorCode, Rejected
 
 
 class Bans:
-    """Names that are kept out, and until when. Not thread-safe; in memory only, so a restart forgets them.
+    """When the ban of each name ends. Not thread-safe; in memory only, so a restart forgets all bans.
 
     Args:
         clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Keep nobody out."""
         self._clock = clock
         self._ends: dict[str, float] = {}
 
     def put(self, worker_id: str, seconds: float) -> None:
-        """Keep a name out for so long from now on; 0 lets it in."""
-        self._forget()
+        """Ban a name for so long from now on; 0 ends the ban."""
         self._ends.pop(worker_id, None)
         if seconds > 0:
             self._ends[worker_id] = self._clock() + seconds
 
     def require_none(self, worker_id: str) -> None:
-        """Refuse a worker that is kept out; raises :class:`Rejected` (``EVICTED``)."""
+        """Refuse a banned worker; raises :class:`Rejected` (``EVICTED``)."""
         remaining = self._ends.get(worker_id, 0.0) - self._clock() if self._ends else 0.0
         if remaining > 0:
             raise Rejected(
@@ -36,11 +34,7 @@ class Bans:
             )
 
     def remaining(self) -> dict[str, float]:
-        """Return the names that are kept out, and for how many seconds more."""
-        self._forget()
+        """Return the seconds that are left of each ban, by name."""
         now = self._clock()
-        return {name: self._ends[name] - now for name in sorted(self._ends)}
-
-    def _forget(self) -> None:
-        now = self._clock()
-        self._ends = {name: end for name, end in self._ends.items() if end > now}
+        self._ends = {name: end for name, end in sorted(self._ends.items()) if end > now}
+        return {name: end - now for name, end in self._ends.items()}

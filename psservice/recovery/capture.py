@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 
 from pscore.model.modelfile import StateDict
-from psservice.cluster.leases import Membership
+from psservice.cluster.dedup import Dedup
+from psservice.cluster.leases import Leases
 from psservice.cluster.run import Run, RunState
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
@@ -36,11 +37,15 @@ class Kept(Protocol):
 
     device: torch.device
     is_coordinator: bool
-    model: ModelShard | None
     run: Run
-    membership: Membership
+    leases: Leases
+    dedup: Dedup
     writer: Writer
     metrics: Metrics
+
+    @property
+    def model(self) -> ModelShard | None:
+        """Its model."""
 
     def content(self) -> Content:
         """Return what it holds."""
@@ -85,7 +90,7 @@ def moment_of(
     """
     model = content.model
     memory = model.export()
-    known, last_pushes = engine.membership.remembered()
+    known, last_pushes = engine.dedup.remembered()
     manifest = Manifest(
         checkpoint=checkpoint,
         segment=segment,
@@ -123,7 +128,7 @@ def moment_of(
                 index_codecs=sorted(member.index_codecs),
                 clock=member.clock,
             )
-            for member in engine.membership.members()
+            for member in engine.leases.members()
         ],
         memory=dict(memory.plain),
         datasets=kept(content.datasets),

@@ -7,7 +7,6 @@ from typing import cast
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Identity, PushAnswer
 from psservice.model.wagma.rounds import Decision
 from psservice.recovery.replayer import (
     AVERAGED,
@@ -29,6 +28,7 @@ from psservice.storage.datadir import Store
 from psservice.storage.files import StorageError
 from psservice.storage.journal import JournalError
 from psservice.storage.journal_format import Body
+from psservice.types import Identity, PushAnswer
 
 log = logging.getLogger(__name__)
 

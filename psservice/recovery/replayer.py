@@ -20,10 +20,10 @@ from pscore.model.segment import Segment, merge
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import kept_layout_from_message, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Identity, PushAnswer, PushRecord
+from psservice.cluster.dedup import PushRecord
 from psservice.cluster.run import RunState, added
 from psservice.model.buffers import BufferAverage
-from psservice.model.changelog import ChangedIndices, UpdateLedger
+from psservice.model.changelog import ChangedIndices, ChangeLog
 from psservice.model.parameters import ModelShard, PushContext, ShardSettings
 from psservice.model.training_mode import TrainingMode
 from psservice.model.update.base import RuleState
@@ -38,6 +38,7 @@ from psservice.storage.files import StorageError
 from psservice.storage.journal_format import Body, DamagedError, Record
 from psservice.storage.recovery_source import RecoverySource, pasts
 from psservice.storage.snapshots import Manifest, Snapshot, found
+from psservice.types import Identity, PushAnswer
 
 log = logging.getLogger(__name__)
 
@@ -243,7 +244,7 @@ class History:
             generation=self.manifest.generation,
             version=version,
             settings=settings,
-            regime=TrainingMode.of(self.manifest.method_settings),
+            mode=TrainingMode.of(self.manifest.method_settings),
         )
 
     def remember_supports(self) -> None:
@@ -254,7 +255,7 @@ class History:
         """
         if not self.model.versions_are_pushes:
             return
-        ledger, version = self.model.ledger, self.manifest.version
+        ledger, version = self.model.changelog, self.manifest.version
         for records in self._past.earlier():
             if ledger.covered_from != version or not ledger.room:
                 return
@@ -267,7 +268,7 @@ class History:
                 return
             version -= len(supports)
 
-    def _newest_supports(self, records: Iterator[Record], version: int, room: int) -> UpdateLedger | None:
+    def _newest_supports(self, records: Iterator[Record], version: int, room: int) -> ChangeLog | None:
         """Return what the pushes of a segment changed, as many of the last ones as there is room for.
 
         Args:
@@ -279,7 +280,7 @@ class History:
             Of versions that follow one another and end in ``version``; none where the segment holds no push.
             ``None`` where those cannot be read.
         """
-        newest = UpdateLedger(self.span.length, room)
+        newest = ChangeLog(self.span.length, room)
         last: tuple[int, ChangedIndices] | None = None
         try:
             for record in records:
@@ -292,7 +293,7 @@ class History:
                     newest.append(*last)
                 elif last is not None and last[0] != answer.version:  # else the push before it was refused
                     return None
-                last = answer.version, self.model.support_of(merge(self.span, segments))
+                last = answer.version, self.model.changed_by(merge(self.span, segments))
         except (StorageError, Rejected, ValueError, DecodeError, IndexError):
             return None
         if last is not None and last[0] == version:

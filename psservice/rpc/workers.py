@@ -26,8 +26,8 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Identity, Member
-from psservice.model.reply_session import Reply
+from psservice.cluster.member import Member
+from psservice.model.reply_session import PullRequest, Reply
 from psservice.observability.traffic import dense_bytes
 from psservice.rpc import bounds
 from psservice.rpc.auth import require_worker
@@ -38,10 +38,15 @@ from psservice.rpc.push_stream import PushReader, Reading, read_push, read_uploa
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, wish_of
 from psservice.settings import ServerSettings
-from psservice.shard.join_layout import JoinLayouts
-from psservice.shard.shard import Engine
+from psservice.shard import model_install
+from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples, open_exchange
+from psservice.shard.join import JoinLayouts, join, leave
+from psservice.shard.pull import pull
+from psservice.shard.push import check_push, commit
+from psservice.shard.shard import Shard
 from psservice.shard.types import Loaded, Push
 from psservice.shard.upload import Upload
+from psservice.types import Identity
 
 WAIT_RETRY_SECONDS = 0.2
 
@@ -75,7 +80,7 @@ class WorkerCalls:
         engine: the shard.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Shard) -> None:
         """Begin with nothing in flight."""
         self._engine, self._settings, self._metrics = engine, engine.settings, engine.metrics
         self._layouts = JoinLayouts(engine)
@@ -83,7 +88,7 @@ class WorkerCalls:
         self._downloads = MemoryBudget(self._settings.inflight_bytes)
         self._sized = _Sized(None, largest_stream(None, 0), 0)
         self._metrics.bytes_in_flight.set_function(
-            lambda: self._inflight.bytes + self._downloads.bytes + engine.upload_bytes
+            lambda: self._inflight.bytes + self._downloads.bytes + engine.uploads.nbytes
         )
 
     def handlers(self) -> dict[str, Handler]:
@@ -119,7 +124,8 @@ class WorkerCalls:
                 f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, "
                 "or start the server with --down-value-type fp32",
             )
-        outcome = engine.join(
+        outcome = join(
+            engine,
             identity,
             self._layouts.read(identity, request.layout),
             request.method,
@@ -137,7 +143,7 @@ class WorkerCalls:
             generation=outcome.generation,
             version=outcome.version,
             retry_seconds=WAIT_RETRY_SECONDS,
-            live_workers=len(engine.membership),
+            live_workers=len(engine.leases),
             last_step=step,
             last_incarnation=incarnation,
             run_state=RUN_STATES[engine.run.state],
@@ -145,7 +151,7 @@ class WorkerCalls:
             index_codecs=READABLE_INDEX_CODECS,
             value_codecs=READABLE_VALUE_CODECS,
             first_step=outcome.first_step,
-            upload=None if outcome.state == "upload" else engine.upload_progress(),
+            upload=None if outcome.state == "upload" else model_install.upload_progress(engine),
             load_refused=outcome.load_refused,
         )
 
@@ -154,24 +160,24 @@ class WorkerCalls:
         engine = self._engine
         bounds.require(request)
         identity = self._identity(call, request.identity)
-        member = engine.membership.require(identity)
-        engine.note_uploaded(identity, request.uploaded)
+        member = engine.leases.require(identity)
+        engine.uploads.grant.note(identity, request.uploaded)
         require_name("checkpoint", request.checkpoint or "-")
-        engine.persistence.follow(engine, request.checkpoint)
+        engine.durability.follow(engine, request.checkpoint)
         return pb.RenewLeaseResponse(
-            checkpoint=engine.persistence.told(engine),
-            live_workers=len(engine.membership),
+            checkpoint=engine.durability.told(engine),
+            live_workers=len(engine.leases),
             run_state=RUN_STATES[engine.run.state],
             version=engine.model.version if engine.model else 0,
             received_bytes=member.received_bytes,
             installing=engine.installing,
-            upload=engine.upload_progress(),
-            same_batches=engine.membership.same_batches(member, request.first_batches),
+            upload=model_install.upload_progress(engine),
+            same_batches=engine.leases.same_batches(member, request.first_batches),
         )
 
     def leave(self, call: Call, request: pb.LeaveRequest) -> pb.LeaveResponse:
         """End a lease."""
-        self._engine.leave(self._identity(call, request.identity, any_run=True))  # its first answer may be lost
+        leave(self._engine, self._identity(call, request.identity, any_run=True))  # its first answer may be lost
         return pb.LeaveResponse()
 
     def upload_model(self, call: Call) -> Reading[pb.UploadModelRequest, pb.UploadModelResponse]:
@@ -184,16 +190,16 @@ class WorkerCalls:
                 bounds.require_digest(header.digest, may_be_empty=True)
                 identity = self._identity(call, header.identity, any_run=True)
                 charge.belongs_to(identity.worker_id)
-                upload = engine.open_upload(identity, header.generation, header.buffer_bytes)
+                upload = model_install.open_upload(engine, identity, header.generation, header.buffer_bytes)
                 engine.run.require_upload(header.identity.run_id)
-                call.on_received = partial(engine.membership.received, identity)
+                call.on_received = partial(engine.leases.received, identity)
                 return upload
 
             header, upload, is_whole = yield from charged(read_upload(open_upload), charge, is_kept=False)
             answer = upload.received()
             if is_whole:
-                answer.version = engine.finish_upload(
-                    upload, header.version, run_id=header.identity.run_id, digest=header.digest
+                answer.version = model_install.finish_upload(
+                    engine, upload, header.version, run_id=header.identity.run_id, digest=header.digest
                 )
             return answer
 
@@ -228,15 +234,15 @@ class WorkerCalls:
     def push_sparse(self, call: Call) -> Reading[pb.PushSparseRequest, pb.PushSparseResponse]:
         """Take a push in and apply it."""
         engine = self._engine
-        call.keeps_raw = engine.persistence.events.keeps_journal
+        call.keeps_raw = engine.durability.events.keeps_journal
         with self._stream(call) as charge:
 
             def open_push(header: pb.PushHeader) -> PushReader:
                 bounds.require(header)
                 identity = self._identity(call, header.identity)
                 charge.belongs_to(identity.worker_id)
-                call.on_received = partial(engine.membership.received, identity)
-                engine.check_push(identity, header.step)
+                call.on_received = partial(engine.leases.received, identity)
+                check_push(engine, identity, header.step)
                 finished_of(header)  # refused here, before the rest of it is received
                 return PushReader.of(header, engine.span, lambda: call.arrived_nanoseconds)
 
@@ -246,7 +252,8 @@ class WorkerCalls:
             finally:
                 receiving.end()
             identity = self._identity(call, header.identity)
-            answer, repeated = engine.commit(
+            answer, repeated = commit(
+                engine,
                 Push(
                     identity,
                     header.step,
@@ -259,11 +266,11 @@ class WorkerCalls:
                     finished_of(header),
                     tuple(header.group_rates),
                     header.identity.run_id,
-                )
+                ),
             )
             if repeated:
                 self._metrics.repeated_pushes.inc()
-            self._count("PushSparse", engine.membership.require(identity), received=call.received_bytes)
+            self._count("PushSparse", engine.leases.require(identity), received=call.received_bytes)
             self._answered("PushSparse")
             return pb.PushSparseResponse(
                 version=answer.version,
@@ -272,7 +279,7 @@ class WorkerCalls:
                 group_arrival_nanoseconds=reader.arrivals,
                 apply_nanoseconds=answer.apply_nanoseconds,
                 applied_scale=answer.applied_scale,
-                live_workers=len(engine.membership),
+                live_workers=len(engine.leases),
                 run_state=RUN_STATES[engine.run.state],
             )
 
@@ -283,16 +290,14 @@ class WorkerCalls:
         with self._reply() as charge:
             identity = self._identity(call, request.identity)
             charge.belongs_to(identity.worker_id)
-            reply = engine.pull(
-                identity,
-                request.generation,
+            asked = PullRequest(
                 base_version=request.base_version if request.has_base else None,
                 base_end=request.base_end,
                 acknowledged=request.acknowledged_reply,
                 replica_is_image=request.image,
                 link_bytes_per_second=request.link_bytes_per_second,
-                reserve=charge.add,
             )
+            reply = pull(engine, identity, request.generation, asked, charge.add)
             header = pb.PullHeader(
                 mode=REPLY_MODES[reply.mode],
                 version=reply.version,
@@ -302,7 +307,7 @@ class WorkerCalls:
                 image=reply.image,
                 run_state=RUN_STATES[engine.run.state],
             )
-            member = engine.membership.require(identity)
+            member = engine.leases.require(identity)
             self._answered("PullDiff")  # before the last message: who has read that finds all of it counted
             call.on_sent = lambda nbytes: self._count("PullDiff", member, sent=nbytes)
             yield from self._pull_messages(header, reply)
@@ -319,8 +324,8 @@ class WorkerCalls:
     def lease_samples(self, call: Call, request: pb.LeaseSamplesRequest) -> pb.LeaseSamplesResponse:
         """Hand samples out."""
         engine = self._engine
-        leased = engine.lease_samples(self._identity(call, request.identity), wish_of(request))
-        answer = answer_to_message(leased, len(engine.membership))
+        leased = lease_samples(engine, self._identity(call, request.identity), wish_of(request))
+        answer = answer_to_message(leased, len(engine.leases))
         answer.run_state = RUN_STATES[engine.run.state]
         return answer
 
@@ -348,13 +353,13 @@ class WorkerCalls:
         bounds.require(header)
         identity = self._identity(call, header.identity)
         charge.belongs_to(identity.worker_id)
-        buffers = engine.require_buffers(identity, header.generation)
+        buffers = open_exchange(engine, identity, header.generation)
         reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
         while not reader.complete and (request := (yield)) is not None:
             reader.read(request.buffers)
         data = reader.finish()
         require_end((yield))
-        return engine.exchange_buffers(identity, header.generation, header.step, header.samples, data)
+        return exchange_buffers(engine, identity, header.generation, header.step, header.samples, data)
 
     def _stream(self, call: Call) -> Reservation:
         """Open the charge of a stream that a worker sends."""

@@ -20,15 +20,15 @@ BUSY_RETRY_SECONDS = 0.2
 
 
 class Writer:
-    """Runs jobs one at a time in the order of submission, behind a bounded queue.
+    """Runs jobs one at a time in the order of submission, behind a bounded queue; the thread starts at once.
 
     Args:
         queue_limit: jobs that may wait.
-        waited: told of each job for how many seconds it has waited.
+        waited: called with the seconds that each job has waited.
         on_failure: called once, when a change has failed half-way.
 
     Attributes:
-        failed: whether one has: nothing is run any more, and the process is to stop and recover.
+        failed: whether one has: no job is run any more, and the process is to stop and recover.
     """
 
     def __init__(
@@ -37,13 +37,10 @@ class Writer:
         waited: Callable[[float], None] = lambda seconds: None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the thread."""
         self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any], float] | None] = queue.Queue(queue_limit)
         self._waited, self._on_failure = waited, on_failure
-        self.failed = False
-        self._held = False
+        self.failed = self._held = self._closed = False
         self._closing = threading.Lock()
-        self._closed = False
         self._thread = threading.Thread(target=self._work, name="shard-writer", daemon=True)
         self._thread.start()
 
@@ -81,17 +78,13 @@ class Writer:
         self._held = False
 
     def require_free(self) -> None:
-        """Refuse to change or read a state that is being replaced, or left half changed.
-
-        Raises:
-            Refusal: ``BUSY``; ``DRAINING``.
-        """
+        """Raise :class:`Rejected` while the state is replaced (``BUSY``) or half changed (``DRAINING``)."""
         self.require_whole()
         if self._held:
             raise Rejected(ErrorCode.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
 
     def require_whole(self) -> None:
-        """Refuse to go on with a state that a failed change has left; raises :class:`Rejected` (``DRAINING``)."""
+        """Raise :class:`Rejected` (``DRAINING``) where a change has failed half-way."""
         if self.failed:
             raise Rejected(
                 ErrorCode.DRAINING, "an update failed half-way; the shard stops, and recovers when it starts"
@@ -99,7 +92,7 @@ class Writer:
 
     @contextmanager
     def all_or_stop(self) -> Iterator[None]:
-        """Stop the shard where the block, a change that is written down already, fails half-way; on any thread.
+        """Stop the shard where the block, a change that is journaled already, fails half-way; on any thread.
 
         Raises:
             Refusal: the block's own, which leaves everything as it was; ``DRAINING`` in place of any other error.
@@ -119,7 +112,7 @@ class Writer:
             self.require_whole()
 
     def close(self) -> None:
-        """Finish what is queued and stop the thread; jobs that come later are refused."""
+        """Finish the queue and stop the thread; later jobs are refused."""
         with self._closing:
             self._closed = True
         self._jobs.put(None)

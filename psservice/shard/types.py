@@ -1,19 +1,26 @@
-"""What goes into the engine and comes out of it, where that is more than a value or two."""
+"""Values that go into a shard's calls and come out of them."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pscore.model.segment import Segment
-from psservice.cluster.leases import Identity
+from psservice.cluster.upload_grant import UploadGrant
+from psservice.recovery.init_source import Start
 from psservice.sampling.dataset import Share
+from psservice.shard.upload import Upload
+from psservice.types import Identity
 
 
 @dataclass(frozen=True, slots=True)
 class JoinOutcome:
-    """What a joining worker is told: ``state`` is ready, upload or wait; ``last_push`` is (incarnation, step).
+    """The answer to a joining worker.
 
-    ``first_step`` is the lowest number that its next push should have; ``load_refused`` tells that the model which the
-    worker has loaded does not take the place of the one that is here.
+    Attributes:
+        state: ready, upload or wait.
+        last_push: (incarnation, step).
+        first_step: the lowest number that the worker's next push should have.
+        load_refused: whether the model that the worker has loaded does not replace the shard's.
     """
 
     state: str
@@ -26,7 +33,7 @@ class JoinOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that a worker's script has loaded: what tells it from others, and whether it replaces a trained one."""
+    """A model that a worker's script has loaded: its digest, and whether it replaces a trained one."""
 
     digest: bytes
     replaces: bool
@@ -34,7 +41,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A received push, not yet applied; segments in any order, disjoint, inside the shard's span."""
+    """A received push, not yet applied; segments in any order, disjoint, inside the shard's span.
+
+    Attributes:
+        messages: the stream as it came, for the journal.
+        learning_rate: that the values carry; 0 where it is not known.
+        finished: samples that the push finishes, by dataset.
+        group_rates: at which the server's optimizer steps its param groups; empty for those agreed.
+        run_id: the run that the worker names.
+    """
 
     identity: Identity
     step: int
@@ -43,12 +58,40 @@ class Push:
     samples: int
     segments: list[Segment]
     messages: Sequence[bytes] = ()
-    """The stream as it came, for the journal."""
     learning_rate: float = 0.0
-    """That the values carry; 0 where it is not known."""
     finished: Mapping[str, Share] = field(default_factory=dict)
-    """Samples that it finishes, by dataset."""
     group_rates: Sequence[float] = ()
-    """At which the server's optimizer is to step its param groups; empty for those agreed."""
     run_id: str = ""
-    """The run that its worker names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The model that a worker has uploaded: where its training began, and its digest."""
+
+    generation: int
+    version: int
+    digest: bytes
+
+
+@dataclass
+class Uploads:
+    """Where the shard's model comes from.
+
+    Attributes:
+        grant: which worker may upload; used under ``join_lock``.
+        start: the ``--init`` model, until the first worker has brought a layout that fits.
+        current: the unfinished upload; changed under ``lock``.
+        origin: of the model that is installed.
+    """
+
+    grant: UploadGrant
+    start: Start | None = None
+    current: Upload | None = None
+    origin: Origin | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an unfinished upload."""
+        upload = self.current
+        return 0 if upload is None else upload.nbytes

@@ -1,4 +1,4 @@
-"""What an update rule is: a shard's parameters, what a push does to them, and what must survive a restart."""
+"""What an update rule is: what a push does to a shard's parameters, and what must survive a restart."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +13,8 @@ from psservice.model.update.reshard import RuleMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What a rule works on.
-
-    Attributes:
-        layout: of the whole model.
-        span: what the shard owns of it.
-        theta: its parameters, fp32 ``[span.length]``; changed in place.
-    """
+class RuleContext:
+    """A shard's parameters: fp32 ``theta[span.length]``, changed in place, of the whole model's layout."""
 
     layout: ModelLayout
     span: Span
@@ -29,12 +23,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class RuleState:
-    """What a rule remembers from push to push.
-
-    Attributes:
-        plain: values that JSON can hold.
-        tensors: by name; copies.
-    """
+    """What is kept from push to push: values that JSON can hold, and copies of tensors by name."""
 
     plain: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -46,7 +35,7 @@ class StepInfo:
 
     Attributes:
         rates: learning rate of each param group of the rule; empty for those agreed.
-        samples: that it comes from; 0 for a flush.
+        samples: of the step; 0 for a flush.
     """
 
     rates: tuple[float, ...] = ()
@@ -57,15 +46,15 @@ PLAIN = StepInfo()
 
 
 class UpdateRule(Protocol):
-    """Does one thing with every push. Called on the writer thread, or where nobody else has the shard.
+    """Applies pushes. Called on the writer thread, or before the shard is served.
 
     Attributes:
         rates: the agreed learning rate of each param group; empty where the rule has none.
-        spreads: whether a sparse push changes more than the entries that it names.
+        densifies: whether a sparse push changes more than the entries that it names.
     """
 
     rates: tuple[float, ...]
-    spreads: bool
+    densifies: bool
 
     def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> ChangedIndices:
         """Change the parameters; return which may have changed.
@@ -79,17 +68,17 @@ class UpdateRule(Protocol):
         """
 
     def export(self) -> RuleState:
-        """Copy what is remembered."""
+        """Copy the rule's state."""
 
     def restore(self, state: RuleState) -> None:
-        """Take over what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
+        """Restore what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
 
-    def remember(self) -> RuleMemory:
-        """Return what is remembered, for shards that are cut in other places."""
+    def export_portable(self) -> RuleMemory:
+        """Return the rule's state for shards with other borders."""
 
-    def inherit(self, memories: Sequence[RuleMemory]) -> None:
-        """Take over what all shards of another run :meth:`remember`, with a rule of the same kind."""
+    def import_portable(self, memories: Sequence[RuleMemory]) -> None:
+        """Import the states of all shards of another run with a rule of the same kind."""
 
 
-RuleMaker = Callable[[Place], UpdateRule]
+RuleMaker = Callable[[RuleContext], UpdateRule]
 """Makes a run's rule for a shard; raises ``Rejected`` where rule and model do not go together."""

@@ -14,7 +14,7 @@ from typing import Literal
 from pscore.wire.errors import ErrorCode, Rejected
 
 LateRule = Literal["paper", "replace"]
-"""What a worker gets that comes when its round is frozen; see :class:`GroupSettings`."""
+"""What a worker gets that arrives when its round is frozen; see :class:`GroupSettings`."""
 
 _MOST = 1 << 20
 _GRACE_SHARE, _GRACE_JITTERS = 0.25, 2.0
@@ -47,8 +47,11 @@ class GroupSettings:
         """
         if settings.get("update") != "average":
             return None
+        late: dict[str, LateRule] = {"paper": "paper", "replace": "replace"}
         try:
-            read = cls(int(settings["group_size"]), int(settings["tau"]), _late_rule(settings["late"]))
+            if settings["late"] not in late:
+                raise ValueError(f"late must be 'paper' or 'replace', not {settings['late']!r}")
+            read = cls(int(settings["group_size"]), int(settings["tau"]), late[settings["late"]])
         except (KeyError, ValueError) as error:
             raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of group averaging cannot be read: {error}") from error
         if read.size == 1 or not 0 <= read.size <= _MOST or not 0 <= read.tau <= _MOST:
@@ -66,13 +69,6 @@ class GroupSettings:
         return cut(workers, self.size or default_size(len(workers)), iteration)
 
 
-def _late_rule(name: str) -> LateRule:
-    rules: dict[str, LateRule] = {"paper": "paper", "replace": "replace"}
-    if name in rules:
-        return rules[name]
-    raise ValueError(f"late must be 'paper' or 'replace', not {name!r}")
-
-
 def default_size(workers: int) -> int:
     """Return the power of two nearest to ``√W``, and at least 2."""
     root = math.sqrt(workers)
@@ -80,13 +76,7 @@ def default_size(workers: int) -> int:
 
 
 def cut(workers: Sequence[str], size: int, iteration: int) -> list[tuple[str, ...]]:
-    """Return the groups of an iteration; they are ragged where ``W`` is no power of ``size``.
-
-    Args:
-        workers: sorted; the place of each is its rank.
-        size: ``S``, at least 2.
-        iteration: ``t``.
-    """
+    """Return the groups of an iteration over sorted workers; ragged where ``W`` is no power of ``size``, at least 2."""
     digits = 1
     while size**digits < len(workers):
         digits += 1
@@ -105,7 +95,7 @@ class StepTimes:
     _jitters: dict[str, float] = field(default_factory=dict)
 
     def saw(self, worker: str, seconds: float) -> None:
-        """Take one step's time in."""
+        """Add one step's time."""
         mean = self._means.get(worker)
         if mean is None:
             self._means[worker], self._jitters[worker] = seconds, 0.0
@@ -115,7 +105,7 @@ class StepTimes:
         self._jitters[worker] += _JITTER_WEIGHT * (abs(error) - self._jitters[worker])
 
     def forget(self, worker: str) -> None:
-        """Drop a worker that is gone."""
+        """Drop a worker."""
         self._means.pop(worker, None)
         self._jitters.pop(worker, None)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from psservice.policy.reply_mode import CALM_PULLS, Auto, Exact, TopK, reply_rule
+from psservice.policy.reply_mode import CALM_PULLS, Always, Auto, reply_rule
 
 LIMIT = 0.1
 CALM, BETWEEN, ABOVE = 0.04, 0.07, 0.2
@@ -59,9 +59,9 @@ def test_each_stay_in_top_k_mode_counts_for_itself():
 
 
 def test_the_setting_names_the_rule():
-    assert isinstance(reply_rule("exact", LIMIT), Exact)
-    assert isinstance(reply_rule("topk", LIMIT), TopK)
+    assert reply_rule("exact", LIMIT) == Always(topk=False)
+    assert reply_rule("topk", LIMIT) == Always(topk=True)
     assert reply_rule("auto", LIMIT) == Auto(LIMIT)
     assert reply_rule("auto", LIMIT) is not reply_rule("auto", LIMIT)
-    assert not Exact().wants_topk(1.0, in_topk=True)
-    assert TopK().wants_topk(None, in_topk=False)
+    assert not Always(topk=False).wants_topk(1.0, in_topk=True)
+    assert Always(topk=True).wants_topk(None, in_topk=False)

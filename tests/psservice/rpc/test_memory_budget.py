@@ -13,10 +13,10 @@ from pscore.model.segment import Segment
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Identity
 from psservice.rpc.memory_budget import MemoryBudget, charged, decoded_bytes, largest_stream, received_bytes
 from psservice.rpc.push_stream import PushReader, read_all, read_push, read_upload
 from psservice.shard.upload import Upload
+from psservice.types import Identity
 from tests.psservice.service_makers import F32, layout_of
 
 MOST, WORKER, LARGEST = 100, 60, 50

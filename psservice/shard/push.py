@@ -1,0 +1,95 @@
+"""A push, from its header to its answer."""
+
+import time
+
+from pscore.model.segment import Segment, merge
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.cluster.member import Member
+from psservice.cluster.run import RunState, added
+from psservice.model.parameters import PushContext
+from psservice.recovery.replayer import on_device
+from psservice.shard.lifecycle import end_if_over
+from psservice.shard.shard import Shard
+from psservice.shard.types import Push
+from psservice.storage.journal_format import Body
+from psservice.types import Identity, PushAnswer
+
+
+def check_push(shard: Shard, identity: Identity, step: int) -> None:
+    """Refuse at the header what need not be received: draining, no lease, a new push too far ahead of the others.
+
+    The writer decides the rest, and the lead once more.
+    """
+    shard.drain_gate.require_open()
+    member = shard.leases.require(identity)
+    if step > shard.dedup.record(identity).step and shard.run.state is RunState.TRAINING:
+        _require_in_step(shard, member)
+        if shard.coordinator is not None:
+            shard.coordinator.require_turn(identity)
+
+
+def commit(shard: Shard, push: Push) -> tuple[PushAnswer, bool]:
+    """Apply a push once; return the answer and whether this identity had been answered before."""
+    merged = merge(shard.span, sorted(push.segments, key=lambda segment: segment.span.start))
+    norm = shard.admission.norm(merged)
+    update = on_device(merged, shard.device)
+    body = shard.durability.events.written(push.messages)
+    answer, repeated = shard.writer.run(lambda: _commit(shard, push, update, norm, body))
+    shard.durability.events.wait()
+    return answer, repeated
+
+
+def _commit(
+    shard: Shard, push: Push, update: Segment | None, norm: float, body: Body | None
+) -> tuple[PushAnswer, bool]:
+    """Admit, journal, apply and count a push; on the writer thread."""
+    identity = push.identity
+    member, record = shard.leases.require(identity), shard.dedup.record(identity)
+    if push.step == record.step and record.answer is not None:
+        return record.answer, True
+    if push.step < record.step:
+        raise Rejected(ErrorCode.STEP_OUT_OF_ORDER, f"step {push.step} comes after step {record.step} was applied")
+
+    shard.run.require_open()
+    coordinator = shard.require_coordinator(push.generation)
+    model, own = coordinator.model, record.own
+    if push.base_version > model.version:
+        raise Rejected(ErrorCode.VERSION_IN_FUTURE, f"base version {push.base_version}, the server has {model.version}")
+    coordinator.admit(identity, push.step)
+    staleness = model.version - push.base_version - own.since(push.generation, push.base_version)
+    in_rounds = model.round is not None and push.samples > 0  # a flush is the last chance of its entries
+    shard.admission.require_fresh(staleness, in_rounds=in_rounds)
+    _require_in_step(shard, member)
+    shard.admission.require_small(norm)
+    factor, scaling = 1.0, shard.settings.scaling
+    if scaling.is_on and model.is_asynchronous:
+        factor = scaling.factor(staleness, member.interval_seconds, shard.leases.intervals())
+    datasets = shard.datasets.finish(identity, push.finished)
+
+    shard.durability.events.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
+
+    started = time.perf_counter_ns()
+    with shard.writer.all_or_stop():
+        context = PushContext(factor, push.base_version, push.learning_rate, push.samples, tuple(push.group_rates))
+        version = model.take(identity.worker_id, update, context, push.step)  # refused here: by a replay too
+        if not shard.run.run_id:
+            shard.run.run_id = shard.run.adopted(push.run_id)
+        answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
+        if model.round is None:
+            own = own.noted(push.generation, push.base_version, version)
+        shard.dedup.remember_push(identity, push.step, answer, own)
+        shard.datasets.put(datasets)
+
+    member.last_step, member.staleness = push.step, staleness
+    shard.leases.tick(member)
+    member.samples = added(member.samples, push.samples)
+    shard.metrics.observe_push(answer, model.version)
+    shard.run.count(push.samples)
+    coordinator.close_if_due()
+    end_if_over(shard)
+    return answer, False
+
+
+def _require_in_step(shard: Shard, member: Member) -> None:
+    if shard.admission.ssp_bound:
+        shard.admission.require_in_step(shard.leases.pace(member))
