@@ -6,11 +6,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 
 
 class Bans:
-    """When the ban of each name ends. Not thread-safe; in memory only, so a restart forgets all bans.
-
-    Args:
-        clock: returns monotonic seconds.
-    """
+    """When the ban of each name ends, by a monotonic clock. Not thread-safe; a restart forgets all bans."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -23,12 +23,7 @@ RECORD_SECONDS = 24 * 3600.0
 class PushRecord:
     """One incarnation's record; read and written on the writer thread.
 
-    Attributes:
-        step: of the last push; 0 before the first.
-        answer: to that push.
-        buffer_step: step of the last exchange of buffers.
-        own: versions that this worker's pushes have made, as far as staleness needs them.
-        used: when the record was last asked for, by the clock of leases.
+    ``own`` has the versions that its pushes have made, and ``used`` is the time of the last use by the clock of leases.
     """
 
     step: int = 0
@@ -39,11 +34,7 @@ class PushRecord:
 
 
 class Dedup:
-    """The records of a shard, least recently used first. Thread-safe.
-
-    Args:
-        leases: a record with a lease is never dropped.
-    """
+    """The records of a shard, least recently used first; one with a lease is never dropped. Thread-safe."""
 
     def __init__(self, leases: Leases) -> None:
         self._leases = leases

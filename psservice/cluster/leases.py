@@ -23,12 +23,7 @@ class Leases:
     """The live workers of a shard. Thread-safe; nothing waits for a disk under the lock.
 
     All leases are of one length, so members in the order of their last renewal are in the order of their leases' ends.
-
-    Args:
-        lease_seconds: life of a lease without renewal.
-        make_rule: returns a fresh reply rule for a new member.
-        on_expire: called by :meth:`expire` with each member whose lease has run out, outside the lock.
-        clock: monotonic seconds.
+    :meth:`expire` calls ``on_expire`` with each member whose lease has run out, outside the lock.
     """
 
     def __init__(
@@ -46,11 +41,7 @@ class Leases:
         self._bans = Bans(lambda: self.clock())
 
     def join(self, identity: Identity) -> Member:
-        """Grant or renew a lease.
-
-        Raises:
-            Refusal: ``WORKER_ALIVE`` while another incarnation of the same name has a lease; ``EVICTED``.
-        """
+        """Grant or renew a lease; raises :class:`Rejected` (``WORKER_ALIVE``, ``EVICTED``)."""
         with self._lock:
             self._bans.require_none(identity.worker_id)
             member = self._named(identity.worker_id)
@@ -71,11 +62,7 @@ class Leases:
             return self._renewed(member)
 
     def require(self, identity: Identity) -> Member:
-        """Return the live member and renew the lease.
-
-        Raises:
-            Refusal: ``LEASE_EXPIRED`` if there is none of this identity; ``EVICTED``.
-        """
+        """Return the live member and renew the lease; raises :class:`Rejected` (``LEASE_EXPIRED``, ``EVICTED``)."""
         with self._lock:
             self._bans.require_none(identity.worker_id)
             member = self._find(identity)
@@ -103,11 +90,7 @@ class Leases:
             return True
 
     def evict(self, worker_id: str, ban_seconds: float) -> Member | None:
-        """End the lease under a name, ban the name (0 ends a ban), and return the member that had the lease.
-
-        Raises:
-            Refusal: ``NO_SUCH_WORKER`` where there is neither lease nor ban, and no ban is asked for.
-        """
+        """End the lease under a name, ban the name (0 ends a ban), and return the member (``NO_SUCH_WORKER``)."""
         with self._lock:
             member = self._named(worker_id)
             if member is None and not ban_seconds and worker_id not in self._bans.remaining():
@@ -125,8 +108,7 @@ class Leases:
     def expire(self) -> None:
         """Report every member whose lease has run out and that was not reported yet.
 
-        One thread at a time calls this, and before a lease of the same name is journaled: so the journal has the end
-        of a worker's lease before the next one.
+        One thread at a time calls this, before the next lease of the same name is journaled.
         """
         with self._lock:
             self._drop_ended()
@@ -179,7 +161,7 @@ class Leases:
     def same_batches(self, member: Member, fingerprint: int) -> int:
         """Note the fingerprint of a member's first batches; return how many other members have the same one.
 
-        A member without a call since then is not counted: it may be a former life of this worker under another name.
+        A member without a call since then may be a former life of this worker, and is not counted.
         """
         with self._lock:
             if fingerprint != member.first_batches:

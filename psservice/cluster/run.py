@@ -57,8 +57,7 @@ class Run:
     def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
         """Raise :class:`Rejected` (``RUN_MISMATCH``) where a caller names another run.
 
-        A shard that adopts a run and has none yet has nothing to compare with, and adopts none here: a name proves
-        nothing.
+        A shard that adopts a run and has none yet has nothing to compare with; a name alone is not adopted.
         """
         if (may_be_empty and not run_id) or (self._adopts and not self.run_id):
             return
@@ -78,11 +77,7 @@ class Run:
         return run_id if self._adopts and run_id else self.run_id
 
     def agree(self, method: str, settings: Mapping[str, str], *, replace: bool) -> None:
-        """Adopt the first worker's method as the run's, and compare every later worker's with it.
-
-        Raises:
-            Refusal: ``SETTINGS_MISMATCH``, naming the first setting that differs.
-        """
+        """Adopt the first worker's method as the run's, or compare with it (``SETTINGS_MISMATCH``)."""
         if not self.method or replace:
             self.method, self.method_settings = method, dict(settings)
             return

@@ -28,13 +28,9 @@ class _Grant:
 
 
 class UploadGrant:
-    """The coordinator's record of the one worker that may upload, and of the upload's progress.
+    """The coordinator's grant to the one worker that may upload; ends after ``idle_seconds`` without progress.
 
     Not thread-safe but for :meth:`note` and :meth:`progress`.
-
-    Args:
-        leases: of the shard; their clock is used.
-        idle_seconds: without progress, after which another worker may upload, whatever lease there is.
     """
 
     def __init__(self, leases: Leases, idle_seconds: float) -> None:
@@ -42,11 +38,7 @@ class UploadGrant:
         self._grant: _Grant | None = None
 
     def request(self, identity: Identity, generation_seen: int, has_replica: bool) -> int | None:
-        """Return the generation that this worker is to upload, or ``None`` while another worker uploads.
-
-        Raises:
-            Refusal: ``BAD_REQUEST``, where the worker names an epoch that no shard has reached.
-        """
+        """Return the generation that this worker is to upload, or ``None`` while another uploads (``BAD_REQUEST``)."""
         grant, now = self._grant, self._leases.clock()
         if grant is not None and grant.identity != identity and self._is_active(grant):
             replica_beats_fresh = has_replica and not grant.from_replica

@@ -39,13 +39,7 @@ class BufferAverage:
         return tensors
 
     def contribute(self, data: bytes, samples: int, live_workers: int) -> None:
-        """Average one worker's exchanged buffers in; raises as :meth:`check`.
-
-        Args:
-            data: the exchanged buffers, packed.
-            samples: how many samples they have seen since the worker's last contribution.
-            live_workers: the length of the average, in contributions.
-        """
+        """Average one worker's packed buffers in; ``live_workers`` is the length of the average (``NON_FINITE``)."""
         incoming = dict(zip((spec.name for spec in self.exchanged), self.check(data), strict=True))
         with self._lock:
             self.weight = (1 - 1 / max(1, live_workers)) * self.weight + samples

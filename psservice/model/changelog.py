@@ -25,13 +25,7 @@ def offset_dtype(length: int) -> torch.dtype:
 
 
 class ChangeLog:
-    """The changes of recent versions, oldest dropped first. Thread-safe.
-
-    Args:
-        size: of the shard, in elements.
-        entry_limit: offsets that are kept at most.
-        version: from which on changes are recorded.
-    """
+    """The changes of recent versions, at most ``entry_limit`` offsets, oldest dropped first. Thread-safe."""
 
     def __init__(self, size: int, entry_limit: int, version: int = 0) -> None:
         self._size, self._entry_limit = size, entry_limit

@@ -29,12 +29,7 @@ _SPARSE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ShardSettings:
-    """What a shard keeps beside its parameters.
-
-    Attributes:
-        ledger_multiple: entries in the log of changes, as a multiple of the shard's elements.
-        delay_compensation: ``λ`` of DC-ASGD; where it is not 0, as many overwritten values are kept too.
-    """
+    """How many entries (as a multiple of the shard's) the log of changes has, and ``λ`` of DC-ASGD (0: off)."""
 
     ledger_multiple: float = 1.0
     delay_compensation: float = 0.0
@@ -74,17 +69,8 @@ class Difference:
 class ModelShard:
     """Parameters of one span, their version, and their recent history.
 
-    Args:
-        layout: the whole model's layout.
-        span: of this shard.
-        values: initial values, fp32 ``[span.length]`` on the shard's device; not copied.
-        generation: which upload this is.
-        version: where to count from.
-        settings: what is kept.
-        mode: how updates are applied.
-
-    Raises:
-        Refusal: ``BAD_REQUEST``, where mode and model do not go together.
+    ``values`` are fp32 ``[span.length]`` on the shard's device, not copied; versions count from ``version``. Raises
+    :class:`Rejected` (``BAD_REQUEST``) where mode and model do not go together.
 
     Attributes:
         round: the open round; ``None`` where training is asynchronous.
@@ -115,19 +101,10 @@ class ModelShard:
 
     @traced("apply")
     def take(self, worker: str, push: Segment | None, context: PushContext = NO_CORRECTION, step: int = 0) -> int:
-        """Apply a push, or add it to the open round.
+        """Apply a worker's push, or add it to the open round; return the version that will have it.
 
-        Args:
-            worker: the worker's name.
-            push: over the shard's span; ``None``: it had no entries.
-            context: corrections that are applied before.
-            step: its number; of interest where each worker has a model of its own.
-
-        Returns:
-            The version that has the push: with a round the one after its close.
-
-        Raises:
-            Refusal: ``NON_FINITE``, or ``BAD_REQUEST`` where its rates are not one a param group; nothing is changed.
+        ``push`` is over the shard's span (``None``: no entries); ``step`` matters where each worker has its own model.
+        Raises :class:`Rejected` (``NON_FINITE``, ``BAD_REQUEST``); nothing is changed then.
         """
         info = StepInfo(context.group_rates or self._rule.rates, context.samples)
         if len(info.rates) != len(self._rule.rates):
@@ -154,8 +131,7 @@ class ModelShard:
     def close_round(self) -> int:
         """Apply the mean of the open round and return the new version.
 
-        A mean that would take a parameter out of its range is dropped: the contributors were told that it counts, so
-        no call is left to refuse.
+        A mean that would take a parameter out of its range is dropped: no contributor's call is left to refuse.
         """
         assert self.round is not None
         try:
@@ -171,10 +147,9 @@ class ModelShard:
         return set() if self.round is None else self.round.contributors | self.round.dropped
 
     def begin_rounds_anew(self, dropped: Collection[str]) -> None:
-        """Drop open rounds, and let new ones wait for none of these workers until it has contributed again.
+        """Drop open rounds at a rollback; new ones do not wait for these workers until they have contributed again.
 
-        For a rollback, with the workers that were waiting: each shard may have lost another part of their step, and
-        two of them would wait for one another at two shards for ever.
+        Each shard may have lost another part of their step, and two workers would wait for one another for ever.
         """
         if self.round is not None:
             self.round.begin_anew(dropped)
@@ -242,10 +217,7 @@ class ModelShard:
     def difference(self, early_version: int, early: ChangedIndices) -> Difference:
         """Read the values at the current version wherever they changed since a base version.
 
-        Args:
-            early_version: a version between that base and now.
-            early: union of the changes from the base to ``early_version``, prepared off the writer thread, so that
-                only the few versions since then are added here.
+        ``early`` is the union of the changes up to ``early_version``, prepared off the writer thread.
         """
         changed = early
         late = self.changelog.since(early_version)
@@ -264,11 +236,7 @@ class ModelShard:
         return copy
 
     def as_sent(self, whole: Segment) -> list[Segment]:
-        """Cut values within the shard at changes of dtype and cast each piece to its parameters' dtype.
-
-        Raises:
-            Refusal: ``NON_FINITE``, where a parameter has left the range of its dtype.
-        """
+        """Cut values at changes of dtype and cast each piece to its parameters' dtype (``NON_FINITE``)."""
         pieces = []
         for dtype, run in self.layout.dtype_runs(self.span) if whole.entries else ():
             piece = whole.clip(run)

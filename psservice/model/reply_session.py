@@ -55,11 +55,9 @@ class PullRequest:
     """What a worker says of its replica when it pulls.
 
     Attributes:
-        base_version: version of the replica; ``None`` if the worker has none.
-        acknowledged: number of the last reply that the worker has applied.
-        replica_is_image: the ``image`` field of that reply.
+        base_version: ``None`` if the worker has nothing.
+        acknowledged: number of the last reply that the worker has applied; ``replica_is_image`` is its ``image`` field.
         base_end: index from which on the worker has nothing; 0 where it has all of ``base_version``.
-        link_bytes_per_second: of its line; 0 where it is not known.
     """
 
     base_version: int | None = None
@@ -75,13 +73,11 @@ class Reply:
 
     Attributes:
         number: what the worker acknowledges with its next pull.
-        version: version of the replica afterwards.
+        version: of the replica afterwards.
         segments: the entries, in forward order, as the worker will have them.
-        density: entries over elements owned.
-        changed_density: what changed since the replica's version; 1 where that is not known.
+        density: entries over elements; ``changed_density`` of the changes since the replica's version, 1 where unknown.
         image: whether the server keeps (or proposes) an image from this reply on.
-        form: how the segments are to be written.
-        chunks: the same, written, where the bytes must not change when the reply is repeated (top-k).
+        chunks: the segments as written, where the bytes must not change when the reply is repeated (top-k).
     """
 
     mode: ReplyMode
@@ -97,14 +93,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class TopKSettings:
-    """How a top-k reply is made and travels.
-
-    Attributes:
-        down: how entries are selected.
-        value: value codec, by its number in the proto.
-        chunk_bytes: largest payload of a chunk.
-        images: where no room is left, no further worker is answered so.
-    """
+    """How a top-k reply is made; ``value`` is a value codec, and without room for images a reply is exact."""
 
     down: DownSettings
     value: int
@@ -146,12 +135,7 @@ class ReplySession:
     _base_marker: tuple[int, int] | None = None
 
     def has_acknowledged(self, model_id: int, acknowledged: int) -> bool:
-        """Tell whether a worker has applied a reply that was made since the first question about this model.
-
-        Args:
-            model_id: tells the model from those that earlier replies were made of.
-            acknowledged: number of the last reply that the worker has applied.
-        """
+        """Tell whether a worker has applied a reply that was made since the first question about this model."""
         if self._base_marker is None or self._base_marker[0] != model_id:
             self._base_marker = model_id, self._number
             return False
@@ -205,11 +189,7 @@ def answer(
     form: WireForm,
     reserve: Reserve = lambda nbytes: None,
 ) -> Reply:
-    """Answer one pull; locks the session.
-
-    Raises:
-        Refusal: ``VERSION_IN_FUTURE``, or ``BUSY`` from the writer or from ``reserve``; then no image is opened.
-    """
+    """Answer one pull; locks the session. Raises :class:`Rejected` (``VERSION_IN_FUTURE``, ``BUSY``)."""
     base = request.base_version
     if base is not None and base > model.version:
         raise Rejected(ErrorCode.VERSION_IN_FUTURE, f"the replica has version {base}, the server {model.version}")

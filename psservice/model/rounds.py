@@ -40,11 +40,7 @@ class RoundSettings:
 
     @classmethod
     def parse(cls, settings: Mapping[str, str]) -> "RoundSettings | None":
-        """Read ``rounds`` of the method settings; ``None`` where training is asynchronous.
-
-        Raises:
-            Refusal: ``BAD_REQUEST``.
-        """
+        """Read ``rounds`` of the method settings; ``None``: asynchronous (``BAD_REQUEST``)."""
         text = settings.get("rounds", "")
         if not text:
             return None
@@ -67,15 +63,7 @@ class RoundSettings:
         first: bool,
         dropped: Collection[str] = (),
     ) -> bool:
-        """Tell whether a round closes.
-
-        Args:
-            contributors: names of the workers in the round; they may have died since.
-            live: names of the workers that have a lease.
-            age_seconds: since the first contribution.
-            first: whether it is the run's first round.
-            dropped: names of those that the round does not wait for.
-        """
+        """Tell whether a round closes; ``age_seconds`` since its first contribution, ``first`` of the run."""
         if not contributors:
             return False
         if first and len({*live, *contributors}) < self.start_workers:
@@ -91,9 +79,7 @@ class Round:
     """The open round of a shard: the sum of its updates, and its contributors.
 
     Attributes:
-        contributors: names of the workers whose step is in the round.
-        dropped: names of those whose contribution was dropped by a rollback and who have made none since; the round
-            does not wait for them.
+        dropped: workers whose contribution a rollback has dropped and who have made none since; none waits for them.
         is_empty: whether no update at all is in the round.
     """
 
@@ -119,13 +105,7 @@ class Round:
         return min(max(_POLL_SHARE * self.age_seconds, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
 
     def add(self, worker: str, update: Segment | None, info: StepInfo = PLAIN) -> None:
-        """Add a contribution; several of one worker count as one, with the rates of the last.
-
-        Without samples it is what a worker still held when it was told to stop: added, and not counted.
-
-        Raises:
-            Refusal: ``NON_FINITE``, where the sum might leave the range of fp32.
-        """
+        """Add a contribution (``NON_FINITE``); several of one worker count as one, a flush (no samples) as none."""
         if update is not None:
             if bool(update.values.abs().max() > _LARGEST_VALUE):
                 raise Rejected(ErrorCode.NON_FINITE, f"a value above {_LARGEST_VALUE:g} is not taken into a round")
@@ -152,10 +132,7 @@ class Round:
         self.dropped = set(dropped)
 
     def close(self) -> tuple[Segment | None, StepInfo]:
-        """Return the means of updates and rates and the sum of samples.
-
-        The contributors wait until :meth:`open_next`, which follows when the mean has been applied.
-        """
+        """Return the means of updates and rates and the sum of samples; contributors wait until :meth:`open_next`."""
         count = max(1, len(self.contributors))
         offsets = self._touched.nonzero().view(-1)
         mean: Segment | None = None

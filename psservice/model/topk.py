@@ -31,13 +31,7 @@ _WORTH_IT = 1 / 40
 
 @dataclass(frozen=True, slots=True)
 class DownSettings:
-    """How a top-k reply selects.
-
-    Attributes:
-        density: share of a tensor's entries that is sent.
-        dense_below: tensors with fewer elements are sent whole.
-        selector: selects about k entries.
-    """
+    """How a top-k reply selects: a share of each tensor's entries, all of those below ``dense_below`` elements."""
 
     density: float
     dense_below: int
@@ -46,12 +40,7 @@ class DownSettings:
 
 @dataclass(slots=True)
 class DifferenceSelection:
-    """The state of one worker's image from reply to reply.
-
-    Attributes:
-        version: the shard's at the last selection; ``None`` before.
-        searches: how many tensors were searched whole, and how many among what changed.
-    """
+    """The state of one worker's image from reply to reply; ``searches`` counts tensors, for tests."""
 
     settings: DownSettings
     version: int | None = None
@@ -71,15 +60,8 @@ class DifferenceSelection:
     ) -> Taken:
         """Select from ``theta − image`` (fp32 ``[span.length]``); offsets count from the span's start.
 
-        Each shard selects from its own part of a tensor that a border cuts.
-
-        Args:
-            theta: the shard's parameters.
-            image: of the replica.
-            layout: the model's.
-            span: of the shard.
-            version: the shard's, read before anything else.
-            changed: the changes of each version since :attr:`version`; ``None`` where they are not known.
+        Each shard selects from its own part of a tensor that a border cuts. ``version`` was read before anything else;
+        ``changed`` has each version since the last selection, ``None`` where the changes are not known.
         """
         spans = {
             position: slice(common.start - span.start, common.end - span.start)

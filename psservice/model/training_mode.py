@@ -13,13 +13,7 @@ from psservice.model.wagma.schedule import GroupSettings
 
 @dataclass(frozen=True, slots=True)
 class TrainingMode:
-    """How the updates of a run are applied.
-
-    Attributes:
-        rule: makes the update rule of a shard.
-        rounds: when a synchronous round closes; ``None`` for asynchronous training.
-        groups: who averages with whom; ``None`` where workers share one model.
-    """
+    """How the updates of a run are applied; without rounds and groups, one by one to one model."""
 
     rule: RuleMaker = Subtract
     rounds: RoundSettings | None = None

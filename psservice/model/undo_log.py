@@ -38,14 +38,7 @@ class UndoLog:
             self._entries -= self._records.popleft().values.numel()
 
     def at(self, theta: torch.Tensor, version: int, now: int, offsets: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the values at an older version; ``None`` where records of it are dropped.
-
-        Args:
-            theta: the values now, fp32 ``[n]``.
-            version: the older one.
-            now: the version of ``theta``.
-            offsets: where, strictly increasing; ``None`` for everywhere.
-        """
+        """Return the values at an older version and these offsets; ``None`` where records of it are dropped."""
         later = [record for record in self._records if record.version > version]
         if len(later) < now - version:
             return None
@@ -81,13 +74,6 @@ def compensated(
     """Return ``p + (λ/lr)·p⊙p⊙(θ_now − θ_base)``: equation 5 of the paper for a push that carries its learning rate.
 
     Where a value would not be finite, the push is returned as it is.
-
-    Args:
-        push: ``p``, the sent values.
-        now: ``θ_now`` at the same entries.
-        base: ``θ_base``, where the gradient was taken.
-        strength: ``λ``.
-        learning_rate: ``lr``, above 0.
     """
     better = push + (strength / learning_rate) * push * push * (now - base)
     return better if bool(better.isfinite().all()) else push

@@ -42,13 +42,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The admission rules of a run.
-
-    Attributes:
-        max_staleness: pushes of others between a push's base and the push.
-        ssp_bound: pushes that a worker may be ahead of the slowest other live one.
-        max_update_norm: L2 norm of an update.
-    """
+    """The admission rules of a run: pushes of others since the base, the lead in pushes, the L2 norm."""
 
     max_staleness: int = 0
     ssp_bound: int = 0

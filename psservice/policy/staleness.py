@@ -60,13 +60,7 @@ class StalenessScaling:
         return self.adaptive or self.by_speed
 
     def factor(self, staleness: int, interval_seconds: float, intervals_seconds: Sequence[float]) -> float:
-        """Return what a push is multiplied by.
-
-        Args:
-            staleness: ``τ`` of the push.
-            interval_seconds: ``T_i`` of its worker; 0 where it is not known yet.
-            intervals_seconds: ``T`` of every live worker, likewise; as many as there are workers.
-        """
+        """Return the factor of a push of staleness ``τ``; intervals between pushes are 0 where not known yet."""
         factor = 1.0
         if self.adaptive:
             factor *= min(1.0, max(1, len(intervals_seconds) - 1) / max(1, staleness))

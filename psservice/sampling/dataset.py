@@ -40,15 +40,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A request for samples.
-
-    Attributes:
-        dataset: its name.
-        plan: as the worker has it.
-        epoch: the newest that is wanted; ``None`` for the newest that has begun.
-        samples: at most so many.
-        held: everything that the worker knows it holds.
-    """
+    """A request for samples up to an epoch (``None``: the newest that has begun), with all that the worker holds."""
 
     dataset: str
     plan: Plan
@@ -90,11 +82,7 @@ class Dataset:
         return replace(self, epochs=epochs, newest=max([self.newest, *share]))
 
     def finished(self, identity: Identity, share: Share) -> "Dataset":
-        """Finish those of these places that are a worker's.
-
-        Raises:
-            Refusal: ``BAD_REQUEST``, where so many pieces would be left that no honest worker leaves them.
-        """
+        """Finish those of these places that are a worker's (``BAD_REQUEST``: more pieces than honest workers leave)."""
         epochs = dict(self.epochs)
         for number, ranges in share.items():
             if number in epochs:
@@ -128,10 +116,7 @@ class Dataset:
 class Leased:
     """The answer to a wish; see ``LeaseSamplesResponse``.
 
-    Attributes:
-        gone: workers whose places were returned before.
-        after: the dataset then.
-        changed: whether that is another one, so that it must be journaled.
+    ``after`` is the dataset once the places of workers that are ``gone`` were returned, to be journaled if ``changed``.
     """
 
     granted: Share
@@ -149,11 +134,7 @@ class Datasets:
         self._known = dict(known or {})
 
     def lease(self, identity: Identity, wish: Wish, live: Set[Identity]) -> Leased:
-        """Answer a live worker's wish; nothing is changed before :meth:`put`.
-
-        Raises:
-            Refusal: ``SETTINGS_MISMATCH``, ``BAD_REQUEST``.
-        """
+        """Answer a live worker's wish (``SETTINGS_MISMATCH``, ``BAD_REQUEST``); :meth:`put` makes the change."""
         before = self._named(wish)
         for setting in ("size", "seed", "shuffle"):
             ours, theirs = getattr(before.plan, setting), getattr(wish.plan, setting)
@@ -179,11 +160,7 @@ class Datasets:
         self.put({wish.dataset: self._named(wish).settled(identity, wish.held, gone).given(identity, granted)})
 
     def finish(self, identity: Identity, finished: Mapping[str, Share]) -> dict[str, Dataset]:
-        """Return the datasets after a worker has finished samples; nothing is changed before :meth:`put`.
-
-        Raises:
-            Refusal: ``BAD_REQUEST``.
-        """
+        """Return the datasets after a worker has finished samples (``BAD_REQUEST``); :meth:`put` makes the change."""
         return {
             name: self._known[name].finished(identity, share) for name, share in finished.items() if name in self._known
         }

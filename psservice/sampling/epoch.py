@@ -18,13 +18,7 @@ Shares = Mapping[Identity, Ranges]
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One epoch that is not finished.
-
-    Attributes:
-        fresh: every place from here on has never been handed out.
-        held: by worker.
-        returned: unfinished places of workers that are gone, longest gone first.
-    """
+    """One epoch that is not finished: places from ``fresh`` on were never leased; longest returned come first."""
 
     fresh: int = 0
     held: Shares = field(default_factory=dict)

@@ -22,13 +22,8 @@ BUSY_RETRY_SECONDS = 0.2
 class Writer:
     """Runs jobs one at a time in the order of submission, behind a bounded queue; the thread starts at once.
 
-    Args:
-        queue_limit: jobs that may wait.
-        waited: called with the seconds that each job has waited.
-        on_failure: called once, when a change has failed half-way.
-
-    Attributes:
-        failed: whether one has: no job is run any more, and the process is to stop and recover.
+    ``waited`` is called with the seconds that each job has waited, ``on_failure`` once, when a change has failed
+    half-way: then no job is run any more, and the process is to stop and recover.
     """
 
     def __init__(
@@ -52,9 +47,7 @@ class Writer:
     def run(self, job: Callable[[], Result]) -> Result:
         """Run ``job`` on the writer thread and return its result, or raise what it raised.
 
-        Raises:
-            Refusal: ``BUSY`` where the queue is full or the state is replaced, ``DRAINING`` after :meth:`close` or a
-                change that failed.
+        Raises :class:`Rejected` (``BUSY``) where the queue is full or the state is replaced, or (``DRAINING``).
         """
         future: Future[Result] = Future()
         with self._closing:
@@ -94,8 +87,7 @@ class Writer:
     def all_or_stop(self) -> Iterator[None]:
         """Stop the shard where the block, a change that is journaled already, fails half-way; on any thread.
 
-        Raises:
-            Refusal: the block's own, which leaves everything as it was; ``DRAINING`` in place of any other error.
+        The block's own :class:`Rejected` passes, and leaves everything as it was; any other error becomes ``DRAINING``.
         """
         try:
             yield

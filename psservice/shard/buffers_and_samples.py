@@ -45,9 +45,7 @@ def exchange_buffers(shard: Shard, identity: Identity, generation: int, step: in
 def lease_samples(shard: Shard, identity: Identity, wish: Wish) -> Leased:
     """Lease a worker samples to train; on the writer thread, so that the order with pushes is that of the journal.
 
-    Raises:
-        Refusal: ``SETTINGS_MISMATCH`` where the worker has another dataset, ``BAD_REQUEST``, ``NOT_DURABLE``,
-            ``DRAINING``.
+    Raises :class:`Rejected` (``SETTINGS_MISMATCH``, ``BAD_REQUEST``, ``NOT_DURABLE``, ``DRAINING``).
     """
     shard.drain_gate.require_open()
     if not shard.is_coordinator:

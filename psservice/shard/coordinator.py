@@ -56,11 +56,7 @@ class Coordinator:
         """Raise :class:`Rejected` (``ROUND_OPEN``) where a worker's pull has to wait for a round."""
 
     def seen_by(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
-        """Return the model from which a worker's pull is answered, and the version that its replica has of that.
-
-        Raises:
-            Refusal: ``ROUND_OPEN``.
-        """
+        """Return the model of which a pull is answered, and the replica's version of that (``ROUND_OPEN``)."""
         return self.model, base_version
 
 

@@ -108,13 +108,9 @@ def leave(shard: Shard, identity: Identity) -> None:
 
 
 def evict(shard: Shard, worker_id: str, ban_seconds: float) -> Member | None:
-    """End a lease from outside, ban the worker for a time, and return the member that had the lease.
+    """End a lease from outside, ban the worker, and return the member that had the lease (``NO_SUCH_WORKER``).
 
-    A push of that worker that has not reached the writer yet is refused there. Image, samples and a place in a round
-    are free as after the end of a lease; the record of the worker's pushes stays, so that a repeat is recognised.
-
-    Raises:
-        Refusal: ``NO_SUCH_WORKER``.
+    A push of that worker that has not reached the writer yet is refused there; the record of its pushes stays.
     """
     with shard.join_lock:  # else the journal might have the worker's next lease before the end of this one
         member = shard.leases.evict(worker_id, ban_seconds)
@@ -144,8 +140,7 @@ def _refuse(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> None:
 class JoinLayouts:
     """Compares the layouts of joining workers with the run's before anything is made of them; from any thread.
 
-    A layout may have tens of thousands of tensors, and a worker may join as often as it likes. Where the run has a
-    model, a join costs one comparison of bytes, and where they differ one walk to the first difference.
+    A layout may have tens of thousands of tensors: a join costs one comparison of bytes, and a walk where they differ.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -155,8 +150,7 @@ class JoinLayouts:
     def read(self, identity: Identity, message: pb.ModelLayout) -> ModelLayout:
         """Return the run's layout where a worker brings the same, or the worker's where that may become the run's.
 
-        Raises:
-            Refusal: ``FINGERPRINT_MISMATCH``, naming the first tensor that differs; ``BAD_REQUEST``.
+        Raises :class:`Rejected` (``FINGERPRINT_MISMATCH``, with the first tensor that differs; ``BAD_REQUEST``).
         """
         ours = self._shard.layout
         if ours is None:

@@ -27,10 +27,9 @@ def open_shard(
     on_health: Callable[[bool], None] = lambda healthy: None,
     on_failure: Callable[[], None] = lambda: None,
 ) -> Shard:
-    """Make a shard as the data directory has it, else empty (or ready for ``--init``), and start its threads.
+    """Recover a shard from its data directory, or begin an empty one, and start its threads.
 
-    Raises:
-        ModelFileError, StorageError: the data directory or the ``--init`` model is in use, damaged, or of another run.
+    Raises ``ModelFileError`` or ``StorageError`` where the directory or the ``--init`` model cannot be used.
     """
     shard = Shard(settings, device, metrics, on_health, on_failure)
     try:

@@ -44,15 +44,9 @@ def _claim(shard: Shard) -> None:
 
 
 def _install(shard: Shard, make: Callable[[], Content], published: Callable[[], None] = lambda: None) -> None:
-    """Write the content of a claimed place, publish it, and free the claim.
+    """Write the content of a claimed place, publish it, and free the claim (``NOT_DURABLE``: all goes on as before).
 
-    Args:
-        shard: the shard.
-        make: returns the content, on the writer thread, behind everything that was queued.
-        published: called under the join lock when the model is there.
-
-    Raises:
-        Refusal: ``NOT_DURABLE``, or what ``make`` raises; the shard goes on as before.
+    ``make`` runs on the writer thread behind everything that was queued, ``published`` under the join lock at the end.
     """
 
     def publish(content: Content) -> None:
@@ -90,11 +84,7 @@ def _make_model(shard: Shard, layout: ModelLayout, values: torch.Tensor, generat
 
 
 def open_upload(shard: Shard, identity: Identity, generation: int, buffer_bytes: int) -> Upload:
-    """Return the upload that a call resumes, or a new one in its place; refuse before anything is received.
-
-    Raises:
-        Refusal: the upload would not be installed; ``BAD_REQUEST``, where its buffers are not as large as the model's.
-    """
+    """Return the upload that a call resumes, or a new one in its place; refuse before anything is received."""
     shard.drain_gate.require_open()
     uploads, clock = shard.uploads, shard.leases.clock
     with uploads.lock:
@@ -126,7 +116,6 @@ def _check_upload(shard: Shard, identity: Identity, generation: int) -> None:
 
 
 def _buffer_bytes(shard: Shard) -> int:
-    """Return the bytes of buffers that an upload to this shard carries."""
     if not shard.is_coordinator or shard.settings.buffers == "none" or shard.layout is None:
         return 0
     return packed_bytes(shard.layout.buffers)
@@ -156,8 +145,7 @@ def forget_upload(shard: Shard, identity: Identity | None = None) -> None:
 def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "", digest: bytes = b"") -> int:
     """Install an uploaded model that is whole, and return its version.
 
-    That is the one which the worker names; on the coordinator more, where the model before is at a higher one; and
-    less, where counting on from there would reach the end of all versions.
+    That is the one which the worker names, but not below the version before, nor near the end of all versions.
     """
     if shard.is_coordinator and shard.model is not None:  # a run's version does not go back
         version = max(version, shard.model.version)
@@ -226,11 +214,7 @@ class FittedStart:
 
 
 def fit_start(shard: Shard, layout: ModelLayout) -> FittedStart | None:
-    """Bring the ``--init`` model, if it is not installed yet, into a worker's layout.
-
-    Raises:
-        Refusal: ``FINGERPRINT_MISMATCH``, where it does not fit.
-    """
+    """Bring the ``--init`` model, if not installed yet, into a worker's layout (``FINGERPRINT_MISMATCH``)."""
     start = shard.uploads.start
     if start is None:
         return None
@@ -278,10 +262,8 @@ def install_start(shard: Shard, fitted: FittedStart) -> None:
 def roll_back(shard: Shard, version: int | None, checkpoint: str) -> ModelShard:
     """Go back to a version or a checkpoint, as a new generation, which workers pull by themselves.
 
-    The records of pushes stay, so that the repeat of one that was rolled back is not applied anew.
-
-    Raises:
-        Refusal: ``NO_SUCH_CHECKPOINT``, where it is not kept; ``NOT_DURABLE``.
+    The records of pushes stay, so that the repeat of one that was rolled back is not applied anew. Raises
+    :class:`Rejected` (``NO_SUCH_CHECKPOINT``, ``NOT_DURABLE``).
     """
     before = shard.require_model(None)
     history = shard.durability.look_back(shard, version, checkpoint)

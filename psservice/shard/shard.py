@@ -45,14 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Shard:
-    """One shard of one run; :func:`psservice.shard.lifecycle.open_shard` makes and recovers it.
-
-    Args:
-        settings: the server's.
-        device: where the parameters live.
-        metrics: count what happens.
-        on_health: called with ``False`` while pushes cannot be made durable.
-        on_failure: called once, when a change has failed half-way and the process is to stop.
+    """One shard of one run; :func:`psservice.shard.lifecycle.open_shard` makes and recovers it (``StorageError``).
 
     Attributes:
         layout: the model's, from the first join on.
@@ -60,11 +53,8 @@ class Shard:
         buffers: their average; on shard 0 only, where the run has any.
         mode: what the run's method asks of the server.
         installing: whether another model is on its way in: joining workers wait for it. Set under ``join_lock``.
-        durable: whether pushes are journaled as promised.
+        durable: whether pushes are journaled as promised; ``on_health`` is called with changes of it.
         join_lock: held while a worker joins, while ends of leases are journaled, and while the model is replaced.
-
-    Raises:
-        StorageError: the data directory is in use, or cannot be written.
     """
 
     def __init__(

@@ -14,14 +14,7 @@ from psservice.types import Identity
 
 @dataclass(frozen=True, slots=True)
 class JoinOutcome:
-    """The answer to a joining worker.
-
-    Attributes:
-        state: ready, upload or wait.
-        last_push: (incarnation, step).
-        first_step: the lowest number that the worker's next push should have.
-        load_refused: whether the model that the worker has loaded does not replace the shard's.
-    """
+    """The answer to a joining worker: ``state`` is ready, upload or wait; ``last_push`` is (incarnation, step)."""
 
     state: str
     generation: int
@@ -43,12 +36,8 @@ class Loaded:
 class Push:
     """A received push, not yet applied; segments in any order, disjoint, inside the shard's span.
 
-    Attributes:
-        messages: the stream as it came, for the journal.
-        learning_rate: that the values carry; 0 where it is not known.
-        finished: samples that the push finishes, by dataset.
-        group_rates: at which the server's optimizer steps its param groups; empty for those agreed.
-        run_id: the run that the worker names.
+    ``messages`` is the stream as it came, for the journal; ``learning_rate`` is 0 where it is not known, ``group_rates``
+    is empty for the rates agreed.
     """
 
     identity: Identity

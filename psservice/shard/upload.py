@@ -19,16 +19,8 @@ from psservice.types import Identity
 class Upload:
     """One upload of one worker. Thread-safe; every method may raise :class:`Rejected`.
 
-    Args:
-        identity: of the worker.
-        generation: of the uploaded model.
-        span: of the shard.
-        buffer_bytes: of all buffers.
-        clock: monotonic seconds.
-
-    Attributes:
-        values: fp32 ``[span.length]`` on the host; the system allocates memory as they are written.
-        moved: when the last message arrived, by the clock.
+    ``values`` are fp32 ``[span.length]`` on the host; the system allocates memory as they are written. ``moved`` is when
+    the last message arrived.
     """
 
     def __init__(

@@ -31,12 +31,7 @@ class RuleState:
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What comes with a push, or with the mean of a round, beside its values.
-
-    Attributes:
-        rates: learning rate of each param group of the rule; empty for those agreed.
-        samples: of the step; 0 for a flush.
-    """
+    """The learning rates of the rule's param groups (empty for those agreed) and the samples of a step (0: a flush)."""
 
     rates: tuple[float, ...] = ()
     samples: int = 1
@@ -57,14 +52,9 @@ class UpdateRule(Protocol):
     densifies: bool
 
     def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> ChangedIndices:
-        """Change the parameters; return which may have changed.
+        """Change the parameters, and return which may have changed; ``None`` is a push without entries.
 
-        Args:
-            push: over the whole shard, fp32 on the parameters' device; ``None``: it had no entries.
-            info: its rates, as many as :attr:`rates` or none, and its samples.
-
-        Raises:
-            Refusal: ``NON_FINITE``, where a parameter would leave the range of fp32; nothing is changed.
+        Raises :class:`Rejected` (``NON_FINITE``), with nothing changed, where a parameter would leave fp32's range.
         """
 
     def export(self) -> RuleState:

@@ -11,13 +11,7 @@ from pscore.model.layout import Span
 
 @dataclass(frozen=True, slots=True)
 class PieceMemory:
-    """An optimizer's state of one tensor, or of the part of it inside one shard.
-
-    Attributes:
-        span: entries of the flat layout.
-        shape: of the tensor that the optimizer stepped.
-        state: by name, as ``torch.optim`` has it.
-    """
+    """An optimizer's state, as ``torch.optim`` has it, of the part of a tensor that was stepped as one of ``shape``."""
 
     span: Span
     shape: tuple[int, ...]
@@ -26,14 +20,7 @@ class PieceMemory:
 
 @dataclass(frozen=True, slots=True)
 class RuleMemory:
-    """The state of one shard's rule, in terms that every shard understands.
-
-    Attributes:
-        kind: the rule; another one cannot use the state.
-        updates: steps of the optimizer.
-        samples: counted.
-        pieces: of each tensor.
-    """
+    """The state of one shard's rule, in terms that every shard understands; another ``kind`` cannot use it."""
 
     kind: str
     updates: int = 0

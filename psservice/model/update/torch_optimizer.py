@@ -51,15 +51,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class TorchSettings:
-    """A run's optimizer.
-
-    Attributes:
-        groups: what is trained; empty for every tensor.
-        scheduler: changes the learning rate.
-        every: steps of the optimizer, or samples, between two steps of the scheduler.
-        by_samples: which of both.
-        lazy: whether a sparse push touches only its own entries.
-    """
+    """A run's optimizer: no groups for every tensor, the scheduler steps every so many updates or samples."""
 
     optimizer: OptimizerSpec
     groups: tuple[Group, ...]
@@ -70,11 +62,7 @@ class TorchSettings:
 
 
 def maker(settings: Mapping[str, str]) -> RuleMaker:
-    """Read ``optimizer``, ``groups``, ``scheduler``, ``scheduler_every`` and ``lazy`` of the method settings.
-
-    Raises:
-        Refusal: ``BAD_REQUEST``.
-    """
+    """Read the method settings of an optimizer; raises :class:`Rejected` (``BAD_REQUEST``)."""
     spec = OptimizerSpec.parse(settings.get("optimizer", ""))
     scheduler = SchedulerSpec.parse(settings["scheduler"]) if settings.get("scheduler") else None
     groups = _groups(spec.name, settings.get("groups", ""))
@@ -112,11 +100,7 @@ def _bad(detail: str) -> Rejected:
 
 
 class TorchOptimizer:
-    """Steps a ``torch.optim`` optimizer with every push as its gradient.
-
-    Raises:
-        Refusal: ``BAD_REQUEST``, where optimizer and model do not go together.
-    """
+    """Steps a ``torch.optim`` optimizer with every push as its gradient (``BAD_REQUEST``: not with this model)."""
 
     def __init__(self, context: RuleContext, settings: TorchSettings) -> None:
         self._context, self._settings = context, settings
@@ -206,7 +190,6 @@ class TorchOptimizer:
 
     @property
     def _scheduled(self) -> int:
-        """Steps of the scheduler that are due since the beginning."""
         return (self._samples if self._settings.by_samples else self._updates) // self._settings.every
 
     @contextmanager

@@ -23,12 +23,7 @@ from psservice.model.wagma.rounds import Decision, Frozen, WagmaRounds
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a late worker is averaged with.
-
-    Attributes:
-        others: sum of the models of the frozen round, fp32 ``[n]``; with the rule "replace" without its own old one.
-        count: of these models.
-    """
+    """What a late worker is averaged with: the sum (fp32 ``[n]``) and the number of the other models of a round."""
 
     others: torch.Tensor
     count: int
@@ -99,11 +94,7 @@ class GroupedShard(ModelShard):
 
     @traced("apply")
     def take(self, worker: str, push: Segment | None, context: PushContext = NO_CORRECTION, step: int = 0) -> int:
-        """Change a worker's own model; if its round is frozen, average the two as the rule for late workers says.
-
-        Raises:
-            Refusal: ``NON_FINITE``; nothing is changed.
-        """
+        """Change a worker's own model; if its round is frozen, average the two as the rule for late workers says."""
         own, iteration = self._models[worker], step - 1
         if push is not None:
             push = self._corrected(push, context)

@@ -21,14 +21,7 @@ _DROPPED = 1 << 62
 
 @dataclass(slots=True)
 class OpenRound:
-    """One group at one iteration, not frozen yet.
-
-    Attributes:
-        members: live workers that belong to the round.
-        fresh: those that have pushed the iteration, and wait.
-        since: when the first of these arrived.
-        is_global: whether the round waits for every member.
-    """
+    """One group at one iteration, not frozen yet: ``fresh`` members have pushed, the first at ``since``, and wait."""
 
     iteration: int
     members: set[str]
@@ -82,8 +75,7 @@ class Decision:
 class WagmaRounds:
     """The rounds of one shard. Called on the writer thread.
 
-    The state follows from the calls and their order; only :meth:`due` reads the clock. So a replay of the same
-    decisions ends in the same state.
+    Only :meth:`due` reads the clock, so a replay of the same decisions ends in the same state.
 
     Attributes:
         reached: by worker, the iteration of its last push; :data:`_DROPPED` keeps a worker out of new rounds.

@@ -40,11 +40,7 @@ class GroupSettings:
 
     @classmethod
     def parse(cls, settings: Mapping[str, str]) -> "GroupSettings | None":
-        """Read ``group_size``, ``tau`` and ``late`` of the method settings; ``None`` where workers share one model.
-
-        Raises:
-            Refusal: ``BAD_REQUEST``.
-        """
+        """Read the method settings (``BAD_REQUEST``); ``None`` where workers share one model."""
         if settings.get("update") != "average":
             return None
         late: dict[str, LateRule] = {"paper": "paper", "replace": "replace"}
