@@ -105,25 +105,18 @@ class InProcessShard:
         self, header: pb.PushHeader, segments: list[Segment], messages: Sequence[pb.PushSparseRequest] = ()
     ) -> PushAnswer:
         """Merge and apply a push that has been read; the messages go into the journal, where there is one."""
-        answer, repeated = commit(
-            self.engine,
-            Push(
-                self.identity,
-                header.step,
-                header.generation,
-                header.base_version,
-                1,
-                segments,
-                [message.SerializeToString() for message in messages],
-            ),
-        )
+        raw = [message.SerializeToString() for message in messages]
+        answer, repeated = commit(self.engine, Push(header, segments, raw))
         assert not repeated
         return answer
 
     def commit(self, push: Segment) -> None:
         """Apply a push without a wire."""
         self._step += 1
-        commit(self.engine, Push(self.identity, self._step, self.generation, self.model.version, 1, [push]))
+        identity = pb.WorkerIdentity(worker_id=self.identity.worker_id, incarnation=self.identity.incarnation)
+        base, generation = self.model.version, self.generation
+        header = pb.PushHeader(identity=identity, step=self._step, generation=generation, base_version=base, samples=1)
+        commit(self.engine, Push(header, [push]))
 
     def pull(self, base_version: int) -> Reply:
         """Ask for an exact reply from a version on."""

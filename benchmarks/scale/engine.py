@@ -25,7 +25,7 @@ from pscore.model.segment import Segment
 from pscore.select import DEFAULT_SELECTOR, SELECTORS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.changelog import union
-from psservice.model.topk import DifferenceSelection, DownSettings
+from psservice.model.topk import DifferenceSelection, TopKSettings
 
 Points = dict[str, list[tuple[float, ...]]]
 """(units, seconds) by cost, as :class:`~benchmarks.scale.costs.Costs` names them.
@@ -224,7 +224,7 @@ def _threads(work: Work, layout: ModelLayout, density: float, rng: np.random.Gen
         assert supports is not None
         union(supports, layout.size)
 
-    down = DownSettings(density, 0, SELECTORS[DEFAULT_SELECTOR])
+    down = TopKSettings(density, 0, SELECTORS[DEFAULT_SELECTOR])
     images = [torch.zeros(layout.size) for _ in shards]
     selections = [DifferenceSelection(down) for _ in shards]
 

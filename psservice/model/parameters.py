@@ -18,7 +18,7 @@ from psservice.model.changelog import ChangedIndices, ChangeLog, offset_dtype, u
 from psservice.model.rounds import Round
 from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog, compensated
-from psservice.model.update.base import PLAIN, RuleContext, RuleState, StepInfo
+from psservice.model.update.base import PLAIN, PushContext, RuleContext, RuleState
 from psservice.model.update.reshard import RuleMemory
 
 log = logging.getLogger(__name__)
@@ -33,28 +33,6 @@ class ShardSettings:
 
     ledger_multiple: float = 1.0
     delay_compensation: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PushContext:
-    """What the server knows of a push beside its entries.
-
-    Attributes:
-        factor: what the push is multiplied by.
-        base_version: where the gradient was taken; ``None`` where that is of no interest.
-        learning_rate: that the push carries; 0 where it is not known.
-        samples: of the step; 0 for a flush, which counts for no round.
-        group_rates: at which the update rule steps its param groups; empty for those agreed.
-    """
-
-    factor: float = 1.0
-    base_version: int | None = None
-    learning_rate: float = 0.0
-    samples: int = 1
-    group_rates: tuple[float, ...] = ()
-
-
-NO_CORRECTION = PushContext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,29 +78,30 @@ class ModelShard:
         self._offset_dtype = offset_dtype(span.length)
 
     @traced("apply")
-    def take(self, worker: str, push: Segment | None, context: PushContext = NO_CORRECTION, step: int = 0) -> int:
+    def take(self, worker: str, push: Segment | None, context: PushContext = PLAIN, step: int = 0) -> int:
         """Apply a worker's push, or add it to the open round; return the version that will have it.
 
         ``push`` is over the shard's span (``None``: no entries); ``step`` matters where each worker has its own model.
         Raises :class:`Rejected` (``NON_FINITE``, ``BAD_REQUEST``); nothing is changed then.
         """
-        info = StepInfo(context.group_rates or self._rule.rates, context.samples)
-        if len(info.rates) != len(self._rule.rates):
+        brought, agreed = context.group_rates or self._rule.rates, self._rule.rates
+        if len(brought) != len(agreed):
             raise Rejected(
                 ErrorCode.BAD_REQUEST,
-                f"a push brings {len(info.rates)} group_rates; the run's update rule has {len(self._rule.rates)}",
+                f"a push brings {len(brought)} group_rates; the run's update rule has {len(agreed)}",
             )
+        context = replace(context, group_rates=brought)
         if push is not None:
             push = self._corrected(push, context)
         if self.round is None:
-            return self.apply(push, info)
-        self.round.add(worker, push, info)
+            return self.apply(push, context)
+        self.round.add(worker, push, context)
         return self.version + 1
 
-    def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> int:
+    def apply(self, push: Segment | None, context: PushContext = PLAIN) -> int:
         """Apply one update over the shard's span (``None``: it has no entries) and return the new version."""
         before = self._overwritten(push) if self._undo_log is not None else None
-        changed = self._rule.apply(push, info)
+        changed = self._rule.apply(push, context)
         self.densified = self._rule.densifies and push is not None and push.entries <= _SPARSE * self.span.length
         if self._undo_log is not None and before is not None:
             self._undo_log.append(before)

@@ -1,7 +1,6 @@
 """Answers to pulls: exact differences, and top-k with an image of the worker's replica (docs/protocol.md, *A pull*)."""
 
 import secrets
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,9 +18,9 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.changelog import ChangedIndices, union
-from psservice.model.image_budget import Claim, ImageBudget
+from psservice.model.image_budget import Claim
 from psservice.model.parameters import Difference, ModelShard
-from psservice.model.topk import DifferenceSelection, DownSettings
+from psservice.model.topk import DifferenceSelection, TopKSettings
 from psservice.policy.reply_mode import ReplyRule
 
 Result = TypeVar("Result")
@@ -89,16 +88,6 @@ class Reply:
     image: bool
     form: WireForm
     chunks: tuple[pb.Chunk, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TopKSettings:
-    """How a top-k reply is made; ``value`` is a value codec, and without room for images a reply is exact."""
-
-    down: DownSettings
-    value: int
-    chunk_bytes: int
-    images: ImageBudget = field(default_factory=lambda: ImageBudget(sys.maxsize))
 
 
 class _Kind(Enum):
@@ -273,7 +262,7 @@ class _Making:
         # Beside the writer, so that pulls of several workers select at the same time. A concurrent push is sent now
         # or later; either way the image becomes what the worker has.
         version = model.version
-        selection = session.selection = session.selection or DifferenceSelection(self.topk.down)
+        selection = session.selection = session.selection or DifferenceSelection(self.topk)
         since = None if selection.version is None else model.changelog.since(selection.version)
         taken = selection.select(model.theta, image, model.layout, model.span, version, since)
         chunks: tuple[pb.Chunk, ...] = ()
@@ -309,9 +298,9 @@ class _Making:
 
     def _topk_entries(self) -> int:
         """Count the entries of a top-k reply; a selector that takes about k may take a few more."""
-        down = self.topk.down
+        topk = self.topk
         lengths = [common.length for _, common in self.model.layout.overlapping(self.model.span)]
-        return sum(n if n < down.dense_below else entries_for(n, down.density) for n in lengths)
+        return sum(n if n < topk.dense_below else entries_for(n, topk.density) for n in lengths)
 
     def _image_bytes(self) -> int:
         """Return the bytes of an image: fp32 values, and the pending reply."""

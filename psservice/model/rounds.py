@@ -16,7 +16,7 @@ import torch
 from pscore.model.layout import Span
 from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.update.base import PLAIN, RuleState, StepInfo
+from psservice.model.update.base import PLAIN, PushContext, RuleState
 
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
 _POLL_SHARE = 0.1
@@ -104,7 +104,7 @@ class Round:
         """When to ask again: a share of the time waited already."""
         return min(max(_POLL_SHARE * self.age_seconds, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
 
-    def add(self, worker: str, update: Segment | None, info: StepInfo = PLAIN) -> None:
+    def add(self, worker: str, update: Segment | None, context: PushContext = PLAIN) -> None:
         """Add a contribution (``NON_FINITE``); several of one worker count as one, a flush (no samples) as none."""
         if update is not None:
             if bool(update.values.abs().max() > _LARGEST_VALUE):
@@ -116,10 +116,10 @@ class Round:
                 self._sum.index_add_(0, update.offsets, update.values)
                 self._touched[update.offsets] = True
             self.is_empty = False
-        if update is not None or info.samples:
-            self._rates[worker] = info.rates
-            self._samples += info.samples
-        if info.samples:
+        if update is not None or context.samples:
+            self._rates[worker] = context.group_rates
+            self._samples += context.samples
+        if context.samples:
             if not self.contributors:
                 self._opened = self._clock()
             self.contributors.add(worker)
@@ -131,7 +131,7 @@ class Round:
         self.open_next()
         self.dropped = set(dropped)
 
-    def close(self) -> tuple[Segment | None, StepInfo]:
+    def close(self) -> tuple[Segment | None, PushContext]:
         """Return the means of updates and rates and the sum of samples; contributors wait until :meth:`open_next`."""
         count = max(1, len(self.contributors))
         offsets = self._touched.nonzero().view(-1)
@@ -142,9 +142,10 @@ class Round:
             mean = Segment(self._span, offsets, self._sum[offsets] / count)
         self._sum[offsets] = 0
         self._touched[offsets] = False
-        info = StepInfo(tuple(map(_mean, zip(*self._rates.values(), strict=True))), self._samples)
+        rates = tuple(map(_mean, zip(*self._rates.values(), strict=True)))
+        context = PushContext(samples=self._samples, group_rates=rates)
         self.is_empty, self._rates, self._samples = True, {}, 0
-        return mean, info
+        return mean, context
 
     def open_next(self) -> None:
         """Begin the next round."""

@@ -6,6 +6,7 @@ log of changes names (and those sent rounded) for values that exceed the bound: 
 same. Where too few exceed the bound, that tensor is searched whole; its bound falls.
 """
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,9 @@ from pscore.select.kernels import device_selection, kernels_for
 from pscore.select.kernels.base import Taken
 from pscore.select.kernels.cuda import PendingTaken
 from pscore.select.warm import warm
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.changelog import ChangedIndices, sorted_distinct
+from psservice.model.image_budget import ImageBudget
 
 _FEW = 0.75
 """Share of ``k`` below which a tensor is searched whole."""
@@ -30,19 +33,30 @@ _WORTH_IT = 1 / 40
 
 
 @dataclass(frozen=True, slots=True)
-class DownSettings:
-    """How a top-k reply selects: a share of each tensor's entries, all of those below ``dense_below`` elements."""
+class TopKSettings:
+    """How a top-k reply is made and travels.
+
+    Attributes:
+        density: share of a tensor's entries that is sent.
+        dense_below: tensors with fewer elements are sent whole.
+        value: value codec, by its number in the proto.
+        chunk_bytes: largest payload of a chunk.
+        images: where no room is left, no further worker is answered so.
+    """
 
     density: float
     dense_below: int
     selector: Selector
+    value: int = pb.VALUE_CODEC_FP32
+    chunk_bytes: int = 1 << 20
+    images: ImageBudget = field(default_factory=lambda: ImageBudget(sys.maxsize))
 
 
 @dataclass(slots=True)
 class DifferenceSelection:
     """The state of one worker's image from reply to reply; ``searches`` counts tensors, for tests."""
 
-    settings: DownSettings
+    settings: TopKSettings
     version: int | None = None
     searches: dict[str, int] = field(default_factory=lambda: {"whole": 0, "changed": 0})
     _bounds: dict[int, float] = field(default_factory=dict)

@@ -24,10 +24,10 @@ from psservice.cluster.dedup import PushRecord
 from psservice.cluster.run import RunState, added
 from psservice.model.buffers import BufferAverage
 from psservice.model.changelog import ChangedIndices, ChangeLog
-from psservice.model.parameters import ModelShard, PushContext, ShardSettings
+from psservice.model.parameters import ModelShard, ShardSettings
 from psservice.model.training_mode import TrainingMode
-from psservice.model.update.base import RuleState
-from psservice.model.wagma.replicas import GroupedShard, make_shard
+from psservice.model.update.base import PushContext, RuleState
+from psservice.model.wagma.replicas import GroupedShard, shard_kind
 from psservice.model.wagma.rounds import Decision
 from psservice.policy.admission import first_clock
 from psservice.policy.staleness import OwnVersions
@@ -237,14 +237,15 @@ class History:
         return True
 
     def _shard(self, theta: torch.Tensor, version: int, settings: ShardSettings) -> ModelShard:
-        return make_shard(
+        mode = TrainingMode.of(self.manifest.method_settings)
+        return shard_kind(mode)(
             self.layout,
             self.span,
             theta,
             generation=self.manifest.generation,
             version=version,
             settings=settings,
-            mode=TrainingMode.of(self.manifest.method_settings),
+            mode=mode,
         )
 
     def remember_supports(self) -> None:
@@ -347,15 +348,9 @@ class History:
                 f"{self.model.version} of {self.model.generation}"
             )
         update = on_device(merge(self.span, segments), self.model.theta.device)
-        correction = PushContext(
-            answer.applied_scale or 1.0,
-            header.base_version,
-            header.learning_rate,
-            header.samples,
-            tuple(header.group_rates),
-        )
+        context = PushContext.of(header, answer.applied_scale or 1.0)
         try:
-            self.model.take(header.identity.worker_id, update, correction, header.step)
+            self.model.take(header.identity.worker_id, update, context, header.step)
         except Rejected as error:  # as it was then: that follows from the parameters and the push alone
             log.debug("a push that was refused is left out", extra={"offset": record.offset, "why": str(error)})
             return

@@ -44,7 +44,7 @@ from psservice.shard.join import JoinLayouts, join, leave
 from psservice.shard.pull import pull
 from psservice.shard.push import check_push, commit
 from psservice.shard.shard import Shard
-from psservice.shard.types import Loaded, Push
+from psservice.shard.types import Push
 from psservice.shard.upload import Upload
 from psservice.types import Identity
 
@@ -133,7 +133,7 @@ class WorkerCalls:
             generation_seen=request.generation_seen,
             has_replica=request.has_replica,
             index_codecs=frozenset(request.index_codecs or PLAIN_INDEX_CODECS),
-            loaded=Loaded(request.loaded.digest, request.loaded.replaces) if request.HasField("loaded") else None,
+            loaded=request.loaded if request.HasField("loaded") else None,
         )
         incarnation, step = outcome.last_push or ("", 0)
         return pb.JoinResponse(
@@ -252,22 +252,7 @@ class WorkerCalls:
             finally:
                 receiving.end()
             identity = self._identity(call, header.identity)
-            answer, repeated = commit(
-                engine,
-                Push(
-                    identity,
-                    header.step,
-                    header.generation,
-                    header.base_version,
-                    header.samples,
-                    segments,
-                    call.raw,
-                    header.learning_rate,
-                    finished_of(header),
-                    tuple(header.group_rates),
-                    header.identity.run_id,
-                ),
-            )
+            answer, repeated = commit(engine, Push(header, segments, call.raw))
             if repeated:
                 self._metrics.repeated_pushes.inc()
             self._count("PushSparse", engine.leases.require(identity), received=call.received_bytes)

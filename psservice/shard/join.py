@@ -14,7 +14,7 @@ from psservice.model.training_mode import TrainingMode
 from psservice.shard import model_install
 from psservice.shard.lifecycle import close_due_rounds
 from psservice.shard.shard import Shard
-from psservice.shard.types import JoinOutcome, Loaded
+from psservice.shard.types import JoinOutcome
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def join(
     generation_seen: int,
     has_replica: bool,
     index_codecs: frozenset[int] = frozenset(),
-    loaded: Loaded | None = None,
+    loaded: pb.LoadedModel | None = None,
 ) -> JoinOutcome:
     """Grant a lease; the outcome is whether the worker pulls, uploads or waits."""
     num_shards = shard.settings.num_shards
@@ -75,7 +75,7 @@ def _grant_lease(shard: Shard, identity: Identity, index_codecs: frozenset[int])
 
 
 def _outcome(
-    shard: Shard, identity: Identity, generation_seen: int, has_replica: bool, loaded: Loaded | None
+    shard: Shard, identity: Identity, generation_seen: int, has_replica: bool, loaded: pb.LoadedModel | None
 ) -> JoinOutcome:
     """Return what a worker that has joined does next; the join lock is held."""
     last_push, model = shard.dedup.last_push(identity.worker_id), shard.model

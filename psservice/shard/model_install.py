@@ -20,13 +20,13 @@ from pscore.wire.generation import epoch, next_generation, sibling_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
-from psservice.model.wagma.replicas import make_shard
+from psservice.model.wagma.replicas import shard_kind
 from psservice.recovery import init_source
 from psservice.recovery.capture import Content
 from psservice.rpc.bounds import MOST_FIRST_VERSION
 from psservice.shard.apply_thread import BUSY_RETRY_SECONDS
 from psservice.shard.shard import Shard
-from psservice.shard.types import Loaded, Origin
+from psservice.shard.types import Origin
 from psservice.shard.upload import Upload
 from psservice.types import Identity
 
@@ -69,7 +69,7 @@ def _install(shard: Shard, make: Callable[[], Content], published: Callable[[], 
 
 
 def _make_model(shard: Shard, layout: ModelLayout, values: torch.Tensor, generation: int, version: int) -> ModelShard:
-    return make_shard(
+    return shard_kind(shard.mode)(
         layout,
         shard.span,
         values.to(shard.device),
@@ -180,7 +180,7 @@ def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "
     return version
 
 
-def began_as(shard: Shard, loaded: Loaded) -> bool:
+def began_as(shard: Shard, loaded: pb.LoadedModel) -> bool:
     """Tell whether the installed model began as the one that a worker has loaded."""
     model, origin = shard.model, shard.uploads.origin
     if model is None or origin is None:
@@ -188,7 +188,7 @@ def began_as(shard: Shard, loaded: Loaded) -> bool:
     return (model.generation, loaded.digest) == (origin.generation, origin.digest)
 
 
-def replaces(shard: Shard, loaded: Loaded) -> bool:
+def replaces(shard: Shard, loaded: pb.LoadedModel) -> bool:
     """Tell whether a model that a worker has loaded replaces the installed one.
 
     It does where no worker has pushed to that one, which a worker has uploaded, or where the worker insists.

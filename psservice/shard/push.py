@@ -1,13 +1,18 @@
 """A push, from its header to its answer."""
 
 import time
+from collections.abc import Mapping
 
 from pscore.model.segment import Segment, merge
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.cluster.run import RunState, added
-from psservice.model.parameters import PushContext
+from psservice.model.update.base import PushContext
 from psservice.recovery.replayer import on_device
+from psservice.rpc.identity import identity_from_message
+from psservice.sampling.codec import finished_of
+from psservice.sampling.dataset import Share
 from psservice.shard.lifecycle import end_if_over
 from psservice.shard.shard import Shard
 from psservice.shard.types import Push
@@ -31,60 +36,67 @@ def check_push(shard: Shard, identity: Identity, step: int) -> None:
 def commit(shard: Shard, push: Push) -> tuple[PushAnswer, bool]:
     """Apply a push once; return the answer and whether this identity had been answered before."""
     merged = merge(shard.span, sorted(push.segments, key=lambda segment: segment.span.start))
-    norm = shard.admission.norm(merged)
+    norm, finished = shard.admission.norm(merged), finished_of(push.header)
     update = on_device(merged, shard.device)
     body = shard.durability.events.written(push.messages)
-    answer, repeated = shard.writer.run(lambda: _commit(shard, push, update, norm, body))
+    answer, repeated = shard.writer.run(lambda: _commit(shard, push.header, update, norm, finished, body))
     shard.durability.events.wait()
     return answer, repeated
 
 
 def _commit(
-    shard: Shard, push: Push, update: Segment | None, norm: float, body: Body | None
+    shard: Shard,
+    header: pb.PushHeader,
+    update: Segment | None,
+    norm: float,
+    finished: Mapping[str, Share],
+    body: Body | None,
 ) -> tuple[PushAnswer, bool]:
     """Admit, journal, apply and count a push; on the writer thread."""
-    identity = push.identity
+    identity = identity_from_message(header.identity)
     member, record = shard.leases.require(identity), shard.dedup.record(identity)
-    if push.step == record.step and record.answer is not None:
+    if header.step == record.step and record.answer is not None:
         return record.answer, True
-    if push.step < record.step:
-        raise Rejected(ErrorCode.STEP_OUT_OF_ORDER, f"step {push.step} comes after step {record.step} was applied")
+    if header.step < record.step:
+        raise Rejected(ErrorCode.STEP_OUT_OF_ORDER, f"step {header.step} comes after step {record.step} was applied")
 
     shard.run.require_open()
-    coordinator = shard.require_coordinator(push.generation)
+    coordinator = shard.require_coordinator(header.generation)
     model, own = coordinator.model, record.own
-    if push.base_version > model.version:
-        raise Rejected(ErrorCode.VERSION_IN_FUTURE, f"base version {push.base_version}, the server has {model.version}")
-    coordinator.admit(identity, push.step)
-    staleness = model.version - push.base_version - own.since(push.generation, push.base_version)
-    in_rounds = model.round is not None and push.samples > 0  # a flush is the last chance of its entries
+    if header.base_version > model.version:
+        raise Rejected(
+            ErrorCode.VERSION_IN_FUTURE, f"base version {header.base_version}, the server has {model.version}"
+        )
+    coordinator.admit(identity, header.step)
+    staleness = model.version - header.base_version - own.since(header.generation, header.base_version)
+    in_rounds = model.round is not None and header.samples > 0  # a flush is the last chance of its entries
     shard.admission.require_fresh(staleness, in_rounds=in_rounds)
     _require_in_step(shard, member)
     shard.admission.require_small(norm)
     factor, scaling = 1.0, shard.settings.scaling
     if scaling.is_on and model.is_asynchronous:
         factor = scaling.factor(staleness, member.interval_seconds, shard.leases.intervals())
-    datasets = shard.datasets.finish(identity, push.finished)
+    datasets = shard.datasets.finish(identity, finished)
 
     shard.durability.events.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
 
     started = time.perf_counter_ns()
     with shard.writer.all_or_stop():
-        context = PushContext(factor, push.base_version, push.learning_rate, push.samples, tuple(push.group_rates))
-        version = model.take(identity.worker_id, update, context, push.step)  # refused here: by a replay too
+        context = PushContext.of(header, factor)
+        version = model.take(identity.worker_id, update, context, header.step)  # refused here: by a replay too
         if not shard.run.run_id:
-            shard.run.run_id = shard.run.adopted(push.run_id)
+            shard.run.run_id = shard.run.adopted(header.identity.run_id)
         answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
         if model.round is None:
-            own = own.noted(push.generation, push.base_version, version)
-        shard.dedup.remember_push(identity, push.step, answer, own)
+            own = own.noted(header.generation, header.base_version, version)
+        shard.dedup.remember_push(identity, header.step, answer, own)
         shard.datasets.put(datasets)
 
-    member.last_step, member.staleness = push.step, staleness
+    member.last_step, member.staleness = header.step, staleness
     shard.leases.tick(member)
-    member.samples = added(member.samples, push.samples)
+    member.samples = added(member.samples, header.samples)
     shard.metrics.observe_push(answer, model.version)
-    shard.run.count(push.samples)
+    shard.run.count(header.samples)
     coordinator.close_if_due()
     end_if_over(shard)
     return answer, False

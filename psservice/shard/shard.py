@@ -23,8 +23,7 @@ from psservice.cluster.upload_grant import UploadGrant
 from psservice.model.buffers import BufferAverage
 from psservice.model.image_budget import ImageBudget
 from psservice.model.parameters import ModelShard
-from psservice.model.reply_session import TopKSettings
-from psservice.model.topk import DownSettings
+from psservice.model.topk import TopKSettings
 from psservice.model.training_mode import TrainingMode
 from psservice.observability.metrics import Metrics
 from psservice.observability.traffic import Traffic
@@ -87,7 +86,9 @@ class Shard:
         )
         self.images = ImageBudget(settings.image_bytes)
         self.topk = TopKSettings(
-            DownSettings(settings.down_density, settings.down_dense_below, SELECTORS[settings.down_selector]),
+            settings.down_density,
+            settings.down_dense_below,
+            SELECTORS[settings.down_selector],
             VALUE_CODECS[settings.down_value_type],
             settings.chunk_bytes,
             self.images,

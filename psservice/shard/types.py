@@ -1,15 +1,14 @@
 """Values that go into a shard's calls and come out of them."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pscore.model.segment import Segment
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.upload_grant import UploadGrant
 from psservice.recovery.init_source import Start
-from psservice.sampling.dataset import Share
 from psservice.shard.upload import Upload
-from psservice.types import Identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,32 +24,15 @@ class JoinOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model that a worker's script has loaded: its digest, and whether it replaces a trained one."""
-
-    digest: bytes
-    replaces: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Push:
     """A received push, not yet applied; segments in any order, disjoint, inside the shard's span.
 
-    ``messages`` is the stream as it came, for the journal; ``learning_rate`` is 0 where it is not known, ``group_rates``
-    is empty for the rates agreed.
+    ``messages`` is the stream as it came, for the journal.
     """
 
-    identity: Identity
-    step: int
-    generation: int
-    base_version: int
-    samples: int
+    header: pb.PushHeader
     segments: list[Segment]
     messages: Sequence[bytes] = ()
-    learning_rate: float = 0.0
-    finished: Mapping[str, Share] = field(default_factory=dict)
-    group_rates: Sequence[float] = ()
-    run_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

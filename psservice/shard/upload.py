@@ -19,8 +19,8 @@ from psservice.types import Identity
 class Upload:
     """One upload of one worker. Thread-safe; every method may raise :class:`Rejected`.
 
-    ``values`` are fp32 ``[span.length]`` on the host; the system allocates memory as they are written. ``moved`` is when
-    the last message arrived.
+    ``values`` are fp32 ``[span.length]`` on the host; the system allocates memory as they are written. ``moved`` is
+    when the last message arrived.
     """
 
     def __init__(

@@ -9,6 +9,8 @@ from pscore.model.buffers import pack
 from pscore.model.segment import Segment
 from pscore.wire import frames
 from pscore.wire.errors import Rejected
+from pscore.wire.messages import share_to_messages
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.reply_session import PullRequest
 from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
@@ -100,7 +102,22 @@ def push(engine, step, entries=(), who=ANNA, *, generation=None, base=0, samples
         offsets = torch.tensor([i - engine.span.start for i in chosen], dtype=torch.int64)
         values = torch.tensor([entries[i] for i in chosen], dtype=torch.float32)
         entries = [Segment(engine.span, offsets, values)] if chosen else []
-    return commit(engine, Push(who, step, generation, base, samples, list(entries)))
+    return commit(engine, push_of(who, step, generation, base, samples, list(entries)))
+
+
+def push_of(who, step, generation, base, samples, segments, messages=(), learning_rate=0.0, finished=None):
+    """A push as it is received; ``finished`` has samples by dataset."""
+    header = pb.PushHeader(
+        identity=pb.WorkerIdentity(worker_id=who.worker_id, incarnation=who.incarnation),
+        step=step,
+        generation=generation,
+        base_version=base,
+        samples=samples,
+        learning_rate=learning_rate,
+    )
+    for dataset, share in (finished or {}).items():
+        header.finished.add(dataset=dataset, ranges=share_to_messages(share))
+    return Push(header, segments, messages)
 
 
 def pull(engine, who=ANNA, *, generation=None, base=None, acknowledged=0, image=False):

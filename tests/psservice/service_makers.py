@@ -12,8 +12,8 @@ from pscore.select import SELECTORS
 from pscore.wire import frames
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.parameters import ModelShard, ShardSettings
-from psservice.model.reply_session import PullRequest, ReplyMode, ReplySession, TopKSettings, answer
-from psservice.model.topk import DownSettings
+from psservice.model.reply_session import PullRequest, ReplyMode, ReplySession, answer
+from psservice.model.topk import TopKSettings
 from psservice.model.training_mode import TrainingMode
 from psservice.shard.apply_thread import Writer
 
@@ -53,7 +53,7 @@ def writing():
 
 
 def topk(density=0.1, dense_below=0, value=pb.VALUE_CODEC_FP32):
-    return TopKSettings(DownSettings(density, dense_below, SELECTORS["exact"]), value, 64)
+    return TopKSettings(density, dense_below, SELECTORS["exact"], value, 64)
 
 
 def sparse_push(span, density, seed):

@@ -8,6 +8,7 @@ import torch
 
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.segment import Segment
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.changelog import ChangedIndices
 from psservice.model.update.reshard import RuleMemory
 
@@ -30,14 +31,30 @@ class RuleState:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInfo:
-    """The learning rates of the rule's param groups (empty for those agreed) and the samples of a step (0: a flush)."""
+class PushContext:
+    """What the server knows of a push beside its entries.
 
-    rates: tuple[float, ...] = ()
+    Attributes:
+        factor: what the push is multiplied by.
+        base_version: where the gradient was taken; ``None`` where that is of no interest.
+        learning_rate: that the push carries; 0 where it is not known.
+        samples: of the step; 0 for a flush, which counts for no round.
+        group_rates: at which the update rule steps its param groups; empty for those agreed.
+    """
+
+    factor: float = 1.0
+    base_version: int | None = None
+    learning_rate: float = 0.0
     samples: int = 1
+    group_rates: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, header: pb.PushHeader, factor: float) -> "PushContext":
+        """Read a push's header."""
+        return cls(factor, header.base_version, header.learning_rate, header.samples, tuple(header.group_rates))
 
 
-PLAIN = StepInfo()
+PLAIN = PushContext()
 
 
 class UpdateRule(Protocol):
@@ -51,7 +68,7 @@ class UpdateRule(Protocol):
     rates: tuple[float, ...]
     densifies: bool
 
-    def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> ChangedIndices:
+    def apply(self, push: Segment | None, context: PushContext = PLAIN) -> ChangedIndices:
         """Change the parameters, and return which may have changed; ``None`` is a push without entries.
 
         Raises :class:`Rejected` (``NON_FINITE``), with nothing changed, where a parameter would leave fp32's range.

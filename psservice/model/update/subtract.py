@@ -8,7 +8,7 @@ from pscore.model.segment import Segment
 from pscore.select.kernels import kernels_for
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangedIndices, offset_dtype
-from psservice.model.update.base import PLAIN, RuleContext, RuleState, StepInfo
+from psservice.model.update.base import PLAIN, PushContext, RuleContext, RuleState
 from psservice.model.update.reshard import RuleMemory
 
 _LARGE = 1e30  # smaller values cannot take a parameter out of its range, nor can many of them in a lifetime
@@ -24,7 +24,7 @@ class Subtract:
         self._theta = context.theta
         self._offset_dtype = offset_dtype(context.span.length)
 
-    def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> ChangedIndices:
+    def apply(self, push: Segment | None, context: PushContext = PLAIN) -> ChangedIndices:
         """Subtract the push."""
         if push is None:
             return torch.empty(0, dtype=self._offset_dtype)

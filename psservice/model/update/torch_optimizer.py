@@ -19,7 +19,7 @@ from pscore.model.layout import Span
 from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangedIndices, offset_dtype
-from psservice.model.update.base import PLAIN, RuleContext, RuleMaker, RuleState, StepInfo
+from psservice.model.update.base import PLAIN, PushContext, RuleContext, RuleMaker, RuleState
 from psservice.model.update.reshard import PieceMemory, RuleMemory, reshard
 from psservice.model.update.specs import (
     ELEMENTWISE,
@@ -121,7 +121,7 @@ class TorchOptimizer:
         self.densifies = not settings.lazy
         self._dtype = offset_dtype(context.span.length)
 
-    def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> ChangedIndices:
+    def apply(self, push: Segment | None, context: PushContext = PLAIN) -> ChangedIndices:
         """Step once; a push without entries is no step, and its samples count."""
         support: ChangedIndices = torch.empty(0, dtype=self._dtype)
         if self._optimizer is None:
@@ -129,14 +129,14 @@ class TorchOptimizer:
         before = self._scheduled
         if push is not None:
             self._require_sane(push)
-            with self._at_rates(self._optimizer, info.rates or self.rates):
+            with self._at_rates(self._optimizer, context.group_rates or self.rates):
                 if self._settings.lazy and push.offsets is not None:
                     support = self._step_lazily(self._optimizer, push)
                 else:
                     self._step(self._optimizer, push)
                     support = None
             self._updates += 1
-        self._samples += min(info.samples, _MOST_SCHEDULED * self._settings.every)
+        self._samples += min(context.samples, _MOST_SCHEDULED * self._settings.every)
         if self._scheduler is not None:
             self._advance_schedule(self._scheduled - before)
         return support

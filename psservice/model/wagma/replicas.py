@@ -15,9 +15,9 @@ from pscore.model.layout import ModelLayout, Span
 from pscore.model.segment import Segment
 from pscore.telemetry.tracing import traced
 from psservice.model.changelog import ALMOST_ALL
-from psservice.model.parameters import NO_CORRECTION, ModelShard, PushContext, ShardSettings
+from psservice.model.parameters import ModelShard, ShardSettings
 from psservice.model.training_mode import TrainingMode
-from psservice.model.update.base import RuleState, StepInfo
+from psservice.model.update.base import PLAIN, PushContext, RuleState
 from psservice.model.wagma.rounds import Decision, Frozen, WagmaRounds
 
 
@@ -93,13 +93,13 @@ class GroupedShard(ModelShard):
         return False
 
     @traced("apply")
-    def take(self, worker: str, push: Segment | None, context: PushContext = NO_CORRECTION, step: int = 0) -> int:
+    def take(self, worker: str, push: Segment | None, context: PushContext = PLAIN, step: int = 0) -> int:
         """Change a worker's own model; if its round is frozen, average the two as the rule for late workers says."""
         own, iteration = self._models[worker], step - 1
         if push is not None:
             push = self._corrected(push, context)
         own.version = self.version
-        self.version = own.apply(push, StepInfo((), context.samples))
+        self.version = own.apply(push, PushContext(samples=context.samples))
         waits = self.rounds.arrive(worker, iteration)
         kept = self._kept[worker]
         place = kept.get(iteration)
@@ -242,16 +242,6 @@ class GroupedShard(ModelShard):
         return tensor.to(self.theta.device)
 
 
-def make_shard(
-    layout: ModelLayout,
-    span: Span,
-    values: torch.Tensor,
-    *,
-    generation: int,
-    version: int,
-    settings: ShardSettings,
-    mode: TrainingMode,
-) -> ModelShard:
-    """Make the shard that a training mode needs; see :class:`ModelShard`."""
-    kind = ModelShard if mode.groups is None else GroupedShard
-    return kind(layout, span, values, generation=generation, version=version, settings=settings, mode=mode)
+def shard_kind(mode: TrainingMode) -> type[ModelShard]:
+    """Return the kind of shard that a training mode needs."""
+    return ModelShard if mode.groups is None else GroupedShard

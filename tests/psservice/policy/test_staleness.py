@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from pscore.model.layout import Span
 from pscore.model.segment import Segment
-from psservice.model.parameters import ModelShard, PushContext, ShardSettings
+from psservice.model.parameters import ModelShard, ShardSettings
 from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog
+from psservice.model.update.base import PushContext
 from psservice.policy.staleness import StalenessScaling
 from psservice.shard.push import commit
-from psservice.shard.types import Push
-from tests.psservice.engine_makers import ANNA, BERT, engines, join, push, serving, theta, upload, with_clock
+from tests.psservice.engine_makers import ANNA, BERT, engines, join, push, push_of, serving, theta, upload, with_clock
 from tests.psservice.service_makers import F32, bits, layout_of, sparse_push
 
 LAYOUT = layout_of((8, F32))
@@ -178,7 +178,7 @@ def test_an_engine_compensates_by_the_rate_that_the_push_carries():
     with serving(LAYOUT, torch.zeros(8), delay_compensation=1.0) as engine:
         push(engine, 1, {0: 1.0})
         offsets, values = torch.tensor([0]), torch.tensor([0.5])
-        stale = Push(ANNA, 2, engine.model.generation, 0, 1, [Segment(engine.span, offsets, values)], (), 0.25)
+        stale = push_of(ANNA, 2, engine.model.generation, 0, 1, [Segment(engine.span, offsets, values)], (), 0.25)
         commit(engine, stale)
         assert theta(engine)[0] == -1.0 - (0.5 + (1.0 / 0.25) * 0.25 * -1.0)
 

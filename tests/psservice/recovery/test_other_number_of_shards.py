@@ -13,9 +13,8 @@ from psservice.model.update.reshard import PieceMemory, reshard
 from psservice.sampling.dataset import Plan, Wish
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.push import commit
-from psservice.shard.types import Push
 from psservice.storage.files import StorageError
-from tests.psservice.engine_makers import ANNA, BERT, engines, join, present, upload
+from tests.psservice.engine_makers import ANNA, BERT, engines, join, present, push_of, upload
 from tests.psservice.service_makers import F32, layout_of
 
 LAYOUT = layout_of((7, F32), ((2, 5), F32), (9, F32), buffers=(TensorSpec("mean", (3,), F32),))
@@ -42,7 +41,7 @@ def push(shard, who, step, gradient, finished=None):
     values = gradient[shard.span.start : shard.span.end]
     done = {"train": {0: Ranges([finished])}} if finished else {}
     segments = [Segment(shard.span, None, values)]
-    commit(shard, Push(who, step, present(shard), shard.model.version, 1, segments, finished=done))
+    commit(shard, push_of(who, step, present(shard), shard.model.version, 1, segments, finished=done))
 
 
 def train(shards, who, gradients):

@@ -91,20 +91,7 @@ def send(engine, step, segment, who=ANNA, **options):
     """Push over a stream; return the answer and whether it was a repeat."""
     messages = stream(engine, step, segment, who, **options)
     header, _, segments = read_all(read_push(lambda header: PushReader.of(header, engine.span)), messages)
-    return commit(
-        engine,
-        Push(
-            who,
-            header.step,
-            header.generation,
-            header.base_version,
-            header.samples,
-            segments,
-            [message.SerializeToString() for message in messages],
-            header.learning_rate,
-            group_rates=tuple(header.group_rates),
-        ),
-    )
+    return commit(engine, Push(header, segments, [message.SerializeToString() for message in messages]))
 
 
 def after_a_crash(directory: Path) -> Path:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode
 from psservice.rpc.push_stream import PushReader, read_all, read_push
-from psservice.sampling.codec import finished_of, share_to_messages
+from psservice.sampling.codec import share_to_messages
 from psservice.sampling.dataset import Plan, Wish
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
@@ -16,7 +16,18 @@ from psservice.shard.model_install import roll_back
 from psservice.shard.push import commit
 from psservice.shard.types import Push
 from psservice.types import Identity
-from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, push, reason_of, serving, serving_shards, with_clock
+from tests.psservice.engine_makers import (
+    ANNA,
+    BERT,
+    HOUR,
+    join,
+    push,
+    push_of,
+    reason_of,
+    serving,
+    serving_shards,
+    with_clock,
+)
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, begin, stream
 from tests.psservice.service_makers import F32, layout_of
 
@@ -34,8 +45,7 @@ def finish(engine, step, share, who=ANNA):
     messages[0].header.finished.add(dataset="train", ranges=share_to_messages(share))
     header, _, segments = read_all(read_push(lambda opened: PushReader.of(opened, engine.span)), messages)
     raw = [message.SerializeToString() for message in messages]
-    done = finished_of(header)
-    return commit(engine, Push(who, step, header.generation, header.base_version, 1, segments, raw, finished=done))
+    return commit(engine, Push(header, segments, raw))
 
 
 def held(engine, who=ANNA):
@@ -63,7 +73,7 @@ def test_a_push_that_is_refused_finishes_nothing():
         for step in (1, 2):
             push(engine, step, {1: 0.5}, BERT)
         done = {"train": {0: Ranges([(0, 3)])}}
-        late = Push(ANNA, 1, engine.model.generation, 0, 1, [], finished=done)
+        late = push_of(ANNA, 1, engine.model.generation, 0, 1, [], finished=done)
         assert reason_of(commit, engine, late) is ErrorCode.TOO_STALE
         assert held(engine) == {0: Ranges([(0, 8)])}
 

@@ -7,10 +7,10 @@ from pscore.model import modelfile
 from pscore.model.layout import TensorSpec
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.reply_session import ReplyMode
 from psservice.shard.join import leave
 from psservice.shard.model_install import upload_progress
-from psservice.shard.types import Loaded
 from psservice.types import Identity
 from tests.psservice.engine_makers import (
     ANNA,
@@ -276,7 +276,7 @@ FRESH, CHECKPOINT, OTHER_ONE = (bytes([number]) * 32 for number in range(3))
 
 
 def loads(engine, digest, who=ANNA, *, replaces=False):
-    return join(engine, LAYOUT, who, has_replica=True, loaded=Loaded(digest, replaces))
+    return join(engine, LAYOUT, who, has_replica=True, loaded=pb.LoadedModel(digest=digest, replaces=replaces))
 
 
 def begun(engine):
