@@ -1,4 +1,4 @@
-"""Which workers take part: a lease each.
+"""Which workers take part: a lease each; and which an operator keeps out for a time.
 
 Liveness is the lease, not the connection: any call of a worker renews the lease, and the worker's state is freed at
 the lease's end.
@@ -10,7 +10,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.cluster.bans import Bans
 from psservice.cluster.member import Member
 from psservice.model.reply_session import ReplySession
 from psservice.policy.admission import Pace, first_clock
@@ -38,12 +37,12 @@ class Leases:
         self._members: OrderedDict[str, Member] = OrderedDict()
         self._ended: deque[Member] = deque()
         self._lock = threading.RLock()
-        self._bans = Bans(lambda: self.clock())
+        self._bans: dict[str, float] = {}  # ends by name; in memory only, so a restart forgets them
 
     def join(self, identity: Identity) -> Member:
         """Grant or renew a lease; raises :class:`Rejected` (``WORKER_ALIVE``, ``EVICTED``)."""
         with self._lock:
-            self._bans.require_none(identity.worker_id)
+            self._require_no_ban(identity.worker_id)
             member = self._named(identity.worker_id)
             if member is not None and member.identity != identity:
                 remaining = member.lease_end - self.clock()
@@ -64,7 +63,7 @@ class Leases:
     def require(self, identity: Identity) -> Member:
         """Return the live member and renew the lease; raises :class:`Rejected` (``LEASE_EXPIRED``, ``EVICTED``)."""
         with self._lock:
-            self._bans.require_none(identity.worker_id)
+            self._require_no_ban(identity.worker_id)
             member = self._find(identity)
             if member is None:
                 raise Rejected(
@@ -93,17 +92,19 @@ class Leases:
         """End the lease under a name, ban the name (0 ends a ban), and return the member (``NO_SUCH_WORKER``)."""
         with self._lock:
             member = self._named(worker_id)
-            if member is None and not ban_seconds and worker_id not in self._bans.remaining():
+            if member is None and not ban_seconds and worker_id not in self._bans_left():
                 raise Rejected(
                     ErrorCode.NO_SUCH_WORKER, f"no live worker is called {worker_id!r} here", worker=worker_id
                 )
-            self._bans.put(worker_id, ban_seconds)
+            self._bans.pop(worker_id, None)
+            if ban_seconds > 0:
+                self._bans[worker_id] = self.clock() + ban_seconds
             return self._members.pop(worker_id, None)
 
     def evicted(self) -> dict[str, float]:
         """Return the seconds that are left of each ban, by name."""
         with self._lock:
-            return self._bans.remaining()
+            return self._bans_left()
 
     def expire(self) -> None:
         """Report every member whose lease has run out and that was not reported yet.
@@ -185,6 +186,21 @@ class Leases:
                 member.downlink = ReplySession(self._make_rule())
 
     # Below, the lock is held.
+
+    def _bans_left(self) -> dict[str, float]:
+        now = self.clock()
+        self._bans = {name: end for name, end in sorted(self._bans.items()) if end > now}
+        return {name: end - now for name, end in self._bans.items()}
+
+    def _require_no_ban(self, worker_id: str) -> None:
+        remaining = self._bans.get(worker_id, 0.0) - self.clock() if self._bans else 0.0
+        if remaining > 0:
+            raise Rejected(
+                ErrorCode.EVICTED,
+                f"an operator has evicted worker {worker_id!r}; it may come back in {remaining:.1f} s",
+                retry_seconds=remaining,
+                worker=worker_id,
+            )
 
     def _named(self, worker_id: str) -> Member | None:
         self._drop_ended()

@@ -8,7 +8,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.leases import Leases
-from psservice.rpc.bounds import MOST_EPOCH_SEEN
+from psservice.limits import MOST_EPOCH_SEEN
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)

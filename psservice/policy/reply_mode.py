@@ -1,49 +1,34 @@
-"""Whether a worker is answered exactly or with the top-k of the difference.
+"""Whether a worker is answered exactly or with the top-k of the difference (secondary compression, DGS paper).
 
 A rule sees, at each pull, how dense the change since the worker's version is, and chooses the mode from then on. The
 mechanics of the switch are in :mod:`psservice.model.reply_session`.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 CALM_PULLS = 64
 """Pulls in a row with little change after which ``auto`` returns to exact replies."""
 
 
-class ReplyRule(Protocol):
-    """Chooses the mode of one worker's replies, pull by pull."""
+@dataclass
+class ReplyRule:
+    """Chooses the mode of one worker's replies, pull by pull; ``mode`` is the setting ``down_mode``.
+
+    ``auto`` is exact while the change is sparse, top-k above ``limit``, and exact again after a calm stretch below half
+    of it.
+    """
+
+    mode: str
+    limit: float = 0.0
+    _calm: int = field(default=0, init=False)
 
     def wants_topk(self, changed_density: float | None, in_topk: bool) -> bool:
         """Tell whether the next replies should be top-k.
 
-        Args:
-            changed_density: changed entries since the worker's version over all; ``None`` where a dense reply is due
-                anyway (no base, dense pushes, a restart).
-            in_topk: whether the worker is answered in top-k mode now.
+        ``changed_density`` is ``None`` where a dense reply is due anyway (no base, dense pushes, a restart).
         """
-
-
-@dataclass
-class Always:
-    """One mode: exact, or top-k (secondary compression, DGS paper)."""
-
-    topk: bool
-
-    def wants_topk(self, changed_density: float | None, in_topk: bool) -> bool:
-        """Return the mode."""
-        return self.topk
-
-
-@dataclass
-class Auto:
-    """Exact while the change is sparse; top-k above ``limit``; exact again after a calm stretch below half of it."""
-
-    limit: float
-    _calm: int = field(default=0, init=False)
-
-    def wants_topk(self, changed_density: float | None, in_topk: bool) -> bool:
-        """Compare the density of change with the limit, with hysteresis on the way back."""
+        if self.mode != "auto":
+            return self.mode == "topk"
         if changed_density is None:
             return in_topk
         if not in_topk:
@@ -54,8 +39,3 @@ class Auto:
             return True
         self._calm = 0
         return False
-
-
-def reply_rule(name: str, limit: float) -> ReplyRule:
-    """Return a fresh rule, one a worker; ``name`` is the setting ``down_mode``."""
-    return Auto(limit) if name == "auto" else Always(topk=name == "topk")

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.cluster.leases import Leases
 from psservice.cluster.member import Member
+from psservice.limits import MOST_STEP_AHEAD
 from psservice.model.parameters import ModelShard
 from psservice.model.rounds import Round, RoundSettings
 from psservice.model.wagma.replicas import GroupedShard
 from psservice.model.wagma.rounds import Decision
 from psservice.observability.metrics import Metrics
 from psservice.recovery.event_log import EventLog
-from psservice.rpc.bounds import MOST_STEP_AHEAD
 from psservice.shard.apply_thread import Writer
 from psservice.types import Identity
 

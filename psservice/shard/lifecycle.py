@@ -42,19 +42,24 @@ def open_shard(
         raise
     _resume_end(shard)
     shard.durability.start(shard)
-    threading.Thread(target=_end_leases, args=(shard,), name="lease-reaper", daemon=True).start()
+    threading.Thread(target=_end_leases_in_time, args=(shard,), name="lease-reaper", daemon=True).start()
     return shard
 
 
-def _end_leases(shard: Shard) -> None:
+def _end_leases_in_time(shard: Shard) -> None:
     while not shard.stopping.wait(min(1.0, shard.settings.lease_seconds / 8)):
-        with shard.join_lock:
-            shard.leases.expire()
-        shard.dedup.drop_old()
-        forget_upload(shard)
-        shard.metrics.live_workers.set(len(shard.leases))
-        with suppress(Rejected):  # busy, or not durable: the round is due next time still
-            close_due_rounds(shard)
+        end_leases(shard)
+
+
+def end_leases(shard: Shard) -> None:
+    """End the leases that have run out; the thread of leases calls this often."""
+    with shard.join_lock:
+        shard.leases.expire()
+    shard.dedup.drop_old()
+    forget_upload(shard)
+    shard.metrics.live_workers.set(len(shard.leases))
+    with suppress(Rejected):  # busy, or not durable: the round is due next time still
+        close_due_rounds(shard)
 
 
 def close_due_rounds(shard: Shard) -> None:

@@ -10,7 +10,6 @@ from psservice.cluster.member import Member
 from psservice.cluster.run import RunState, added
 from psservice.model.update.base import PushContext
 from psservice.recovery.replayer import on_device
-from psservice.rpc.identity import identity_from_message
 from psservice.sampling.codec import finished_of
 from psservice.sampling.dataset import Share
 from psservice.shard.lifecycle import end_if_over
@@ -53,7 +52,7 @@ def _commit(
     body: Body | None,
 ) -> tuple[PushAnswer, bool]:
     """Admit, journal, apply and count a push; on the writer thread."""
-    identity = identity_from_message(header.identity)
+    identity = Identity(header.identity.worker_id, header.identity.incarnation)
     member, record = shard.leases.require(identity), shard.dedup.record(identity)
     if header.step == record.step and record.answer is not None:
         return record.answer, True

@@ -13,12 +13,12 @@ from pscore.model.layout import ModelLayout, Span
 from pscore.select import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.app.serving_clock import ServingClock
 from psservice.cluster.dedup import Dedup
 from psservice.cluster.drain_gate import DrainGate
 from psservice.cluster.leases import Leases
 from psservice.cluster.member import Member
 from psservice.cluster.run import Run
+from psservice.cluster.serving_clock import ServingClock
 from psservice.cluster.upload_grant import UploadGrant
 from psservice.model.buffers import BufferAverage
 from psservice.model.image_budget import ImageBudget
@@ -28,7 +28,7 @@ from psservice.model.training_mode import TrainingMode
 from psservice.observability.metrics import Metrics
 from psservice.observability.traffic import Traffic
 from psservice.policy.admission import Admission
-from psservice.policy.reply_mode import reply_rule
+from psservice.policy.reply_mode import ReplyRule
 from psservice.recovery.capture import Content
 from psservice.recovery.durability import Durability
 from psservice.recovery.final_model import FinalModel, ModelCopy
@@ -76,7 +76,7 @@ class Shard:
         )
         self.leases = Leases(
             settings.lease_seconds,
-            lambda: reply_rule(settings.down_mode, settings.exact_limit),
+            lambda: ReplyRule(settings.down_mode, settings.exact_limit),
             self._lease_ended,
             ServingClock(settings.lease_seconds / 4),
         )

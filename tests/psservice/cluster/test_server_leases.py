@@ -5,7 +5,7 @@ import pytest
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.cluster.dedup import Dedup
 from psservice.cluster.leases import Leases
-from psservice.policy.reply_mode import Always
+from psservice.policy.reply_mode import ReplyRule
 from psservice.policy.staleness import OwnVersions
 from psservice.types import Identity, PushAnswer
 
@@ -24,7 +24,7 @@ class Clock:
 class World:
     def __init__(self):
         self.clock, self.expired = Clock(), []
-        self.members = Leases(LEASE, lambda: Always(topk=False), on_expire=self.expired.append, clock=self.clock)
+        self.members = Leases(LEASE, lambda: ReplyRule("exact"), on_expire=self.expired.append, clock=self.clock)
         self.dedup = Dedup(self.members)
 
 

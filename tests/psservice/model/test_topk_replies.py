@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pscore.model.segment import Segment
 from psservice.model.reply_session import ReplyMode, ReplySession
-from psservice.policy.reply_mode import Auto
+from psservice.policy.reply_mode import ReplyRule
 from psservice.shard.apply_thread import Writer
 from tests.psservice.service_makers import (
     BF16,
@@ -233,7 +233,7 @@ def test_auto_leaves_dense_replies_where_a_fleet_outruns_the_ledger():
     layout, writer = layout_of((1000, F32)), Writer(8)
     try:
         model = shard_of(layout, torch.zeros(1000))  # a ledger of as many entries
-        link = Link(model, writer, new_replica(layout), topk(0.2, 0), Auto(0.1))
+        link = Link(model, writer, new_replica(layout), topk(0.2, 0), ReplyRule("auto", 0.1))
         assert not link.pull().image, "no base"
         for seed in range(20):
             model.apply(sparse_push(model.span, 0.1, seed))
@@ -242,7 +242,9 @@ def test_auto_leaves_dense_replies_where_a_fleet_outruns_the_ledger():
         model.apply(sparse_push(model.span, 0.1, 99))
         assert link.pull().mode is ReplyMode.TOPK
         assert bits(link.downlink.image) == fp32_bits(link.replica, model.span) or link.downlink.pending is not None
-        dense = Link(shard_of(layout, torch.zeros(1000)), writer, new_replica(layout), topk(0.2, 0), Auto(0.1))
+        dense = Link(
+            shard_of(layout, torch.zeros(1000)), writer, new_replica(layout), topk(0.2, 0), ReplyRule("auto", 0.1)
+        )
         dense.pull()
         for seed in range(20):
             dense.model.apply(sparse_push(dense.model.span, 1.0, seed))
