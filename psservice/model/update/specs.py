@@ -63,7 +63,7 @@ class OptimizerSpec:
         found = _mapping(text, "optimizer", {"name", "options"})
         name = _name(found)
         if name not in optimizers():
-            raise _bad(f"there is no optimizer {name!r} here; there are {', '.join(optimizers())}")
+            raise bad(f"there is no optimizer {name!r} here; there are {', '.join(optimizers())}")
         return cls(name, check_options(name, found.get("options", {})))
 
     @property
@@ -77,7 +77,7 @@ class OptimizerSpec:
         try:
             return optimizers()[self.name](groups, **self.options)
         except TORCH_ERRORS as error:
-            raise _bad(f"torch.optim.{self.name} does not take that: {error}") from error
+            raise bad(f"torch.optim.{self.name} does not take that: {error}") from error
 
     def try_out(self, groups: Sequence[Mapping[str, Any]], scheduler: "SchedulerSpec | None") -> None:
         """Make both over one element a group and step them: on the writer thread a mistake is found too late.
@@ -98,22 +98,22 @@ class OptimizerSpec:
                 if schedule is not None:
                     schedule.step()
         except TORCH_ERRORS as error:
-            raise _bad(f"torch.optim.{self.name}, or its scheduler, cannot be stepped: {error}") from error
+            raise bad(f"torch.optim.{self.name}, or its scheduler, cannot be stepped: {error}") from error
 
 
 def check_options(name: str, options: object) -> dict[str, Any]:
     """Return an optimizer's options, all of them known, finite and sane."""
     if not isinstance(options, dict):
-        raise _bad(f"options of {name} must be a mapping")
+        raise bad(f"options of {name} must be a mapping")
     known = inspect.signature(optimizers()[name].__init__).parameters.keys() - _NOT_OPTIONS
     for option, value in options.items():
         if option not in known:
-            raise _bad(f"{name} has no option {option!r} that can be set here; it has {', '.join(sorted(known))}")
+            raise bad(f"{name} has no option {option!r} that can be set here; it has {', '.join(sorted(known))}")
         _require_plain(f"{name}.{option}", value)
         if option == "lr" and not (_is_number(value) and 0 <= value <= LARGEST_RATE):
-            raise _bad(f"lr of {name} must be from 0 to {LARGEST_RATE:g}, not {value!r}")
+            raise bad(f"lr of {name} must be from 0 to {LARGEST_RATE:g}, not {value!r}")
         if option == "eps" and not all(_is_number(one) and one > 0 for one in _flat(value)):
-            raise _bad(f"eps of {name} must be above 0: a gradient of zero would make a parameter NaN")
+            raise bad(f"eps of {name} must be above 0: a gradient of zero would make a parameter NaN")
     return options
 
 
@@ -136,14 +136,14 @@ class SchedulerSpec:
     @classmethod
     def _of(cls, found: object, depth: int) -> "SchedulerSpec":
         if not isinstance(found, dict) or depth > _MOST_NESTED or found.keys() - {"name", "options", "schedulers"}:
-            raise _bad("a scheduler is a name, options, and perhaps schedulers inside it, not too deep")
+            raise bad("a scheduler is a name, options, and perhaps schedulers inside it, not too deep")
         name, options, inner = _name(found), found.get("options", {}), found.get("schedulers", [])
         if name in _NEEDS_CODE_OR_METRIC:
-            raise _bad(f"{name} needs a function or a metric, which cannot be sent; choose another")
+            raise bad(f"{name} needs a function or a metric, which cannot be sent; choose another")
         if name not in schedulers():
-            raise _bad(f"there is no scheduler {name!r} here; there are {', '.join(schedulers())}")
+            raise bad(f"there is no scheduler {name!r} here; there are {', '.join(schedulers())}")
         if not isinstance(options, dict) or not isinstance(inner, list) or len(inner) > _MOST_SCHEDULERS:
-            raise _bad(f"options of {name} must be a mapping, schedulers a list of at most {_MOST_SCHEDULERS}")
+            raise bad(f"options of {name} must be a mapping, schedulers a list of at most {_MOST_SCHEDULERS}")
         for option, value in options.items():
             _require_plain(f"{name}.{option}", value)
         return cls(name, options, tuple(cls._of(each, depth + 1) for each in inner))
@@ -159,7 +159,7 @@ class SchedulerSpec:
                 made: lr_scheduler.LRScheduler = kind(*arguments, **self.options)
                 return made
         except TORCH_ERRORS as error:
-            raise _bad(f"lr_scheduler.{self.name} does not take that: {error}") from error
+            raise bad(f"lr_scheduler.{self.name} does not take that: {error}") from error
 
 
 def sane_rate(rate: Any) -> float:
@@ -169,20 +169,20 @@ def sane_rate(rate: Any) -> float:
 
 def _mapping(text: str, what: str, keys: set[str]) -> dict[str, Any]:
     if len(text) > _MOST_BYTES:
-        raise _bad(f"the {what} is described in {len(text)} characters, at most {_MOST_BYTES} are read")
+        raise bad(f"the {what} is described in {len(text)} characters, at most {_MOST_BYTES} are read")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _bad(f"the {what} is not JSON: {error}") from error
+        raise bad(f"the {what} is not JSON: {error}") from error
     if not isinstance(found, dict) or found.keys() - keys:
-        raise _bad(f"the {what} must be a mapping with {', '.join(sorted(keys))}")
+        raise bad(f"the {what} must be a mapping with {', '.join(sorted(keys))}")
     return found
 
 
 def _name(found: Mapping[str, Any]) -> str:
     name = found.get("name")
     if not isinstance(name, str):
-        raise _bad("a name must be a word")
+        raise bad("a name must be a word")
     return name
 
 
@@ -190,7 +190,7 @@ def _flat(value: Any, depth: int = 0) -> list[Any]:
     if not isinstance(value, list | tuple):
         return [value]
     if depth == _MOST_NESTED:
-        raise _bad("a list of options is nested too deep")
+        raise bad("a list of options is nested too deep")
     return [one for each in value for one in _flat(each, depth + 1)]
 
 
@@ -198,17 +198,18 @@ def _require_plain(name: str, value: Any) -> None:
     """Admit numbers, words, truth values and short lists of them."""
     flat = _flat(value)
     if len(flat) > 1000:
-        raise _bad(f"{name} is too long")
+        raise bad(f"{name} is too long")
     for one in flat:
         if isinstance(one, bool) or one is None or (isinstance(one, str) and len(one) < 64):
             continue
         if not isinstance(one, int | float) or not abs(one) <= _LARGEST_NUMBER:
-            raise _bad(f"{name} is not a finite number, a word, or a list of those")
+            raise bad(f"{name} is not a finite number, a word, or a list of those")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _bad(detail: str) -> Rejected:
+def bad(detail: str) -> Rejected:
+    """Return the error of settings that make no sense."""
     return Rejected(ErrorCode.BAD_REQUEST, detail)

@@ -27,6 +27,7 @@ from psservice.model.update.specs import (
     TORCH_ERRORS,
     OptimizerSpec,
     SchedulerSpec,
+    bad,
     check_options,
     sane_rate,
 )
@@ -69,10 +70,10 @@ def maker(settings: Mapping[str, str]) -> RuleMaker:
     spec.try_out([group.options for group in groups] or [{}], scheduler)
     every, by_samples, unit = settings.get("scheduler_every", "1").partition(" samples")
     if unit or not (every.isascii() and every.isdigit() and len(every) < _MOST_DIGITS and int(every)):
-        raise _bad(f"scheduler_every must be a number of versions, or of samples ('50 samples'), not {every!r}")
+        raise bad(f"scheduler_every must be a number of versions, or of samples ('50 samples'), not {every!r}")
     lazy = settings.get("lazy", "false") == "true"
     if lazy and spec.name not in LAZY:
-        raise _bad(f"{spec.name} cannot be lazy; {', '.join(sorted(LAZY))} can")
+        raise bad(f"{spec.name} cannot be lazy; {', '.join(sorted(LAZY))} can")
     read = TorchSettings(spec, groups, scheduler, int(every), bool(by_samples), lazy)
     return lambda context: TorchOptimizer(context, read)
 
@@ -83,20 +84,16 @@ def _groups(name: str, text: str) -> tuple[Group, ...]:
     try:
         listed = json.loads(text)
         if len(listed) > _MOST_GROUPS:
-            raise _bad(f"an optimizer has at most {_MOST_GROUPS} groups here, not {len(listed)}")
+            raise bad(f"an optimizer has at most {_MOST_GROUPS} groups here, not {len(listed)}")
         found = [Group(tuple(each["tensors"]), check_options(name, each.get("options", {}))) for each in listed]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _bad(f"the optimizer's groups cannot be read: {error}") from error
+        raise bad(f"the optimizer's groups cannot be read: {error}") from error
     positions = [position for group in found for position in group.tensors]
     if any(not isinstance(p, int) or isinstance(p, bool) or p < 0 for p in positions):
-        raise _bad("the optimizer's groups name tensors by their positions in the layout")
+        raise bad("the optimizer's groups name tensors by their positions in the layout")
     if len(set(positions)) < len(positions):
-        raise _bad("a tensor is in more than one of the optimizer's groups")
+        raise bad("a tensor is in more than one of the optimizer's groups")
     return tuple(found)
-
-
-def _bad(detail: str) -> Rejected:
-    return Rejected(ErrorCode.BAD_REQUEST, detail)
 
 
 class TorchOptimizer:
@@ -107,7 +104,7 @@ class TorchOptimizer:
         self._pieces: list[tuple[Span, torch.Tensor]] = []
         groups = settings.groups or (Group(tuple(range(len(context.layout.parameters))), {}),)
         if any(group.tensors and max(group.tensors) >= len(context.layout.parameters) for group in groups):
-            raise _bad("the optimizer's groups name tensors that the model does not have")
+            raise bad("the optimizer's groups name tensors that the model does not have")
         made = []
         for group in groups:
             pieces = list(self._tensors(group))
@@ -226,7 +223,7 @@ class TorchOptimizer:
             elif self._settings.optimizer.name in ELEMENTWISE:
                 yield inside, self._view(inside)
             else:
-                raise _bad(
+                raise bad(
                     f"{self._settings.optimizer.name} needs tensors whole, and {spec.name!r} is cut between two "
                     f"shards; use one shard, or one of {', '.join(sorted(ELEMENTWISE))}"
                 )

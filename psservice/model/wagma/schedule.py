@@ -85,31 +85,28 @@ def cut(workers: Sequence[str], size: int, iteration: int) -> list[tuple[str, ..
 
 @dataclass(slots=True)
 class StepTimes:
-    """How long workers compute, from one average until the next push, and the grace that follows from it."""
+    """How long workers compute, from one average until the next push, and the grace that follows from that."""
 
-    _means: dict[str, float] = field(default_factory=dict)
-    _jitters: dict[str, float] = field(default_factory=dict)
+    _times: dict[str, tuple[float, float]] = field(default_factory=dict)  # mean and jitter, seconds
 
     def saw(self, worker: str, seconds: float) -> None:
         """Add one step's time."""
-        mean = self._means.get(worker)
-        if mean is None:
-            self._means[worker], self._jitters[worker] = seconds, 0.0
+        if worker not in self._times:
+            self._times[worker] = seconds, 0.0
             return
+        mean, jitter = self._times[worker]
         error = min(seconds, _LONGEST_SAMPLE * mean) - mean
-        self._means[worker] = mean + _MEAN_WEIGHT * error
-        self._jitters[worker] += _JITTER_WEIGHT * (abs(error) - self._jitters[worker])
+        self._times[worker] = mean + _MEAN_WEIGHT * error, jitter + _JITTER_WEIGHT * (abs(error) - jitter)
 
     def forget(self, worker: str) -> None:
         """Drop a worker."""
-        self._means.pop(worker, None)
-        self._jitters.pop(worker, None)
+        self._times.pop(worker, None)
 
     def grace_seconds(self, workers: Sequence[str]) -> float:
         """Return how long the first of a group waits for the others: ``min(0.25·mean step, 2·jitter)``; 0 at first."""
-        known = [worker for worker in workers if worker in self._means]
+        known = [self._times[worker] for worker in workers if worker in self._times]
         if not known:
             return 0.0
-        mean = sum(self._means[worker] for worker in known) / len(known)
-        jitter = sum(self._jitters[worker] for worker in known) / len(known)
+        mean = sum(mean for mean, _ in known) / len(known)
+        jitter = sum(jitter for _, jitter in known) / len(known)
         return min(_GRACE_SHARE * mean, _GRACE_JITTERS * jitter)
