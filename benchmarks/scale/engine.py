@@ -25,7 +25,7 @@ from pscore.model.segment import Segment
 from pscore.select import DEFAULT_SELECTOR, SELECTORS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.changelog import union
-from psservice.model.topk import DifferenceSelection, DownSettings
+from psservice.model.topk import DifferenceSelection, TopKSettings
 
 Points = dict[str, list[tuple[float, ...]]]
 """(units, seconds) by cost, as :class:`~benchmarks.scale.costs.Costs` names them.
@@ -130,7 +130,7 @@ def _exact(work: Work, layout: ModelLayout, density: float, repeats: int, rng: n
         for repeat in range(-1, max(2, repeats // 3)):
             for _ in range(window):
                 shard.commit(noise_push(layout, density, 0, rng))
-            supports = shard.model.ledger.since(shard.model.version - window)
+            supports = shard.model.changelog.since(shard.model.version - window)
             assert supports is not None
             started = time.process_time()
             changed = union(supports, size)
@@ -220,11 +220,11 @@ def _threads(work: Work, layout: ModelLayout, density: float, rng: np.random.Gen
             message.SerializeToString()
 
     def unite(which: int) -> None:
-        supports = shards[which].model.ledger.since(shards[which].model.version - 4)
+        supports = shards[which].model.changelog.since(shards[which].model.version - 4)
         assert supports is not None
         union(supports, layout.size)
 
-    down = DownSettings(density, 0, SELECTORS[DEFAULT_SELECTOR])
+    down = TopKSettings(density, 0, SELECTORS[DEFAULT_SELECTOR])
     images = [torch.zeros(layout.size) for _ in shards]
     selections = [DifferenceSelection(down) for _ in shards]
 

@@ -12,13 +12,17 @@ from pscore.model.segment import Segment
 from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Identity, PushAnswer
 from psservice.model.parameters import ModelShard
-from psservice.model.reply_session import Reply, ReplyMode
+from psservice.model.reply_session import PullRequest, Reply, ReplyMode
 from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
-from psservice.shard.shard import Engine
+from psservice.shard.join import join
+from psservice.shard.lifecycle import open_shard
+from psservice.shard.model_install import finish_upload, open_upload
+from psservice.shard.pull import pull
+from psservice.shard.push import check_push, commit
 from psservice.shard.types import Push
+from psservice.types import Identity, PushAnswer
 from psservice.wire.push_stream import PushReader, read_all, read_push
 
 _LEASE_SECONDS = 3600.0
@@ -38,9 +42,10 @@ class InProcessShard:
         values = {"down_mode": down_mode, "buffers": "none", "lease_seconds": _LEASE_SECONDS, **settings}
         self.layout = layout
         self.settings = ServerSettings.model_validate(values)
-        self.engine = Engine(self.settings, torch.device("cpu"), Metrics())
+        self.engine = open_shard(self.settings, torch.device("cpu"), Metrics())
         self.identity = Identity("bench", str(uuid.uuid4()))
-        joined = self.engine.join(
+        joined = join(
+            self.engine,
             self.identity,
             layout,
             "bench",
@@ -51,14 +56,14 @@ class InProcessShard:
         )
         self.generation = joined.generation
         self.span = Span(0, layout.size)
-        upload, checksum = self.engine.open_upload(self.identity, self.generation, 0), frames.Checksum()
+        upload, checksum = open_upload(self.engine, self.identity, self.generation, 0), frames.Checksum()
         call = upload.go_on()
         zeros = Segment(self.span, None, torch.zeros(layout.size))
         for chunk, _ in frames.encode(zeros, chunk_bytes=self.settings.chunk_bytes):
             checksum.add(chunk)
             upload.read(call, chunk)
         upload.verify(call, checksum.commit())
-        self.engine.finish_upload(upload, 0)
+        finish_upload(self.engine, upload, 0)
         self._groups = groups(layout, GROUP_ELEMENTS)
         self._step = 0
         self._acknowledged = 0
@@ -90,7 +95,7 @@ class InProcessShard:
         """Decode and validate a push, as the server does while it arrives."""
 
         def open_push(header: pb.PushHeader) -> PushReader:
-            self.engine.check_push(self.identity, header.step)
+            check_push(self.engine, self.identity, header.step)
             return PushReader.of(header, self.engine.span)
 
         header, _, segments = read_all(read_push(open_push), messages)
@@ -100,24 +105,18 @@ class InProcessShard:
         self, header: pb.PushHeader, segments: list[Segment], messages: Sequence[pb.PushSparseRequest] = ()
     ) -> PushAnswer:
         """Merge and apply a push that has been read; the messages go into the journal, where there is one."""
-        answer, repeated = self.engine.commit(
-            Push(
-                self.identity,
-                header.step,
-                header.generation,
-                header.base_version,
-                1,
-                segments,
-                [message.SerializeToString() for message in messages],
-            )
-        )
+        raw = [message.SerializeToString() for message in messages]
+        answer, repeated = commit(self.engine, Push(header, segments, raw))
         assert not repeated
         return answer
 
     def commit(self, push: Segment) -> None:
         """Apply a push without a wire."""
         self._step += 1
-        self.engine.commit(Push(self.identity, self._step, self.generation, self.model.version, 1, [push]))
+        identity = pb.WorkerIdentity(worker_id=self.identity.worker_id, incarnation=self.identity.incarnation)
+        base, generation = self.model.version, self.generation
+        header = pb.PushHeader(identity=identity, step=self._step, generation=generation, base_version=base, samples=1)
+        commit(self.engine, Push(header, [push]))
 
     def pull(self, base_version: int) -> Reply:
         """Ask for an exact reply from a version on."""
@@ -168,10 +167,5 @@ class InProcessShard:
         self.engine.close()
 
     def _pull(self, base_version: int | None, *, image: bool) -> Reply:
-        return self.engine.pull(
-            self.identity,
-            self.generation,
-            base_version=base_version,
-            acknowledged=self._acknowledged,
-            replica_is_image=image,
-        )
+        request = PullRequest(base_version, self._acknowledged, image)
+        return pull(self.engine, self.identity, self.generation, request)

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from pscore.version import __version__
 from psservice.cluster.run import RunState
-from psservice.shard.shard import Engine
+from psservice.shard.shard import Shard
 
 
-def bind_metrics(engine: Engine, running_calls: Callable[[], int]) -> None:
+def bind_metrics(engine: Shard, running_calls: Callable[[], int]) -> None:
     """Bind the shard's metrics to its state, and set those that are settings."""
     metrics, settings = engine.metrics, engine.settings
     for gauge, value in (
@@ -19,19 +19,19 @@ def bind_metrics(engine: Engine, running_calls: Callable[[], int]) -> None:
         (metrics.call_limit, settings.rpc_threads),
         (metrics.bytes_in_flight_limit, settings.inflight_bytes),
         (metrics.image_bytes_limit, settings.image_bytes),
-        (metrics.snapshot_interval_seconds, engine.persistence.snapshot_interval_seconds),
+        (metrics.snapshot_interval_seconds, engine.durability.snapshot_interval_seconds),
     ):
         gauge.set(value)
     metrics.queued.set_function(lambda: engine.writer.queued)
     metrics.image_bytes.set_function(lambda: engine.images.bytes)
     metrics.running_calls.set_function(running_calls)
-    metrics.clock_spread.set_function(engine.membership.clock_spread)
+    metrics.clock_spread.set_function(engine.leases.clock_spread)
     metrics.training.set_function(lambda: engine.run.state is RunState.TRAINING)
-    metrics.draining.set_function(lambda: engine.doorway.is_closed)
+    metrics.draining.set_function(lambda: engine.drain_gate.is_closed)
     metrics.elements.set_function(lambda: engine.span.length if engine.layout else 0)
-    metrics.journal_bytes.set_function(lambda: engine.persistence.journal_bytes)
-    metrics.journal_errors.set_function(lambda: engine.persistence.journal_errors)
-    metrics.snapshot_errors.set_function(lambda: engine.persistence.snapshot_errors)
+    metrics.journal_bytes.set_function(lambda: engine.durability.journal_bytes)
+    metrics.journal_errors.set_function(lambda: engine.durability.journal_errors)
+    metrics.snapshot_errors.set_function(lambda: engine.durability.snapshot_errors)
     metrics.shard_info.set_function(
         lambda: {
             "run": engine.run.run_id,

@@ -32,7 +32,7 @@ from psservice.rpc.standard import LIVENESS, Health, reflection_handlers
 from psservice.rpc.status import StatusReport
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings, shown, split_address
-from psservice.shard.shard import Engine
+from psservice.shard.lifecycle import open_shard
 from psservice.storage.files import StorageError
 
 log = logging.getLogger(__name__)
@@ -95,10 +95,12 @@ class Server:
             if settings.tls_cert and settings.tls_key:
                 files = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
                 credentials = files.credentials()
-            self.engine = Engine(settings, resolve_device(settings.device), self._metrics, self._durable, self._failed)
+            self.engine = open_shard(
+                settings, resolve_device(settings.device), self._metrics, self._durable, self._failed
+            )
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
-        self.engine.persistence.checkpoints.keys = gate.server_keys
+        self.engine.durability.checkpoints.keys = gate.server_keys
         report = StatusReport(self.engine)
         operators = OperatorCalls(self.engine, report, self._update_health, self._stop.set)
         self._door = Door(
@@ -106,7 +108,7 @@ class Server:
             gate,
             settings,
             self._metrics,
-            self.engine.doorway.entered,
+            self.engine.drain_gate.track,
         )
         bind_metrics(self.engine, lambda: self._door.at_work)
         handlers = [self._door.handler(), self._health.handler()]
@@ -147,14 +149,14 @@ class Server:
 
     def check_liveness(self) -> None:
         """Ask for a restart where the journal is damaged beyond repair by a running server."""
-        if self.engine.persistence.is_broken:
+        if self.engine.durability.is_broken:
             self._health.set(LIVENESS, serving=False)
 
     def stop(self) -> None:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
         log.info("draining")
         self._serving = False
-        self.engine.doorway.close()
+        self.engine.drain_gate.close()
         self._update_health()
         failed = self.engine.writer.failed
         self._loop.run(self._door.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))
@@ -188,7 +190,7 @@ class Server:
 
     def _update_health(self) -> None:
         """Report SERVING while pushes are accepted and can be made durable as promised."""
-        serves = self._serving and self._healthy and not self.engine.doorway.is_closed
+        serves = self._serving and self._healthy and not self.engine.drain_gate.is_closed
         for name in ("", SERVICE.full_name):
             self._health.set(name, serving=serves)
 

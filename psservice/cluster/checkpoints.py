@@ -19,16 +19,16 @@ from pscore.wire.generation import epoch, nonce
 _ID = re.compile(r"e(\d{1,10})-v\d{1,20}-[0-9a-f]{8}-(\d{1,18})", re.ASCII)
 
 Place = tuple[int, int]
-"""Epoch and number: where a checkpoint is in the order of all."""
+"""Epoch and number: a checkpoint's position in the order of all."""
 
 
 def new_id(generation: int, number: int, version: int) -> str:
-    """Return the id of a checkpoint that shard 0 draws. With the history, since going back repeats versions."""
+    """Return the id of a checkpoint that shard 0 draws; with the history, since going back repeats versions."""
     return f"e{epoch(generation)}-v{version}-{nonce(generation):08x}-{number}"
 
 
 def place_of(checkpoint: str) -> Place | None:
-    """Return where a checkpoint is in the order; ``None`` for a name that an operator has made up."""
+    """Return a checkpoint's position in the order; ``None`` for a name that an operator has made up."""
     found = _ID.fullmatch(checkpoint)
     return None if found is None else (int(found[1]), int(found[2]))
 
@@ -37,14 +37,13 @@ class Checkpoints:
     """What one shard knows of checkpoints. Thread-safe.
 
     Attributes:
-        keys: returns those that prove an id, the one to sign with first; ``None`` where nobody has to prove anything,
-            and none where ids cannot be proved, so that none is followed.
+        keys: returns those that prove an id, the one to sign with first; ``None`` where no proof is asked for, and
+            none where ids cannot be proved, so that none is followed.
         last: the newest that this shard has taken part in.
-        wanted: the newest that it was told of; empty where it has taken part in that.
+        wanted: a newer one that a worker has brought; else empty.
     """
 
     def __init__(self) -> None:
-        """Know of none."""
         self.keys: Callable[[], Sequence[bytes] | None] = lambda: None
         self.last: Place = (0, 0)
         self.wanted = ""
@@ -60,7 +59,7 @@ class Checkpoints:
         return f"{checkpoint}.{_proof(keys[0], run_id, checkpoint)}" if keys else ""
 
     def hear(self, run_id: str, generation: int, told: str) -> bool:
-        """Take in what a worker carries; return True where that is a checkpoint to take part in."""
+        """Note what a worker carries; return True where that is a checkpoint to take part in."""
         checkpoint, _, proof = told.partition(".")
         place, keys = place_of(checkpoint), self.keys()
         if place is None or place[0] != epoch(generation):
@@ -76,7 +75,7 @@ class Checkpoints:
         return True
 
     def up_to(self, checkpoint: str) -> Place:
-        """Return what is the newest that this shard has taken part in, once it has in this one too."""
+        """Return the newest of this checkpoint and those that this shard has taken part in."""
         with self._lock:
             return max(self.last, place_of(checkpoint) or self.last)
 

@@ -1,4 +1,4 @@
-"""The way in for what changes a shard: open, or closed while the server is drained; and who is inside."""
+"""The gate in front of everything that changes a shard: closed while the server is drained."""
 
 import threading
 from collections.abc import Iterator
@@ -8,51 +8,40 @@ from pscore.wire.errors import ErrorCode, Rejected
 
 
 class DrainGate:
-    """Counts the calls that may change the shard, and lets no new one act while it is closed. Thread-safe.
+    """Counts the calls that may change the shard, and refuses new changes while closed. Thread-safe.
 
-    A call is counted before it asks whether the door is open. So once the door is closed, nothing comes in behind the
-    count: when it reaches zero, no worker changes the shard any more.
+    A call is counted before the call asks whether the gate is open. So once the gate is closed and the count has
+    reached zero, no worker changes the shard any more.
     """
 
     def __init__(self) -> None:
-        """Begin open."""
         self._lock = threading.Lock()
-        self._inside = 0
-        self._closed = False
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether new calls are refused."""
-        return self._closed
-
-    @property
-    def inside(self) -> int:
-        """Calls that have come in and not ended."""
-        return self._inside
+        self.in_flight = 0
+        self.is_closed = False
 
     def close(self) -> None:
-        """Refuse new calls from now on; those inside go on."""
+        """Refuse new changes from now on; calls in flight go on."""
         with self._lock:
-            self._closed = True
+            self.is_closed = True
 
     def open(self) -> None:
-        """Let calls in again."""
+        """Admit changes again."""
         with self._lock:
-            self._closed = False
+            self.is_closed = False
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def track(self) -> Iterator[None]:
         """Count a call for as long as the context lasts."""
         with self._lock:
-            self._inside += 1
+            self.in_flight += 1
         try:
             yield
         finally:
             with self._lock:
-                self._inside -= 1
+                self.in_flight -= 1
 
     def require_open(self) -> None:
-        """Refuse what is new while the door is closed; raises :class:`Rejected` (``DRAINING``)."""
+        """Raise :class:`Rejected` (``DRAINING``) while the gate is closed."""
         with self._lock:
-            if self._closed:
+            if self.is_closed:
                 raise Rejected(ErrorCode.DRAINING, "the server is drained, or stopping")

@@ -1,139 +1,49 @@
-"""Who takes part: leases, and a small record of each worker's last push for exactly-once.
+"""Which workers take part: a lease each; and which an operator keeps out for a time.
 
-Liveness is the lease, not the connection: any call of a worker renews it, and at its end the worker's state is freed.
-The record of an incarnation (last step, first answer) stays, so that a repeated push is recognised even after a lost
-lease.
+Liveness is the lease, not the connection: any call of a worker renews the lease, and the worker's state is freed at
+the lease's end.
 """
 
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.cluster.bans import Bans
-from psservice.model.reply_session import ReplyMode, ReplySession
+from psservice.cluster.member import Member
+from psservice.model.reply_session import ReplySession
 from psservice.policy.admission import Pace, first_clock
 from psservice.policy.reply_mode import ReplyRule
-from psservice.policy.staleness import OwnVersions, smoothed
-
-MOST_RECORDS = 4096
-"""Incarnations without a lease that are remembered; beyond it the least recent go."""
-
-RECORD_SECONDS = 24 * 3600.0
-"""How long an incarnation without a lease is remembered."""
+from psservice.policy.staleness import smoothed
+from psservice.types import Identity
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """A worker's name and the UUID of this life of it."""
-
-    worker_id: str
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class PushAnswer:
-    """What a push was answered; kept for repeats."""
-
-    version: int
-    staleness: int
-    apply_nanoseconds: int
-    applied_scale: float = 1.0
-
-
-@dataclass(slots=True)
-class PushRecord:
-    """What is remembered of an incarnation beyond its lease, so that repeats are recognised.
-
-    Attributes:
-        step: its last push; 0 before the first.
-        answer: what that push was answered.
-        buffer_step: its last exchange of buffers.
-        own: the versions that its pushes have made, as far as they are needed to count its staleness.
-        used: when it was last asked for, by the clock of leases.
-    """
-
-    step: int = 0
-    answer: PushAnswer | None = None
-    buffer_step: int = 0
-    own: OwnVersions = field(default_factory=OwnVersions)
-    used: float = field(default=0.0, compare=False)
-
-
-@dataclass
-class Member:
-    """A live worker."""
-
-    identity: Identity
-    downlink: ReplySession
-    lease_end: float
-    last_step: int = 0
-    staleness: int = 0
-    pushes: int = 0
-    push_bytes: int = 0
-    pull_bytes: int = 0
-    received_bytes: int = 0
-    """Of streams, also of those that were cut."""
-    samples: int = 0
-    reply_mode: ReplyMode | None = None
-    reply_density: float = 0.0
-    """Density of the last reply."""
-    index_codecs: frozenset[int] = frozenset()
-    """Which the worker reads."""
-    clock: int = 0
-    """Pushes since it joined, counted from the slowest live clock at that time."""
-    clock_moved: float = 0.0
-    """When it last pushed, or joined."""
-    interval_seconds: float = 0.0
-    """Mean time between its pushes; 0 before the second."""
-    first_batches: int = 0
-    """Fingerprint of its first batches, as it has told; 0 where it has not."""
-    batches_told: float = 0.0
-    """When it first told that."""
-    has_no_samples: bool = False
-    """Whether it has asked for samples, was given none and holds none: its next step waits for others' steps."""
-
-
-@dataclass
-class Membership:
-    """The live workers of a shard. Thread-safe; nothing waits for a disk under its lock.
+class Leases:
+    """The live workers of a shard. Thread-safe; nothing waits for a disk under the lock.
 
     All leases are of one length, so members in the order of their last renewal are in the order of their leases' ends.
-
-    Args:
-        lease_seconds: life of a lease without renewal.
-        make_rule: returns a fresh reply rule for a new member.
-        on_expire: told by :meth:`expire` of each member whose lease has ended by itself, outside the lock.
-        clock: monotonic seconds; tests pass their own.
+    :meth:`expire` calls ``on_expire`` with each member whose lease has run out, outside the lock.
     """
 
-    lease_seconds: float
-    make_rule: Callable[[], ReplyRule]
-    on_expire: Callable[[Member], None] = lambda member: None
-    clock: Callable[[], float] = time.monotonic
-    _members: OrderedDict[str, Member] = field(default_factory=OrderedDict)
-    _ended: deque[Member] = field(default_factory=deque)
-    _records: OrderedDict[Identity, PushRecord] = field(default_factory=OrderedDict)
-    _last_pushes: OrderedDict[str, tuple[str, int]] = field(default_factory=OrderedDict)
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-    _bans: Bans = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Keep nobody out."""
-        self._bans = Bans(lambda: self.clock())
+    def __init__(
+        self,
+        lease_seconds: float,
+        make_rule: Callable[[], ReplyRule],
+        on_expire: Callable[[Member], None] = lambda member: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lease_seconds, self.clock = lease_seconds, clock
+        self._make_rule, self._on_expire = make_rule, on_expire
+        self._members: OrderedDict[str, Member] = OrderedDict()
+        self._ended: deque[Member] = deque()
+        self._lock = threading.RLock()
+        self._bans: dict[str, float] = {}  # ends by name; in memory only, so a restart forgets them
 
     def join(self, identity: Identity) -> Member:
-        """Grant or renew a lease.
-
-        Raises:
-            Refusal: ``WORKER_ALIVE`` while another incarnation of the same name holds one; ``EVICTED``.
-        """
+        """Grant or renew a lease; raises :class:`Rejected` (``WORKER_ALIVE``, ``EVICTED``)."""
         with self._lock:
-            self._bans.require_none(identity.worker_id)
-            self._drop_ended()
-            member = self._members.get(identity.worker_id)
+            self._require_no_ban(identity.worker_id)
+            member = self._named(identity.worker_id)
             if member is not None and member.identity != identity:
                 remaining = member.lease_end - self.clock()
                 raise Rejected(
@@ -145,22 +55,17 @@ class Membership:
                     lease_seconds=f"{remaining:.3f}",
                 )
             if member is None:
-                member = Member(identity, ReplySession(self.make_rule()), 0.0, clock_moved=self.clock())
+                member = Member(identity, ReplySession(self._make_rule()), 0.0, clock_moved=self.clock())
                 member.clock = first_clock(other.clock for other in self._members.values())
                 self._members[identity.worker_id] = member
             return self._renewed(member)
 
     def require(self, identity: Identity) -> Member:
-        """Return the live member and renew its lease.
-
-        Raises:
-            Refusal: ``LEASE_EXPIRED`` if there is none of this identity; ``EVICTED``.
-        """
+        """Return the live member and renew the lease; raises :class:`Rejected` (``LEASE_EXPIRED``, ``EVICTED``)."""
         with self._lock:
-            self._bans.require_none(identity.worker_id)
-            self._drop_ended()
-            member = self._members.get(identity.worker_id)
-            if member is None or member.identity != identity:
+            self._require_no_ban(identity.worker_id)
+            member = self._find(identity)
+            if member is None:
                 raise Rejected(
                     ErrorCode.LEASE_EXPIRED,
                     f"worker {identity.worker_id!r} ({identity.incarnation}) has no lease here",
@@ -169,11 +74,9 @@ class Membership:
             return self._renewed(member)
 
     def received(self, identity: Identity, nbytes: int) -> None:
-        """Note that bytes of a stream have come, which renew a lease if there is one still."""
+        """Count bytes of a stream; they renew a lease that has not ended."""
         with self._lock:
-            self._drop_ended()
-            member = self._members.get(identity.worker_id)
-            if member is not None and member.identity == identity:
+            if (member := self._find(identity)) is not None:
                 self._renewed(member).received_bytes += nbytes
 
     def leave(self, identity: Identity) -> bool:
@@ -186,48 +89,37 @@ class Membership:
             return True
 
     def evict(self, worker_id: str, ban_seconds: float) -> Member | None:
-        """End the lease of whoever has this name, and keep the name out; return who held the lease.
-
-        Args:
-            worker_id: the name.
-            ban_seconds: how long it is kept out; 0 for not at all, and for no longer.
-
-        Raises:
-            Refusal: ``NO_SUCH_WORKER`` where nobody of this name holds a lease or is kept out, and nobody is to be.
-        """
+        """End the lease under a name, ban the name (0 ends a ban), and return the member (``NO_SUCH_WORKER``)."""
         with self._lock:
-            self._drop_ended()
-            member = self._members.get(worker_id)
-            if member is None and not ban_seconds and worker_id not in self._bans.remaining():
+            member = self._named(worker_id)
+            if member is None and not ban_seconds and worker_id not in self._bans_left():
                 raise Rejected(
                     ErrorCode.NO_SUCH_WORKER, f"no live worker is called {worker_id!r} here", worker=worker_id
                 )
-            self._bans.put(worker_id, ban_seconds)
+            self._bans.pop(worker_id, None)
+            if ban_seconds > 0:
+                self._bans[worker_id] = self.clock() + ban_seconds
             return self._members.pop(worker_id, None)
 
     def evicted(self) -> dict[str, float]:
-        """Return the names that are kept out, and for how many seconds more."""
+        """Return the seconds that are left of each ban, by name."""
         with self._lock:
-            return self._bans.remaining()
+            return self._bans_left()
 
     def expire(self) -> None:
-        """Tell of every member whose lease has ended and was not told of yet, and forget old records.
+        """Report every member whose lease has run out and that was not reported yet.
 
-        By one thread at a time, and before a lease of the same name is written down: so the journal has the end of a
-        worker's lease before its next one.
+        One thread at a time calls this, before the next lease of the same name is journaled.
         """
         with self._lock:
             self._drop_ended()
-            self._forget_records()
         while self._ended:
-            self.on_expire(self._ended.popleft())
+            self._on_expire(self._ended.popleft())
 
-    def is_live(self, identity: Identity | None) -> bool:
-        """Tell whether this identity holds a lease."""
+    def is_live(self, identity: Identity) -> bool:
+        """Tell whether this identity has a lease."""
         with self._lock:
-            self._drop_ended()
-            member = None if identity is None else self._members.get(identity.worker_id)
-            return member is not None and member.identity == identity
+            return self._find(identity) is not None
 
     def members(self) -> list[Member]:
         """Return the live members by name."""
@@ -236,13 +128,12 @@ class Membership:
             return [self._members[name] for name in sorted(self._members)]
 
     def __len__(self) -> int:
-        """Count the live members."""
         with self._lock:
             self._drop_ended()
             return len(self._members)
 
     def pace(self, member: Member) -> Pace | None:
-        """Return where a member stands among the other live ones; ``None`` where there is no other."""
+        """Compare a member's clock with those of the other live ones; ``None`` where there is no other."""
         with self._lock:
             self._drop_ended()
             others = [other for other in self._members.values() if other is not member]
@@ -254,7 +145,7 @@ class Membership:
             )
 
     def tick(self, member: Member) -> None:
-        """Move a member's clock: a push of it was applied."""
+        """Advance a member's clock after one of the member's pushes was applied."""
         with self._lock:
             now = self.clock()
             if member.pushes:
@@ -269,9 +160,9 @@ class Membership:
         return [member.interval_seconds for member in self.members()]
 
     def same_batches(self, member: Member, fingerprint: int) -> int:
-        """Note the fingerprint of a member's first batches; return how many other members have the same.
+        """Note the fingerprint of a member's first batches; return how many other members have the same one.
 
-        Members that were not heard since are not counted: one may be this worker's former life, under another name.
+        A member without a call since then may be a former life of this worker, and is not counted.
         """
         with self._lock:
             if fingerprint != member.first_batches:
@@ -289,60 +180,35 @@ class Membership:
         return max(clocks, default=0) - min(clocks, default=0)
 
     def reset_downlinks(self) -> None:
-        """Forget every image: the model is another one."""
+        """Drop every image: another model is installed."""
         with self._lock:
             for member in self._members.values():
-                member.downlink = ReplySession(self.make_rule())
+                member.downlink = ReplySession(self._make_rule())
 
-    def record(self, identity: Identity) -> PushRecord:
-        """Return what is remembered of an incarnation, to be read and written on the writer thread.
+    # Below, the lock is held.
 
-        Of incarnations without a lease, those that were last asked for long ago are forgotten, and the least recent
-        beyond a number.
-        """
-        with self._lock:
-            record = self._records.setdefault(identity, PushRecord())
-            record.used = self.clock()
-            self._records.move_to_end(identity)
-            self._forget_records()
-            return record
+    def _bans_left(self) -> dict[str, float]:
+        now = self.clock()
+        self._bans = {name: end for name, end in sorted(self._bans.items()) if end > now}
+        return {name: end - now for name, end in self._bans.items()}
 
-    def remember_push(self, identity: Identity, step: int, answer: PushAnswer, own: OwnVersions) -> None:
-        """Record a push that was applied."""
-        with self._lock:
-            record = self.record(identity)
-            record.step, record.answer, record.own = step, answer, own
-            self._last_pushes[identity.worker_id] = (identity.incarnation, step)
-            self._last_pushes.move_to_end(identity.worker_id)
-
-    def remembered(self) -> tuple[list[tuple[Identity, PushRecord]], list[tuple[str, tuple[str, int]]]]:
-        """Return copies of all records, and of the last push by worker name; least recent first."""
-        with self._lock:
-            self._forget_records()
-            return [(identity, replace(record)) for identity, record in self._records.items()], list(
-                self._last_pushes.items()
+    def _require_no_ban(self, worker_id: str) -> None:
+        remaining = self._bans.get(worker_id, 0.0) - self.clock() if self._bans else 0.0
+        if remaining > 0:
+            raise Rejected(
+                ErrorCode.EVICTED,
+                f"an operator has evicted worker {worker_id!r}; it may come back in {remaining:.1f} s",
+                retry_seconds=remaining,
+                worker=worker_id,
             )
 
-    def restore(
-        self, records: Mapping[Identity, PushRecord], last_pushes: Mapping[str, tuple[str, int]], live: list[Identity]
-    ) -> list[Member]:
-        """Take over what was remembered before a restart, and grant the leases that were held; return the members."""
-        with self._lock:
-            now = self.clock()
-            self._records = OrderedDict((known, replace(record, used=now)) for known, record in records.items())
-            self._last_pushes = OrderedDict(
-                (name, push) for name, push in last_pushes.items() if Identity(name, push[0]) in self._records
-            )
-            members = [self.join(identity) for identity in live]
-            self._forget_records()
-            return members
+    def _named(self, worker_id: str) -> Member | None:
+        self._drop_ended()
+        return self._members.get(worker_id)
 
-    def last_push(self, worker_id: str) -> tuple[str, int] | None:
-        """Return (incarnation, step) of the last push that was applied under a worker's name."""
-        with self._lock:
-            return self._last_pushes.get(worker_id)
-
-    # Inner parts; the lock is held
+    def _find(self, identity: Identity) -> Member | None:
+        member = self._named(identity.worker_id)
+        return member if member is not None and member.identity == identity else None
 
     def _renewed(self, member: Member) -> Member:
         member.lease_end = self.clock() + self.lease_seconds
@@ -357,18 +223,3 @@ class Membership:
                 return
             del self._members[name]
             self._ended.append(member)
-
-    def _forget_records(self) -> None:
-        oldest = self.clock() - RECORD_SECONDS
-        while self._records:
-            identity, record = next(iter(self._records.items()))
-            if record.used > oldest and len(self._records) <= MOST_RECORDS + len(self._members):
-                return
-            member = self._members.get(identity.worker_id)
-            if member is not None and member.identity == identity:
-                record.used = self.clock()
-                self._records.move_to_end(identity)
-                continue
-            del self._records[identity]
-            if self._last_pushes.get(identity.worker_id, ("", 0))[0] == identity.incarnation:
-                del self._last_pushes[identity.worker_id]

@@ -1,4 +1,4 @@
-"""The run: its id, what its workers must agree on, and its end."""
+"""The run: its id, the settings that its workers agree on, and its end."""
 
 import secrets
 from collections.abc import Mapping
@@ -28,19 +28,17 @@ class Run:
     """One training run as one shard sees it.
 
     Args:
-        run_id: its name; empty draws a random one on the coordinator, and elsewhere takes that of the model which the
-            shard takes: of the upload, or, where it began with a model of its own, of the first push to that.
+        run_id: its name. Where that is empty, the coordinator draws one, and another shard adopts that of the model
+            uploaded to it or, where it began with a model of its own, of the first push to that model.
         coordinator: whether this is shard 0.
-        end_versions: version of this shard at which it ends; 0 for no such end.
-        end_samples: samples after which it ends; 0 for no such end.
+        end_versions: version of this shard at which the run ends; 0 for no such end.
+        end_samples: samples after which the run ends; 0 for no such end.
     """
 
     def __init__(self, run_id: str, *, coordinator: bool = True, end_versions: int = 0, end_samples: int = 0) -> None:
-        """Begin a run without a model."""
-        self._follows = not run_id and not coordinator
+        self._adopts = not run_id and not coordinator
         self.run_id = run_id or (secrets.token_hex(4) if coordinator else "")
-        self.end_versions = end_versions
-        self.end_samples = end_samples
+        self.end_versions, self.end_samples = end_versions, end_samples
         self.state = RunState.EMPTY
         self.samples = 0
         self.method = ""
@@ -51,13 +49,17 @@ class Run:
         """Whether it is over."""
         return self.state is RunState.FINISHED
 
-    def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
-        """Check the run that a caller names; raises :class:`Rejected` (``RUN_MISMATCH``).
+    @property
+    def state_with_model(self) -> RunState:
+        """Its state once there is a model; a finished run stays finished."""
+        return RunState.TRAINING if self.state is RunState.EMPTY else self.state
 
-        A shard that follows the coordinator and is of no run yet has nothing to compare with, and takes none from here:
-        a name proves nothing.
+    def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
+        """Raise :class:`Rejected` (``RUN_MISMATCH``) where a caller names another run.
+
+        A shard that adopts a run and has none yet has nothing to compare with; a name alone is not adopted.
         """
-        if (may_be_empty and not run_id) or (self._follows and not self.run_id):
+        if (may_be_empty and not run_id) or (self._adopts and not self.run_id):
             return
         if run_id != self.run_id:
             raise Rejected(
@@ -66,28 +68,16 @@ class Run:
             )
 
     def require_upload(self, run_id: str) -> None:
-        """Check the run that an upload names: one of another run replaces that of a shard which follows.
-
-        Raises:
-            Refusal: ``RUN_MISMATCH``.
-        """
-        if not self._follows:
+        """Raise :class:`Rejected` (``RUN_MISMATCH``) where an upload names a run that this shard may not adopt."""
+        if not self._adopts:
             self.require_id(run_id)
 
-    def follow(self, run_id: str) -> None:
-        """Take the run of an installed model, or of a push to it; nothing where the run was named at the start."""
-        self.run_id = self.following(run_id)
-
-    def following(self, run_id: str) -> str:
-        """Return the run of a shard that has followed."""
-        return run_id if self._follows and run_id else self.run_id
+    def adopted(self, run_id: str) -> str:
+        """Return the run's id once a model, or a push to one, has brought ``run_id``."""
+        return run_id if self._adopts and run_id else self.run_id
 
     def agree(self, method: str, settings: Mapping[str, str], *, replace: bool) -> None:
-        """Take the first worker's method as the run's, and compare every later worker's with it.
-
-        Raises:
-            Refusal: ``SETTINGS_MISMATCH``, naming the first setting that differs.
-        """
+        """Adopt the first worker's method as the run's, or compare with it (``SETTINGS_MISMATCH``)."""
         if not self.method or replace:
             self.method, self.method_settings = method, dict(settings)
             return
@@ -111,23 +101,17 @@ class Run:
         self.run_id, self.state, self.samples = run_id, state, samples
         self.method, self.method_settings = method, dict(settings)
 
-    @property
-    def state_with_model(self) -> RunState:
-        """Where it is once there is a model; a finished run stays finished."""
-        return RunState.TRAINING if self.state is RunState.EMPTY else self.state
-
     def require_open(self) -> None:
-        """Check that pushes are taken; raises :class:`Rejected` (``RUN_FINISHED``)."""
-        if self.state is RunState.FINISHED:
+        """Raise :class:`Rejected` (``RUN_FINISHED``) where the run is over."""
+        if self.is_finished:
             raise Rejected(ErrorCode.RUN_FINISHED, f"run {self.run_id!r} is over")
 
-    def count(self, version: int, samples: int) -> bool:
-        """Count a push; return True if it has brought the run to its end."""
+    def count(self, samples: int) -> None:
+        """Count a push's samples."""
         self.samples = added(self.samples, samples)
-        return self.is_over(version)
 
     def is_over(self, version: int) -> bool:
-        """Tell whether what was counted brings the run to its end."""
+        """Tell whether the counts have reached the run's end."""
         return bool(
             (self.end_versions and version >= self.end_versions)
             or (self.end_samples and self.samples >= self.end_samples)

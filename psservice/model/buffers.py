@@ -1,7 +1,4 @@
-"""The server's copy of a model's buffers: a moving average over workers, weighted by samples.
-
-The formula is in docs/protocol.md, *Buffers*.
-"""
+"""The server's average of a model's buffers over workers, weighted by samples (docs/protocol.md, *Buffers*)."""
 
 import threading
 
@@ -14,15 +11,14 @@ from pscore.wire.errors import ErrorCode, Rejected
 
 
 class BufferAverage:
-    """Buffers of one model. Floating-point ones are averaged, integer scalars take the maximum, others are constant.
+    """Floating-point buffers are averaged, integer scalars take the maximum, others are constant. Thread-safe.
 
     Args:
         specs: all buffers, in layout order.
-        values: their first values, one tensor a spec.
+        values: their first values, one tensor a spec; without weight, so that the first contribution replaces them.
     """
 
     def __init__(self, specs: tuple[TensorSpec, ...], values: list[torch.Tensor]) -> None:
-        """Start from uploaded values with no weight, so that the first contribution replaces them."""
         self._specs = specs
         self._values = [
             value.float() if spec.dtype in (torch.float16, torch.bfloat16) else value
@@ -33,7 +29,7 @@ class BufferAverage:
         self.exchanged = tuple(spec for spec in specs if is_exchanged(spec))
 
     def check(self, data: bytes) -> list[torch.Tensor]:
-        """Take packed buffers apart; raises :class:`Rejected` (``NON_FINITE``) as :meth:`contribute` does."""
+        """Unpack exchanged buffers; raises :class:`Rejected` (``NON_FINITE``) where a value is not a number."""
         tensors = unpack(data, self.exchanged)
         for spec, tensor in zip(self.exchanged, tensors, strict=True):
             if spec.dtype.is_floating_point and bool(tensor.isnan().any()):
@@ -43,26 +39,15 @@ class BufferAverage:
         return tensors
 
     def contribute(self, data: bytes, samples: int, live_workers: int) -> None:
-        """Take one worker's exchanged buffers in; see docs/protocol.md for the formula.
-
-        Args:
-            data: the exchanged buffers, packed.
-            samples: how many samples they have seen since the worker's last contribution.
-            live_workers: the length of the average, in contributions.
-
-        Raises:
-            Refusal: ``NON_FINITE``, where a value is not a number.
-        """
-        tensors = self.check(data)
-        incoming = dict(zip((spec.name for spec in self.exchanged), tensors, strict=True))
+        """Average one worker's packed buffers in; ``live_workers`` is the length of the average (``NON_FINITE``)."""
+        incoming = dict(zip((spec.name for spec in self.exchanged), self.check(data), strict=True))
         with self._lock:
             self.weight = (1 - 1 / max(1, live_workers)) * self.weight + samples
             share = samples / self.weight if self.weight else 0.0
             for i, spec in enumerate(self._specs):
-                value = incoming.get(spec.name)
+                value, mine = incoming.get(spec.name), self._values[i]
                 if value is None:
                     continue
-                mine = self._values[i]
                 if spec.dtype.is_floating_point:
                     value = value.to(mine.dtype)
                     mean = torch.lerp(mine, value, share)
@@ -72,7 +57,7 @@ class BufferAverage:
                     self._values[i] = torch.maximum(mine, value)
 
     def export(self) -> tuple[float, StateDict]:
-        """Return the weight, and the values by name as they are kept: more exact than in their own dtypes."""
+        """Return the weight, and copies of the values by name as they are kept: more exact than in their own dtypes."""
         with self._lock:
             return self.weight, {
                 spec.name: value.clone() for spec, value in zip(self._specs, self._values, strict=True)

@@ -1,9 +1,8 @@
 """Synchronous rounds: gather one update from every live worker, apply their mean once.
 
 A worker contributes with an ordinary push. The round closes when every live worker has contributed, or the first ``q``
-of them (backup workers; Chen et al. 2016), or some time after the first; the mean is over *those that contributed*. A
-push for a round that is closed is too stale: its payload goes back into the worker's residual. Pulls of those who have
-contributed wait for the close.
+of them (backup workers; Chen et al. 2016), or some time after the first; the mean is over the contributors. A push for
+a closed round is too stale: its payload goes back into the worker's residual. Pulls of contributors wait for the close.
 """
 
 import json
@@ -17,7 +16,7 @@ import torch
 from pscore.model.layout import Span
 from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.update.base import PLAIN, RuleState, StepInfo
+from psservice.model.update.base import PLAIN, PushContext, RuleState
 
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
 _POLL_SHARE = 0.1
@@ -31,7 +30,7 @@ class RoundSettings:
 
     Attributes:
         quorum: contributions that are enough; 0 for those of all live workers.
-        seconds: after the first contribution, when it closes with what is there; 0 for no such limit.
+        seconds: after the first contribution, when the round closes with what is there; 0 for no such limit.
         start_workers: live workers that the first round of a run waits for.
     """
 
@@ -41,11 +40,7 @@ class RoundSettings:
 
     @classmethod
     def parse(cls, settings: Mapping[str, str]) -> "RoundSettings | None":
-        """Read ``rounds`` of the method settings; ``None`` where training is asynchronous.
-
-        Raises:
-            Refusal: ``BAD_REQUEST``.
-        """
+        """Read ``rounds`` of the method settings; ``None``: asynchronous (``BAD_REQUEST``)."""
         text = settings.get("rounds", "")
         if not text:
             return None
@@ -66,17 +61,9 @@ class RoundSettings:
         age_seconds: float,
         *,
         first: bool,
-        away: Collection[str] = (),
+        dropped: Collection[str] = (),
     ) -> bool:
-        """Tell whether a round closes.
-
-        Args:
-            contributors: names of the workers whose update is there; they may have died since.
-            live: names of the workers that hold a lease.
-            age_seconds: since the first contribution.
-            first: whether it is the run's first round.
-            away: names of those that are not waited for.
-        """
+        """Tell whether a round closes; ``age_seconds`` since its first contribution, ``first`` of the run."""
         if not contributors:
             return False
         if first and len({*live, *contributors}) < self.start_workers:
@@ -85,34 +72,26 @@ class RoundSettings:
             return True
         if self.quorum and len(contributors) >= self.quorum:
             return True
-        return all(name in contributors or name in away for name in live)
+        return all(name in contributors or name in dropped for name in live)
 
 
 class Round:
-    """The open round of a shard: the sum of what has come, and from whom.
-
-    Args:
-        span: the shard's.
-        device: of its parameters.
-        clock: monotonic seconds.
+    """The open round of a shard: the sum of its updates, and its contributors.
 
     Attributes:
-        contributors: names of those whose step is in it.
-        away: names of those whose contribution was dropped when the shard went back, and who have made none since;
-            nobody waits for them.
-        is_empty: whether nothing at all is.
+        dropped: workers whose contribution a rollback has dropped and who have made none since; none waits for them.
+        is_empty: whether no update at all is in the round.
     """
 
     def __init__(self, span: Span, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin the first round."""
         self._span, self._clock = span, clock
         self._sum = torch.zeros(span.length, dtype=torch.float32, device=device)
-        self._touched: torch.Tensor | None = torch.zeros(span.length, dtype=torch.bool, device=device)
+        self._touched = torch.zeros(span.length, dtype=torch.bool, device=device)
         self._opened = 0.0
         self._rates: dict[str, tuple[float, ...]] = {}
         self._samples = 0
         self.contributors: set[str] = set()
-        self.away: set[str] = set()
+        self.dropped: set[str] = set()
         self.is_empty = True
 
     @property
@@ -122,98 +101,80 @@ class Round:
 
     @property
     def retry_seconds(self) -> float:
-        """When to ask again: a share of how long it has taken already."""
+        """When to ask again: a share of the time waited already."""
         return min(max(_POLL_SHARE * self.age_seconds, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
 
-    def add(self, worker: str, update: Segment | None, info: StepInfo = PLAIN) -> None:
-        """Take a contribution in; several of one worker count as one.
-
-        Args:
-            worker: whose.
-            update: over the shard; ``None``: it has no entries.
-            info: its rates, of which a worker's last count, and its samples. Without samples it is what a worker still
-                held when it was told to stop: added, and not counted.
-
-        Raises:
-            Refusal: ``NON_FINITE``, where the sum might leave the range of fp32.
-        """
+    def add(self, worker: str, update: Segment | None, context: PushContext = PLAIN) -> None:
+        """Add a contribution (``NON_FINITE``); several of one worker count as one, a flush (no samples) as none."""
         if update is not None:
             if bool(update.values.abs().max() > _LARGEST_VALUE):
                 raise Rejected(ErrorCode.NON_FINITE, f"a value above {_LARGEST_VALUE:g} is not taken into a round")
             if update.offsets is None:
                 self._sum.add_(update.values)
-                self._touched = None
+                self._touched.fill_(True)
             else:
                 self._sum.index_add_(0, update.offsets, update.values)
-                if self._touched is not None:
-                    self._touched[update.offsets] = True
-        self.is_empty = self.is_empty and update is None
-        if update is not None or info.samples:
-            self._rates[worker] = info.rates
-            self._samples += info.samples
-        if info.samples:
+                self._touched[update.offsets] = True
+            self.is_empty = False
+        if update is not None or context.samples:
+            self._rates[worker] = context.group_rates
+            self._samples += context.samples
+        if context.samples:
             if not self.contributors:
                 self._opened = self._clock()
             self.contributors.add(worker)
-            self.away.discard(worker)
+            self.dropped.discard(worker)
 
-    def begin_anew(self, away: Collection[str]) -> None:
-        """Drop what has come, and wait for none of these workers until it has contributed again."""
+    def begin_anew(self, dropped: Collection[str]) -> None:
+        """Drop all contributions, and wait for none of these workers until it has contributed again."""
         self.close()
         self.open_next()
-        self.away = set(away)
+        self.dropped = set(dropped)
 
-    def close(self) -> tuple[Segment | None, StepInfo]:
-        """Return the means of updates and rates and the sum of samples.
-
-        Who has contributed waits until :meth:`open_next`, which follows when the mean has been applied.
-        """
+    def close(self) -> tuple[Segment | None, PushContext]:
+        """Return the means of updates and rates and the sum of samples; contributors wait until :meth:`open_next`."""
         count = max(1, len(self.contributors))
-        if self._touched is None:
-            mean: Segment | None = Segment(self._span, None, self._sum / count)
-            self._sum.zero_()
-            self._touched = torch.zeros(self._span.length, dtype=torch.bool, device=self._sum.device)
-        else:
-            offsets = self._touched.nonzero().view(-1)
-            mean = Segment(self._span, offsets, self._sum[offsets] / count) if offsets.numel() else None
-            self._sum[offsets] = 0
-            self._touched[offsets] = False
-        info = StepInfo(tuple(map(_mean, zip(*self._rates.values(), strict=True))), self._samples)
+        offsets = self._touched.nonzero().view(-1)
+        mean: Segment | None = None
+        if offsets.numel() == self._span.length:
+            mean = Segment(self._span, None, self._sum / count)
+        elif offsets.numel():
+            mean = Segment(self._span, offsets, self._sum[offsets] / count)
+        self._sum[offsets] = 0
+        self._touched[offsets] = False
+        rates = tuple(map(_mean, zip(*self._rates.values(), strict=True)))
+        context = PushContext(samples=self._samples, group_rates=rates)
         self.is_empty, self._rates, self._samples = True, {}, 0
-        return mean, info
+        return mean, context
 
     def open_next(self) -> None:
         """Begin the next round."""
         self.contributors = set()
 
     def export(self) -> RuleState:
-        """Copy what has come so far."""
-        if not self.contributors and not self.away and self.is_empty:
+        """Copy the round."""
+        if not self.contributors and not self.dropped and self.is_empty:
             return RuleState()
-        tensors = {"sum": self._sum.clone()}
-        if self._touched is not None:
-            tensors["touched"] = self._touched.clone()
         plain = {
             "contributors": sorted(self.contributors),
-            "away": sorted(self.away),
+            "dropped": sorted(self.dropped),
             "is_empty": self.is_empty,
             "rates": self._rates,
             "samples": self._samples,
         }
-        return RuleState(plain, tensors)
+        return RuleState(plain, {"sum": self._sum.clone(), "touched": self._touched.clone()})
 
     def restore(self, state: RuleState) -> None:
-        """Go on with a round; its age begins anew."""
+        """Continue a round; its age begins anew."""
         if not state.plain:
             return
         self.is_empty = bool(state.plain["is_empty"])
         self.contributors = {str(name) for name in state.plain["contributors"]}
-        self.away = {str(name) for name in state.plain["away"]}
+        self.dropped = {str(name) for name in state.plain["dropped"]}
         self._rates = {str(name): tuple(map(float, rates)) for name, rates in state.plain["rates"].items()}
         self._samples = int(state.plain["samples"])
         self._sum.copy_(state.tensors["sum"])
-        touched = state.tensors.get("touched")
-        self._touched = None if touched is None else touched.to(self._sum.device)
+        self._touched.copy_(state.tensors["touched"])
         self._opened = self._clock()
 
 

@@ -1,11 +1,12 @@
 """Selecting from the difference between a shard and the image of a replica, among what changed where that is less.
 
 After a selection every entry that was not sent differs by no more than the smallest one that was: the tensor's *bound*.
-An entry that no push has touched since cannot have come to differ by more. So the next selection need look only at what
-the ledger says has changed (and at what was sent rounded), and takes from it what exceeds the bound: the same entries
-that a look at everything would have found. Where too few exceed it, that tensor is looked at whole; its bound falls.
+An entry that no push has touched since cannot differ by more. So the next selection searches only the entries that the
+log of changes names (and those sent rounded) for values that exceed the bound: a search of everything would find the
+same. Where too few exceed the bound, that tensor is searched whole; its bound falls.
 """
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,42 +21,44 @@ from pscore.select.kernels import device_selection, kernels_for
 from pscore.select.kernels.base import Taken
 from pscore.select.kernels.cuda import PendingTaken
 from pscore.select.warm import warm
-from psservice.model.changelog import ChangedIndices
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.model.changelog import ChangedIndices, sorted_distinct
+from psservice.model.image_budget import ImageBudget
 
 _FEW = 0.75
-"""Share of ``k`` below which a tensor is looked at whole."""
+"""Share of ``k`` below which a tensor is searched whole."""
 
 _WORTH_IT = 1 / 40
-"""Changed entries over elements from which one look at everything is cheaper: it reads in order (measured)."""
+"""Changed entries over elements from which one search of everything is cheaper: it reads in order (measured)."""
 
 
 @dataclass(frozen=True, slots=True)
-class DownSettings:
-    """How a top-k reply selects.
+class TopKSettings:
+    """How a top-k reply is made and travels.
 
     Attributes:
         density: share of a tensor's entries that is sent.
         dense_below: tensors with fewer elements are sent whole.
-        selector: takes about k entries.
+        value: value codec, by its number in the proto.
+        chunk_bytes: largest payload of a chunk.
+        images: where no room is left, no further worker is answered so.
     """
 
     density: float
     dense_below: int
     selector: Selector
+    value: int = pb.VALUE_CODEC_FP32
+    chunk_bytes: int = 1 << 20
+    images: ImageBudget = field(default_factory=lambda: ImageBudget(sys.maxsize))
 
 
 @dataclass(slots=True)
 class DifferenceSelection:
-    """What is remembered of one worker's image from reply to reply.
+    """The state of one worker's image from reply to reply; ``searches`` counts tensors, for tests."""
 
-    Attributes:
-        version: the shard's when it was last selected from; ``None`` before.
-        looks: how many tensors were looked at whole, and how many among what changed.
-    """
-
-    settings: DownSettings
+    settings: TopKSettings
     version: int | None = None
-    looks: dict[str, int] = field(default_factory=lambda: {"whole": 0, "changed": 0})
+    searches: dict[str, int] = field(default_factory=lambda: {"whole": 0, "changed": 0})
     _bounds: dict[int, float] = field(default_factory=dict)
     _recalls: dict[int, dict[str, Any]] = field(default_factory=dict)
     _rounded: torch.Tensor | None = None
@@ -69,15 +72,10 @@ class DifferenceSelection:
         version: int,
         changed: list[ChangedIndices] | None,
     ) -> Taken:
-        """Select from ``theta − image``; offsets count from the span's start.
+        """Select from ``theta − image`` (fp32 ``[span.length]``); offsets count from the span's start.
 
-        Args:
-            theta: the shard's parameters, fp32 ``[span.length]``.
-            image: likewise.
-            layout: the model's.
-            span: what the shard owns of it. A tensor that a border cuts is selected from by each shard for its part.
-            version: the shard's, read before anything else.
-            changed: what each version since :attr:`version` has changed; ``None`` where that is not known.
+        Each shard selects from its own part of a tensor that a border cuts. ``version`` was read before anything else;
+        ``changed`` has each version since the last selection, ``None`` where the changes are not known.
         """
         spans = {
             position: slice(common.start - span.start, common.end - span.start)
@@ -85,11 +83,9 @@ class DifferenceSelection:
         }
         among = self._among(theta, changed)
         found = {} if among is None else self._from_changed(theta, image, spans, among)
-        self.looks["changed"] += len(found)
-        self.looks["whole"] += len(spans) - len(found)
-        found |= self._from_all(
-            theta, image, {position: spans[position] for position in spans if position not in found}
-        )
+        self.searches["changed"] += len(found)
+        self.searches["whole"] += len(spans) - len(found)
+        found |= self._from_all(theta, image, {i: part for i, part in spans.items() if i not in found})
         self.version = version
         pieces = [found[position] for position in spans]
         if not pieces:
@@ -97,45 +93,36 @@ class DifferenceSelection:
         return Taken(torch.cat([taken.offsets for taken in pieces]), torch.cat([taken.values for taken in pieces]))
 
     def sent(self, taken: Taken, arrived: torch.Tensor) -> None:
-        """Note as what values the selected entries have been sent: what was rounded is looked at again."""
+        """Note the values with which the selected entries have been sent: rounded ones are searched again."""
         where = (taken.values != arrived).nonzero().view(-1)
         self._rounded = taken.offsets[where] if where.numel() else None
 
-    def forget(self) -> None:
-        """Begin anew, with another image."""
-        self.version = None
-        self._bounds.clear()
-        self._recalls.clear()
-        self._rounded = None
-
     def _among(self, theta: torch.Tensor, changed: list[ChangedIndices] | None) -> list[torch.Tensor] | None:
-        """Return sets of offsets that hold every entry that may exceed its bound; ``None``: look at all."""
+        """Return sets of offsets that cover every entry that may exceed its bound; ``None``: search everything."""
         if theta.device.type != "cpu" or self.version is None or changed is None:
             return None
-        known = [support for support in changed if support is not None]
-        if len(known) < len(changed) or sum(support.numel() for support in known) > _WORTH_IT * theta.numel():
+        known = [each for each in changed if each is not None]
+        if len(known) < len(changed) or sum(each.numel() for each in known) > _WORTH_IT * theta.numel():
             return None
         return known if self._rounded is None else [*known, self._rounded]
 
     def _from_changed(
         self, theta: torch.Tensor, image: torch.Tensor, spans: dict[int, slice], among: list[torch.Tensor]
     ) -> dict[int, Taken]:
-        """Select in the tensors whose bound is known, as far as enough exceeds it."""
-        bounded = [position for position in spans if position in self._bounds]
-        if len(bounded) < len(spans):
+        """Select in the tensors in which enough entries exceed the bound."""
+        if any(position not in self._bounds for position in spans):
             return {}
-        ends = np.array([spans[position].stop for position in bounded], dtype=np.int64)
-        bounds = np.array([self._bounds[position] for position in bounded], dtype=np.float32)
+        ends = np.array([part.stop for part in spans.values()], dtype=np.int64)
+        bounds = np.array([self._bounds[position] for position in spans], dtype=np.float32)
         kernels = kernels_for(theta)
-        hits = [kernels.exceeding(theta, image, support, ends, bounds) for support in among]
-        offsets = _sorted_distinct(hits)
+        offsets = _joined([kernels.exceeding(theta, image, each, ends, bounds) for each in among])
         values = theta[offsets] - image[offsets]
         cuts = [0, *np.searchsorted(offsets.numpy(), ends).tolist()]
         found = {}
-        for number, position in enumerate(bounded):
+        for number, (position, whole) in enumerate(spans.items()):
             part = slice(cuts[number], cuts[number + 1])
             taken = Taken(offsets[part], values[part])
-            size = spans[position].stop - spans[position].start
+            size = whole.stop - whole.start
             if size >= self.settings.dense_below:
                 k = entries_for(size, self.settings.density)
                 if taken.offsets.numel() < _FEW * k:
@@ -163,26 +150,20 @@ class DifferenceSelection:
                 pending[position] = self.settings.selector(Difference(a, b), k, recall)
         found = {}
         for position, part in spans.items():
-            taken = _collected(pending[position])
+            taken = pending[position]
+            if not isinstance(taken, Taken):
+                taken.collect()
+                taken = taken.on_device()
             small = part.stop - part.start < self.settings.dense_below
             self._bounds[position] = 0.0 if small or not taken.values.numel() else float(taken.values.abs().min())
             found[position] = Taken(taken.offsets + part.start, taken.values)
         return found
 
 
-def _collected(taken: Taken | PendingTaken) -> Taken:
-    if isinstance(taken, Taken):
-        return taken
-    taken.collect()
-    return taken.on_device()
-
-
-def _sorted_distinct(parts: list[torch.Tensor]) -> torch.Tensor:
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Join ascending offsets into ascending offsets without repeats."""
     if len(parts) == 1:
         return parts[0]
-    joined = np.sort(np.concatenate([part.numpy() for part in parts])) if parts else np.empty(0, np.int64)
-    first = np.empty(joined.size, np.bool_)
-    first[:1] = True
-    np.not_equal(joined[1:], joined[:-1], out=first[1:])
-    return torch.from_numpy(joined[first])
+    return torch.from_numpy(
+        sorted_distinct(np.concatenate([part.numpy() for part in parts])) if parts else np.empty(0, np.int64)
+    )

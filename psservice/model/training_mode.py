@@ -1,4 +1,4 @@
-"""What a run's method asks of the server: which update rule, and whether updates are gathered in rounds."""
+"""What a run's method asks of the server: an update rule, synchronous rounds, group averaging."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +13,7 @@ from psservice.model.wagma.schedule import GroupSettings
 
 @dataclass(frozen=True, slots=True)
 class TrainingMode:
-    """How the updates of a run are taken.
-
-    Attributes:
-        rule: makes what is done with an update.
-        rounds: when a synchronous round closes; ``None`` for asynchronous training.
-        groups: who averages with whom; ``None`` where workers share one model.
-    """
+    """How the updates of a run are applied; without rounds and groups, one by one to one model."""
 
     rule: RuleMaker = Subtract
     rounds: RoundSettings | None = None

@@ -1,9 +1,9 @@
-"""Admission rules: which pushes are taken, by their staleness, by their worker's lead and by their norm.
+"""Which pushes are admitted, by staleness, by the worker's lead and by norm; each rule is off at 0.
 
-Each rule is off at 0. The *cut-off* refuses a push that is too stale; its payload goes back into the worker's residual.
-The *bound* is that of stale synchronous parallel training (SSP; Ho et al. 2013): with clocks ``c`` that count pushes,
-a worker may push while ``c + 1 − min(c of the others) ≤ s``; else it is told to come back. The *norm cap* refuses an
-update whose L2 norm is above it.
+The *cut-off* refuses a push that is too stale; its payload goes back into the worker's residual. The *bound* is that of
+stale synchronous parallel training (SSP; Ho et al. 2013): with clocks ``c`` that count pushes, a worker may push while
+``c + 1 − min(c of the others) ≤ s``, and must ask again later beyond that. The *norm cap* refuses an update whose L2
+norm is above it.
 """
 
 import math
@@ -21,20 +21,13 @@ _NORM_BLOCK = 1 << 16
 
 
 def first_clock(live: Iterable[int]) -> int:
-    """Return the clock that a worker begins with: that of the slowest live one, so that nobody waits for its past."""
+    """Return a new worker's clock: that of the slowest live one, so that nobody waits for the new worker's past."""
     return min(live, default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Where a worker stands among the other live ones.
-
-    Attributes:
-        clock: its pushes.
-        slowest: the lowest clock of the others.
-        slowest_worker: whose that is.
-        silent_seconds: since that one's last push, or its joining.
-    """
+    """A worker's clock beside the lowest of the other live ones, and the time since the last push of that worker."""
 
     clock: int
     slowest: int
@@ -43,45 +36,31 @@ class Pace:
 
     @property
     def retry_seconds(self) -> float:
-        """When to ask again: a share of how long it has taken already, so that a long wait is few calls."""
+        """When to ask again: a share of the time waited already, so that a long wait is few calls."""
         return min(max(_POLL_SHARE * self.silent_seconds, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The admission rules of a run.
-
-    Attributes:
-        max_staleness: pushes of others between a push's base and the push; 0 for no cut-off.
-        ssp_bound: pushes that a worker may be ahead of the slowest other live one; 0 for no bound.
-        max_update_norm: L2 norm of an update; 0 for no cap.
-    """
+    """The admission rules of a run: pushes of others since the base, the lead in pushes, the L2 norm."""
 
     max_staleness: int = 0
     ssp_bound: int = 0
     max_update_norm: float = 0.0
 
     def require_fresh(self, staleness: int, *, in_rounds: bool = False) -> None:
-        """Apply the cut-off, and in synchronous training that of a round that is closed.
-
-        Raises:
-            Refusal: ``TOO_STALE``.
-        """
+        """Apply the cut-off, in synchronous training that of a closed round; raises ``Rejected`` (``TOO_STALE``)."""
         if in_rounds and staleness:
-            raise Rejected(
-                ErrorCode.TOO_STALE,
+            why, limit = (
                 f"{staleness} rounds were closed since the worker's pull; what it computed is too late for them",
-                staleness=str(staleness),
-                max_staleness="0",
+                0,
             )
-        if self.max_staleness and staleness > self.max_staleness:
-            raise Rejected(
-                ErrorCode.TOO_STALE,
-                f"{staleness} pushes of others were applied since the worker's pull, "
-                f"at most {self.max_staleness} may be",
-                staleness=str(staleness),
-                max_staleness=str(self.max_staleness),
-            )
+        elif self.max_staleness and staleness > self.max_staleness:
+            limit = self.max_staleness
+            why = f"{staleness} pushes of others were applied since the worker's pull, at most {limit} may be"
+        else:
+            return
+        raise Rejected(ErrorCode.TOO_STALE, why, staleness=str(staleness), max_staleness=str(limit))
 
     def require_in_step(self, pace: Pace | None) -> None:
         """Apply the bound; ``None`` is a worker that is alone. Raises :class:`Rejected` (``TOO_FAR_AHEAD``)."""
@@ -98,7 +77,7 @@ class Admission:
             )
 
     def norm(self, update: Segment | None) -> float:
-        """Measure an update that lies on the host, where there is a cap; else 0."""
+        """Return the L2 norm of an update on the host, or 0 where there is no cap."""
         if not self.max_update_norm or update is None:
             return 0.0
         values = update.values.numpy()  # in blocks, in numpy: stays on this thread, and squares do not overflow in fp64

@@ -1,55 +1,34 @@
-"""Reply rules: whether a worker is answered exactly or with the top-k of the difference.
+"""Whether a worker is answered exactly or with the top-k of the difference (secondary compression, DGS paper).
 
-A rule sees, at each pull, how dense the change since the worker's version is, and says whether the worker should be in
-top-k mode from now on. The mechanics of the switch are in :mod:`psservice.model.reply_session`.
+A rule sees, at each pull, how dense the change since the worker's version is, and chooses the mode from then on. The
+mechanics of the switch are in :mod:`psservice.model.reply_session`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 CALM_PULLS = 64
-"""Pulls in a row with little change after which ``auto`` goes back to exact replies."""
-
-
-class ReplyRule(Protocol):
-    """Decides the mode of one worker's replies, pull by pull."""
-
-    def wants_topk(self, changed_density: float | None, in_topk: bool) -> bool:
-        """Say whether the next replies should be top-k.
-
-        Args:
-            changed_density: what changed since the worker's version over all elements; ``None`` where a dense reply is
-                due anyway (no base, dense pushes, a restart).
-            in_topk: whether the worker is answered in top-k mode now.
-        """
-
-
-class Exact:
-    """Always exact."""
-
-    def wants_topk(self, changed_density: float | None, in_topk: bool) -> bool:
-        """Never."""
-        return False
-
-
-class TopK:
-    """Always top-k (secondary compression, DGS paper)."""
-
-    def wants_topk(self, changed_density: float | None, in_topk: bool) -> bool:
-        """Always."""
-        return True
+"""Pulls in a row with little change after which ``auto`` returns to exact replies."""
 
 
 @dataclass
-class Auto:
-    """Exact while what changed is sparse; top-k above ``limit``; back after a calm stretch below half of it."""
+class ReplyRule:
+    """Chooses the mode of one worker's replies, pull by pull; ``mode`` is the setting ``down_mode``.
 
-    limit: float
+    ``auto`` is exact while the change is sparse, top-k above ``limit``, and exact again after a calm stretch below half
+    of it.
+    """
+
+    mode: str
+    limit: float = 0.0
     _calm: int = field(default=0, init=False)
 
     def wants_topk(self, changed_density: float | None, in_topk: bool) -> bool:
-        """Compare the density of change with the limit, with hysteresis on the way back."""
+        """Tell whether the next replies should be top-k.
+
+        ``changed_density`` is ``None`` where a dense reply is due anyway (no base, dense pushes, a restart).
+        """
+        if self.mode != "auto":
+            return self.mode == "topk"
         if changed_density is None:
             return in_topk
         if not in_topk:
@@ -60,9 +39,3 @@ class Auto:
             return True
         self._calm = 0
         return False
-
-
-def reply_rule(name: str, limit: float) -> ReplyRule:
-    """Return a fresh rule, one a worker; ``name`` is the setting ``down_mode``."""
-    makers: dict[str, Callable[[], ReplyRule]] = {"exact": Exact, "topk": TopK, "auto": lambda: Auto(limit)}
-    return makers[name]()

@@ -1,7 +1,7 @@
 """Staleness: how it is counted, and what it does to the size of an asynchronous update.
 
-A push is as stale as others have pushed between its base version and itself: what its worker pushed meanwhile is no
-news to it. The factor of each push is told to the worker and kept.
+A push is as stale as others have pushed between its base version and itself; the worker's own pushes do not count.
+The factor of each push is told to the worker and kept.
 
 *Delay-adaptive steps* shrink what comes late: with ``W`` workers a staleness of ``W − 1`` is normal, and beyond it
 ``η_τ = η·(W − 1)/τ``. *Rescaled ASGD* (arXiv 2605.13434) shrinks what comes often: a worker that pushes every ``T_i``
@@ -23,11 +23,9 @@ def smoothed(before: float, seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OwnVersions:
-    """The versions that a worker's own pushes have made since the base of the last one.
+    """The versions of a generation that a worker's own pushes have made since the base of the last one.
 
-    Attributes:
-        generation: of the model whose versions these are.
-        runs: first and last of neighbouring versions, ascending.
+    ``runs`` has the first and last of neighbouring versions, ascending.
     """
 
     generation: int = 0
@@ -40,7 +38,7 @@ class OwnVersions:
         return sum(last - max(first - 1, base) for first, last in self.runs if last > base)
 
     def noted(self, generation: int, base: int, version: int) -> "OwnVersions":
-        """Return them with one more, and without those up to the base of its push: a later push has no older base."""
+        """Add a version, and drop those up to the base of its push: a later push has no older base."""
         runs = [(first, last) for first, last in self.runs if last > base] if generation == self.generation else []
         if runs and runs[-1][1] == version - 1:
             runs[-1] = (runs[-1][0], version)
@@ -51,29 +49,18 @@ class OwnVersions:
 
 @dataclass(frozen=True, slots=True)
 class StalenessScaling:
-    """How pushes are scaled.
-
-    Attributes:
-        adaptive: by their staleness.
-        by_speed: by their worker's speed.
-    """
+    """Whether pushes are scaled by staleness (``adaptive``), and by their worker's speed."""
 
     adaptive: bool = False
     by_speed: bool = False
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is scaled; else a push need not look at the other workers."""
+        """Whether anything is scaled; else a push need not read the other workers' intervals."""
         return self.adaptive or self.by_speed
 
     def factor(self, staleness: int, interval_seconds: float, intervals_seconds: Sequence[float]) -> float:
-        """Return what a push is multiplied by.
-
-        Args:
-            staleness: ``τ`` of the push.
-            interval_seconds: ``T_i`` of its worker; 0 where it is not known yet.
-            intervals_seconds: ``T`` of every live worker, likewise; as many as there are workers.
-        """
+        """Return the factor of a push of staleness ``τ``; intervals between pushes are 0 where not known yet."""
         factor = 1.0
         if self.adaptive:
             factor *= min(1.0, max(1, len(intervals_seconds) - 1) / max(1, staleness))

@@ -8,7 +8,8 @@ from google.protobuf.json_format import MessageToDict
 
 from pscore.wire.messages import layout_to_message
 from psservice.cluster.checkpoints import place_of
-from psservice.cluster.leases import Membership
+from psservice.cluster.dedup import Dedup
+from psservice.cluster.leases import Leases
 from psservice.cluster.run import Run, RunState
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
@@ -37,11 +38,15 @@ class Kept(Protocol):
 
     device: torch.device
     is_coordinator: bool
-    model: ModelShard | None
     run: Run
-    membership: Membership
+    leases: Leases
+    dedup: Dedup
     writer: Writer
     metrics: Metrics
+
+    @property
+    def model(self) -> ModelShard | None:
+        """Its model."""
 
     def content(self) -> Content:
         """Return what it holds."""
@@ -73,7 +78,7 @@ def capture(engine: Kept, content: Content, checkpoint: str, average: tuple[floa
     """
     model, run = content.model, engine.run
     memory = model.export()
-    known, last_pushes = engine.membership.remembered()
+    known, last_pushes = engine.dedup.remembered()
     manifest = Manifest(
         checkpoint=checkpoint,
         is_named=bool(checkpoint) and place_of(checkpoint) is None,
@@ -109,7 +114,7 @@ def capture(engine: Kept, content: Content, checkpoint: str, average: tuple[floa
                 index_codecs=sorted(member.index_codecs),
                 clock=member.clock,
             )
-            for member in engine.membership.members()
+            for member in engine.leases.members()
         ],
         memory=dict(memory.plain),
         datasets=kept(content.datasets),

@@ -7,7 +7,6 @@ from typing import cast
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Identity, PushAnswer
 from psservice.model.wagma.rounds import Decision
 from psservice.recovery.records import Kind, add_messages, body_of
 from psservice.sampling.codec import record_of
@@ -16,6 +15,7 @@ from psservice.storage.datadir import DataDir
 from psservice.storage.files import StorageError
 from psservice.storage.journal import JournalError
 from psservice.storage.journal_format import Body
+from psservice.types import Identity, PushAnswer
 from psservice.wire.identity import identity_to_message
 
 log = logging.getLogger(__name__)

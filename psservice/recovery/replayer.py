@@ -19,14 +19,14 @@ from pscore.model.segment import Segment, merge
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import kept_layout_from_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Identity, PushAnswer, PushRecord
+from psservice.cluster.dedup import PushRecord
 from psservice.cluster.run import RunState, added
 from psservice.model.buffers import BufferAverage
-from psservice.model.changelog import ChangedIndices, UpdateLedger
-from psservice.model.parameters import ModelShard, PushContext, ShardSettings
+from psservice.model.changelog import ChangedIndices, ChangeLog
+from psservice.model.parameters import ModelShard, ShardSettings
 from psservice.model.training_mode import TrainingMode
-from psservice.model.update.base import RuleState
-from psservice.model.wagma.replicas import GroupedShard, make_shard
+from psservice.model.update.base import PushContext, RuleState
+from psservice.model.wagma.replicas import GroupedShard, shard_kind
 from psservice.model.wagma.rounds import Decision
 from psservice.policy.admission import first_clock
 from psservice.policy.staleness import OwnVersions
@@ -37,6 +37,7 @@ from psservice.storage.journal_format import Record
 from psservice.storage.manifest import Manifest
 from psservice.storage.recovery_source import RecoverySource, sources
 from psservice.storage.snapshots import Snapshot, found
+from psservice.types import Identity, PushAnswer
 from psservice.wire.identity import identity_from_message
 from psservice.wire.push_stream import PushReader, read_all, read_push
 
@@ -174,14 +175,15 @@ class LogReplayer:
         return True
 
     def _shard(self, theta: torch.Tensor, version: int, settings: ShardSettings) -> ModelShard:
-        return make_shard(
+        mode = TrainingMode.of(self.manifest.method_settings)
+        return shard_kind(mode)(
             self.layout,
             self.span,
             theta,
             generation=self.manifest.generation,
             version=version,
             settings=settings,
-            regime=TrainingMode.of(self.manifest.method_settings),
+            mode=mode,
         )
 
     def extend_changelog(self) -> None:
@@ -191,7 +193,7 @@ class LogReplayer:
         """
         if not self.model.versions_are_pushes:
             return
-        ledger, version = self.model.ledger, self.manifest.version
+        ledger, version = self.model.changelog, self.manifest.version
         for records in self._source.earlier():
             if ledger.covered_from != version or not ledger.room:
                 return
@@ -204,13 +206,13 @@ class LogReplayer:
                 return
             version -= len(supports)
 
-    def _newest_supports(self, records: Iterator[Record], version: int, room: int) -> UpdateLedger | None:
+    def _newest_supports(self, records: Iterator[Record], version: int, room: int) -> ChangeLog | None:
         """Return what the last pushes of a segment changed, ending in ``version``, within ``room`` entries.
 
         Returns:
             Nothing changed where the segment holds no push; ``None`` where the versions do not follow one another.
         """
-        newest = UpdateLedger(self.span.length, room)
+        newest = ChangeLog(self.span.length, room)
         last: tuple[int, ChangedIndices] | None = None
         try:
             for record in records:
@@ -223,7 +225,7 @@ class LogReplayer:
                     newest.append(*last)
                 elif last is not None and last[0] != answer.version:  # else the push before it was refused
                     return None
-                last = answer.version, self.model.support_of(merge(self.span, segments))
+                last = answer.version, self.model.changed_by(merge(self.span, segments))
         except (StorageError, Rejected, ValueError, DecodeError, IndexError):
             return None
         if last is not None and last[0] == version:
@@ -277,15 +279,9 @@ class LogReplayer:
                 f"{self.model.version} of {self.model.generation}"
             )
         update = on_device(merge(self.span, segments), self.model.theta.device)
-        correction = PushContext(
-            answer.applied_scale or 1.0,
-            header.base_version,
-            header.learning_rate,
-            header.samples,
-            tuple(header.group_rates),
-        )
+        context = PushContext.of(header, answer.applied_scale or 1.0)
         try:
-            self.model.take(header.identity.worker_id, update, correction, header.step)
+            self.model.take(header.identity.worker_id, update, context, header.step)
         except Rejected as error:  # as it was then: that follows from the parameters and the push alone
             log.debug("a push that was refused is left out", extra={"offset": record.offset, "why": str(error)})
             return

@@ -6,7 +6,10 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc.calls import Call
 from psservice.rpc.status import StatusReport
-from psservice.shard.shard import Engine
+from psservice.shard.join import evict
+from psservice.shard.lifecycle import finish
+from psservice.shard.model_install import roll_back
+from psservice.shard.shard import Shard
 
 
 class OperatorCalls:
@@ -20,7 +23,7 @@ class OperatorCalls:
     """
 
     def __init__(
-        self, engine: Engine, report: StatusReport, on_drain: Callable[[], None], stop: Callable[[], None]
+        self, engine: Shard, report: StatusReport, on_drain: Callable[[], None], stop: Callable[[], None]
     ) -> None:
         self._engine, self._report, self._on_drain, self._stop = engine, report, on_drain, stop
 
@@ -32,12 +35,12 @@ class OperatorCalls:
         """End the run."""
         engine = self._engine
         engine.run.require_id(request.run_id, may_be_empty=True)
-        path = engine.finish()
+        path = finish(engine)
         return pb.FinishRunResponse(version=engine.require_model(None).version, final_model=path)
 
     def take_snapshot(self, call: Call, request: pb.TakeSnapshotRequest) -> pb.TakeSnapshotResponse:
         """Take a snapshot."""
-        snapshot = self._engine.persistence.take_asked(self._engine, request.checkpoint)
+        snapshot = self._engine.durability.take_asked(self._engine, request.checkpoint)
         manifest = snapshot.manifest
         return pb.TakeSnapshotResponse(
             checkpoint=manifest.checkpoint, version=manifest.version, path=str(snapshot.path)
@@ -45,7 +48,7 @@ class OperatorCalls:
 
     def list_checkpoints(self, call: Call, request: pb.ListCheckpointsRequest) -> pb.ListCheckpointsResponse:
         """Report the snapshots."""
-        manifests = [each.manifest for each in self._engine.persistence.snapshots()]
+        manifests = [each.manifest for each in self._engine.durability.snapshots()]
         return pb.ListCheckpointsResponse(
             checkpoints=[
                 pb.CheckpointStatus(
@@ -61,33 +64,33 @@ class OperatorCalls:
 
     def delete_checkpoint(self, call: Call, request: pb.DeleteCheckpointRequest) -> pb.DeleteCheckpointResponse:
         """Delete a checkpoint that an operator has named."""
-        return pb.DeleteCheckpointResponse(version=self._engine.persistence.delete(request.checkpoint).manifest.version)
+        return pb.DeleteCheckpointResponse(version=self._engine.durability.delete(request.checkpoint).manifest.version)
 
     def restore_model(self, call: Call, request: pb.RestoreModelRequest) -> pb.RestoreModelResponse:
         """Take the shard back to a version or a checkpoint."""
         target = request.WhichOneof("target")
         if target is None:
             raise Rejected(ErrorCode.BAD_REQUEST, "name a version or a checkpoint to go back to")
-        model = self._engine.roll_back(request.version if target == "version" else None, request.checkpoint)
+        model = roll_back(self._engine, request.version if target == "version" else None, request.checkpoint)
         return pb.RestoreModelResponse(version=model.version, generation=model.generation)
 
     def drain(self, call: Call, request: pb.DrainRequest) -> pb.DrainResponse:
         """Close the shard to new changes, or open it again."""
-        engine, doorway = self._engine, self._engine.doorway
+        engine, gate = self._engine, self._engine.drain_gate
         match request.action:
             case pb.DRAIN_ACTION_CLOSE | pb.DRAIN_ACTION_STOP:
-                doorway.close()
+                gate.close()
             case pb.DRAIN_ACTION_OPEN:
-                doorway.open()
+                gate.open()
             case _:
                 raise Rejected(ErrorCode.BAD_REQUEST, f"{request.action} is no action that this server knows")
         self._on_drain()
-        inside, queued = doorway.inside, engine.writer.queued
+        inside, queued = gate.in_flight, engine.writer.queued
         stopping = request.action == pb.DRAIN_ACTION_STOP and not inside and not queued
         if stopping:
             self._stop()
         return pb.DrainResponse(
-            draining=doorway.is_closed,
+            draining=gate.is_closed,
             calls_inside=inside,
             queued=queued,
             version=engine.model.version if engine.model else 0,
@@ -97,8 +100,8 @@ class OperatorCalls:
     def evict_worker(self, call: Call, request: pb.EvictWorkerRequest) -> pb.EvictWorkerResponse:
         """End a worker's lease."""
         engine = self._engine
-        member = engine.evict(request.worker_id, request.ban_seconds)
-        _, last_step = engine.membership.last_push(request.worker_id) or ("", 0)
+        member = evict(engine, request.worker_id, request.ban_seconds)
+        _, last_step = engine.dedup.last_push(request.worker_id) or ("", 0)
         return pb.EvictWorkerResponse(
             had_lease=member is not None,
             incarnation=member.identity.incarnation if member else "",

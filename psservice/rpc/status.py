@@ -6,12 +6,12 @@ from pscore.model.layout import Span
 from pscore.version import __version__
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Member
+from psservice.cluster.member import Member
 from psservice.cluster.run import RunState
 from psservice.model.reply_session import ReplyMode
 from psservice.observability.metrics import count_of
 from psservice.settings import ServerSettings
-from psservice.shard.shard import Engine
+from psservice.shard.shard import Shard
 
 RUN_STATES = {
     RunState.EMPTY: pb.RUN_STATE_EMPTY,
@@ -26,7 +26,7 @@ _BUFFER_POLICIES = {"sync": pb.BUFFER_POLICY_SYNC, "local": pb.BUFFER_POLICY_LOC
 class StatusReport:
     """Reports on a shard; the uptime counts from here."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Shard) -> None:
         self._engine = engine
         self._started = time.monotonic()
 
@@ -35,7 +35,7 @@ class StatusReport:
         engine, settings = self._engine, self._engine.settings
         model, layout = engine.model, engine.layout
         span = engine.span if layout else Span(0, 0)
-        last = engine.persistence.last_snapshot
+        last = engine.durability.last_snapshot
         snapshot = last.manifest if last else None
         counts = engine.metrics
         return pb.GetStatusResponse(
@@ -51,7 +51,7 @@ class StatusReport:
             shard_index=settings.shard_index,
             num_shards=settings.num_shards,
             device=str(engine.device),
-            workers=[self._worker(member) for member in engine.membership.members() if not brief],
+            workers=[self._worker(member) for member in engine.leases.members() if not brief],
             push_bytes=count_of(counts.received_bytes, "PushSparse"),
             pull_bytes=count_of(counts.sent_bytes, "PullDiff"),
             buffer_bytes=sum(count_of(each, "ExchangeBuffers") for each in (counts.received_bytes, counts.sent_bytes)),
@@ -63,9 +63,9 @@ class StatusReport:
             snapshot_version=snapshot.version if snapshot else 0,
             snapshot_checkpoint=snapshot.checkpoint if snapshot else "",
             snapshot_age_seconds=max(0.0, time.time() - snapshot.created_unix_seconds) if snapshot else 0.0,
-            journal_bytes=engine.persistence.journal_bytes,
-            draining=engine.doorway.is_closed,
-            calls_inside=engine.doorway.inside,
+            journal_bytes=engine.durability.journal_bytes,
+            draining=engine.drain_gate.is_closed,
+            calls_inside=engine.drain_gate.in_flight,
             queue_limit=settings.apply_queue_limit,
             durable=engine.durable,
             pushes=count_of(counts.answered, "PushSparse"),
@@ -74,13 +74,13 @@ class StatusReport:
             dense_pull_bytes=count_of(counts.dense_bytes, "PullDiff"),
             evicted=[
                 pb.EvictedWorker(worker_id=name, remaining_seconds=seconds)
-                for name, seconds in engine.membership.evicted().items()
+                for name, seconds in engine.leases.evicted().items()
             ],
             max_staleness=settings.max_staleness,
         )
 
     def _worker(self, member: Member) -> pb.WorkerStatus:
-        now = self._engine.membership.clock()
+        now = self._engine.leases.clock()
         return pb.WorkerStatus(
             worker_id=member.identity.worker_id,
             incarnation=member.identity.incarnation,

@@ -26,16 +26,21 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Identity, Member
-from psservice.model.reply_session import Reply
+from psservice.cluster.member import Member
+from psservice.model.reply_session import PullRequest, Reply
 from psservice.rpc.calls import Call, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, charged, largest_stream
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, wish_of
-from psservice.shard.join_layout import JoinLayouts
-from psservice.shard.shard import Engine
-from psservice.shard.types import Loaded, Push
+from psservice.shard import model_install
+from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples, open_exchange
+from psservice.shard.join import JoinLayouts, join, leave
+from psservice.shard.pull import pull
+from psservice.shard.push import check_push, commit
+from psservice.shard.shard import Shard
+from psservice.shard.types import Push
 from psservice.shard.upload import Upload
+from psservice.types import Identity
 from psservice.wire.identity import identity_from_message
 from psservice.wire.push_stream import PushReader, Reading, header_of, read_push, require_end
 
@@ -49,14 +54,14 @@ _JOIN_STATES = {"ready": pb.JOIN_STATE_READY, "upload": pb.JOIN_STATE_UPLOAD, "w
 class WorkerCalls:
     """The calls of workers over one shard; each method serves the call that it is named after."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Shard) -> None:
         self._engine, self._settings, self._metrics = engine, engine.settings, engine.metrics
         self._layouts = JoinLayouts(engine)
         self._inflight = MemoryBudget(self._settings.inflight_bytes)
         self._downloads = MemoryBudget(self._settings.inflight_bytes)
         self._sized: tuple[ModelLayout | None, int, int] = (None, largest_stream(None, 0), 0)
         self._metrics.bytes_in_flight.set_function(
-            lambda: self._inflight.bytes + self._downloads.bytes + engine.upload_bytes
+            lambda: self._inflight.bytes + self._downloads.bytes + engine.uploads.nbytes
         )
 
     def join(self, call: Call, request: pb.JoinRequest) -> pb.JoinResponse:
@@ -76,7 +81,8 @@ class WorkerCalls:
                 f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, "
                 "or start the server with --down-value-type fp32",
             )
-        outcome = engine.join(
+        outcome = join(
+            engine,
             identity,
             self._layouts.read(identity, request.layout),
             request.method,
@@ -84,7 +90,7 @@ class WorkerCalls:
             generation_seen=request.generation_seen,
             has_replica=request.has_replica,
             index_codecs=frozenset(request.index_codecs or PLAIN_INDEX_CODECS),
-            loaded=Loaded(request.loaded.digest, request.loaded.replaces) if request.HasField("loaded") else None,
+            loaded=request.loaded if request.HasField("loaded") else None,
         )
         incarnation, step = outcome.last_push or ("", 0)
         return pb.JoinResponse(
@@ -94,7 +100,7 @@ class WorkerCalls:
             generation=outcome.generation,
             version=outcome.version,
             retry_seconds=WAIT_RETRY_SECONDS,
-            live_workers=len(engine.membership),
+            live_workers=len(engine.leases),
             last_step=step,
             last_incarnation=incarnation,
             run_state=RUN_STATES[engine.run.state],
@@ -102,7 +108,7 @@ class WorkerCalls:
             index_codecs=READABLE_INDEX_CODECS,
             value_codecs=READABLE_VALUE_CODECS,
             first_step=outcome.first_step,
-            upload=None if outcome.state == "upload" else engine.upload_progress(),
+            upload=None if outcome.state == "upload" else model_install.upload_progress(engine),
             load_refused=outcome.load_refused,
         )
 
@@ -110,23 +116,23 @@ class WorkerCalls:
         """Renew a lease."""
         engine = self._engine
         identity = self._identity(request.identity)
-        member = engine.membership.require(identity)
-        engine.note_uploaded(identity, request.uploaded)
-        engine.persistence.follow(engine, request.checkpoint)
+        member = engine.leases.require(identity)
+        engine.uploads.grant.note(identity, request.uploaded)
+        engine.durability.follow(engine, request.checkpoint)
         return pb.RenewLeaseResponse(
-            checkpoint=engine.persistence.told(engine),
-            live_workers=len(engine.membership),
+            checkpoint=engine.durability.told(engine),
+            live_workers=len(engine.leases),
             run_state=RUN_STATES[engine.run.state],
             version=engine.model.version if engine.model else 0,
             received_bytes=member.received_bytes,
             installing=engine.installing,
-            upload=engine.upload_progress(),
-            same_batches=engine.membership.same_batches(member, request.first_batches),
+            upload=model_install.upload_progress(engine),
+            same_batches=engine.leases.same_batches(member, request.first_batches),
         )
 
     def leave(self, call: Call, request: pb.LeaveRequest) -> pb.LeaveResponse:
         """End a lease, of any run: the worker may have lost its first answer."""
-        self._engine.leave(identity_from_message(request.identity))
+        leave(self._engine, identity_from_message(request.identity))
         return pb.LeaveResponse()
 
     def upload_model(self, call: Call) -> Reading[pb.UploadModelRequest, pb.UploadModelResponse]:
@@ -137,16 +143,16 @@ class WorkerCalls:
             def open_upload(header: pb.UploadHeader) -> Upload:
                 identity = identity_from_message(header.identity)
                 charge.belongs_to(identity.worker_id)
-                upload = engine.open_upload(identity, header.generation, header.buffer_bytes)
+                upload = model_install.open_upload(engine, identity, header.generation, header.buffer_bytes)
                 engine.run.require_upload(header.identity.run_id)
-                call.on_received = partial(engine.membership.received, identity)
+                call.on_received = partial(engine.leases.received, identity)
                 return upload
 
             header, upload, is_whole = yield from charged(read_upload(open_upload), charge, is_kept=False)
             answer = upload.received()
             if is_whole:
-                answer.version = engine.finish_upload(
-                    upload, header.version, run_id=header.identity.run_id, digest=header.digest
+                answer.version = model_install.finish_upload(
+                    engine, upload, header.version, run_id=header.identity.run_id, digest=header.digest
                 )
             return answer
 
@@ -181,15 +187,15 @@ class WorkerCalls:
     def push_sparse(self, call: Call) -> Reading[pb.PushSparseRequest, pb.PushSparseResponse]:
         """Receive a push and apply it."""
         engine = self._engine
-        call.keeps_raw = engine.persistence.events.keeps_journal
+        call.keeps_raw = engine.durability.events.keeps_journal
         with self._stream(call) as charge:
 
             def open_push(header: pb.PushHeader) -> PushReader:
                 identity = self._identity(header.identity)
                 charge.belongs_to(identity.worker_id)
-                call.on_received = partial(engine.membership.received, identity)
-                engine.check_push(identity, header.step)
-                finished_of(header)  # refused here, before the rest of the push is received
+                call.on_received = partial(engine.leases.received, identity)
+                check_push(engine, identity, header.step)
+                finished_of(header)  # refused here, before the rest of it is received
                 return PushReader.of(header, engine.span, lambda: call.arrived_nanoseconds)
 
             receiving = tracing.begin("receive")
@@ -198,24 +204,10 @@ class WorkerCalls:
             finally:
                 receiving.end()
             identity = self._identity(header.identity)
-            answer, repeated = engine.commit(
-                Push(
-                    identity,
-                    header.step,
-                    header.generation,
-                    header.base_version,
-                    header.samples,
-                    segments,
-                    call.raw,
-                    header.learning_rate,
-                    finished_of(header),
-                    tuple(header.group_rates),
-                    header.identity.run_id,
-                )
-            )
+            answer, repeated = commit(engine, Push(header, segments, call.raw))
             if repeated:
                 self._metrics.repeated_pushes.inc()
-            engine.membership.require(identity).push_bytes += call.received_bytes
+            engine.leases.require(identity).push_bytes += call.received_bytes
             self._metrics.received_bytes.labels(rpc="PushSparse").inc(call.received_bytes)
             self._answered("PushSparse")
             return pb.PushSparseResponse(
@@ -225,7 +217,7 @@ class WorkerCalls:
                 group_arrival_nanoseconds=reader.arrivals,
                 apply_nanoseconds=answer.apply_nanoseconds,
                 applied_scale=answer.applied_scale,
-                live_workers=len(engine.membership),
+                live_workers=len(engine.leases),
                 run_state=RUN_STATES[engine.run.state],
             )
 
@@ -235,16 +227,14 @@ class WorkerCalls:
         with self._inflight.open(most_of_worker=self._most_of_worker) as charge:
             identity = self._identity(request.identity)
             charge.belongs_to(identity.worker_id)
-            reply = engine.pull(
-                identity,
-                request.generation,
+            asked = PullRequest(
                 base_version=request.base_version if request.has_base else None,
                 base_end=request.base_end,
                 acknowledged=request.acknowledged_reply,
                 replica_is_image=request.image,
                 link_bytes_per_second=request.link_bytes_per_second,
-                reserve=charge.add,
             )
+            reply = pull(engine, identity, request.generation, asked, charge.add)
             header = pb.PullHeader(
                 mode=REPLY_MODES[reply.mode],
                 version=reply.version,
@@ -254,7 +244,7 @@ class WorkerCalls:
                 image=reply.image,
                 run_state=RUN_STATES[engine.run.state],
             )
-            call.on_sent = partial(self._sent, "PullDiff", engine.membership.require(identity))
+            call.on_sent = partial(self._sent, "PullDiff", engine.leases.require(identity))
             self._answered("PullDiff")  # before the last message, so that a worker which has read that finds the count
             yield from self._pull_messages(header, reply)
 
@@ -270,8 +260,8 @@ class WorkerCalls:
     def lease_samples(self, call: Call, request: pb.LeaseSamplesRequest) -> pb.LeaseSamplesResponse:
         """Lease samples to a worker."""
         engine = self._engine
-        leased = engine.lease_samples(self._identity(request.identity), wish_of(request))
-        answer = answer_to_message(leased, len(engine.membership))
+        leased = lease_samples(engine, self._identity(request.identity), wish_of(request))
+        answer = answer_to_message(leased, len(engine.leases))
         answer.run_state = RUN_STATES[engine.run.state]
         return answer
 
@@ -288,13 +278,13 @@ class WorkerCalls:
         header: pb.BuffersHeader = header_of((yield), "an exchange of buffers")
         identity = self._identity(header.identity)
         charge.belongs_to(identity.worker_id)
-        buffers = engine.require_buffers(identity, header.generation)
+        buffers = open_exchange(engine, identity, header.generation)
         reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
         while not reader.complete and (request := (yield)) is not None:
             reader.read(request.buffers)
         data = reader.finish()
         require_end((yield))
-        return engine.exchange_buffers(identity, header.generation, header.step, header.samples, data)
+        return exchange_buffers(engine, identity, header.generation, header.step, header.samples, data)
 
     def _stream(self, call: Call) -> Reservation:
         """Open the charge of a stream that a worker sends."""

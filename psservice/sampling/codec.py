@@ -1,6 +1,6 @@
 """Data leases as messages, as records of the journal, and as a part of a snapshot's manifest; everything is checked."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from google.protobuf.message import Message
 
@@ -8,7 +8,6 @@ from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import share_to_messages
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Identity
 from psservice.sampling.dataset import (
     MOST_DATASETS,
     MOST_EPOCHS,
@@ -23,6 +22,7 @@ from psservice.sampling.dataset import (
 )
 from psservice.sampling.epoch import Epoch
 from psservice.storage.manifest import KeptDataset, KeptEpoch, KeptShare
+from psservice.types import Identity
 from psservice.wire.identity import identity_from_message, identity_to_message, require_name
 
 _ASKS_A_SECOND = 20  # of all workers together that wait for an epoch's end
@@ -38,11 +38,7 @@ def wish_of(request: pb.LeaseSamplesRequest) -> Wish:
 
 
 def finished_of(header: pb.PushHeader) -> dict[str, Share]:
-    """Read which samples a push finishes, by dataset.
-
-    Raises:
-        Refusal: ``BAD_REQUEST`` where there are too many, or one is out of its bounds.
-    """
+    """Read which samples a push finishes, by dataset; raises :class:`Rejected` (``BAD_REQUEST``)."""
     if len(header.finished) > MOST_DATASETS or sum(len(each.ranges) for each in header.finished) > MOST_RANGES:
         raise Rejected(
             ErrorCode.BAD_REQUEST, f"a push finishes at most {MOST_RANGES} ranges of {MOST_DATASETS} datasets"
@@ -76,22 +72,18 @@ def share_of(messages: Sequence[pb.SampleRange], size: int) -> dict[int, Ranges]
 
 def answer_to_message(leased: Leased, live_workers: int) -> pb.LeaseSamplesResponse:
     """Write an answer; the delay spreads those that wait, so that together they do not ask too often."""
-    answer = leased.answer
     retry_seconds = min(_LONGEST_RETRY_SECONDS, max(_SHORTEST_RETRY_SECONDS, live_workers / _ASKS_A_SECOND))
     return pb.LeaseSamplesResponse(
-        granted=share_to_messages(answer.granted),
-        lost=share_to_messages(answer.lost),
-        epoch=answer.epoch,
-        samples_elsewhere=answer.elsewhere,
-        retry_seconds=0.0 if answer.granted else retry_seconds,
+        granted=share_to_messages(leased.granted),
+        lost=share_to_messages(leased.lost),
+        epoch=leased.after.newest,
+        samples_elsewhere=leased.held_by_others,
+        retry_seconds=0.0 if leased.granted else retry_seconds,
     )
 
 
-# The journal
-
-
 def record_of(identity: Identity, wish: Wish, leased: Leased) -> list[Message]:
-    """Return the messages of a record: the request, what was granted, and the workers whose shares went back before."""
+    """Return a record's messages: the request, what was granted, and the workers whose places were returned before."""
     plan = wish.plan
     request = pb.LeaseSamplesRequest(
         identity=identity_to_message(identity),
@@ -103,12 +95,12 @@ def record_of(identity: Identity, wish: Wish, leased: Leased) -> list[Message]:
         epoch=wish.epoch or 0,
         held=share_to_messages(wish.held),
     )
-    response = pb.LeaseSamplesResponse(granted=share_to_messages(leased.answer.granted))
+    response = pb.LeaseSamplesResponse(granted=share_to_messages(leased.granted))
     return [request, response, *(pb.LeaveRequest(identity=identity_to_message(gone)) for gone in leased.gone)]
 
 
 def redo(datasets: Datasets, messages: Sequence[bytes]) -> None:
-    """Do a record again; raises :class:`Rejected` or ``ValueError`` where it makes no sense."""
+    """Repeat a record; raises :class:`Rejected` or ``ValueError`` where it makes no sense."""
     first, second, *others = messages
     request, response = pb.LeaseSamplesRequest.FromString(first), pb.LeaseSamplesResponse.FromString(second)
     gone = frozenset(identity_from_message(pb.LeaveRequest.FromString(each).identity) for each in others)
@@ -117,11 +109,15 @@ def redo(datasets: Datasets, messages: Sequence[bytes]) -> None:
     )
 
 
-# Snapshots
-
-
 def kept(datasets: Datasets) -> list[KeptDataset]:
-    """Return all datasets as they go into a manifest."""
+    """Write all datasets for a manifest."""
+
+    def shares(found: Mapping[Identity, Ranges]) -> list[KeptShare]:
+        return [
+            KeptShare(worker_id=holder.worker_id, incarnation=holder.incarnation, ranges=list(ranges))
+            for holder, ranges in found.items()
+        ]
+
     return [
         KeptDataset(
             name=name,
@@ -130,12 +126,7 @@ def kept(datasets: Datasets) -> list[KeptDataset]:
             shuffle=each.plan.shuffle,
             newest=each.newest,
             epochs=[
-                KeptEpoch(
-                    epoch=number,
-                    fresh=epoch.fresh,
-                    held=_kept_shares(epoch.held.items()),
-                    returned=_kept_shares(epoch.returned.items()),
-                )
+                KeptEpoch(epoch=number, fresh=epoch.fresh, held=shares(epoch.held), returned=shares(epoch.returned))
                 for number, epoch in each.epochs.items()
             ],
         )
@@ -144,27 +135,13 @@ def kept(datasets: Datasets) -> list[KeptDataset]:
 
 
 def brought_back(manifest: Iterable[KeptDataset]) -> Datasets:
-    """Return the datasets of a manifest."""
-    return Datasets(
-        {
-            each.name: Dataset(
-                Plan(each.size, each.seed, each.shuffle),
-                each.newest,
-                {
-                    epoch.epoch: Epoch(epoch.fresh, _shares(epoch.held), _shares(epoch.returned))
-                    for epoch in each.epochs
-                },
-            )
-            for each in manifest
-        }
-    )
+    """Read the datasets of a manifest."""
 
+    def shares(found: Iterable[KeptShare]) -> dict[Identity, Ranges]:
+        return {Identity(each.worker_id, each.incarnation): Ranges(each.ranges) for each in found}
 
-def _kept_shares(shares: Iterable[tuple[Identity, Ranges]]) -> list[KeptShare]:
-    return [
-        KeptShare(worker_id=who.worker_id, incarnation=who.incarnation, ranges=list(ranges)) for who, ranges in shares
-    ]
+    def dataset(each: KeptDataset) -> Dataset:
+        epochs = {one.epoch: Epoch(one.fresh, shares(one.held), shares(one.returned)) for one in each.epochs}
+        return Dataset(Plan(each.size, each.seed, each.shuffle), each.newest, epochs)
 
-
-def _shares(found: Iterable[KeptShare]) -> dict[Identity, Ranges]:
-    return {Identity(each.worker_id, each.incarnation): Ranges(each.ranges) for each in found}
+    return Datasets({each.name: dataset(each) for each in manifest})

@@ -1,10 +1,8 @@
-"""Which samples of which epoch are whose: data that workers take in shares, while they come and go.
+"""Which samples of which epoch are whose: data that workers are leased in shares, while they come and go.
 
 A dataset is a size; an epoch (:mod:`psservice.sampling.epoch`) is every place in its order once. Workers know the
-order, this room only places.
-
-Everything here is a value: an operation returns the dataset as it is afterwards, so that a caller can write down what
-happened before it is so. Which operation comes first is decided by the shard's writer thread.
+order, this room only places. Operations return the dataset afterwards, so that a caller can journal a change before the
+change is made. Their order is that of the shard's writer thread.
 """
 
 from collections.abc import Mapping, Set
@@ -12,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.cluster.leases import Identity
 from psservice.sampling.epoch import MOST_GRANTED, Epoch
+from psservice.types import Identity
 
 MOST_DATASETS = 64
 """Datasets of a run."""
@@ -33,13 +31,7 @@ Share = Mapping[int, Ranges]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all workers must agree on.
-
-    Attributes:
-        size: samples of the dataset.
-        seed: of the order.
-        shuffle: whether there is an order other than the dataset's own.
-    """
+    """What all workers must agree on: samples of the dataset, seed of its order, whether it is shuffled."""
 
     size: int
     seed: int
@@ -48,15 +40,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A request for samples.
-
-    Attributes:
-        dataset: its name.
-        plan: as the worker has it.
-        epoch: the newest that is wanted; ``None`` for the newest that has begun.
-        samples: at most so many.
-        held: everything that the worker knows it holds.
-    """
+    """A request for samples up to an epoch (``None``: the newest that has begun), with all that the worker holds."""
 
     dataset: str
     plan: Plan
@@ -66,45 +50,24 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a worker is told; see ``LeaseSamplesResponse``."""
-
-    granted: Share
-    lost: Share
-    epoch: int
-    elsewhere: int
-
-
-@dataclass(frozen=True, slots=True)
 class Dataset:
-    """A dataset's state.
-
-    Attributes:
-        plan: what all agree on.
-        newest: the newest epoch that has begun.
-        epochs: those that are not finished, by number.
-    """
+    """A dataset's newest epoch that has begun, and its unfinished epochs by number."""
 
     plan: Plan
     newest: int
     epochs: Mapping[int, Epoch]
 
-    @classmethod
-    def begun(cls, plan: Plan, epoch: int) -> "Dataset":
-        """Return a new one, at the beginning of an epoch."""
-        return cls(plan, epoch, {epoch: Epoch()})
-
     @property
     def holders(self) -> frozenset[Identity]:
-        """Who holds anything."""
+        """Workers that hold any place."""
         return frozenset(holder for epoch in self.epochs.values() for holder in epoch.held)
 
     def held_by(self, identity: Identity) -> dict[int, Ranges]:
-        """Return what a worker holds."""
+        """Return a worker's places."""
         return {number: epoch.held[identity] for number, epoch in self.epochs.items() if identity in epoch.held}
 
     def settled(self, identity: Identity, claim: Share, gone: Set[Identity]) -> "Dataset":
-        """Take back what workers held that are gone, then let ``identity`` keep what of its claim nobody has."""
+        """Return the places of workers that are gone, then let ``identity`` keep what of its claim nobody has."""
         epochs = {number: epoch.without(gone) for number, epoch in self.epochs.items()}
         for number, ranges in claim.items():
             if number in epochs:
@@ -119,11 +82,7 @@ class Dataset:
         return replace(self, epochs=epochs, newest=max([self.newest, *share]))
 
     def finished(self, identity: Identity, share: Share) -> "Dataset":
-        """Finish what of these places is a worker's.
-
-        Raises:
-            Refusal: ``BAD_REQUEST``, where so many pieces would be left that no honest worker leaves them.
-        """
+        """Finish those of these places that are a worker's (``BAD_REQUEST``: more pieces than honest workers leave)."""
         epochs = dict(self.epochs)
         for number, ranges in share.items():
             if number in epochs:
@@ -137,7 +96,7 @@ class Dataset:
         return after
 
     def share_for(self, identity: Identity, wish: Wish, live: int) -> dict[int, Ranges]:
-        """Choose what to hand a worker: of the oldest epoch first, less where little is left of it."""
+        """Choose places for a worker: of the oldest epoch first, fewer where little is left of it."""
         if not wish.samples or sum(map(len, self.held_by(identity).values())) > MOST_RANGES - MOST_GRANTED:
             return {}
         goal = self.newest if wish.epoch is None else wish.epoch
@@ -155,16 +114,14 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """What comes of a wish.
+    """The answer to a wish; see ``LeaseSamplesResponse``.
 
-    Attributes:
-        answer: for the worker.
-        gone: the workers whose shares were taken back before.
-        after: the dataset then.
-        changed: whether it is another one, so that it must be written down.
+    ``after`` is the dataset once the places of workers that are ``gone`` were returned, to be journaled if ``changed``.
     """
 
-    answer: Answer
+    granted: Share
+    lost: Share
+    held_by_others: int
     gone: frozenset[Identity]
     after: Dataset
     changed: bool
@@ -174,23 +131,19 @@ class Datasets:
     """The datasets of a run, by name. Belongs to the writer thread."""
 
     def __init__(self, known: Mapping[str, Dataset] | None = None) -> None:
-        """Begin with what is known from before."""
         self._known = dict(known or {})
 
     def lease(self, identity: Identity, wish: Wish, live: Set[Identity]) -> Leased:
-        """Decide on a wish; nothing is changed before :meth:`put`.
-
-        Args:
-            identity: who asks; alive.
-            wish: what for.
-            live: all workers that are alive.
-
-        Raises:
-            Refusal: ``SETTINGS_MISMATCH``, ``BAD_REQUEST``.
-        """
-        known = self._known.get(wish.dataset)
-        before = known or self._begin(wish)
-        _require_same(wish, before.plan)
+        """Answer a live worker's wish (``SETTINGS_MISMATCH``, ``BAD_REQUEST``); :meth:`put` makes the change."""
+        before = self._named(wish)
+        for setting in ("size", "seed", "shuffle"):
+            ours, theirs = getattr(before.plan, setting), getattr(wish.plan, setting)
+            if ours != theirs:
+                raise Rejected(
+                    ErrorCode.SETTINGS_MISMATCH,
+                    f"dataset {wish.dataset!r} of this run has {setting} {ours}, the worker's has {theirs}",
+                    setting=setting,
+                )
         gone = before.holders - live
         now = before.settled(identity, wish.held, gone)
         granted = _less(now.held_by(identity), wish.held)  # an answer that was lost
@@ -198,49 +151,34 @@ class Datasets:
             granted = now.share_for(identity, wish, len(live))
         now = now.given(identity, granted)
         goal = now.newest if wish.epoch is None else wish.epoch
-        elsewhere = sum(each.elsewhere(identity) for number, each in now.epochs.items() if number <= goal)
-        answer = Answer(granted, _less(wish.held, now.held_by(identity)), now.newest, elsewhere)
-        return Leased(answer, gone, now, now != known)
+        others = sum(each.held_by_others(identity) for number, each in now.epochs.items() if number <= goal)
+        lost = _less(wish.held, now.held_by(identity))
+        return Leased(granted, lost, others, gone, now, now != self._known.get(wish.dataset))
 
     def redo(self, identity: Identity, wish: Wish, granted: Share, gone: Set[Identity]) -> None:
-        """Do again what :meth:`lease` once decided."""
-        dataset = self._known.get(wish.dataset) or self._begin(wish)
-        self.put({wish.dataset: dataset.settled(identity, wish.held, gone).given(identity, granted)})
+        """Repeat a change that :meth:`lease` once decided."""
+        self.put({wish.dataset: self._named(wish).settled(identity, wish.held, gone).given(identity, granted)})
 
     def finish(self, identity: Identity, finished: Mapping[str, Share]) -> dict[str, Dataset]:
-        """Return the datasets as they are when a worker has finished samples; nothing is changed before :meth:`put`.
-
-        Raises:
-            Refusal: ``BAD_REQUEST``.
-        """
+        """Return the datasets after a worker has finished samples (``BAD_REQUEST``); :meth:`put` makes the change."""
         return {
             name: self._known[name].finished(identity, share) for name, share in finished.items() if name in self._known
         }
 
     def put(self, after: Mapping[str, Dataset]) -> None:
-        """Let datasets be as they are afterwards."""
+        """Replace datasets."""
         self._known.update(after)
 
     def all(self) -> dict[str, Dataset]:
         """Return every dataset by name."""
         return dict(self._known)
 
-    def _begin(self, wish: Wish) -> Dataset:
-        """Begin a dataset, where the worker is: a server that kept nothing has forgotten the epochs before."""
-        if len(self._known) >= MOST_DATASETS:
+    def _named(self, wish: Wish) -> Dataset:
+        """Return a dataset; a new one begins at the worker's epoch: without a journal, those before are forgotten."""
+        if wish.dataset not in self._known and len(self._known) >= MOST_DATASETS:
             raise Rejected(ErrorCode.BAD_REQUEST, f"a run has at most {MOST_DATASETS} datasets; use one name for one")
-        return Dataset.begun(wish.plan, wish.epoch or 0)
-
-
-def _require_same(wish: Wish, ours: Plan) -> None:
-    for setting in ("size", "seed", "shuffle"):
-        mine, theirs = getattr(ours, setting), getattr(wish.plan, setting)
-        if mine != theirs:
-            raise Rejected(
-                ErrorCode.SETTINGS_MISMATCH,
-                f"dataset {wish.dataset!r} of this run has {setting} {mine}, the worker's has {theirs}",
-                setting=setting,
-            )
+        epoch = wish.epoch or 0
+        return self._known.get(wish.dataset) or Dataset(wish.plan, epoch, {epoch: Epoch()})
 
 
 def _less(share: Share, other: Share) -> dict[int, Ranges]:

@@ -21,16 +21,11 @@ BUSY_RETRY_SECONDS = 0.2
 
 
 class Writer:
-    """Runs jobs one at a time in the order of submission, behind a bounded queue.
+    """Runs jobs one at a time in the order of submission, behind a bounded queue; the thread starts at once.
 
-    Args:
-        queue_limit: jobs that may wait.
-        waited: told of each job for how many seconds it has waited.
-        on_failure: called once, when a change has failed half-way.
-        environment: without threads, a job runs in the thread of its caller.
-
-    Attributes:
-        failed: whether one has: nothing is run any more, and the process is to stop and recover.
+    ``waited`` is called with the seconds that each job has waited, ``on_failure`` once, when a change has failed
+    half-way: then no job is run any more, and the process is to stop and recover. Without threads in ``environment``
+    a job runs in the thread of its caller.
     """
 
     def __init__(
@@ -40,13 +35,10 @@ class Writer:
         on_failure: Callable[[], None] = lambda: None,
         environment: Environment = MACHINE,
     ) -> None:
-        """Start the thread."""
         self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any], float] | None] = queue.Queue(queue_limit)
         self._waited, self._on_failure = waited, on_failure
-        self.failed = False
-        self._held = False
+        self.failed = self._held = self._closed = False
         self._closing = threading.Lock()
-        self._closed = False
         self._thread = environment.start(self._work, "shard-writer")
 
     @property
@@ -57,9 +49,7 @@ class Writer:
     def run(self, job: Callable[[], Result]) -> Result:
         """Run ``job`` on the writer thread and return its result, or raise what it raised.
 
-        Raises:
-            Refusal: ``BUSY`` where the queue is full or the state is replaced, ``DRAINING`` after :meth:`close` or a
-                change that failed.
+        Raises :class:`Rejected` (``BUSY``) where the queue is full or the state is replaced, or (``DRAINING``).
         """
         future: Future[Result] = Future()
         with self._closing:
@@ -84,17 +74,13 @@ class Writer:
         self._held = False
 
     def require_free(self) -> None:
-        """Refuse to change or read a state that is being replaced, or left half changed.
-
-        Raises:
-            Refusal: ``BUSY``; ``DRAINING``.
-        """
+        """Raise :class:`Rejected` while the state is replaced (``BUSY``) or half changed (``DRAINING``)."""
         self.require_whole()
         if self._held:
             raise Rejected(ErrorCode.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
 
     def require_whole(self) -> None:
-        """Refuse to go on with a state that a failed change has left; raises :class:`Rejected` (``DRAINING``)."""
+        """Raise :class:`Rejected` (``DRAINING``) where a change has failed half-way."""
         if self.failed:
             raise Rejected(
                 ErrorCode.DRAINING, "an update failed half-way; the shard stops, and recovers when it starts"
@@ -102,10 +88,9 @@ class Writer:
 
     @contextmanager
     def all_or_stop(self) -> Iterator[None]:
-        """Stop the shard where the block, a change that is written down already, fails half-way; on any thread.
+        """Stop the shard where the block, a change that is journaled already, fails half-way; on any thread.
 
-        Raises:
-            Refusal: the block's own, which leaves everything as it was; ``DRAINING`` in place of any other error.
+        The block's own :class:`Rejected` passes, and leaves everything as it was; any other error becomes ``DRAINING``.
         """
         try:
             yield
@@ -122,7 +107,7 @@ class Writer:
             self.require_whole()
 
     def close(self) -> None:
-        """Finish what is queued and stop the thread; jobs that come later are refused."""
+        """Finish the queue and stop the thread; later jobs are refused."""
         with self._closing:
             self._closed = True
         if self._thread is not None:

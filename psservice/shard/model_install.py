@@ -1,53 +1,283 @@
-"""Putting another model in a shard's place: an upload, a model that the server was started with, or an older one.
+"""Putting another model in a shard's place: an upload, the ``--init`` model, or an older version.
 
 The first snapshot of a model is on the disk before anybody is told of the model, and writing it takes as long as the
 disk does. So nothing waits for it: the place is claimed under the join lock, the writer thread copies and then refuses
-what comes (``BUSY``), the snapshot is written by the caller's thread, and the model is published in one step. Who joins
-meanwhile is told to wait. A server that dies before the snapshot has its name begins from what was there; one that dies
-after it begins from the new model.
+what comes (``BUSY``), the snapshot is written by the caller's thread, and the model is published in one step. Workers
+that join meanwhile wait. A server that dies before the snapshot has its name recovers the state before; one that dies
+after it recovers the new model.
 """
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
+
+from pscore.model.buffers import packed_bytes, unpack
+from pscore.model.layout import ModelLayout
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.generation import epoch, next_generation, sibling_generation
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.limits import MOST_FIRST_VERSION
+from psservice.model.buffers import BufferAverage
+from psservice.model.parameters import ModelShard
+from psservice.model.wagma.replicas import shard_kind
+from psservice.recovery import init_source
 from psservice.recovery.capture import Content
 from psservice.shard.apply_thread import BUSY_RETRY_SECONDS
-from psservice.shard.state import ShardState
+from psservice.shard.shard import Shard
+from psservice.shard.types import Origin
+from psservice.shard.upload import Upload
+from psservice.types import Identity
+
+log = logging.getLogger(__name__)
 
 
-def claim(state: ShardState) -> None:
-    """Claim the place; ``state.join_lock`` is held. :func:`install` comes next, and frees it.
+# Claim, copy, write, publish
 
-    Raises:
-        Refusal: ``BUSY``, where another model is being installed.
-    """
-    if state.installing:
+
+def _claim(shard: Shard) -> None:
+    """Claim the model's place; ``join_lock`` is held. Raises :class:`Rejected` (``BUSY``) where it is claimed."""
+    if shard.installing:
         raise Rejected(ErrorCode.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
-    state.installing = True
+    shard.installing = True
 
 
-def install(state: ShardState, make: Callable[[], Content], published: Callable[[], None] = lambda: None) -> Content:
-    """Write what a claimed place is to hold, and publish it.
+def _install(shard: Shard, make: Callable[[], Content], published: Callable[[], None] = lambda: None) -> None:
+    """Write the content of a claimed place, publish it, and free the claim (``NOT_DURABLE``: all goes on as before).
 
-    Args:
-        state: the shard.
-        make: returns that, on the writer thread, behind everything that was queued.
-        published: called under the join lock when the model is there.
-
-    Raises:
-        Refusal: ``NOT_DURABLE``, or what ``make`` raises; the shard goes on as before.
+    ``make`` runs on the writer thread behind everything that was queued, ``published`` under the join lock at the end.
     """
 
     def publish(content: Content) -> None:
-        with state.join_lock:
-            state.model, state.buffers, state.datasets = content.model, content.buffers, content.datasets
-            run = state.run
+        with shard.join_lock:
+            shard.buffers, shard.datasets = content.buffers, content.datasets
+            run = shard.run
             run.run_id, run.state, run.samples = content.run_id, content.run_state, content.samples
-            state.membership.reset_downlinks()
-            state.metrics.version.set(content.model.version)
+            shard.set_model(content.model)
+            shard.leases.reset_downlinks()
             published()
 
     try:
-        return state.persistence.install(state, make, publish)
+        model = shard.durability.install(shard, make, publish).model
     finally:
-        state.installing = False
+        shard.installing = False
+    log.info(
+        "model installed",
+        extra={"generation": model.generation, "version": model.version, "elements": model.span.length},
+    )
+
+
+def _make_model(shard: Shard, layout: ModelLayout, values: torch.Tensor, generation: int, version: int) -> ModelShard:
+    return shard_kind(shard.mode)(
+        layout,
+        shard.span,
+        values.to(shard.device),
+        generation=generation,
+        version=version,
+        settings=shard.settings.shard,
+        mode=shard.mode,
+    )
+
+
+# An upload
+
+
+def open_upload(shard: Shard, identity: Identity, generation: int, buffer_bytes: int) -> Upload:
+    """Return the upload that a call resumes, or a new one in its place; refuse before anything is received."""
+    shard.drain_gate.require_open()
+    uploads, clock = shard.uploads, shard.leases.clock
+    with uploads.lock:
+        _check_upload(shard, identity, generation)
+        if buffer_bytes != (expected := _buffer_bytes(shard)):
+            raise Rejected(ErrorCode.BAD_REQUEST, f"{buffer_bytes} bytes of buffers declared, the model has {expected}")
+        upload, span = uploads.current, shard.span
+        if upload is not None:
+            if (upload.identity, upload.generation, upload.span) == (identity, generation, span):
+                return upload
+            moves = clock() - upload.moved < shard.settings.stream_idle_seconds
+            is_newer = epoch(generation) > epoch(upload.generation)
+            if not is_newer and moves and shard.leases.is_live(upload.identity):
+                raise Rejected(ErrorCode.STALE_GENERATION, "another worker uploads the model now")
+        uploads.current = Upload(identity, generation, span, buffer_bytes, lambda: shard.leases.clock())
+        return uploads.current
+
+
+def _check_upload(shard: Shard, identity: Identity, generation: int) -> None:
+    """Refuse an upload that would not be installed; called before its bytes are received, and again at the end."""
+    shard.leases.require(identity)
+    ours = 0 if shard.model is None else epoch(shard.model.generation)
+    if shard.model is not None and epoch(generation) == ours:
+        raise Rejected(ErrorCode.ALREADY_UPLOADED, "another worker has uploaded the model meanwhile")
+    if shard.is_coordinator:
+        shard.uploads.grant.require(identity, generation)
+    if epoch(generation) <= ours:
+        raise Rejected(ErrorCode.STALE_GENERATION, f"generation {generation} is older than what is here")
+
+
+def _buffer_bytes(shard: Shard) -> int:
+    if not shard.is_coordinator or shard.settings.buffers == "none" or shard.layout is None:
+        return 0
+    return packed_bytes(shard.layout.buffers)
+
+
+def upload_progress(shard: Shard) -> pb.ModelProgress | None:
+    """Return the progress of the model that a worker uploads; ``None`` where no worker uploads.
+
+    Everything has arrived while the model is installed, which takes as long as its first snapshot does.
+    """
+    return shard.uploads.grant.progress() or (pb.ModelProgress(share=1.0) if shard.installing else None)
+
+
+def forget_upload(shard: Shard, identity: Identity | None = None) -> None:
+    """Free the unfinished upload of a worker that has left, or one that no worker resumes: the shard has a model."""
+    uploads = shard.uploads
+    if identity is not None:
+        uploads.grant.release(identity)
+    with uploads.lock:
+        upload = uploads.current
+        if upload is not None:
+            is_needless = shard.model is not None and not shard.leases.is_live(upload.identity)
+            if upload.identity == identity or is_needless:
+                uploads.current = None
+
+
+def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "", digest: bytes = b"") -> int:
+    """Install an uploaded model that is whole, and return its version.
+
+    That is the one which the worker names, but not below the version before, nor near the end of all versions.
+    """
+    if shard.is_coordinator and shard.model is not None:  # a run's version does not go back
+        version = max(version, shard.model.version)
+    version = min(version, MOST_FIRST_VERSION)
+    try:
+        with shard.join_lock:
+            _check_upload(shard, upload.identity, upload.generation)
+            shard.run.require_upload(run_id or shard.run.run_id)
+            layout = shard.layout
+            assert layout is not None  # the check has found a member, who brought one
+            _claim(shard)
+        specs = layout.buffers if _buffer_bytes(shard) else ()
+
+        def make() -> Content:
+            values = unpack(upload.buffers(), specs)
+            average = BufferAverage(layout.buffers, values) if values else None
+            model = _make_model(shard, layout, upload.values, upload.generation, version)
+            run = shard.run
+            return Content(model, average, shard.datasets, run.adopted(run_id), run.state_with_model, run.samples)
+
+        def published() -> None:
+            shard.uploads.origin = Origin(upload.generation, version, digest) if digest else None
+            shard.uploads.grant.end()
+
+        _install(shard, make, published)
+    except BaseException:
+        upload.reopen()
+        raise
+    with shard.uploads.lock:
+        if shard.uploads.current is upload:
+            shard.uploads.current = None
+    return version
+
+
+def began_as(shard: Shard, loaded: pb.LoadedModel) -> bool:
+    """Tell whether the installed model began as the one that a worker has loaded."""
+    model, origin = shard.model, shard.uploads.origin
+    if model is None or origin is None:
+        return False
+    return (model.generation, loaded.digest) == (origin.generation, origin.digest)
+
+
+def replaces(shard: Shard, loaded: pb.LoadedModel) -> bool:
+    """Tell whether a model that a worker has loaded replaces the installed one.
+
+    It does where no worker has pushed to that one, which a worker has uploaded, or where the worker insists.
+    """
+    model, origin = shard.model, shard.uploads.origin
+    if model is None or began_as(shard, loaded):
+        return False
+    untouched = origin is not None and (model.generation, model.version) == (origin.generation, origin.version)
+    return loaded.replaces or untouched
+
+
+# The --init model
+
+
+@dataclass(frozen=True, slots=True)
+class FittedStart:
+    """The ``--init`` model in a worker's layout: the whole model's values (fp32 ``[n]``), and its buffers."""
+
+    start: init_source.Start
+    layout: ModelLayout
+    flat: torch.Tensor
+    buffers: list[torch.Tensor]
+
+
+def fit_start(shard: Shard, layout: ModelLayout) -> FittedStart | None:
+    """Bring the ``--init`` model, if not installed yet, into a worker's layout (``FINGERPRINT_MISMATCH``)."""
+    start = shard.uploads.start
+    if start is None:
+        return None
+    with_buffers = shard.settings.buffers != "none"
+    return FittedStart(start, layout, *init_source.fit(layout, start.tensors, with_buffers=with_buffers))
+
+
+def claim_start(shard: Shard, fitted: FittedStart) -> None:
+    """Claim the model's place; ``join_lock`` is held. :func:`install_start` comes next, without the lock."""
+    _claim(shard)
+    shard.layout, shard.uploads.start = fitted.layout, None
+
+
+def install_start(shard: Shard, fitted: FittedStart) -> None:
+    """Install the ``--init`` model; after :class:`Rejected` (``NOT_DURABLE``) the next worker's join tries again."""
+    start, layout = fitted.start, fitted.layout
+
+    def make() -> Content:
+        span, run = shard.span, shard.run
+        model = _make_model(
+            shard, layout, fitted.flat[span.start : span.end].clone(), next_generation(0), start.version
+        )
+        average = None
+        if fitted.buffers and shard.is_coordinator:
+            average = BufferAverage(layout.buffers, fitted.buffers)
+            average.weight = start.buffer_weight
+        if any(memory.pieces for memory in start.memories):
+            same_model = start.layout is not None and start.layout.fingerprint == layout.fingerprint
+            if not (same_model and model.import_portable(start.memories)):
+                log.warning("the update rule begins anew: that of the --init run, or its order of tensors, is another")
+        # How far another run had come, whatever its number of shards was.
+        samples, datasets = (start.samples, start.datasets) if shard.is_coordinator else (run.samples, shard.datasets)
+        return Content(model, average, datasets, run.run_id, run.state_with_model, samples)
+
+    try:
+        _install(shard, make, shard.uploads.grant.end)
+    except BaseException:
+        shard.uploads.start = start
+        raise
+
+
+# An older version
+
+
+def roll_back(shard: Shard, version: int | None, checkpoint: str) -> ModelShard:
+    """Go back to a version or a checkpoint, as a new generation, which workers pull by themselves.
+
+    The records of pushes stay, so that the repeat of one that was rolled back is not applied anew. Raises
+    :class:`Rejected` (``NO_SUCH_CHECKPOINT``, ``NOT_DURABLE``).
+    """
+    before = shard.require_model(None)
+    history = shard.durability.look_back(shard, version, checkpoint)
+    with shard.join_lock:
+        _claim(shard)
+
+    def make() -> Content:
+        old = shard.require_model(None)
+        # Of the same epoch: shards go back one by one, and one may be refused; workers wait for equal epochs.
+        history.model.generation = sibling_generation(old.generation)
+        history.model.begin_rounds_anew(old.waiting())
+        run_id = shard.run.run_id
+        return Content(history.model, history.buffers, history.datasets, run_id, history.run_state, history.samples)
+
+    _install(shard, make)
+    log.warning("rolled back", extra={"from": before.version, "to": history.model.version})
+    return history.model

@@ -1,20 +1,19 @@
-"""What goes into the engine and comes out of it, where that is more than a value or two."""
+"""Values that go into a shard's calls and come out of them."""
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pscore.model.segment import Segment
-from psservice.cluster.leases import Identity
-from psservice.sampling.dataset import Share
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.upload_grant import UploadGrant
+from psservice.recovery.init_source import Start
+from psservice.shard.upload import Upload
 
 
 @dataclass(frozen=True, slots=True)
 class JoinOutcome:
-    """What a joining worker is told: ``state`` is ready, upload or wait; ``last_push`` is (incarnation, step).
-
-    ``first_step`` is the lowest number that its next push should have; ``load_refused`` tells that the model which the
-    worker has loaded does not take the place of the one that is here.
-    """
+    """The answer to a joining worker: ``state`` is ready, upload or wait; ``last_push`` is (incarnation, step)."""
 
     state: str
     generation: int
@@ -25,30 +24,45 @@ class JoinOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model that a worker's script has loaded: what tells it from others, and whether it replaces a trained one."""
+class Push:
+    """A received push, not yet applied; segments in any order, disjoint, inside the shard's span.
 
-    digest: bytes
-    replaces: bool
+    ``messages`` is the stream as it came, for the journal.
+    """
+
+    header: pb.PushHeader
+    segments: list[Segment]
+    messages: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
-    """A received push, not yet applied; segments in any order, disjoint, inside the shard's span."""
+class Origin:
+    """The model that a worker has uploaded: where its training began, and its digest."""
 
-    identity: Identity
-    step: int
     generation: int
-    base_version: int
-    samples: int
-    segments: list[Segment]
-    messages: Sequence[bytes] = ()
-    """The stream as it came, for the journal."""
-    learning_rate: float = 0.0
-    """That the values carry; 0 where it is not known."""
-    finished: Mapping[str, Share] = field(default_factory=dict)
-    """Samples that it finishes, by dataset."""
-    group_rates: Sequence[float] = ()
-    """At which the server's optimizer is to step its param groups; empty for those agreed."""
-    run_id: str = ""
-    """The run that its worker names."""
+    version: int
+    digest: bytes
+
+
+@dataclass
+class Uploads:
+    """Where the shard's model comes from.
+
+    Attributes:
+        grant: which worker may upload; used under ``join_lock``.
+        start: the ``--init`` model, until the first worker has brought a layout that fits.
+        current: the unfinished upload; changed under ``lock``.
+        origin: of the model that is installed.
+    """
+
+    grant: UploadGrant
+    start: Start | None = None
+    current: Upload | None = None
+    origin: Origin | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an unfinished upload."""
+        upload = self.current
+        return 0 if upload is None else upload.nbytes

@@ -1,7 +1,7 @@
-"""What has arrived of a model on its way into a shard: in one place, over as many calls as it takes.
+"""A model on its way into a shard, over as many calls as that takes.
 
-What an upload has brought stays when its call is cut; the next call of the same worker for the same generation goes on
-behind it. Values are written where the model will have them, so an upload occupies what the model does.
+An upload keeps what has arrived when a call is cut; the next call of the same worker for the same generation resumes
+behind that. Values are written where the model will have them, so an upload occupies what the model does.
 """
 
 import threading
@@ -13,28 +13,19 @@ from pscore.model.layout import Span
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Identity
+from psservice.types import Identity
 
 
 class Upload:
-    """One upload of one worker. Thread-safe; everything here may raise :class:`Rejected`.
+    """One upload of one worker. Thread-safe; every method may raise :class:`Rejected`.
 
-    Args:
-        identity: whose.
-        generation: of the model that it brings.
-        span: what the shard owns.
-        buffer_bytes: of all buffers that belong to it.
-        clock: monotonic seconds.
-
-    Attributes:
-        values: fp32 ``[span.length]`` on the host; the system gives memory as they are written.
-        moved: when the last of it has come, by the clock.
+    ``values`` are fp32 ``[span.length]`` on the host; the system allocates memory as they are written. ``moved`` is
+    when the last message arrived.
     """
 
     def __init__(
         self, identity: Identity, generation: int, span: Span, buffer_bytes: int, clock: Callable[[], float]
     ) -> None:
-        """Begin with nothing."""
         self.identity, self.generation, self.span, self.buffer_bytes = identity, generation, span, buffer_bytes
         self.values = torch.empty(span.length)
         self._clock = clock
@@ -50,21 +41,21 @@ class Upload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values that have come."""
+        """Bytes of values that have arrived."""
         return 4 * self._checksum.entries
 
     def go_on(self) -> int:
-        """Return the number of a call that reads from now on; what an earlier one still brings is refused."""
+        """Return the number of a call that reads from now on; messages of earlier calls are refused."""
         with self._lock:
             self._call += 1
             return self._call
 
     def received(self) -> pb.UploadModelResponse:
-        """Return how much has come."""
+        """Return how much has arrived."""
         return pb.UploadModelResponse(received=self._checksum.commit(), received_buffer_bytes=self._buffers.received)
 
     def read(self, call: int, chunk: pb.Chunk) -> None:
-        """Take the next chunk, or the first one, which begins anew (``BAD_CHUNK``, ``STALE_GENERATION``)."""
+        """Read the next chunk, or the first one, which begins anew (``BAD_CHUNK``, ``STALE_GENERATION``)."""
         with self._lock:
             self._require_current(call)
             if chunk.start == self.span.start:
@@ -80,14 +71,14 @@ class Upload:
             self.moved = self._clock()
 
     def read_buffers(self, call: int, piece: pb.BytesChunk) -> None:
-        """Take the next bytes of buffers (``BAD_CHUNK``, ``STALE_GENERATION``)."""
+        """Read the next bytes of buffers (``BAD_CHUNK``, ``STALE_GENERATION``)."""
         with self._lock:
             self._require_current(call)
             self._buffers.read(piece)
             self.moved = self._clock()
 
     def verify(self, call: int, commit: pb.Commit) -> None:
-        """Check that all has come as it was sent (``BAD_COMMIT``); else all must be sent again."""
+        """Check that everything has arrived as it was sent (``BAD_COMMIT``); else all must be sent again."""
         with self._lock:
             self._require_current(call)
             try:
@@ -103,7 +94,7 @@ class Upload:
             self._is_whole = True
 
     def reopen(self) -> None:
-        """Read again, after what was whole could not be installed."""
+        """Read again, after a whole upload could not be installed."""
         self._is_whole = False
 
     def buffers(self) -> bytes:

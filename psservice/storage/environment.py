@@ -18,7 +18,7 @@ class Environment:
         unix_seconds: the time of day.
         random_bytes: so many of them.
         is_threaded: whether the parts start threads. Without, jobs run in the thread of their caller, who also calls
-            ``Journal.force``, ``Durability.snapshot_if_due`` and ``Engine.end_leases`` in time.
+            ``Journal.force``, ``Durability.snapshot_if_due`` and ``lifecycle.end_leases`` in time.
     """
 
     files: Files = DISK

@@ -22,7 +22,6 @@ from pscore.wire import frames
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Identity
 from psservice.cluster.run import RunState
 from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import ANONYMOUS_ADMIN
@@ -31,7 +30,9 @@ from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.status import StatusReport
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings
-from psservice.shard.shard import Engine
+from psservice.shard.lifecycle import open_shard
+from psservice.shard.shard import Shard
+from psservice.types import Identity
 from psservice.wire.push_stream import read_all
 from tests.hostile.mutation import good_chunks, mutate, mutate_bytes
 
@@ -52,7 +53,7 @@ class Ended(Exception):  # noqa: N818 - what gRPC raises to end a call
         self.code = code
 
 
-def called(engine: Engine, handler: Any, rpc: str, request: Any) -> list[Any]:
+def called(engine: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
     """Call a handler without a network, as the door does; return its answers.
 
     Raises:
@@ -60,7 +61,7 @@ def called(engine: Engine, handler: Any, rpc: str, request: Any) -> list[Any]:
     """
     call = Call(rpc, ANONYMOUS_ADMIN)
     try:
-        with engine.doorway.entered() if RULES[rpc].changes else nullcontext():
+        with engine.drain_gate.track() if RULES[rpc].changes else nullcontext():
             if isinstance(request, list):
                 answer = _read(handler(call), call, request)
             else:
@@ -93,7 +94,7 @@ class Service:
     def __init__(self, **settings: object) -> None:
         """Join and upload."""
         values = {"lease_seconds": 3600.0, "run_id": "fuzz", **settings}
-        self.engine = Engine(ServerSettings.model_validate(values), torch.device("cpu"), Metrics())
+        self.engine = open_shard(ServerSettings.model_validate(values), torch.device("cpu"), Metrics())
         operators = OperatorCalls(self.engine, StatusReport(self.engine), lambda: None, lambda: None)
         self.handlers = handlers_of(WorkerCalls(self.engine)) | handlers_of(operators)
         self.identity = pb.WorkerIdentity(run_id="fuzz", worker_id="anna", incarnation="1")
@@ -200,9 +201,9 @@ class Service:
     def usable(self) -> bool:
         """False where a good push would be refused from now on."""
         known = Identity(self.identity.worker_id, self.identity.incarnation)
-        self.step = max(self.step, self.engine.membership.record(known).step)
-        live = self.engine.membership.is_live(known)
-        open_ = not self.engine.doorway.is_closed and not self.engine.membership.evicted()
+        self.step = max(self.step, self.engine.dedup.record(known).step)
+        live = self.engine.leases.is_live(known)
+        open_ = not self.engine.drain_gate.is_closed and not self.engine.leases.evicted()
         return live and open_ and self.step < 1 << 62 and self.engine.run.state is RunState.TRAINING
 
     def close(self) -> None:

@@ -11,9 +11,9 @@ from pscore.model.segment import Segment
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Identity
 from psservice.rpc.workers import read_upload
 from psservice.shard.upload import Upload
+from psservice.types import Identity
 from psservice.wire.push_stream import PushReader, read_all, read_push
 
 SHARD = Span(10, 110)

@@ -9,11 +9,18 @@ from pscore.model.buffers import pack
 from pscore.model.segment import Segment
 from pscore.wire import frames
 from pscore.wire.errors import Rejected
-from psservice.cluster.leases import Identity
+from pscore.wire.messages import share_to_messages
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.model.reply_session import PullRequest
 from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
-from psservice.shard.shard import Engine
+from psservice.shard import join as joining
+from psservice.shard import pull as pulling
+from psservice.shard.lifecycle import open_shard
+from psservice.shard.model_install import finish_upload, open_upload
+from psservice.shard.push import commit
 from psservice.shard.types import Push
+from psservice.types import Identity
 
 HOUR = 3600.0
 ANNA, BERT = Identity("anna", "1"), Identity("bert", "1")
@@ -23,7 +30,7 @@ ANNA, BERT = Identity("anna", "1"), Identity("bert", "1")
 def engines(num_shards=1, **settings):
     """All shards of a run; leases end only where a test moves the clock."""
     made = [
-        Engine(
+        open_shard(
             ServerSettings(lease_seconds=HOUR, shard_index=index, num_shards=num_shards, **settings),
             torch.device("cpu"),
             Metrics(),
@@ -62,14 +69,16 @@ def full(epoch, nonce=1):
 
 def join(engine, layout, who=ANNA, method="dgs", method_settings=None, *, seen=0, has_replica=False, loaded=None):
     settings = method_settings or {}
-    return engine.join(who, layout, method, settings, generation_seen=seen, has_replica=has_replica, loaded=loaded)
+    return joining.join(
+        engine, who, layout, method, settings, generation_seen=seen, has_replica=has_replica, loaded=loaded
+    )
 
 
 def upload(engine, values, who, generation, *, version=0, buffers=(), digest=b""):
     """Send an engine its range of the whole model's values."""
     part = values[engine.span.start : engine.span.end].clone()
     packed, checksum = pack(buffers), frames.Checksum()
-    brought = engine.open_upload(who, generation, len(packed))
+    brought = open_upload(engine, who, generation, len(packed))
     call = brought.go_on()
     for chunk, _ in frames.encode(Segment(engine.span, None, part), chunk_bytes=1 << 20):
         checksum.add(chunk)
@@ -77,7 +86,7 @@ def upload(engine, values, who, generation, *, version=0, buffers=(), digest=b""
     for piece in frames.encode_bytes(packed, 1 << 20):
         brought.read_buffers(call, piece)
     brought.verify(call, checksum.commit())
-    return engine.finish_upload(brought, version, digest=digest)
+    return finish_upload(engine, brought, version, digest=digest)
 
 
 def present(engine):
@@ -93,12 +102,27 @@ def push(engine, step, entries=(), who=ANNA, *, generation=None, base=0, samples
         offsets = torch.tensor([i - engine.span.start for i in chosen], dtype=torch.int64)
         values = torch.tensor([entries[i] for i in chosen], dtype=torch.float32)
         entries = [Segment(engine.span, offsets, values)] if chosen else []
-    return engine.commit(Push(who, step, generation, base, samples, list(entries)))
+    return commit(engine, push_of(who, step, generation, base, samples, list(entries)))
+
+
+def push_of(who, step, generation, base, samples, segments, messages=(), learning_rate=0.0, finished=None):
+    """A push as it is received; ``finished`` has samples by dataset."""
+    header = pb.PushHeader(
+        identity=pb.WorkerIdentity(worker_id=who.worker_id, incarnation=who.incarnation),
+        step=step,
+        generation=generation,
+        base_version=base,
+        samples=samples,
+        learning_rate=learning_rate,
+    )
+    for dataset, share in (finished or {}).items():
+        header.finished.add(dataset=dataset, ranges=share_to_messages(share))
+    return Push(header, segments, messages)
 
 
 def pull(engine, who=ANNA, *, generation=None, base=None, acknowledged=0, image=False):
     generation = present(engine) if generation is None else generation
-    return engine.pull(who, generation, base_version=base, acknowledged=acknowledged, replica_is_image=image)
+    return pulling.pull(engine, who, generation, PullRequest(base, acknowledged, image))
 
 
 def theta(engine):
@@ -113,7 +137,7 @@ def reason_of(call, *arguments, **options):
 
 
 class Clock:
-    """A clock that a test moves; give it to ``engine.membership``."""
+    """A clock that a test moves; give it to ``engine.leases``."""
 
     def __init__(self):
         self.now = 0.0
@@ -124,7 +148,7 @@ class Clock:
 
 def with_clock(engine):
     clock = Clock()
-    engine.membership.clock = clock
-    for member in engine.membership._members.values():
+    engine.leases.clock = clock
+    for member in engine.leases._members.values():
         member.lease_end = clock.now + HOUR
     return clock

@@ -24,8 +24,7 @@ def grouped(settings, *workers, values=None, clock=None):
         generation=1,
         version=0,
         settings=ShardSettings(ledger_multiple=100.0),
-        regime=TrainingMode(groups=settings),
-        groups=settings,
+        mode=TrainingMode(groups=settings),
         clock=clock or Clock(),
     )
     for worker in workers:

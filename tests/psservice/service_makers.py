@@ -12,8 +12,8 @@ from pscore.select import SELECTORS
 from pscore.wire import frames
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.parameters import ModelShard, ShardSettings
-from psservice.model.reply_session import ReplyMode, ReplySession, TopKSettings, answer
-from psservice.model.topk import DownSettings
+from psservice.model.reply_session import PullRequest, ReplyMode, ReplySession, answer
+from psservice.model.topk import TopKSettings
 from psservice.model.training_mode import TrainingMode
 from psservice.shard.apply_thread import Writer
 
@@ -38,7 +38,7 @@ def shard_of(layout, values, *, num_shards=1, index=0, ledger_multiple=100.0, ve
         generation=1,
         version=version,
         settings=ShardSettings(ledger_multiple=ledger_multiple),
-        regime=TrainingMode(),
+        mode=TrainingMode(),
     )
 
 
@@ -53,7 +53,7 @@ def writing():
 
 
 def topk(density=0.1, dense_below=0, value=pb.VALUE_CODEC_FP32):
-    return TopKSettings(DownSettings(density, dense_below, SELECTORS["exact"]), value, 64)
+    return TopKSettings(density, dense_below, SELECTORS["exact"], value, 64)
 
 
 def sparse_push(span, density, seed):
@@ -111,10 +111,8 @@ class Link:
             self.writer,
             self.downlink,
             self.topk,
-            base_version=self.base,
-            acknowledged=self.acknowledged if acknowledged is None else acknowledged,
-            replica_is_image=self.image,
-            form=frames.WireForm(),
+            PullRequest(self.base, self.acknowledged if acknowledged is None else acknowledged, self.image),
+            frames.WireForm(),
         )
         chunks = reply.chunks
         if chunks is None:

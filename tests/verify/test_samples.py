@@ -3,8 +3,9 @@ import time
 
 import pytest
 
-from psservice.cluster.leases import Identity, Membership
-from psservice.policy.reply_mode import reply_rule
+from psservice.cluster.leases import Leases
+from psservice.policy.reply_mode import ReplyRule
+from psservice.types import Identity
 from verify.failpoint import skewed_clock
 from verify.validate.process_samples import look, trend
 
@@ -49,7 +50,7 @@ def test_the_servers_own_modules_read_the_skewed_clock_and_leases_do_not_mind(tm
     assert {"psservice.recovery.durability", "psservice.rpc.status", "psservice.cluster.leases"} <= {*changed}
     shifted = skewed_clock.shifted_time(clock)
     monkeypatch.setattr("psservice.cluster.leases.time", shifted)
-    members = Membership(60.0, lambda: reply_rule("exact", 0.1))
+    members = Leases(60.0, lambda: ReplyRule("exact"))
     members.join(Identity("w", "1"))
     for error in (-3e8, 3e8):
         skewed_clock.set_error(path, error)

@@ -19,11 +19,7 @@ _RULES: dict[str, Callable[[Mapping[str, str]], RuleMaker]] = {
 
 
 def rule_maker(settings: Mapping[str, str]) -> RuleMaker:
-    """Return what makes the rule that these method settings name.
-
-    Raises:
-        Refusal: ``BAD_REQUEST``, where there is no such rule, or its settings make no sense.
-    """
+    """Return the maker of the rule that these method settings name; raises :class:`Rejected` (``BAD_REQUEST``)."""
     name = settings.get("update", "subtract")
     if name not in _RULES:
         raise Rejected(ErrorCode.BAD_REQUEST, f"this server has no update rule {name!r}; it has {', '.join(_RULES)}")

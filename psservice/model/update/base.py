@@ -1,4 +1,4 @@
-"""What an update rule is: a shard's parameters, what a push does to them, and what must survive a restart."""
+"""What an update rule is: what a push does to a shard's parameters, and what must survive a restart."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,19 +8,14 @@ import torch
 
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.segment import Segment
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.changelog import ChangedIndices
 from psservice.model.update.reshard import RuleMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What a rule works on.
-
-    Attributes:
-        layout: of the whole model.
-        span: what the shard owns of it.
-        theta: its parameters, fp32 ``[span.length]``; changed in place.
-    """
+class RuleContext:
+    """A shard's parameters: fp32 ``theta[span.length]``, changed in place, of the whole model's layout."""
 
     layout: ModelLayout
     span: Span
@@ -29,67 +24,68 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class RuleState:
-    """What a rule remembers from push to push.
-
-    Attributes:
-        plain: values that JSON can hold.
-        tensors: by name; copies.
-    """
+    """What is kept from push to push: values that JSON can hold, and copies of tensors by name."""
 
     plain: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class StepInfo:
-    """What comes with a push, or with the mean of a round, beside its values.
+class PushContext:
+    """What the server knows of a push beside its entries.
 
     Attributes:
-        rates: learning rate of each param group of the rule; empty for those agreed.
-        samples: that it comes from; 0 for a flush.
+        factor: what the push is multiplied by.
+        base_version: where the gradient was taken; ``None`` where that is of no interest.
+        learning_rate: that the push carries; 0 where it is not known.
+        samples: of the step; 0 for a flush, which counts for no round.
+        group_rates: at which the update rule steps its param groups; empty for those agreed.
     """
 
-    rates: tuple[float, ...] = ()
+    factor: float = 1.0
+    base_version: int | None = None
+    learning_rate: float = 0.0
     samples: int = 1
+    group_rates: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, header: pb.PushHeader, factor: float) -> "PushContext":
+        """Read a push's header."""
+        return cls(factor, header.base_version, header.learning_rate, header.samples, tuple(header.group_rates))
 
 
-PLAIN = StepInfo()
+PLAIN = PushContext()
 
 
 class UpdateRule(Protocol):
-    """Does one thing with every push. Called on the writer thread, or where nobody else has the shard.
+    """Applies pushes. Called on the writer thread, or before the shard is served.
 
     Attributes:
         rates: the agreed learning rate of each param group; empty where the rule has none.
-        spreads: whether a sparse push changes more than the entries that it names.
+        densifies: whether a sparse push changes more than the entries that it names.
     """
 
     rates: tuple[float, ...]
-    spreads: bool
+    densifies: bool
 
-    def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> ChangedIndices:
-        """Change the parameters; return which may have changed.
+    def apply(self, push: Segment | None, context: PushContext = PLAIN) -> ChangedIndices:
+        """Change the parameters, and return which may have changed; ``None`` is a push without entries.
 
-        Args:
-            push: over the whole shard, fp32 on the parameters' device; ``None``: it had no entries.
-            info: its rates, as many as :attr:`rates` or none, and its samples.
-
-        Raises:
-            Refusal: ``NON_FINITE``, where a parameter would leave the range of fp32; nothing is changed.
+        Raises :class:`Rejected` (``NON_FINITE``), with nothing changed, where a parameter would leave fp32's range.
         """
 
     def export(self) -> RuleState:
-        """Copy what is remembered."""
+        """Copy the rule's state."""
 
     def restore(self, state: RuleState) -> None:
-        """Take over what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
+        """Restore what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
 
-    def remember(self) -> RuleMemory:
-        """Return what is remembered, for shards that are cut in other places."""
+    def export_portable(self) -> RuleMemory:
+        """Return the rule's state for shards with other borders."""
 
-    def inherit(self, memories: Sequence[RuleMemory]) -> None:
-        """Take over what all shards of another run :meth:`remember`, with a rule of the same kind."""
+    def import_portable(self, memories: Sequence[RuleMemory]) -> None:
+        """Import the states of all shards of another run with a rule of the same kind."""
 
 
-RuleMaker = Callable[[Place], UpdateRule]
+RuleMaker = Callable[[RuleContext], UpdateRule]
 """Makes a run's rule for a shard; raises ``Rejected`` where rule and model do not go together."""

@@ -1,4 +1,4 @@
-"""An optimizer's memory for shards that are cut in other places than those that remember it."""
+"""An optimizer's state for shards with other borders than those that had it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +11,7 @@ from pscore.model.layout import Span
 
 @dataclass(frozen=True, slots=True)
 class PieceMemory:
-    """What an optimizer remembers of one tensor, or of the part of it inside one shard.
-
-    Attributes:
-        span: which entries of the flat layout.
-        shape: of the tensor that the optimizer stepped.
-        state: by name, as ``torch.optim`` has it.
-    """
+    """An optimizer's state, as ``torch.optim`` has it, of the part of a tensor that was stepped as one of ``shape``."""
 
     span: Span
     shape: tuple[int, ...]
@@ -26,14 +20,7 @@ class PieceMemory:
 
 @dataclass(frozen=True, slots=True)
 class RuleMemory:
-    """What one shard's rule remembers, in words that mean the same on every shard.
-
-    Attributes:
-        kind: which rule; another one has no use for it.
-        updates: steps taken.
-        samples: counted.
-        pieces: of each tensor.
-    """
+    """The state of one shard's rule, in terms that every shard understands; another ``kind`` cannot use it."""
 
     kind: str
     updates: int = 0
@@ -41,16 +28,11 @@ class RuleMemory:
     pieces: Sequence[PieceMemory] = ()
 
 
-def recut(pieces: Sequence[PieceMemory], span: Span, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the state of one piece, put together from all that overlap it.
+def reshard(pieces: Sequence[PieceMemory], span: Span, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the state of a tensor's piece, put together from the pieces of all shards that overlap it.
 
-    A piece that was cut in the same places keeps everything as it is. Of others, what has a value for each entry is
-    cut; what counts steps is taken from the furthest, because shards need not have taken the same pushes.
-
-    Args:
-        pieces: of all shards that remember.
-        span: of the piece.
-        shape: of its tensor.
+    A piece with the same borders keeps everything as it is. Of others, what has a value for each entry is cut; what
+    counts steps is that of the furthest, because shards need not have applied the same pushes.
     """
     found = sorted((p for p in pieces if p.span.intersect(span).length), key=lambda piece: piece.span.start)
     if len(found) == 1 and found[0].span == span:
@@ -63,9 +45,8 @@ def recut(pieces: Sequence[PieceMemory], span: Span, shape: tuple[int, ...]) -> 
             whole = torch.zeros(span.length, dtype=values[0][1].dtype)
             for piece, value in values:
                 part = piece.span.intersect(span)
-                whole[part.start - span.start : part.end - span.start] = value.reshape(-1)[
-                    part.start - piece.span.start : part.end - piece.span.start
-                ]
+                entries = slice(part.start - piece.span.start, part.end - piece.span.start)
+                whole[part.start - span.start : part.end - span.start] = value.reshape(-1)[entries]
             state[name] = whole.reshape(shape)
         else:
             state[name] = furthest.get(name, values[0][1])

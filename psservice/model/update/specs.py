@@ -1,8 +1,10 @@
-"""Naming a ``torch.optim`` optimizer and its scheduler in words that a worker may send: names and numbers, no code."""
+"""Naming a ``torch.optim`` optimizer and its scheduler in words that a worker may send: names and numbers, no code.
+
+Everything here that reads raises :class:`Rejected` (``BAD_REQUEST``).
+"""
 
 import inspect
 import json
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +17,8 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import LARGEST_RATE
 
 _CLOSURES_OR_SPARSE = frozenset({"LBFGS", "SparseAdam", "Optimizer"})
-_NOT_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-_NEEDS_CODE = frozenset({"LambdaLR", "MultiplicativeLR"})
-_NEEDS_A_METRIC = frozenset({"ReduceLROnPlateau"})
+_NOT_OPTIONS = frozenset({"self", "params", "foreach", "fused", "capturable", "differentiable"})
+_NEEDS_CODE_OR_METRIC = frozenset({"LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau"})
 _NOT_SCHEDULERS = frozenset({"LRScheduler", "_LRScheduler"})
 _MOST_NESTED = 4
 _MOST_BYTES = 64 << 10
@@ -25,7 +26,7 @@ _MOST_SCHEDULERS = 16
 _LARGEST_NUMBER = 1e300
 
 TORCH_ERRORS = (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AttributeError)
-"""What torch raises where it does not take what it is given."""
+"""What torch raises where it does not accept a value."""
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
@@ -44,7 +45,7 @@ def optimizers() -> dict[str, type[Optimizer]]:
 
 def schedulers() -> dict[str, type[lr_scheduler.LRScheduler]]:
     """Return every scheduler that needs no function and no metric, by name."""
-    left_out = _NEEDS_CODE | _NEEDS_A_METRIC | _NOT_SCHEDULERS
+    left_out = _NEEDS_CODE_OR_METRIC | _NOT_SCHEDULERS
     found = inspect.getmembers(lr_scheduler, inspect.isclass)
     return {n: kind for n, kind in found if issubclass(kind, lr_scheduler.LRScheduler) and n not in left_out}
 
@@ -58,36 +59,30 @@ class OptimizerSpec:
 
     @classmethod
     def parse(cls, text: str) -> "OptimizerSpec":
-        """Read ``{"name": "RMSprop", "options": {"lr": 0.01}}``; raises :class:`Rejected` (``BAD_REQUEST``)."""
+        """Read ``{"name": "RMSprop", "options": {"lr": 0.01}}``."""
         found = _mapping(text, "optimizer", {"name", "options"})
         name = _name(found)
         if name not in optimizers():
-            raise _bad(f"there is no optimizer {name!r} here; there are {', '.join(optimizers())}")
+            raise bad(f"there is no optimizer {name!r} here; there are {', '.join(optimizers())}")
         return cls(name, check_options(name, found.get("options", {})))
 
     @property
     def rate(self) -> float:
         """Its learning rate where a param group has none of its own."""
-        return float(
-            self.options.get("lr", inspect.signature(optimizers()[self.name].__init__).parameters["lr"].default)
-        )
+        default = inspect.signature(optimizers()[self.name].__init__).parameters["lr"].default
+        return float(self.options.get("lr", default))
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Make it over param groups; raises :class:`Rejected` (``BAD_REQUEST``) with torch's words."""
+        """Make it over param groups."""
         try:
             return optimizers()[self.name](groups, **self.options)
         except TORCH_ERRORS as error:
-            raise _bad(f"torch.optim.{self.name} does not take that: {error}") from error
+            raise bad(f"torch.optim.{self.name} does not take that: {error}") from error
 
     def try_out(self, groups: Sequence[Mapping[str, Any]], scheduler: "SchedulerSpec | None") -> None:
-        """Make both over one element a group and step them: on the writer thread it is too late to find a mistake.
+        """Make both over one element a group and step them: on the writer thread a mistake is found too late.
 
-        Args:
-            groups: the own options of each param group.
-            scheduler: to be stepped too.
-
-        Raises:
-            Refusal: ``BAD_REQUEST``.
+        ``groups`` are the own options of each param group.
         """
         elements = [torch.zeros(1, 1) for _ in groups]
         distinct = {json.dumps(own, sort_keys=True): number for number, own in enumerate(groups)}
@@ -103,22 +98,22 @@ class OptimizerSpec:
                 if schedule is not None:
                     schedule.step()
         except TORCH_ERRORS as error:
-            raise _bad(f"torch.optim.{self.name}, or its scheduler, cannot be stepped: {error}") from error
+            raise bad(f"torch.optim.{self.name}, or its scheduler, cannot be stepped: {error}") from error
 
 
 def check_options(name: str, options: object) -> dict[str, Any]:
-    """Return an optimizer's options, all of them known, finite and sane; raises :class:`Rejected` (``BAD_REQUEST``)."""
+    """Return an optimizer's options, all of them known, finite and sane."""
     if not isinstance(options, dict):
-        raise _bad(f"options of {name} must be a mapping")
-    known = inspect.signature(optimizers()[name].__init__).parameters.keys() - _NOT_OPTIONS - {"self"}
+        raise bad(f"options of {name} must be a mapping")
+    known = inspect.signature(optimizers()[name].__init__).parameters.keys() - _NOT_OPTIONS
     for option, value in options.items():
         if option not in known:
-            raise _bad(f"{name} has no option {option!r} that can be set here; it has {', '.join(sorted(known))}")
+            raise bad(f"{name} has no option {option!r} that can be set here; it has {', '.join(sorted(known))}")
         _require_plain(f"{name}.{option}", value)
-        if option == "lr" and not 0 <= _number(value) <= LARGEST_RATE:
-            raise _bad(f"lr of {name} must be from 0 to {LARGEST_RATE:g}, not {value!r}")
-        if option == "eps" and not all(_number(one) > 0 for one in _flat(value)):
-            raise _bad(f"eps of {name} must be above 0: a gradient of zero would make a parameter NaN")
+        if option == "lr" and not (_is_number(value) and 0 <= value <= LARGEST_RATE):
+            raise bad(f"lr of {name} must be from 0 to {LARGEST_RATE:g}, not {value!r}")
+        if option == "eps" and not all(_is_number(one) and one > 0 for one in _flat(value)):
+            raise bad(f"eps of {name} must be above 0: a gradient of zero would make a parameter NaN")
     return options
 
 
@@ -132,7 +127,7 @@ class SchedulerSpec:
 
     @classmethod
     def parse(cls, text: str) -> "SchedulerSpec":
-        """Read ``{"name": "StepLR", "options": {"step_size": 100}}``; raises :class:`Rejected` (``BAD_REQUEST``).
+        """Read ``{"name": "StepLR", "options": {"step_size": 100}}``.
 
         ``SequentialLR`` and ``ChainedScheduler`` have ``"schedulers"``, a list of the same form.
         """
@@ -141,50 +136,53 @@ class SchedulerSpec:
     @classmethod
     def _of(cls, found: object, depth: int) -> "SchedulerSpec":
         if not isinstance(found, dict) or depth > _MOST_NESTED or found.keys() - {"name", "options", "schedulers"}:
-            raise _bad("a scheduler is a name, options, and perhaps schedulers inside it, not too deep")
+            raise bad("a scheduler is a name, options, and perhaps schedulers inside it, not too deep")
         name, options, inner = _name(found), found.get("options", {}), found.get("schedulers", [])
-        if name in _NEEDS_CODE | _NEEDS_A_METRIC:
-            raise _bad(f"{name} needs a function or a metric, which cannot be sent; choose another")
+        if name in _NEEDS_CODE_OR_METRIC:
+            raise bad(f"{name} needs a function or a metric, which cannot be sent; choose another")
         if name not in schedulers():
-            raise _bad(f"there is no scheduler {name!r} here; there are {', '.join(schedulers())}")
+            raise bad(f"there is no scheduler {name!r} here; there are {', '.join(schedulers())}")
         if not isinstance(options, dict) or not isinstance(inner, list) or len(inner) > _MOST_SCHEDULERS:
-            raise _bad(f"options of {name} must be a mapping, schedulers a list of at most {_MOST_SCHEDULERS}")
+            raise bad(f"options of {name} must be a mapping, schedulers a list of at most {_MOST_SCHEDULERS}")
         for option, value in options.items():
             _require_plain(f"{name}.{option}", value)
         return cls(name, options, tuple(cls._of(each, depth + 1) for each in inner))
 
     def make(self, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-        """Make it over an optimizer; raises :class:`Rejected` (``BAD_REQUEST``) with torch's words."""
+        """Make it over an optimizer."""
         inner = [spec.make(optimizer) for spec in self.inner]
         kind: Any = schedulers()[self.name]
+        arguments = [inner] if self.name == "ChainedScheduler" else [optimizer, *([inner] if inner else [])]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                if self.name == "ChainedScheduler":
-                    made: lr_scheduler.LRScheduler = kind(inner, **self.options)
-                else:
-                    made = kind(optimizer, *([inner] if inner else []), **self.options)
+                made: lr_scheduler.LRScheduler = kind(*arguments, **self.options)
                 return made
         except TORCH_ERRORS as error:
-            raise _bad(f"lr_scheduler.{self.name} does not take that: {error}") from error
+            raise bad(f"lr_scheduler.{self.name} does not take that: {error}") from error
+
+
+def sane_rate(rate: Any) -> float:
+    """Return a learning rate of a scheduler within bounds; 0 where it is no such number."""
+    return min(rate, LARGEST_RATE) if isinstance(rate, int | float) and rate >= 0 else 0.0
 
 
 def _mapping(text: str, what: str, keys: set[str]) -> dict[str, Any]:
     if len(text) > _MOST_BYTES:
-        raise _bad(f"the {what} is described in {len(text)} characters, at most {_MOST_BYTES} are read")
+        raise bad(f"the {what} is described in {len(text)} characters, at most {_MOST_BYTES} are read")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _bad(f"the {what} is not JSON: {error}") from error
+        raise bad(f"the {what} is not JSON: {error}") from error
     if not isinstance(found, dict) or found.keys() - keys:
-        raise _bad(f"the {what} must be a mapping with {', '.join(sorted(keys))}")
+        raise bad(f"the {what} must be a mapping with {', '.join(sorted(keys))}")
     return found
 
 
 def _name(found: Mapping[str, Any]) -> str:
     name = found.get("name")
     if not isinstance(name, str):
-        raise _bad("a name must be a word")
+        raise bad("a name must be a word")
     return name
 
 
@@ -192,32 +190,26 @@ def _flat(value: Any, depth: int = 0) -> list[Any]:
     if not isinstance(value, list | tuple):
         return [value]
     if depth == _MOST_NESTED:
-        raise _bad("a list of options is nested too deep")
+        raise bad("a list of options is nested too deep")
     return [one for each in value for one in _flat(each, depth + 1)]
 
 
 def _require_plain(name: str, value: Any) -> None:
-    """Let numbers, words, truth values and short lists of them through."""
+    """Admit numbers, words, truth values and short lists of them."""
     flat = _flat(value)
     if len(flat) > 1000:
-        raise _bad(f"{name} is too long")
+        raise bad(f"{name} is too long")
     for one in flat:
         if isinstance(one, bool) or one is None or (isinstance(one, str) and len(one) < 64):
             continue
         if not isinstance(one, int | float) or not abs(one) <= _LARGEST_NUMBER:
-            raise _bad(f"{name} is not a finite number, a word, or a list of those")
+            raise bad(f"{name} is not a finite number, a word, or a list of those")
 
 
-def sane_rate(rate: Any) -> float:
-    """Return a learning rate that a scheduler has come to, within bounds; 0 where it is no such number."""
-    return min(rate, LARGEST_RATE) if isinstance(rate, int | float) and rate >= 0 else 0.0
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    return float(value)
-
-
-def _bad(detail: str) -> Rejected:
+def bad(detail: str) -> Rejected:
+    """Return the error of settings that make no sense."""
     return Rejected(ErrorCode.BAD_REQUEST, detail)

@@ -7,26 +7,25 @@ import torch
 from pscore.model.segment import Segment
 from pscore.select.kernels import kernels_for
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.changelog import ChangedIndices
-from psservice.model.update.base import PLAIN, Place, RuleState, StepInfo
+from psservice.model.changelog import ChangedIndices, offset_dtype
+from psservice.model.update.base import PLAIN, PushContext, RuleContext, RuleState
 from psservice.model.update.reshard import RuleMemory
 
 _LARGE = 1e30  # smaller values cannot take a parameter out of its range, nor can many of them in a lifetime
 
 
 class Subtract:
-    """``θ −= p``."""
+    """``θ −= p``; nothing is kept."""
 
     rates: tuple[float, ...] = ()
-    spreads = False
+    densifies = False
 
-    def __init__(self, place: Place) -> None:
-        """Work on these parameters."""
-        self._theta = place.theta
-        self._offset_dtype = torch.int32 if place.span.length < 2**31 else torch.int64
+    def __init__(self, context: RuleContext) -> None:
+        self._theta = context.theta
+        self._offset_dtype = offset_dtype(context.span.length)
 
-    def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> ChangedIndices:
-        """Subtract; what the push names has changed."""
+    def apply(self, push: Segment | None, context: PushContext = PLAIN) -> ChangedIndices:
+        """Subtract the push."""
         if push is None:
             return torch.empty(0, dtype=self._offset_dtype)
         theta = self._theta
@@ -41,15 +40,15 @@ class Subtract:
         return push.offsets.to(self._offset_dtype)
 
     def export(self) -> RuleState:
-        """Nothing is remembered."""
+        """Return nothing."""
         return RuleState()
 
     def restore(self, state: RuleState) -> None:
-        """Nothing is remembered."""
+        """Do nothing."""
 
-    def remember(self) -> RuleMemory:
-        """Nothing is remembered."""
+    def export_portable(self) -> RuleMemory:
+        """Return nothing but the rule's kind."""
         return RuleMemory("subtract")
 
-    def inherit(self, memories: Sequence[RuleMemory]) -> None:
-        """Nothing is remembered."""
+    def import_portable(self, memories: Sequence[RuleMemory]) -> None:
+        """Do nothing."""

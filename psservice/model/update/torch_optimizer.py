@@ -7,7 +7,7 @@ entries that were sent, parameters and optimizer state alike.
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +18,16 @@ from torch.optim import Optimizer
 from pscore.model.layout import Span
 from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.changelog import ChangedIndices
-from psservice.model.update.base import PLAIN, Place, RuleMaker, RuleState, StepInfo
-from psservice.model.update.reshard import PieceMemory, RuleMemory, recut
+from psservice.model.changelog import ChangedIndices, offset_dtype
+from psservice.model.update.base import PLAIN, PushContext, RuleContext, RuleMaker, RuleState
+from psservice.model.update.reshard import PieceMemory, RuleMemory, reshard
 from psservice.model.update.specs import (
     ELEMENTWISE,
     LAZY,
     TORCH_ERRORS,
     OptimizerSpec,
     SchedulerSpec,
+    bad,
     check_options,
     sane_rate,
 )
@@ -43,12 +44,7 @@ _LARGEST_PARAMETER = 1e30  # a step of a sane rate does not take it out of its r
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors that share options.
-
-    Attributes:
-        tensors: positions in the layout, ascending.
-        options: where they differ from the optimizer's.
-    """
+    """Tensors (positions in the layout, ascending) that share options where these differ from the optimizer's."""
 
     tensors: tuple[int, ...]
     options: Mapping[str, Any]
@@ -56,16 +52,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class TorchSettings:
-    """What a run says of its optimizer.
-
-    Attributes:
-        optimizer: which.
-        groups: what is trained; empty for every tensor.
-        scheduler: drives the learning rate, or nothing does.
-        every: steps of the optimizer, or samples, between two steps of the scheduler.
-        by_samples: which of both.
-        lazy: whether a sparse push touches only its own entries.
-    """
+    """A run's optimizer: no groups for every tensor, the scheduler steps every so many updates or samples."""
 
     optimizer: OptimizerSpec
     groups: tuple[Group, ...]
@@ -76,26 +63,19 @@ class TorchSettings:
 
 
 def maker(settings: Mapping[str, str]) -> RuleMaker:
-    """Read ``optimizer``, ``groups``, ``scheduler``, ``scheduler_every`` and ``lazy`` of the method settings.
-
-    Raises:
-        Refusal: ``BAD_REQUEST``.
-    """
+    """Read the method settings of an optimizer; raises :class:`Rejected` (``BAD_REQUEST``)."""
     spec = OptimizerSpec.parse(settings.get("optimizer", ""))
     scheduler = SchedulerSpec.parse(settings["scheduler"]) if settings.get("scheduler") else None
     groups = _groups(spec.name, settings.get("groups", ""))
     spec.try_out([group.options for group in groups] or [{}], scheduler)
     every, by_samples, unit = settings.get("scheduler_every", "1").partition(" samples")
     if unit or not (every.isascii() and every.isdigit() and len(every) < _MOST_DIGITS and int(every)):
-        raise Rejected(
-            ErrorCode.BAD_REQUEST,
-            f"scheduler_every must be a number of versions, or of samples ('50 samples'), not {every!r}",
-        )
+        raise bad(f"scheduler_every must be a number of versions, or of samples ('50 samples'), not {every!r}")
     lazy = settings.get("lazy", "false") == "true"
     if lazy and spec.name not in LAZY:
-        raise Rejected(ErrorCode.BAD_REQUEST, f"{spec.name} cannot be lazy; {', '.join(sorted(LAZY))} can")
+        raise bad(f"{spec.name} cannot be lazy; {', '.join(sorted(LAZY))} can")
     read = TorchSettings(spec, groups, scheduler, int(every), bool(by_samples), lazy)
-    return lambda place: TorchOptimizer(place, read)
+    return lambda context: TorchOptimizer(context, read)
 
 
 def _groups(name: str, text: str) -> tuple[Group, ...]:
@@ -104,38 +84,27 @@ def _groups(name: str, text: str) -> tuple[Group, ...]:
     try:
         listed = json.loads(text)
         if len(listed) > _MOST_GROUPS:
-            raise Rejected(
-                ErrorCode.BAD_REQUEST, f"an optimizer has at most {_MOST_GROUPS} groups here, not {len(listed)}"
-            )
+            raise bad(f"an optimizer has at most {_MOST_GROUPS} groups here, not {len(listed)}")
         found = [Group(tuple(each["tensors"]), check_options(name, each.get("options", {}))) for each in listed]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Rejected(ErrorCode.BAD_REQUEST, f"the optimizer's groups cannot be read: {error}") from error
+        raise bad(f"the optimizer's groups cannot be read: {error}") from error
     positions = [position for group in found for position in group.tensors]
     if any(not isinstance(p, int) or isinstance(p, bool) or p < 0 for p in positions):
-        raise Rejected(ErrorCode.BAD_REQUEST, "the optimizer's groups name tensors by their positions in the layout")
+        raise bad("the optimizer's groups name tensors by their positions in the layout")
     if len(set(positions)) < len(positions):
-        raise Rejected(ErrorCode.BAD_REQUEST, "a tensor is in more than one of the optimizer's groups")
+        raise bad("a tensor is in more than one of the optimizer's groups")
     return tuple(found)
 
 
 class TorchOptimizer:
-    """Steps a ``torch.optim`` optimizer with every push as its gradient.
+    """Steps a ``torch.optim`` optimizer with every push as its gradient (``BAD_REQUEST``: not with this model)."""
 
-    Args:
-        place: the parameters.
-        settings: which optimizer, and how.
-
-    Raises:
-        Refusal: ``BAD_REQUEST``, where optimizer and model do not go together.
-    """
-
-    def __init__(self, place: Place, settings: TorchSettings) -> None:
-        """Make the optimizer over views of the parameters."""
-        self._place, self._settings = place, settings
+    def __init__(self, context: RuleContext, settings: TorchSettings) -> None:
+        self._context, self._settings = context, settings
         self._pieces: list[tuple[Span, torch.Tensor]] = []
-        groups = settings.groups or (Group(tuple(range(len(place.layout.parameters))), {}),)
-        if any(group.tensors and max(group.tensors) >= len(place.layout.parameters) for group in groups):
-            raise Rejected(ErrorCode.BAD_REQUEST, "the optimizer's groups name tensors that the model does not have")
+        groups = settings.groups or (Group(tuple(range(len(context.layout.parameters))), {}),)
+        if any(group.tensors and max(group.tensors) >= len(context.layout.parameters) for group in groups):
+            raise bad("the optimizer's groups name tensors that the model does not have")
         made = []
         for group in groups:
             pieces = list(self._tensors(group))
@@ -146,43 +115,35 @@ class TorchOptimizer:
         self.rates = tuple(float(group.options.get("lr", default)) for group in groups)
         self._scheduler = settings.scheduler.make(self._optimizer) if settings.scheduler and self._optimizer else None
         self._updates = self._samples = 0
-        self.spreads = not settings.lazy
-        self._dtype = torch.int32 if place.span.length < 2**31 else torch.int64
+        self.densifies = not settings.lazy
+        self._dtype = offset_dtype(context.span.length)
 
-    def apply(self, push: Segment | None, info: StepInfo = PLAIN) -> ChangedIndices:
-        """Take one step; a push without entries is none, and its samples count."""
+    def apply(self, push: Segment | None, context: PushContext = PLAIN) -> ChangedIndices:
+        """Step once; a push without entries is no step, and its samples count."""
         support: ChangedIndices = torch.empty(0, dtype=self._dtype)
         if self._optimizer is None:
             return support
         before = self._scheduled
         if push is not None:
             self._require_sane(push)
-            with self._at_rates(self._optimizer, info.rates or self.rates):
+            with self._at_rates(self._optimizer, context.group_rates or self.rates):
                 if self._settings.lazy and push.offsets is not None:
                     support = self._step_lazily(self._optimizer, push)
                 else:
                     self._step(self._optimizer, push)
                     support = None
             self._updates += 1
-        self._samples += min(info.samples, _MOST_SCHEDULED * self._settings.every)
+        self._samples += min(context.samples, _MOST_SCHEDULED * self._settings.every)
         if self._scheduler is not None:
             self._advance_schedule(self._scheduled - before)
         return support
 
     def export(self) -> RuleState:
-        """Copy the optimizer's state; the schedule is where the number of updates puts it."""
-        tensors: dict[str, torch.Tensor] = {}
-        plain: dict[str, dict[str, Any]] = {}
-        for number, (_, tensor) in enumerate(self._pieces):
-            for name, value in (self._optimizer.state[tensor] if self._optimizer else {}).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{number}.{name}"] = value.detach().clone()
-                else:
-                    plain.setdefault(str(number), {})[name] = value
-        return RuleState({"updates": self._updates, "samples": self._samples, "state": plain}, tensors)
+        """Copy the optimizer's state; the schedule follows from the number of updates."""
+        return _as_rule_state(self._updates, self._samples, self._states(), lambda tensor: tensor.detach().clone())
 
     def restore(self, state: RuleState) -> None:
-        """Take the optimizer's state over, and step the scheduler to where it was."""
+        """Restore the optimizer's state, and step the scheduler to where it was."""
         restored: dict[int, dict[str, Any]] = {int(n): dict(values) for n, values in state.plain["state"].items()}
         for name, tensor in state.tensors.items():
             number, _, key = name.partition(".")
@@ -197,34 +158,35 @@ class TorchOptimizer:
             whole["state"] = {places[id(self._pieces[n][1])]: values for n, values in restored.items()}
             self._optimizer.load_state_dict(whole)
 
-    def remember(self) -> RuleMemory:
+    def export_portable(self) -> RuleMemory:
         """Return the optimizer's state by entries of the layout."""
-        states = self._optimizer.state if self._optimizer else {}
-        pieces = [PieceMemory(span, tuple(tensor.shape), dict(states[tensor])) for span, tensor in self._pieces]
+        pieces = [
+            PieceMemory(span, tuple(tensor.shape), state)
+            for (span, tensor), state in zip(self._pieces, self._states(), strict=True)
+        ]
         return RuleMemory(self._settings.optimizer.name, self._updates, self._samples, pieces)
 
-    def inherit(self, memories: Sequence[RuleMemory]) -> None:
-        """Put the optimizer's state together from that of shards that were cut in other places."""
+    def import_portable(self, memories: Sequence[RuleMemory]) -> None:
+        """Put the optimizer's state together from the states of shards with other borders."""
         pieces = [piece for memory in memories for piece in memory.pieces]
-        tensors: dict[str, torch.Tensor] = {}
-        plain: dict[str, dict[str, Any]] = {}
-        for number, (span, tensor) in enumerate(self._pieces):
-            for name, value in recut(pieces, span, tuple(tensor.shape)).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{number}.{name}"] = value.to(tensor.device) if value.dim() else value
-                else:
-                    plain.setdefault(str(number), {})[name] = value
-        counts = {
-            "updates": max(memory.updates for memory in memories),
-            "samples": max(memory.samples for memory in memories),
-        }
-        self.restore(RuleState({**counts, "state": plain}, tensors))
+        device = self._context.theta.device
+        self.restore(
+            _as_rule_state(
+                max(memory.updates for memory in memories),
+                max(memory.samples for memory in memories),
+                [reshard(pieces, span, tuple(tensor.shape)) for span, tensor in self._pieces],
+                lambda tensor: tensor.to(device) if tensor.dim() else tensor,
+            )
+        )
 
-    # Inner parts
+    def _states(self) -> Iterator[dict[str, Any]]:
+        """Yield a copy of the optimizer's state of each piece."""
+        states = self._optimizer.state if self._optimizer else {}
+        for _, tensor in self._pieces:
+            yield dict(states[tensor])
 
     @property
     def _scheduled(self) -> int:
-        """How many steps of the scheduler are due since the beginning."""
         return (self._samples if self._settings.by_samples else self._updates) // self._settings.every
 
     @contextmanager
@@ -249,10 +211,10 @@ class TorchOptimizer:
         One by one, and not in long runs: torch's kernels round the last elements of a tensor in another way than those
         before, so only the same tensors get the same bits as at home.
         """
-        layout = self._place.layout
+        layout = self._context.layout
         for position in sorted(group.tensors):
             tensor = layout.span(position)
-            inside = tensor.intersect(self._place.span)
+            inside = tensor.intersect(self._context.span)
             if not inside.length:
                 continue
             spec = layout.parameters[position]
@@ -261,20 +223,19 @@ class TorchOptimizer:
             elif self._settings.optimizer.name in ELEMENTWISE:
                 yield inside, self._view(inside)
             else:
-                raise Rejected(
-                    ErrorCode.BAD_REQUEST,
+                raise bad(
                     f"{self._settings.optimizer.name} needs tensors whole, and {spec.name!r} is cut between two "
-                    f"shards; use one shard, or one of {', '.join(sorted(ELEMENTWISE))}",
+                    f"shards; use one shard, or one of {', '.join(sorted(ELEMENTWISE))}"
                 )
 
     def _view(self, span: Span) -> torch.Tensor:
-        start = self._place.span.start
-        return self._place.theta[span.start - start : span.end - start]
+        start = self._context.span.start
+        return self._context.theta[span.start - start : span.end - start]
 
     def _require_sane(self, push: Segment) -> None:
         if push.entries and bool(push.values.abs().max() > _LARGEST_GRADIENT):
             raise Rejected(ErrorCode.NON_FINITE, f"a gradient above {_LARGEST_GRADIENT:g} is not taken")
-        theta = self._place.theta
+        theta = self._context.theta
         touched = theta[push.offsets] if self._settings.lazy and push.offsets is not None else theta
         if touched.numel() and not bool(touched.abs().max() <= _LARGEST_PARAMETER):
             raise Rejected(ErrorCode.NON_FINITE, f"a parameter has grown above {_LARGEST_PARAMETER:g}")
@@ -322,7 +283,7 @@ class TorchOptimizer:
                     state.setdefault(name, torch.zeros_like(tensor)).view(-1)[offsets] = value
                 else:
                     state[name] = value
-            touched.append(offsets + (span.start - self._place.span.start))
+            touched.append(offsets + (span.start - self._context.span.start))
         if not touched:
             return torch.empty(0, dtype=self._dtype)
         return torch.cat(touched).sort().values.to(self._dtype)  # groups need not follow the layout
@@ -349,3 +310,18 @@ class TorchOptimizer:
 
 def _like(value: object, tensor: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == tensor.shape
+
+
+def _as_rule_state(
+    updates: int, samples: int, states: Iterable[Mapping[str, Any]], copy: Callable[[torch.Tensor], torch.Tensor]
+) -> RuleState:
+    """Write the state of each piece, tensors as ``NUMBER.NAME``."""
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for number, state in enumerate(states):
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{number}.{name}"] = copy(value)
+            else:
+                plain.setdefault(str(number), {})[name] = value
+    return RuleState({"updates": updates, "samples": samples, "state": plain}, tensors)

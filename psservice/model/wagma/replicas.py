@@ -1,8 +1,7 @@
 """A shard of WAGMA-SGD: a model for every worker, averaged in groups (Li et al., IEEE TPDS 2021, algorithm 2).
 
-A worker's own model is an ordinary :class:`ModelShard`: its push changes it, and so does the average of its group; a
-pull is answered from it like any other. What stands for all of them is the mean over the workers, which is computed
-when somebody asks for it.
+A worker's own model is an ordinary :class:`ModelShard`: the worker's push changes it, and so does the average of the
+group; a pull is answered from it like any other. For all of them stands their mean, which is computed when asked for.
 """
 
 import time
@@ -15,23 +14,16 @@ import torch
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.segment import Segment
 from pscore.telemetry.tracing import traced
-from psservice.model.parameters import NO_CORRECTION, ModelShard, PushContext, ShardSettings
+from psservice.model.changelog import ALMOST_ALL
+from psservice.model.parameters import ModelShard, ShardSettings
 from psservice.model.training_mode import TrainingMode
-from psservice.model.update.base import RuleState, StepInfo
+from psservice.model.update.base import PLAIN, PushContext, RuleState
 from psservice.model.wagma.rounds import Decision, Frozen, WagmaRounds
-from psservice.model.wagma.schedule import GroupSettings
-
-_ALMOST_ALL = 0.8  # from here on a support is everything, as in the ledger
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a late worker is averaged with.
-
-    Attributes:
-        others: sum of the models of the frozen round, fp32 ``[n]``; with the rule "replace" without its own old one.
-        count: how many these are.
-    """
+    """What a late worker is averaged with: the sum (fp32 ``[n]``) and the number of the other models of a round."""
 
     others: torch.Tensor
     count: int
@@ -40,21 +32,15 @@ class Kept:
 class GroupedShard(ModelShard):
     """A model for each worker over one span of the layout, and the rounds in which they are averaged.
 
-    Called on the writer thread. A worker takes part from the decision "enter" to "leave"; its model begins as
-    the mean. ``version`` counts the pushes of all; that of a worker's own model is the one at which it last changed.
-
-    Args:
-        layout, span, values, generation, version: see :class:`ModelShard`.
-        settings: of each model; delays are not compensated.
-        regime: of the run.
-        groups: who averages with whom, and what the late get.
-        clock: monotonic seconds.
+    Called on the writer thread. A worker takes part from the decision "enter" to "leave"; its model begins as the mean.
+    ``version`` counts the pushes of all; that of a worker's own model is the one at which that model last changed.
+    Delays are not compensated. Arguments as for :class:`ModelShard`.
 
     Attributes:
-        rounds: who has come to which round.
+        rounds: which workers have arrived in which round.
         incarnations: of the workers that take part.
-        strangers: those whose model was put there for them, and who have not acknowledged a reply from it yet: the
-            version that they name may be that of another; with a number that tells one model from the next.
+        unsynced: workers whose model was replaced and who have not acknowledged a reply from it yet: the version that
+            they name may be that of another model. With a number that tells one model from the next.
     """
 
     def __init__(
@@ -66,25 +52,24 @@ class GroupedShard(ModelShard):
         generation: int,
         version: int,
         settings: ShardSettings,
-        regime: TrainingMode,
-        groups: GroupSettings,
+        mode: TrainingMode,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nobody takes part yet."""
+        assert mode.groups is not None
         settings = replace(settings, delay_compensation=0.0)
-        super().__init__(layout, span, values, generation=generation, version=version, settings=settings, regime=regime)
-        self._late = groups.late
+        super().__init__(layout, span, values, generation=generation, version=version, settings=settings, mode=mode)
+        self._replaces = mode.groups.late == "replace"
         self._models: dict[str, ModelShard] = {}
         self._kept: dict[str, dict[int, Kept]] = {}
-        self.rounds = WagmaRounds(groups, clock)
+        self.rounds = WagmaRounds(mode.groups, clock)
         self.incarnations: dict[str, str] = {}
         self.unsynced: dict[str, int] = {}
-        self._born = 0
+        self._model_id = 0
         self._is_over = False
 
     @property
     def first_step(self) -> int:
-        """The number of a newcomer's first push: that of the next iteration, so that every shard counts alike."""
+        """The number of a new worker's first push: that of the next iteration, so that every shard counts alike."""
         return self.rounds.newest + 2
 
     def seen_by(self, worker: str) -> ModelShard:
@@ -99,21 +84,22 @@ class GroupedShard(ModelShard):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Staleness counts the pushes of all, and says nothing of a model of one's own."""
+        """Staleness counts the pushes of all, and says nothing of a worker's own model."""
+        return False
+
+    @property
+    def versions_are_pushes(self) -> bool:
+        """Versions are pushes to different models: nothing may be concluded from earlier ones."""
         return False
 
     @traced("apply")
-    def take(self, worker: str, push: Segment | None, correction: PushContext = NO_CORRECTION, step: int = 0) -> int:
-        """Change a worker's own model; if its round is frozen, average it with that as the rule for the late says.
-
-        Raises:
-            Refusal: ``NON_FINITE``; nothing is changed.
-        """
+    def take(self, worker: str, push: Segment | None, context: PushContext = PLAIN, step: int = 0) -> int:
+        """Change a worker's own model; if its round is frozen, average the two as the rule for late workers says."""
         own, iteration = self._models[worker], step - 1
         if push is not None:
-            push = self._corrected(push, correction)
+            push = self._corrected(push, context)
         own.version = self.version
-        self.version = own.apply(push, StepInfo((), correction.samples))
+        self.version = own.apply(push, PushContext(samples=context.samples))
         waits = self.rounds.arrive(worker, iteration)
         kept = self._kept[worker]
         place = kept.get(iteration)
@@ -123,10 +109,14 @@ class GroupedShard(ModelShard):
         return self.version
 
     def decide(self, decision: Decision) -> None:
-        """Take a worker in, let one go, or freeze a round; raises ``ValueError`` where it makes no sense."""
+        """Apply a decision; raises ``ValueError`` where it makes no sense."""
         worker = decision.worker
         if decision.kind == "enter":
-            self._enter(worker, decision.incarnation)
+            self._models[worker] = self._new(self.current(), self.version)
+            self._kept[worker] = {}
+            self.incarnations[worker] = decision.incarnation
+            self._mark_unsynced(worker)
+            self.rounds.enter(worker)
         elif decision.kind == "leave":
             self._leave(worker)
         elif decision.kind == "freeze":
@@ -135,33 +125,26 @@ class GroupedShard(ModelShard):
             raise ValueError(f"decisions of kind {decision.kind!r} are not known to this version of the server")
 
     def waiting(self) -> set[str]:
-        """Return the workers that wait for their round, or were dropped with it and have not come again."""
+        """Return the workers that wait for their round, or were dropped with one and have not arrived again."""
         return self.rounds.waiting()
 
-    def begin_rounds_anew(self, away: Collection[str]) -> None:
-        """Drop open rounds, and open none over these workers until they come again; nobody is late for one dropped."""
-        self.rounds.begin_anew(away)
+    def begin_rounds_anew(self, dropped: Collection[str]) -> None:
+        """Drop open rounds, and open none over these workers until they arrive again."""
+        self.rounds.begin_anew(dropped)
         self._kept = {worker: {} for worker in self._kept}
 
     def finish(self) -> None:
-        """Give everybody the mean: the run is over, and no round will be."""
+        """Set every model to the mean: the run is over, and there are no more rounds."""
         self.current()
         self._is_over = True
         self.rounds.abandon()
         for worker, own in self._models.items():
             own.theta.copy_(self.theta)
             self._kept[worker] = {}
-            self._estrange(worker)
-
-    @property
-    def versions_are_pushes(self) -> bool:
-        """They are, of different models: nothing may be concluded from earlier ones."""
-        return False
-
-    # What is kept
+            self._mark_unsynced(worker)
 
     def export(self) -> RuleState:
-        """Copy every worker's model, what late ones will need, and the open rounds."""
+        """Copy every worker's model, what late workers will need, and the open rounds."""
         workers: list[dict[str, Any]] = []
         tensors: dict[str, torch.Tensor] = {}
         for number, worker in enumerate(sorted(self._models)):
@@ -171,7 +154,7 @@ class GroupedShard(ModelShard):
                     "worker": worker,
                     "incarnation": self.incarnations[worker],
                     "version": own.version,
-                    "stranger": worker in self.unsynced,
+                    "unsynced": worker in self.unsynced,
                     "kept": {str(iteration): place.count for iteration, place in kept.items()},
                 }
             )
@@ -180,15 +163,15 @@ class GroupedShard(ModelShard):
         return RuleState({"workers": workers, "rounds": self.rounds.export(), "is_over": self._is_over}, tensors)
 
     def restore(self, state: RuleState) -> None:
-        """Take over what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
+        """Restore what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
         if not state.plain:
             return
         for number, found in enumerate(state.plain["workers"]):
             worker = str(found["worker"])
             self._models[worker] = self._new(self._fitting(state.tensors[f"{number}.model"]), int(found["version"]))
             self.incarnations[worker] = str(found["incarnation"])
-            if found["stranger"]:
-                self._estrange(worker)
+            if found["unsynced"]:
+                self._mark_unsynced(worker)
             self._kept[worker] = {
                 int(iteration): Kept(self._fitting(state.tensors[f"{number}.kept.{iteration}"]), int(count))
                 for iteration, count in found["kept"].items()
@@ -196,18 +179,9 @@ class GroupedShard(ModelShard):
         self.rounds.restore(state.plain["rounds"])
         self._is_over = bool(state.plain["is_over"])
 
-    # Inner parts
-
-    def _enter(self, worker: str, incarnation: str) -> None:
-        self._models[worker] = self._new(self.current(), self.version)
-        self._kept[worker] = {}
-        self.incarnations[worker] = incarnation
-        self._estrange(worker)
-        self.rounds.enter(worker)
-
-    def _estrange(self, worker: str) -> None:
-        self._born += 1
-        self.unsynced[worker] = self._born
+    def _mark_unsynced(self, worker: str) -> None:
+        self._model_id += 1
+        self.unsynced[worker] = self._model_id
 
     def _leave(self, worker: str) -> None:
         if worker not in self._models:
@@ -219,16 +193,14 @@ class GroupedShard(ModelShard):
         self.rounds.leave(worker)
 
     def _freeze(self, frozen: Frozen) -> None:
-        """Average, give the average to who has come, and keep what the others will need."""
+        """Average over a round, set the fresh models to that, and keep what the other members will need."""
         included = sorted((*frozen.fresh, *frozen.stale))
         total = self._sum(included)
-        for worker in frozen.stale:
+        for worker in (*frozen.stale, *frozen.absent):
             kept = Kept(total, len(included))
-            if self._late == "replace":
+            if worker in frozen.stale and self._replaces:
                 kept = Kept(total - self._models[worker].theta, len(included) - 1)
             self._kept[worker][frozen.iteration] = kept
-        for worker in frozen.absent:
-            self._kept[worker][frozen.iteration] = Kept(total, len(included))
         if len(included) > 1:
             mean = total / len(included)
             for worker in frozen.fresh:
@@ -236,7 +208,7 @@ class GroupedShard(ModelShard):
         self.rounds.froze(frozen)
 
     def _sum(self, workers: Iterable[str]) -> torch.Tensor:
-        """Add models up, in the order of names: the same bits whoever came first."""
+        """Add models up in the order of names: the same bits in whatever order the workers arrived."""
         first, *others = sorted(workers)
         total = self._models[first].theta.clone()
         for worker in others:
@@ -244,13 +216,13 @@ class GroupedShard(ModelShard):
         return total
 
     def _replace(self, own: ModelShard, values: torch.Tensor) -> None:
-        """Give a worker's model other values; only what differs is news to the worker."""
+        """Set a worker's model to other values; the log has the entries that differ."""
         differs = values.view(torch.int32) != own.theta.view(torch.int32)
-        everything = int(differs.count_nonzero()) > _ALMOST_ALL * values.numel()
-        support = None if everything else differs.nonzero().view(-1).to(self._offset_dtype)
-        # Values, ledger, version: who reads beside the writer must find what a version has, and know what it changed.
+        everything = int(differs.count_nonzero()) > ALMOST_ALL * values.numel()
+        changed = None if everything else differs.nonzero().view(-1).to(self._offset_dtype)
+        # Values, log, version: a reader beside the writer must find a version's values, and its changes.
         own.theta.copy_(values)
-        own.ledger.append(self.version, support)
+        own.changelog.append(self.version, changed)
         own.version = self.version
 
     def _new(self, values: torch.Tensor, version: int) -> ModelShard:
@@ -261,7 +233,7 @@ class GroupedShard(ModelShard):
             generation=self.generation,
             version=version,
             settings=self.settings,
-            regime=TrainingMode(),
+            mode=TrainingMode(),
         )
 
     def _fitting(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -270,28 +242,6 @@ class GroupedShard(ModelShard):
         return tensor.to(self.theta.device)
 
 
-def make_shard(
-    layout: ModelLayout,
-    span: Span,
-    values: torch.Tensor,
-    *,
-    generation: int,
-    version: int,
-    settings: ShardSettings,
-    regime: TrainingMode,
-) -> ModelShard:
-    """Make the shard that a run's regime asks for; see :class:`ModelShard`."""
-    if regime.groups is None:
-        return ModelShard(
-            layout, span, values, generation=generation, version=version, settings=settings, regime=regime
-        )
-    return GroupedShard(
-        layout,
-        span,
-        values,
-        generation=generation,
-        version=version,
-        settings=settings,
-        regime=regime,
-        groups=regime.groups,
-    )
+def shard_kind(mode: TrainingMode) -> type[ModelShard]:
+    """Return the kind of shard that a training mode needs."""
+    return ModelShard if mode.groups is None else GroupedShard

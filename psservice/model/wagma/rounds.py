@@ -1,13 +1,13 @@
-"""When the rounds of WAGMA-SGD freeze: who has come, who is waited for, and over whom is averaged. No tensors here.
+"""When the rounds of WAGMA-SGD freeze, who waits, and over whom is averaged. No tensors here.
 
-A round is one group at one iteration. The first member to push opens it, and starts a window of grace; it freezes when
-every member has come that has pushed the iteration before, or the window has ended: who is further behind cannot come
-in time. A global round has no window: it waits for all that are alive.
+A round is one group at one iteration. The first member to push opens the round, and a window of grace. The round
+freezes when every member has arrived that has pushed the iteration before, or the window has ended: members further
+behind cannot arrive in time. A global round has no window: it waits for all live workers.
 """
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -15,20 +15,13 @@ from psservice.model.wagma.schedule import GroupSettings, StepTimes
 
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
 _POLL_SHARE = 0.1
-_BEYOND_ALL = 1 << 62
+_DROPPED = 1 << 62
+"""Iteration of a worker whose push was dropped by a rollback and who has pushed none since: beyond all others."""
 
 
 @dataclass(slots=True)
-class Round:
-    """One group at one iteration, not frozen yet.
-
-    Attributes:
-        iteration: ``t``.
-        members: who belongs to it and is alive.
-        fresh: who has pushed iteration ``t``, and waits.
-        since: when the first of these came.
-        is_global: whether it waits for every member.
-    """
+class OpenRound:
+    """One group at one iteration, not frozen yet: ``fresh`` members have pushed, the first at ``since``, and wait."""
 
     iteration: int
     members: set[str]
@@ -42,10 +35,10 @@ class Frozen:
     """Over whom a round is averaged, and for whom a place is kept.
 
     Attributes:
-        iteration: ``t``.
-        fresh: who has come; each gets the average.
-        stale: whose older model stands in, being at most ``τ`` iterations old; replaced or joined when they come.
-        absent: whose model is older than that and is left out; joined when they come.
+        fresh: members that have arrived; each gets the average.
+        stale: members whose older model stands in, being at most ``τ`` iterations old; replaced or joined when they
+            arrive.
+        absent: members whose older model is left out; joined when they arrive.
     """
 
     iteration: int
@@ -56,13 +49,9 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happened in the groups but for pushes; the journal has it, and a replay repeats it.
+    """A change of the groups other than a push; the journal has it, and a replay repeats it.
 
-    Attributes:
-        kind: a worker was taken in or let go, or a round froze.
-        worker: which; of a round, one that had come to it.
-        incarnation: of a worker that was taken in.
-        iteration: of a round.
+    ``incarnation`` is of a worker that enters, ``iteration`` of a round that freezes, in which ``worker`` has arrived.
     """
 
     kind: Literal["enter", "leave", "freeze"]
@@ -71,7 +60,7 @@ class Decision:
     iteration: int = 0
 
     def to_bytes(self) -> bytes:
-        """Write it for the journal."""
+        """Write the decision for the journal."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -86,172 +75,142 @@ class Decision:
 class WagmaRounds:
     """The rounds of one shard. Called on the writer thread.
 
-    What happens follows from the calls and their order; only :meth:`due` looks at the clock. So a replay that is
-    told which rounds froze ends in the same state.
-
-    Args:
-        settings: the run's.
-        clock: monotonic seconds.
+    Only :meth:`due` reads the clock, so a replay of the same decisions ends in the same state.
 
     Attributes:
-        reached: by worker, the iteration of its last push; beyond all for one whose push was dropped when the shard
-            went back, and who has not come since: no round is opened over it.
+        reached: by worker, the iteration of its last push; :data:`_DROPPED` keeps a worker out of new rounds.
         newest: the last iteration of which a round was opened; −1 before the first.
     """
 
     def __init__(self, settings: GroupSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nobody takes part yet."""
         self._settings, self._clock = settings, clock
         self._times = StepTimes()
         self._began: dict[str, float] = {}
-        self._open: dict[int, list[Round]] = {}
+        self._open: list[OpenRound] = []  # by iteration
         self.reached: dict[str, int] = {}
         self.newest = -1
 
     def enter(self, worker: str) -> None:
-        """Take a worker in; it takes part from the next round that is opened."""
+        """Add a worker; the worker is a member of rounds that are opened from now on."""
         self.reached[worker] = self.newest
         self._began[worker] = self._clock()
 
     def leave(self, worker: str) -> None:
-        """Let a worker go; nobody waits for it any more."""
+        """Remove a worker; no round waits for that worker any more."""
         del self.reached[worker]
         self._began.pop(worker, None)
         self._times.forget(worker)
-        for round_ in self._rounds():
-            self._strike(round_, worker)
+        self._remove_member(worker, self._open)
 
     def arrive(self, worker: str, iteration: int) -> bool:
-        """Take a push in; tell whether the worker waits now. If not, its round is frozen, or went on without it."""
+        """Note a push; tell whether the worker waits now. If not, its round is frozen, or went on without it."""
         now = self._clock()
         self._times.saw(worker, now - self._began.get(worker, now))
         self._began[worker] = now
         self.reached[worker] = iteration
-        for round_ in self._rounds():
-            if round_.iteration < iteration:
-                self._strike(round_, worker)
+        self._remove_member(worker, [each for each in self._open if each.iteration < iteration])
         if iteration > self.newest:
             self._begin(worker, iteration)
-        for round_ in self._open.get(iteration, ()):
-            if worker in round_.members:
-                round_.since = round_.since if round_.fresh else now
-                round_.fresh.add(worker)
+        for each in self._open:
+            if each.iteration == iteration and worker in each.members:
+                each.since = each.since if each.fresh else now
+                each.fresh.add(worker)
                 return True
         return False
 
-    def waits(self, worker: str) -> Round | None:
+    def waits(self, worker: str) -> OpenRound | None:
         """Return the round that a worker waits for."""
-        return next((round_ for round_ in self._rounds() if worker in round_.fresh), None)
+        return next((each for each in self._open if worker in each.fresh), None)
 
-    def retry_seconds(self, round_: Round) -> float:
-        """Return when to ask again: at the end of the window, or after a share of how long it has taken already."""
-        age = self._clock() - round_.since
-        wait = _POLL_SHARE * age if round_.is_global else self._times.grace_seconds([*round_.members]) - age
+    def retry_seconds(self, waiting: OpenRound) -> float:
+        """Return when to ask again: at the end of the window, or after a share of the time waited already."""
+        age = self._clock() - waiting.since
+        wait = _POLL_SHARE * age if waiting.is_global else self._times.grace_seconds([*waiting.members]) - age
         return min(max(wait, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
 
     def due(self) -> Frozen | None:
         """Return a round that is to freeze now; ``None`` where there is none."""
-        for round_ in self._rounds():
-            if self._is_due(round_):
-                return self.decide(round_)
-        return None
+        return next((self.decide(each) for each in self._open if self._is_due(each)), None)
 
-    def decide(self, round_: Round) -> Frozen:
-        """Say over whom a round is averaged if it freezes now."""
-        t, tau = round_.iteration, self._settings.tau
-        others = sorted(round_.members - round_.fresh)
-        stale = [worker for worker in others if t - self.reached[worker] <= tau]
-        absent = [worker for worker in others if worker not in stale]
-        return Frozen(t, tuple(sorted(round_.fresh)), tuple(stale), tuple(absent))
+    def decide(self, freezing: OpenRound) -> Frozen:
+        """Return over whom a round is averaged if it freezes now."""
+        t, tau = freezing.iteration, self._settings.tau
+        others = sorted(freezing.members - freezing.fresh)
+        stale = tuple(worker for worker in others if t - self.reached[worker] <= tau)
+        absent = tuple(worker for worker in others if worker not in stale)
+        return Frozen(t, tuple(sorted(freezing.fresh)), stale, absent)
 
-    def open_round(self, iteration: int, worker: str) -> Round:
-        """Return the open round of an iteration in which a worker has come; raises ``ValueError``."""
-        for round_ in self._open.get(iteration, ()):
-            if worker in round_.fresh:
-                return round_
-        raise ValueError(f"no round of iteration {iteration} is open in which {worker!r} has come")
+    def open_round(self, iteration: int, worker: str) -> OpenRound:
+        """Return the open round of an iteration in which a worker has arrived; raises ``ValueError``."""
+        found = self.waits(worker)
+        if found is None or found.iteration != iteration:
+            raise ValueError(f"no round of iteration {iteration} is open in which {worker!r} has come")
+        return found
 
     def froze(self, frozen: Frozen) -> None:
         """Close a round: its members go on."""
-        round_ = self.open_round(frozen.iteration, frozen.fresh[0])
-        self._close(round_)
-        now = self._clock()
-        for worker in frozen.fresh:
-            self._began[worker] = now
+        self._open.remove(self.open_round(frozen.iteration, frozen.fresh[0]))
+        self._began |= dict.fromkeys(frozen.fresh, self._clock())
 
     def waiting(self) -> set[str]:
-        """Return the workers that wait for their round, or were dropped with it and have not come again."""
-        dropped = {worker for worker, iteration in self.reached.items() if iteration == _BEYOND_ALL}
-        return dropped.union(*(round_.fresh for round_ in self._rounds()))
+        """Return the workers that wait for their round, or were dropped with one and have not arrived again."""
+        dropped = {worker for worker, iteration in self.reached.items() if iteration == _DROPPED}
+        return dropped.union(*(each.fresh for each in self._open))
 
-    def begin_anew(self, away: Collection[str]) -> None:
-        """Let all open rounds go, and open none over these workers until they have come again."""
+    def begin_anew(self, dropped: Collection[str]) -> None:
+        """Drop all open rounds, and open none over these workers until they have arrived again."""
         self.abandon()
-        self.reached |= {worker: _BEYOND_ALL for worker in away if worker in self.reached}
+        self.reached |= {worker: _DROPPED for worker in dropped if worker in self.reached}
 
     def abandon(self) -> None:
-        """Let all open rounds go: nobody waits any more."""
+        """Drop all open rounds: nobody waits any more."""
         self._open.clear()
 
     def export(self) -> dict[str, Any]:
         """Return everything but times, as JSON can hold it."""
         rounds = [
             {
-                "iteration": round_.iteration,
-                "members": sorted(round_.members),
-                "fresh": sorted(round_.fresh),
-                "is_global": round_.is_global,
+                "iteration": each.iteration,
+                "members": sorted(each.members),
+                "fresh": sorted(each.fresh),
+                "is_global": each.is_global,
             }
-            for round_ in self._rounds()
+            for each in self._open
         ]
         return {"reached": self.reached, "newest": self.newest, "rounds": rounds}
 
     def restore(self, plain: Mapping[str, Any]) -> None:
-        """Take over what :meth:`export` returned; windows of grace begin anew."""
+        """Restore what :meth:`export` returned; windows of grace begin anew."""
         self.reached = {str(worker): int(iteration) for worker, iteration in plain["reached"].items()}
         self.newest = int(plain["newest"])
         now = self._clock()
         self._began = dict.fromkeys(self.reached, now)
         for found in plain["rounds"]:
             members, fresh = {*map(str, found["members"])}, {*map(str, found["fresh"])}
-            round_ = Round(int(found["iteration"]), members, bool(found["is_global"]), fresh, now)
-            self._open.setdefault(round_.iteration, []).append(round_)
-
-    # Inner parts
-
-    def _rounds(self) -> Iterator[Round]:
-        for iteration in sorted(self._open):
-            yield from [*self._open[iteration]]
+            self._open.append(OpenRound(int(found["iteration"]), members, bool(found["is_global"]), fresh, now))
 
     def _begin(self, worker: str, iteration: int) -> None:
-        """Open the rounds of an iteration, over those that have not passed it."""
+        """Open the rounds of an iteration, over the workers that have not passed it."""
         behind = sorted(other for other, reached in self.reached.items() if other == worker or reached < iteration)
         is_global = self._settings.is_global(iteration)
-        self._open[iteration] = [
-            Round(iteration, {*group}, is_global) for group in self._settings.groups(behind, iteration)
-        ]
+        groups = self._settings.groups(behind, iteration)
+        self._open += [OpenRound(iteration, {*group}, is_global) for group in groups]
         self.newest = iteration
 
-    def _is_due(self, round_: Round) -> bool:
-        if not round_.fresh:
+    def _is_due(self, each: OpenRound) -> bool:
+        if not each.fresh:
             return False
-        if round_.members == round_.fresh:
+        if each.members == each.fresh:
             return True
-        if round_.is_global:
+        if each.is_global:
             return False
-        if all(self.reached[worker] < round_.iteration - 1 for worker in round_.members - round_.fresh):
+        if all(self.reached[worker] < each.iteration - 1 for worker in each.members - each.fresh):
             return True
-        return self._clock() - round_.since >= self._times.grace_seconds([*round_.members])
+        return self._clock() - each.since >= self._times.grace_seconds([*each.members])
 
-    def _strike(self, round_: Round, worker: str) -> None:
-        """Take a worker out of a round that it will not come to, or is dead for."""
-        round_.members.discard(worker)
-        round_.fresh.discard(worker)
-        if not round_.members:
-            self._close(round_)
-
-    def _close(self, round_: Round) -> None:
-        rounds = self._open[round_.iteration]
-        rounds.remove(round_)
-        if not rounds:
-            del self._open[round_.iteration]
+    def _remove_member(self, worker: str, rounds: Collection[OpenRound]) -> None:
+        """Remove a worker from rounds in which it will not arrive any more."""
+        for each in rounds:
+            each.members.discard(worker)
+            each.fresh.discard(worker)
+        self._open = [each for each in self._open if each.members]

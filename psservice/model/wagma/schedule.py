@@ -14,7 +14,7 @@ from typing import Literal
 from pscore.wire.errors import ErrorCode, Rejected
 
 LateRule = Literal["paper", "replace"]
-"""What a worker gets that comes when its round is frozen; see :class:`GroupSettings`."""
+"""What a worker gets that arrives when its round is frozen; see :class:`GroupSettings`."""
 
 _MOST = 1 << 20
 _GRACE_SHARE, _GRACE_JITTERS = 0.25, 2.0
@@ -40,15 +40,14 @@ class GroupSettings:
 
     @classmethod
     def parse(cls, settings: Mapping[str, str]) -> "GroupSettings | None":
-        """Read ``group_size``, ``tau`` and ``late`` of the method settings; ``None`` where workers share one model.
-
-        Raises:
-            Refusal: ``BAD_REQUEST``.
-        """
+        """Read the method settings (``BAD_REQUEST``); ``None`` where workers share one model."""
         if settings.get("update") != "average":
             return None
+        late: dict[str, LateRule] = {"paper": "paper", "replace": "replace"}
         try:
-            read = cls(int(settings["group_size"]), int(settings["tau"]), _late_rule(settings["late"]))
+            if settings["late"] not in late:
+                raise ValueError(f"late must be 'paper' or 'replace', not {settings['late']!r}")
+            read = cls(int(settings["group_size"]), int(settings["tau"]), late[settings["late"]])
         except (KeyError, ValueError) as error:
             raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of group averaging cannot be read: {error}") from error
         if read.size == 1 or not 0 <= read.size <= _MOST or not 0 <= read.tau <= _MOST:
@@ -66,13 +65,6 @@ class GroupSettings:
         return cut(workers, self.size or default_size(len(workers)), iteration)
 
 
-def _late_rule(name: str) -> LateRule:
-    rules: dict[str, LateRule] = {"paper": "paper", "replace": "replace"}
-    if name in rules:
-        return rules[name]
-    raise ValueError(f"late must be 'paper' or 'replace', not {name!r}")
-
-
 def default_size(workers: int) -> int:
     """Return the power of two nearest to ``√W``, and at least 2."""
     root = math.sqrt(workers)
@@ -80,13 +72,7 @@ def default_size(workers: int) -> int:
 
 
 def cut(workers: Sequence[str], size: int, iteration: int) -> list[tuple[str, ...]]:
-    """Return the groups of an iteration; they are ragged where ``W`` is no power of ``size``.
-
-    Args:
-        workers: sorted; the place of each is its rank.
-        size: ``S``, at least 2.
-        iteration: ``t``.
-    """
+    """Return the groups of an iteration over sorted workers; ragged where ``W`` is no power of ``size``, at least 2."""
     digits = 1
     while size**digits < len(workers):
         digits += 1
@@ -99,31 +85,28 @@ def cut(workers: Sequence[str], size: int, iteration: int) -> list[tuple[str, ..
 
 @dataclass(slots=True)
 class StepTimes:
-    """How long workers compute, from one average until the next push, and the grace that follows from it."""
+    """How long workers compute, from one average until the next push, and the grace that follows from that."""
 
-    _means: dict[str, float] = field(default_factory=dict)
-    _jitters: dict[str, float] = field(default_factory=dict)
+    _times: dict[str, tuple[float, float]] = field(default_factory=dict)  # mean and jitter, seconds
 
     def saw(self, worker: str, seconds: float) -> None:
-        """Take one step's time in."""
-        mean = self._means.get(worker)
-        if mean is None:
-            self._means[worker], self._jitters[worker] = seconds, 0.0
+        """Add one step's time."""
+        if worker not in self._times:
+            self._times[worker] = seconds, 0.0
             return
+        mean, jitter = self._times[worker]
         error = min(seconds, _LONGEST_SAMPLE * mean) - mean
-        self._means[worker] = mean + _MEAN_WEIGHT * error
-        self._jitters[worker] += _JITTER_WEIGHT * (abs(error) - self._jitters[worker])
+        self._times[worker] = mean + _MEAN_WEIGHT * error, jitter + _JITTER_WEIGHT * (abs(error) - jitter)
 
     def forget(self, worker: str) -> None:
-        """Drop a worker that is gone."""
-        self._means.pop(worker, None)
-        self._jitters.pop(worker, None)
+        """Drop a worker."""
+        self._times.pop(worker, None)
 
     def grace_seconds(self, workers: Sequence[str]) -> float:
         """Return how long the first of a group waits for the others: ``min(0.25·mean step, 2·jitter)``; 0 at first."""
-        known = [worker for worker in workers if worker in self._means]
+        known = [self._times[worker] for worker in workers if worker in self._times]
         if not known:
             return 0.0
-        mean = sum(self._means[worker] for worker in known) / len(known)
-        jitter = sum(self._jitters[worker] for worker in known) / len(known)
+        mean = sum(mean for mean, _ in known) / len(known)
+        jitter = sum(jitter for _, jitter in known) / len(known)
         return min(_GRACE_SHARE * mean, _GRACE_JITTERS * jitter)

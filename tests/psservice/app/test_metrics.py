@@ -12,7 +12,8 @@ from psservice.observability.metrics import Metrics
 from psservice.recovery.durability import Durability
 from psservice.rpc.workers import dense_bytes
 from psservice.settings import ServerSettings
-from psservice.shard.shard import Engine
+from psservice.shard.join import leave
+from psservice.shard.lifecycle import open_shard
 from psservice.storage import snapshots
 from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, push, reason_of, upload
 from tests.psservice.service_makers import BF16, F32, layout_of
@@ -24,7 +25,7 @@ LAYOUT = layout_of((6, F32), (4, BF16))
 def running(tmp_path):
     """One engine with a data directory, whose metrics are followed, and Anna's model in it."""
     settings = ServerSettings(lease_seconds=HOUR, data_dir=tmp_path, fsync="never", snapshot_seconds=HOUR, run_id="r")
-    engine = Engine(settings, torch.device("cpu"), Metrics())
+    engine = open_shard(settings, torch.device("cpu"), Metrics())
     try:
         metric_bindings.bind_metrics(engine, lambda: 0)
         upload(engine, torch.zeros(10), ANNA, join(engine, LAYOUT, ANNA).generation)
@@ -68,8 +69,8 @@ def test_coming_and_going_is_counted_once(running):
     join(running, LAYOUT, BERT)
     join(running, LAYOUT, BERT)
     assert value(running, "psservice_joins_total") == 2
-    running.leave(BERT)
-    running.leave(BERT)
+    leave(running, BERT)
+    leave(running, BERT)
     assert value(running, "psservice_leaves_total") == 1
 
 
@@ -80,7 +81,7 @@ def test_pushes_are_unsaved_from_the_first_on_until_a_snapshot_holds_them(runnin
     assert since == pytest.approx(value(running, "psservice_last_push_unix_seconds"), abs=60)
     push(running, 2, {2: 1.0}, base=1)
     assert value(running, "psservice_unsaved_since_unix_seconds") == since
-    running.persistence.take(running)
+    running.durability.take(running)
     assert value(running, "psservice_unsaved_since_unix_seconds") == 0
     push(running, 3, {2: 1.0}, base=2)
     assert value(running, "psservice_unsaved_since_unix_seconds") >= since
@@ -99,7 +100,7 @@ def test_failed_writes_are_counted(running, monkeypatch):
     assert value(running, "psservice_journal_bytes_total") > before
     with monkeypatch.context() as patched:
         patched.setattr(snapshots, "write", full)
-        assert reason_of(running.persistence.take_asked, running, "") is ErrorCode.NOT_DURABLE
+        assert reason_of(running.durability.take_asked, running, "") is ErrorCode.NOT_DURABLE
     assert value(running, "psservice_snapshot_errors_total") == 1
 
 

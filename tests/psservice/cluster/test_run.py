@@ -74,20 +74,25 @@ def test_pushes_are_taken_until_the_end():
     assert run.state_with_model is RunState.FINISHED, "a new upload does not reopen a run"
 
 
+def counted(run, version, samples):
+    run.count(samples)
+    return run.is_over(version)
+
+
 def test_it_ends_at_a_version():
     run = Run("r", end_versions=3)
-    assert [run.count(version, 10) for version in (1, 2, 3)] == [False, False, True]
+    assert [counted(run, version, 10) for version in (1, 2, 3)] == [False, False, True]
 
 
 def test_it_ends_after_samples():
     run = Run("r", end_samples=25)
-    assert [run.count(version, 10) for version in (1, 2, 3)] == [False, False, True]
+    assert [counted(run, version, 10) for version in (1, 2, 3)] == [False, False, True]
     assert run.samples == 30
 
 
 def test_without_an_end_it_goes_on():
     run = Run("r")
-    assert not any(run.count(version, 10**9) for version in range(1, 100))
+    assert not any(counted(run, version, 10**9) for version in range(1, 100))
 
 
 def test_only_the_coordinator_names_a_run_and_the_others_follow_it():
@@ -97,7 +102,7 @@ def test_only_the_coordinator_names_a_run_and_the_others_follow_it():
         run.require_id(named)
         run.require_upload(named)
         assert run.run_id == ""
-    run.follow("mine")
+    run.run_id = run.adopted("mine")
     assert run.run_id == "mine"
     assert refusal_of(lambda: run.require_id("other")).reason is ErrorCode.RUN_MISMATCH
 
@@ -107,14 +112,14 @@ def test_a_run_that_was_named_follows_no_other(coordinator):
     run = Run("mine", coordinator=coordinator)
     run.require_upload("mine")
     assert refusal_of(lambda: run.require_upload("other")).reason is ErrorCode.RUN_MISMATCH
-    run.follow("other")
+    run.run_id = run.adopted("other")
     assert run.run_id == "mine"
 
 
 def test_a_shard_that_follows_compares_with_what_it_has_taken_and_follows_another_upload():
     run = Run("", coordinator=False)
-    run.follow("first")
+    run.run_id = run.adopted("first")
     assert refusal_of(lambda: run.require_id("other")).reason is ErrorCode.RUN_MISMATCH
     run.require_upload("after-a-new-upload")
-    run.follow("after-a-new-upload")
+    run.run_id = run.adopted("after-a-new-upload")
     assert run.run_id == "after-a-new-upload"

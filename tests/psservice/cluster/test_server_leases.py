@@ -3,9 +3,11 @@
 import pytest
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.cluster.leases import Identity, Membership, PushAnswer
-from psservice.policy.reply_mode import Exact
+from psservice.cluster.dedup import Dedup
+from psservice.cluster.leases import Leases
+from psservice.policy.reply_mode import ReplyRule
 from psservice.policy.staleness import OwnVersions
+from psservice.types import Identity, PushAnswer
 
 LEASE = 10.0
 ANNA, ANNA_AGAIN, BERT = Identity("anna", "1"), Identity("anna", "2"), Identity("bert", "1")
@@ -22,7 +24,8 @@ class Clock:
 class World:
     def __init__(self):
         self.clock, self.expired = Clock(), []
-        self.members = Membership(LEASE, Exact, on_expire=self.expired.append, clock=self.clock)
+        self.members = Leases(LEASE, lambda: ReplyRule("exact"), on_expire=self.expired.append, clock=self.clock)
+        self.dedup = Dedup(self.members)
 
 
 @pytest.fixture
@@ -128,15 +131,15 @@ def test_members_come_by_name(world):
 def test_the_record_of_the_last_push_survives_a_worker_that(world, how):
     world.members.join(ANNA)
     answer = PushAnswer(3, 0, 0)
-    world.members.remember_push(ANNA, 7, answer, OwnVersions())
+    world.dedup.remember_push(ANNA, 7, answer, OwnVersions())
     if how == "leaves":
         world.members.leave(ANNA)
     else:
         world.clock.now += 1000 * LEASE
-    record = world.members.record(ANNA)
+    record = world.dedup.record(ANNA)
     assert (record.step, record.answer) == (7, answer)
-    assert world.members.last_push("anna") == (ANNA.incarnation, 7)
-    assert world.members.last_push("bert") is None
+    assert world.dedup.last_push("anna") == (ANNA.incarnation, 7)
+    assert world.dedup.last_push("bert") is None
 
 
 def test_another_model_makes_every_image_void(world):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psservice.model.changelog import UpdateLedger, union
+from psservice.model.changelog import ChangeLog, union
 
 SIZE = 40
 many = settings(deadline=None, max_examples=150)
@@ -24,7 +24,7 @@ def as_set(support):
 @given(st.lists(supports, max_size=20), st.integers(0, 5))
 @many
 def test_the_union_since_every_version_is_what_changed_since(history, first):
-    ledger = UpdateLedger(SIZE, entry_limit=10**6, version=first)
+    ledger = ChangeLog(SIZE, entry_limit=10**6, version=first)
     for version, support in enumerate(history, first + 1):
         ledger.append(version, tensor_of(support))
     for done in range(len(history) + 1):
@@ -41,7 +41,7 @@ def test_the_union_since_every_version_is_what_changed_since(history, first):
 @given(st.lists(supports, max_size=20), st.integers(0, 60))
 @many
 def test_what_is_forgotten_is_never_guessed(history, limit):
-    ledger = UpdateLedger(SIZE, entry_limit=limit)
+    ledger = ChangeLog(SIZE, entry_limit=limit)
     for version, support in enumerate(history, 1):
         ledger.append(version, tensor_of(support))
     reached = [ledger.since(version) is not None for version in range(len(history) + 1)]
@@ -58,7 +58,7 @@ def test_what_is_forgotten_is_never_guessed(history, limit):
 @given(st.lists(st.sets(st.integers(0, SIZE - 1), max_size=10), max_size=20), st.integers(0, 60))
 @many
 def test_nothing_is_forgotten_within_the_limit(history, limit):
-    ledger = UpdateLedger(SIZE, entry_limit=limit)
+    ledger = ChangeLog(SIZE, entry_limit=limit)
     for version, support in enumerate(history, 1):
         ledger.append(version, tensor_of(support))
     for version in range(len(history) + 1):
@@ -76,14 +76,14 @@ def test_the_union_is_the_same_however_it_is_found(share):
 
 
 def test_a_version_before_the_first_is_not_covered():
-    ledger = UpdateLedger(SIZE, entry_limit=100, version=7)
+    ledger = ChangeLog(SIZE, entry_limit=100, version=7)
     assert ledger.since(6) is None
     assert ledger.since(7) == []
     assert union([], SIZE).numel() == 0
 
 
 def test_empty_pushes_cost_no_entries():
-    ledger = UpdateLedger(SIZE, entry_limit=1)
+    ledger = ChangeLog(SIZE, entry_limit=1)
     for version in range(1, 1001):
         ledger.append(version, tensor_of(set()))
     assert len(ledger.since(0)) == 1000

@@ -74,7 +74,7 @@ def test_the_same_question_may_be_asked_any_number_of_times():
         link.receive(second)
         assert replica_bits(link.replica, link.model.span) == server_bits(link.model)
         assert link.downlink.image is None
-        assert link.downlink.owed is None
+        assert link.downlink.pending is None
 
 
 def test_a_reply_holds_what_changed_and_nothing_else():
@@ -98,7 +98,7 @@ def test_without_a_base_that_the_ledger_reaches_the_reply_is_everything(base):
             link.pull()
             for seed in range(20):
                 link.model.apply(sparse_push(link.model.span, 0.1, seed))
-            assert link.model.ledger.since(link.base) is None
+            assert link.model.changelog.since(link.base) is None
         wire = link.pull()
         assert link.entries(wire) == link.model.span.length
         assert replica_bits(link.replica, link.model.span) == server_bits(link.model)
@@ -127,11 +127,11 @@ def test_dense_pushes_are_answered_densely_and_exactly():
 def test_a_push_between_the_question_and_the_reading_is_part_of_the_reply():
     model = shard_of(LAYOUTS["fp32"], torch.randn(55))
     model.apply(Segment(model.span, torch.tensor([3, 7]), torch.ones(2)))
-    early = model.ledger.since(0)[0]
+    early = model.changelog.since(0)[0]
     model.apply(Segment(model.span, torch.tensor([7, 50]), torch.ones(2)))
     difference = model.difference(1, early)
     assert difference.version == 2
-    assert difference.support.tolist() == [3, 7, 50]
+    assert difference.changed.tolist() == [3, 7, 50]
     assert torch.equal(difference.values, model.theta[[3, 7, 50]])
 
 

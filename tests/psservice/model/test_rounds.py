@@ -11,11 +11,14 @@ from pscore.model.layout import Span
 from pscore.model.ranges import Ranges
 from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode
-from psservice.cluster.leases import Identity
 from psservice.cluster.run import RunState
 from psservice.model.rounds import Round, RoundSettings
 from psservice.observability.metrics import Metrics
 from psservice.sampling.dataset import Plan, Wish
+from psservice.shard.buffers_and_samples import lease_samples
+from psservice.shard.join import leave
+from psservice.shard.lifecycle import finish
+from psservice.types import Identity
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
@@ -70,7 +73,7 @@ def test_who_has_contributed_waits_until_the_mean_is_applied(engine, monkeypatch
     seen, apply = [], engine.model._rule.apply
 
     def applied(*args):
-        seen.append(reason_of(engine._rounds.require_closed, engine.model, ANNA.worker_id))
+        seen.append(reason_of(engine.coordinator.require_closed, ANNA.worker_id))
         return apply(*args)
 
     monkeypatch.setattr(engine.model._rule, "apply", applied)
@@ -114,14 +117,14 @@ def test_the_death_of_the_last_one_closes_the_round(engine):
 def test_leaving_closes_the_round_too(engine):
     begin(engine, ANNA, BERT)
     push(engine, 1, {0: 2.0}, ANNA)
-    engine.leave(BERT)
+    leave(engine, BERT)
     assert engine.model.version == 1
 
 
 def test_a_contribution_of_one_who_has_left_counts(engine):
     begin(engine, ANNA, BERT)
     push(engine, 1, {0: 2.0}, ANNA)
-    engine.leave(ANNA)
+    leave(engine, ANNA)
     assert engine.model.version == 0, "Bert is awaited"
     push(engine, 1, {0: 4.0}, BERT)
     assert theta(engine)[0] == -3.0
@@ -145,7 +148,7 @@ def test_the_first_round_waits_for_its_workers(engine):
     begin(engine, BERT, start_workers=2)
     push(engine, 1, {0: 4.0}, BERT)
     assert theta(engine)[0] == -3.0
-    engine.leave(BERT)
+    leave(engine, BERT)
     push(engine, 2, {0: 1.0}, ANNA, base=1)
     assert engine.model.version == 2, "later rounds take who is there"
 
@@ -189,7 +192,7 @@ def test_a_run_of_so_many_versions_ends_with_its_last_round():
 def test_finishing_by_hand_takes_the_open_round_along(engine):
     begin(engine, ANNA, BERT)
     push(engine, 1, {0: 2.0}, ANNA)
-    engine.finish()
+    finish(engine)
     assert (engine.model.version, theta(engine)[0]) == (1, -2.0)
 
 
@@ -197,7 +200,7 @@ def test_a_flush_is_added_and_neither_counted_nor_waited_for(engine):
     begin(engine, ANNA, BERT, CARL)
     push(engine, 1, {0: 3.0}, CARL, samples=0)
     assert pull(engine, CARL, base=0).version == 0
-    engine.leave(CARL)
+    leave(engine, CARL)
     push(engine, 1, {0: 2.0}, ANNA)
     push(engine, 1, {0: 4.0}, BERT)
     assert theta(engine)[0] == -4.5
@@ -213,7 +216,7 @@ def test_a_flush_is_never_too_late_for_a_round(engine):
     push(engine, 1, {0: 1.0}, ANNA)
     assert reason_of(push, engine, 1, {0: 2.0}, BERT, base=0) is ErrorCode.TOO_STALE
     push(engine, 2, {0: 2.0}, BERT, base=0, samples=0)
-    engine.leave(BERT)
+    leave(engine, BERT)
     push(engine, 2, {0: 1.0}, ANNA, base=1)
     assert theta(engine)[0] == -4.0
 
@@ -221,7 +224,7 @@ def test_a_flush_is_never_too_late_for_a_round(engine):
 def test_what_was_flushed_last_is_in_the_model_at_the_end(engine):
     begin(engine, ANNA)
     push(engine, 1, {0: 2.0}, ANNA, samples=0)
-    engine.finish()
+    finish(engine)
     assert theta(engine)[0] == -2.0
 
 
@@ -308,7 +311,7 @@ def test_nobody_waits_for_a_worker_that_waits_for_samples_itself(engine):
 
     def lease(who, held=0, epoch=0):
         share = {0: Ranges([(0, held)])} if held else {}
-        return engine.lease_samples(who, Wish("train", Plan(4, 1, True), epoch, 8, share)).answer.granted
+        return lease_samples(engine, who, Wish("train", Plan(4, 1, True), epoch, 8, share)).granted
 
     while lease(BERT, engine.datasets.all()["train"].held_by(BERT)[0].total if engine.datasets.all() else 0):
         pass

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pscore.model.segment import Segment
 from psservice.model.reply_session import ReplyMode, ReplySession
-from psservice.policy.reply_mode import Auto
+from psservice.policy.reply_mode import ReplyRule
 from psservice.shard.apply_thread import Writer
 from tests.psservice.service_makers import (
     BF16,
@@ -94,7 +94,10 @@ class TopKWorker(RuleBasedStateMachine):
     @rule(number=st.integers(1, 2**60))
     def pull_with_a_bad_acknowledgement(self, number):
         link = self.link
-        if number in (link.acknowledged, getattr(link.downlink.owed and link.downlink.owed.reply, "number", None)):
+        if number in (
+            link.acknowledged,
+            getattr(link.downlink.pending and link.downlink.pending.reply, "number", None),
+        ):
             return
         wire, _ = self.ask(acknowledged=number)
         assert wire.mode is ReplyMode.EXACT
@@ -124,12 +127,12 @@ class TopKWorker(RuleBasedStateMachine):
             self.link.receive(self.ask()[0])
         self.owed = None
         assert self.link.downlink.image is None
-        assert self.link.downlink.owed is None
+        assert self.link.downlink.pending is None
         assert replica_bits(self.link.replica, self.link.model.span) == server_bits(self.link.model)
 
     @invariant()
     def exact_mode_keeps_nothing(self):
-        if hasattr(self, "link") and not self.link.image and self.link.downlink.owed is None:
+        if hasattr(self, "link") and not self.link.image and self.link.downlink.pending is None:
             assert self.link.downlink.image is None
 
 
@@ -172,7 +175,7 @@ def test_a_worker_that_has_lost_its_replica_frees_the_image(link):
     wire = link.pull()
     assert link.entries(wire) == link.model.span.length
     assert link.downlink.image is None
-    assert link.downlink.owed is None
+    assert link.downlink.pending is None
 
 
 def test_a_top_k_reply_holds_the_largest_differences_of_each_tensor(link):
@@ -230,7 +233,7 @@ def test_auto_leaves_dense_replies_where_a_fleet_outruns_the_ledger():
     layout, writer = layout_of((1000, F32)), Writer(8)
     try:
         model = shard_of(layout, torch.zeros(1000))  # a ledger of as many entries
-        link = Link(model, writer, new_replica(layout), topk(0.2, 0), Auto(0.1))
+        link = Link(model, writer, new_replica(layout), topk(0.2, 0), ReplyRule("auto", 0.1))
         assert not link.pull().image, "no base"
         for seed in range(20):
             model.apply(sparse_push(model.span, 0.1, seed))
@@ -238,8 +241,10 @@ def test_auto_leaves_dense_replies_where_a_fleet_outruns_the_ledger():
         assert (wire.mode, wire.image) == (ReplyMode.EXACT, True)
         model.apply(sparse_push(model.span, 0.1, 99))
         assert link.pull().mode is ReplyMode.TOPK
-        assert bits(link.downlink.image) == fp32_bits(link.replica, model.span) or link.downlink.owed is not None
-        dense = Link(shard_of(layout, torch.zeros(1000)), writer, new_replica(layout), topk(0.2, 0), Auto(0.1))
+        assert bits(link.downlink.image) == fp32_bits(link.replica, model.span) or link.downlink.pending is not None
+        dense = Link(
+            shard_of(layout, torch.zeros(1000)), writer, new_replica(layout), topk(0.2, 0), ReplyRule("auto", 0.1)
+        )
         dense.pull()
         for seed in range(20):
             dense.model.apply(sparse_push(dense.model.span, 1.0, seed))

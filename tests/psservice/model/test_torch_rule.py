@@ -12,7 +12,7 @@ from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.reply_session import ReplyMode
 from psservice.model.update import rule_maker
-from psservice.model.update.base import Place
+from psservice.model.update.base import RuleContext
 from psservice.model.update.specs import ELEMENTWISE, LAZY, optimizers, schedulers
 from tests.psservice.engine_makers import ANNA, engines, join, pull, push, theta, upload
 from tests.psservice.service_makers import F32, bits, layout_of
@@ -34,7 +34,7 @@ def said(name, scheduler=None, groups=None, lazy=False, **options):
 def rule(settings, values, span=None, layout=LAYOUT):
     span = span or Span(0, layout.size)
     theta = values[span.start : span.end].clone()
-    return rule_maker(settings)(Place(layout, span, theta)), theta
+    return rule_maker(settings)(RuleContext(layout, span, theta)), theta
 
 
 def some_values(seed=0, size=LAYOUT.size):

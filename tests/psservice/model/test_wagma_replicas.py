@@ -147,7 +147,7 @@ def test_with_sparse_changes_the_news_are_the_union_since_models_were_alike():
     all_push(shard, "ab", 1, {"a": sparse({1: 1.0, 3: 1.0}), "b": sparse({3: 2.0, 7: 4.0})})
     for worker in "ab":
         own = shard.seen_by(worker)
-        assert own.difference(0, torch.empty(0, dtype=torch.int32)).support.tolist() == [1, 3, 7]
+        assert own.difference(0, torch.empty(0, dtype=torch.int32)).changed.tolist() == [1, 3, 7]
         assert own.theta.tolist() == [0, -0.5, 0, -1.5, 0, 0, 0, -2.0, 0, 0]
 
 
@@ -246,13 +246,13 @@ def test_who_reads_beside_the_writer_sees_values_before_their_version(how):
     watched = "a" if how == "freeze" else "c"
     own = shard.seen_by(watched)
     seen = []
-    append = own.ledger.append
+    append = own.changelog.append
 
     def beside(version, support):
         seen.append((own.theta.clone(), own.version, version))
         append(version, support)
 
-    own.ledger.append = beside
+    own.changelog.append = beside
     if how == "freeze":
         freeze_due(shard)
     else:

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from pscore.model.layout import Span
 from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.cluster.leases import Identity
 from psservice.policy.admission import Admission, Pace, first_clock
+from psservice.shard.join import leave
+from psservice.shard.lifecycle import finish
+from psservice.shard.push import check_push
+from psservice.types import Identity
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
@@ -34,13 +37,13 @@ WORKERS = (ANNA, BERT, CARL)
 
 def attempt(engine, step, entries=(), who=ANNA, **options):
     """A push as the servicer takes it: looked at by its header first."""
-    engine.check_push(who, step)
+    check_push(engine, who, step)
     return push(engine, step, entries, who, **options)
 
 
 def advance(engine, who, pushes):
     for _ in range(pushes):
-        attempt(engine, engine.membership.record(who).step + 1, who=who)
+        attempt(engine, engine.dedup.record(who).step + 1, who=who)
 
 
 # The rules by themselves
@@ -157,23 +160,23 @@ def test_no_worker_is_ever_further_ahead_and_the_slowest_is_never_held_back(boun
                 join(engine, LAYOUT, who)
                 model.setdefault(who, min(model.values(), default=0))
             elif move == "leave":
-                engine.leave(who)
+                leave(engine, who)
                 model.pop(who, None)
             elif move == "die":  # every lease but this one's is renewed
                 clock.now += HOUR / 2
                 for other in set(model) - {who}:
-                    engine.membership.require(other)
+                    engine.leases.require(other)
                 clock.now += HOUR / 2 + 1
                 model.pop(who, None)
                 for other in model:
-                    engine.membership.require(other)
+                    engine.leases.require(other)
             elif move == "repeat" and who in model and steps[who]:
                 assert attempt(engine, steps[who], who=who)[1]
             elif move == "push" and who in model:
                 others = [count for other, count in model.items() if other != who]
                 before = engine.model.version
                 if others and model[who] + 1 - min(others) > bound:
-                    assert reason_of(engine.check_push, who, steps[who] + 1) is ErrorCode.TOO_FAR_AHEAD
+                    assert reason_of(check_push, engine, who, steps[who] + 1) is ErrorCode.TOO_FAR_AHEAD
                     assert reason_of(push, engine, steps[who] + 1, who=who) is ErrorCode.TOO_FAR_AHEAD
                     assert engine.model.version == before
                     assert model[who] > min(others)
@@ -181,8 +184,8 @@ def test_no_worker_is_ever_further_ahead_and_the_slowest_is_never_held_back(boun
                     steps[who] += 1
                     attempt(engine, steps[who], who=who)
                     model[who] += 1
-            assert {member.identity: member.clock for member in engine.membership.members()} == model
-            assert engine.membership.clock_spread() <= bound
+            assert {member.identity: member.clock for member in engine.leases.members()} == model
+            assert engine.leases.clock_spread() <= bound
 
 
 def test_a_late_joiner_holds_nobody_back_for_its_past():
@@ -202,7 +205,7 @@ def test_a_dead_worker_stops_counting_when_its_lease_ends():
         join(engine, LAYOUT, BERT)
         advance(engine, ANNA, 1)
         clock.now += HOUR - 1
-        assert reason_of(engine.check_push, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
+        assert reason_of(check_push, engine, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
         clock.now += 2
         advance(engine, ANNA, 5)
 
@@ -211,8 +214,8 @@ def test_one_that_leaves_stops_counting_at_once():
     with serving(LAYOUT, ZEROS, ssp_bound=1) as engine:
         join(engine, LAYOUT, BERT)
         advance(engine, ANNA, 1)
-        assert reason_of(engine.check_push, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
-        engine.leave(BERT)
+        assert reason_of(check_push, engine, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
+        leave(engine, BERT)
         advance(engine, ANNA, 5)
 
 
@@ -225,7 +228,7 @@ def test_a_long_silence_is_asked_about_seldom():
         for silence in (0.0, 0.9, 9.1, 900.0):
             clock.now += silence
             with pytest.raises(Rejected) as refused:
-                engine.check_push(ANNA, 2)
+                check_push(engine, ANNA, 2)
             delays.append(refused.value.retry_seconds)
         assert delays == sorted(delays)
         assert delays[0] < 0.1 < delays[-1] <= 1.0
@@ -235,7 +238,7 @@ def test_the_end_of_the_run_is_told_to_one_that_waits():
     with serving(LAYOUT, ZEROS, ssp_bound=1) as engine:
         join(engine, LAYOUT, BERT)
         advance(engine, ANNA, 1)
-        engine.finish()
+        finish(engine)
         assert reason_of(attempt, engine, 2) is ErrorCode.RUN_FINISHED
 
 
@@ -244,7 +247,7 @@ def test_shard_0_alone_keeps_the_bound():
         for shard in (first, second):
             join(shard, LAYOUT, BERT)
             advance(shard, ANNA, 1)
-        assert reason_of(first.check_push, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
+        assert reason_of(check_push, first, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
         advance(second, ANNA, 1)
 
 
@@ -272,11 +275,11 @@ def test_what_is_refused_leaves_nothing_in_the_journal(tmp_path):
         advance(engine, ANNA, 1)
         attempt(engine, 1, who=BERT, base=1)
         attempt(engine, 2, who=BERT, base=1)
-        before = engine.persistence.journal_bytes
+        before = engine.durability.journal_bytes
         assert reason_of(attempt, engine, 2, {0: 1.0}) is ErrorCode.TOO_STALE
         assert reason_of(attempt, engine, 3, {0: 2.5}, base=3) is ErrorCode.UPDATE_TOO_LARGE
         assert reason_of(push, engine, 3, {0: 1.0}, base=0) is ErrorCode.TOO_STALE
-        assert engine.persistence.journal_bytes == before
+        assert engine.durability.journal_bytes == before
         assert engine.model.version == 3
 
 

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from pscore.model.layout import Span
 from pscore.model.segment import Segment
-from psservice.model.parameters import ModelShard, PushContext, ShardSettings
+from psservice.model.parameters import ModelShard, ShardSettings
 from psservice.model.training_mode import TrainingMode
-from psservice.model.undo_log import Overwritten, PastValues
+from psservice.model.undo_log import Overwritten, UndoLog
+from psservice.model.update.base import PushContext
 from psservice.policy.staleness import StalenessScaling
-from psservice.shard.types import Push
-from tests.psservice.engine_makers import ANNA, BERT, engines, join, push, serving, theta, upload, with_clock
+from psservice.shard.push import commit
+from tests.psservice.engine_makers import ANNA, BERT, engines, join, push, push_of, serving, theta, upload, with_clock
 from tests.psservice.service_makers import F32, bits, layout_of, sparse_push
 
 LAYOUT = layout_of((8, F32))
@@ -96,7 +97,7 @@ def shard(strength, ledger_multiple=100.0, size=8):
         generation=1,
         version=0,
         settings=ShardSettings(ledger_multiple, strength),
-        regime=TrainingMode(),
+        mode=TrainingMode(),
     )
 
 
@@ -159,17 +160,17 @@ def test_past_values_are_what_they_were(densities, back, asked, seed):
         history.append(model.theta.clone())
     version = max(0, model.version - back)
     offsets = None if asked is None else torch.tensor(asked)
-    found = model._past.at(model.theta, version, model.version, offsets)
+    found = model._undo_log.at(model.theta, version, model.version, offsets)
     expected = history[version] if offsets is None else history[version][offsets]
     assert bits(found) == bits(expected)
 
 
 def test_past_values_stay_within_their_limit():
-    past = PastValues(10)
+    past = UndoLog(10)
     model = shard(0.1, ledger_multiple=2.0)
     for _ in range(20):
         model.take("anna", Segment(Span(0, 8), torch.tensor([1, 2, 3]), torch.ones(3)))
-    assert model._past._entries <= 16
+    assert model._undo_log._entries <= 16
     assert past.at(torch.zeros(3), 0, 0, None) is not None
 
 
@@ -177,15 +178,15 @@ def test_an_engine_compensates_by_the_rate_that_the_push_carries():
     with serving(LAYOUT, torch.zeros(8), delay_compensation=1.0) as engine:
         push(engine, 1, {0: 1.0})
         offsets, values = torch.tensor([0]), torch.tensor([0.5])
-        stale = Push(ANNA, 2, engine.model.generation, 0, 1, [Segment(engine.span, offsets, values)], (), 0.25)
-        engine.commit(stale)
+        stale = push_of(ANNA, 2, engine.model.generation, 0, 1, [Segment(engine.span, offsets, values)], (), 0.25)
+        commit(engine, stale)
         assert theta(engine)[0] == -1.0 - (0.5 + (1.0 / 0.25) * 0.25 * -1.0)
 
 
 def test_pushes_of_nothing_are_not_remembered_for_ever():
-    past = PastValues(8)
+    past = UndoLog(8)
     for version in range(1, 20_001):
-        past.note(Overwritten(version, torch.empty(0, dtype=torch.int32), torch.empty(0)))
+        past.append(Overwritten(version, torch.empty(0, dtype=torch.int32), torch.empty(0)))
     assert len(past.export().plain["versions"]) == 10_000
     theta = torch.zeros(4)
     assert past.at(theta, 10_000, 20_000, None) is not None

@@ -11,6 +11,10 @@ from pscore.model.buffers import pack
 from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode
 from psservice.cluster.run import RunState
+from psservice.shard import lifecycle
+from psservice.shard.buffers_and_samples import exchange_buffers
+from psservice.shard.lifecycle import finish
+from psservice.shard.model_install import roll_back
 from tests.psservice.engine_makers import ANNA, BERT, join, present, reason_of
 from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash, assert_same, begin, send
 from tests.psservice.service_makers import sparse_push
@@ -41,16 +45,16 @@ def test_buffers_that_meet_a_rollback_go_nowhere(directory, monkeypatch):
     with Shard(directory) as engine:
         begin(engine)
         generation, rolled = present(engine), []
-        real = engine.membership.record
+        real = engine.dedup.record
 
         def record(identity):
             if not rolled:
-                rolled.append(engine.roll_back(0, ""))
+                rolled.append(roll_back(engine, 0, ""))
             return real(identity)
 
-        monkeypatch.setattr(engine.membership, "record", record)
+        monkeypatch.setattr(engine.dedup, "record", record)
         data = pack([torch.ones(3), torch.ones(2, dtype=torch.float16), torch.tensor(1)])
-        assert reason_of(engine.exchange_buffers, ANNA, generation, 1, 5, data) is ErrorCode.STALE_GENERATION
+        assert reason_of(exchange_buffers, engine, ANNA, generation, 1, 5, data) is ErrorCode.STALE_GENERATION
         with Shard(after_a_crash(directory)) as again:
             assert_same(again, engine)
 
@@ -61,16 +65,17 @@ def test_a_run_that_ended_as_the_server_died_is_ended_by_the_next(directory, mon
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
         before = directory.with_name("before")
-        monkeypatch.setattr(engine._end, "come", lambda: shutil.copytree(directory, before))
-        send(engine, 2, sparse_push(engine.span, 0.5, 2))
+        with monkeypatch.context() as dying:
+            dying.setattr(lifecycle, "_end", lambda shard: shutil.copytree(directory, before))
+            send(engine, 2, sparse_push(engine.span, 0.5, 2))
     with Shard(before, **options) as again:
         assert (again.run.state, again.model.version) == (RunState.FINISHED, 2)
-        assert again.finish() == str(options["final_model"])
+        assert finish(again) == str(options["final_model"])
         options["final_model"].write_bytes(b"of another run")  # as if it had died before that was written
         behind = directory.with_name("behind")
         shutil.copytree(before, behind)
     with Shard(behind, **options) as third:
-        assert third.finish() == str(options["final_model"])
+        assert finish(third) == str(options["final_model"])
         assert modelfile.read_metadata(options["final_model"])["version"] == "2"
 
 
@@ -78,7 +83,7 @@ def test_a_download_waits_for_the_disk_as_a_pull_does(directory, monkeypatch):
     with Shard(directory, fsync="always") as engine:
         begin(engine)
         waited = []
-        monkeypatch.setattr(engine.persistence.events, "wait", lambda: waited.append(True))
+        monkeypatch.setattr(engine.durability.events, "wait", lambda: waited.append(True))
         engine.copy_model()
         assert waited
 
@@ -99,19 +104,19 @@ def test_a_push_that_is_refused_beside_another_record_takes_none_away(directory,
         send(engine, 2, sparse_push(engine.span, 0.5, 2))
         with Shard(after_a_crash(directory)) as again:
             assert_same(again, engine)
-            assert again.membership.is_live(BERT)
+            assert again.leases.is_live(BERT)
 
 
 def test_a_journal_of_refused_pushes_and_joins_is_cut_by_a_snapshot_too(directory):
     with Shard(directory, journal_bytes=1 << 20) as engine:
         begin(engine)
         send(engine, 1, large(engine))
-        first = engine.persistence.take(engine)
+        first = engine.durability.take(engine)
         for _ in range(12_000):
             assert reason_of(send, engine, 2, large(engine)) is ErrorCode.NON_FINITE
-        wait_until(lambda: engine.persistence.last_snapshot is not first)
+        wait_until(lambda: engine.durability.last_snapshot is not first)
         assert engine.model.version == first.manifest.version
-        assert engine.persistence.last_snapshot.manifest.segment > first.manifest.segment
+        assert engine.durability.last_snapshot.manifest.segment > first.manifest.segment
 
 
 def large(engine):

@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+from psservice.shard.join import leave
+from psservice.shard.model_install import roll_back
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from tests.psservice.engine_makers import BERT, join, present, serving_shards
@@ -34,7 +36,7 @@ def crashed(directory):
         begin(engine)
         for step in (1, 2):
             send(engine, step, sparse_push(engine.span, 0.5, step))
-        engine.persistence.take(engine)
+        engine.durability.take(engine)
         send(engine, 3, sparse_push(engine.span, 0.5, 3))
         yield after_a_crash(directory), present(engine), bits(theta(engine))
 
@@ -107,7 +109,7 @@ def test_a_torn_tail_after_a_power_cut_begins_a_new_history(directory, monkeypat
     with Shard(directory, fsync="always") as engine:
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        engine.persistence.events.wait()
+        engine.durability.events.wait()
         copy, generation = after_a_crash(directory), present(engine)
     path = newest_segment(copy)
     whole = copy.with_name("whole")
@@ -127,7 +129,7 @@ def test_what_was_on_the_disk_before_a_power_cut_and_is_gone_is_refused(director
         begin(engine)
         for step in range(1, 4):
             send(engine, step, sparse_push(engine.span, 0.5, step))
-            engine.persistence.events.wait()
+            engine.durability.events.wait()
         copy, generation = after_a_crash(directory), present(engine)
     path = newest_segment(copy)
     os.truncate(path, path.stat().st_size // 2)
@@ -168,7 +170,7 @@ def test_a_segment_in_the_middle_that_is_gone_is_refused_by_name(directory):
     for life in range(2):
         with Shard(copy) as engine:
             join(engine, LAYOUT, BERT)
-            engine.leave(BERT)
+            leave(engine, BERT)
             following = copy.with_name(f"life{life}")
             shutil.copytree(copy, following)
         copy = following
@@ -217,7 +219,7 @@ def test_the_snapshot_with_which_the_model_began_anew_is_not_passed_over(what, d
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
         generation = present(engine)
-        engine.roll_back(0, "")
+        roll_back(engine, 0, "")
         copy = after_a_crash(directory)
     newest = max((folder(copy) / "snapshots").iterdir())
     if what == "all of it":

@@ -9,11 +9,12 @@ import torch
 from pscore.model.layout import Span, TensorSpec
 from pscore.model.ranges import Ranges
 from pscore.model.segment import Segment
-from psservice.model.update.reshard import PieceMemory, recut
+from psservice.model.update.reshard import PieceMemory, reshard
 from psservice.sampling.dataset import Plan, Wish
-from psservice.shard.shard import Push
+from psservice.shard.buffers_and_samples import lease_samples
+from psservice.shard.push import commit
 from psservice.storage.files import StorageError
-from tests.psservice.engine_makers import ANNA, BERT, engines, join, present, upload
+from tests.psservice.engine_makers import ANNA, BERT, engines, join, present, push_of, upload
 from tests.psservice.service_makers import F32, layout_of
 
 LAYOUT = layout_of((7, F32), ((2, 5), F32), (9, F32), buffers=(TensorSpec("mean", (3,), F32),))
@@ -40,7 +41,7 @@ def push(shard, who, step, gradient, finished=None):
     values = gradient[shard.span.start : shard.span.end]
     done = {"train": {0: Ranges([finished])}} if finished else {}
     segments = [Segment(shard.span, None, values)]
-    shard.commit(Push(who, step, present(shard), shard.model.version, 1, segments, finished=done))
+    commit(shard, push_of(who, step, present(shard), shard.model.version, 1, segments, finished=done))
 
 
 def train(shards, who, gradients):
@@ -54,7 +55,7 @@ def lease(shard, who):
     mine = Ranges()
     while True:
         wish = Wish("train", Plan(SAMPLES, 1, True), 0, SAMPLES, {0: mine} if mine else {})
-        granted = shard.lease_samples(who, wish).answer.granted.get(0)
+        granted = lease_samples(shard, who, wish).granted.get(0)
         if not granted:
             return sum(end - start for start, end in mine)
         mine |= granted
@@ -66,7 +67,7 @@ def model_of(shards):
 
 def checkpoint(shards):
     for shard in shards:
-        shard.persistence.take_asked(shard, "there")
+        shard.durability.take_asked(shard, "there")
 
 
 @pytest.fixture
@@ -174,14 +175,14 @@ def test_a_tensor_that_was_cut_is_put_together_and_cut_elsewhere():
     right = PieceMemory(
         Span(3, 6), (3,), {"step": torch.tensor(5.0), "left": 0.8, "mean": torch.tensor([4.0, 5.0, 6.0])}
     )
-    whole = recut([right, left], Span(0, 6), (2, 3))
+    whole = reshard([right, left], Span(0, 6), (2, 3))
     assert (whole["step"].item(), whole["left"]) == (5.0, 0.8)
     assert whole["mean"].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
-    assert recut([left, right], Span(2, 4), (2,))["mean"].tolist() == [3.0, 4.0]
-    assert recut([left], Span(2, 4), (2,))["mean"].tolist() == [3.0, 0.0]
-    assert recut([left, right], Span(6, 8), (2,)) == {}
+    assert reshard([left, right], Span(2, 4), (2,))["mean"].tolist() == [3.0, 4.0]
+    assert reshard([left], Span(2, 4), (2,))["mean"].tolist() == [3.0, 0.0]
+    assert reshard([left, right], Span(6, 8), (2,)) == {}
 
 
 def test_what_is_cut_in_the_same_places_stays_as_it_is():
     rows = {"row": torch.ones(2), "step": 3}
-    assert recut([PieceMemory(Span(0, 6), (2, 3), rows)], Span(0, 6), (2, 3)) == rows
+    assert reshard([PieceMemory(Span(0, 6), (2, 3), rows)], Span(0, 6), (2, 3)) == rows

@@ -18,7 +18,11 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.run import RunState
 from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
-from psservice.shard.shard import Engine
+from psservice.shard import shard
+from psservice.shard.buffers_and_samples import exchange_buffers
+from psservice.shard.join import leave
+from psservice.shard.lifecycle import finish, open_shard
+from psservice.shard.push import commit
 from psservice.shard.types import Push
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
@@ -42,14 +46,14 @@ class Shard:
 
     def __init__(self, directory: Path, **options) -> None:
         self.said = []
-        self.engine = Engine(
+        self.engine = open_shard(
             ServerSettings(lease_seconds=HOUR, data_dir=directory, **{"snapshot_seconds": HOUR, **options}),
             torch.device("cpu"),
             Metrics(),
             self.said.append,
         )
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> shard.Shard:
         return self.engine
 
     def __exit__(self, *_) -> None:
@@ -87,19 +91,7 @@ def send(engine, step, segment, who=ANNA, **options):
     """Push over a stream; return the answer and whether it was a repeat."""
     messages = stream(engine, step, segment, who, **options)
     header, _, segments = read_all(read_push(lambda header: PushReader.of(header, engine.span)), messages)
-    return engine.commit(
-        Push(
-            who,
-            header.step,
-            header.generation,
-            header.base_version,
-            header.samples,
-            segments,
-            [message.SerializeToString() for message in messages],
-            header.learning_rate,
-            group_rates=tuple(header.group_rates),
-        )
-    )
+    return commit(engine, Push(header, segments, [message.SerializeToString() for message in messages]))
 
 
 def after_a_crash(directory: Path) -> Path:
@@ -109,7 +101,7 @@ def after_a_crash(directory: Path) -> Path:
     return copy
 
 
-def assert_same(again: Engine, engine: Engine) -> None:
+def assert_same(again: shard.Shard, engine: shard.Shard) -> None:
     assert bits(theta(again)) == bits(theta(engine))
     assert (again.model.version, again.model.generation) == (engine.model.version, engine.model.generation)
     assert (again.run.run_id, again.run.state, again.run.samples) == (
@@ -119,12 +111,12 @@ def assert_same(again: Engine, engine: Engine) -> None:
     )
     assert (again.run.method, again.run.method_settings) == (engine.run.method, engine.run.method_settings)
     live = [
-        [(member.identity, member.index_codecs, member.clock) for member in one.membership.members()]
+        [(member.identity, member.index_codecs, member.clock) for member in one.leases.members()]
         for one in (again, engine)
     ]
     assert live[0] == live[1]
     assert again.datasets.all() == engine.datasets.all()
-    mine, theirs = again.membership.remembered(), engine.membership.remembered()
+    mine, theirs = again.dedup.remembered(), engine.dedup.remembered()
     assert mine[1] == theirs[1]
     plain = [
         {
@@ -181,15 +173,15 @@ def perform(engine, script):
                 send(engine, *last[who], who)
             elif action == "buffers":
                 data = pack([torch.randn(3), torch.randn(2).to(F16), torch.tensor(seed)])
-                engine.exchange_buffers(who, present(engine), steps[who], seed + 1, data)
+                exchange_buffers(engine, who, present(engine), steps[who], seed + 1, data)
             elif action == "leave":
-                engine.leave(who)
+                leave(engine, who)
             elif action == "join":
                 join(engine, LAYOUT, who)
             elif action == "snapshot":
-                engine.persistence.take(engine)
+                engine.durability.take(engine)
             elif action == "finish":
-                engine.finish()
+                finish(engine)
         except Rejected:
             pass
 
@@ -222,7 +214,7 @@ def test_a_journal_cut_anywhere_gives_the_model_at_some_version_that_was(script,
                 number = engine.model.version + 1
                 segment = sparse_push(engine.span, 0.3, action[3])
                 if engine.run.state is not RunState.FINISHED:
-                    engine.membership.join(ANNA)
+                    engine.leases.join(ANNA)
                     perform_step(engine, number + 1000, segment)
             seen[engine.model.version] = bits(theta(engine))
         copy = after_a_crash(directory)
@@ -263,7 +255,7 @@ def test_a_worker_gets_a_sparse_difference_after_the_restart_even_across_a_snaps
         for step in range(1, 7):
             send(engine, step, sparse_push(engine.span, 0.05, step))
             if step == 4:
-                engine.persistence.take(engine)
+                engine.durability.take(engine)
         with Shard(after_a_crash(directory), ledger_multiple=4.0) as again:
             for base in range(7):
                 ours, theirs = pull(engine, base=base), pull(again, base=base)
@@ -343,7 +335,7 @@ def test_a_damaged_newest_snapshot_costs_nothing(directory):
     with Shard(directory) as engine:
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        newest = engine.persistence.take(engine).path
+        newest = engine.durability.take(engine).path
         send(engine, 2, sparse_push(engine.span, 0.5, 2))
         copy = after_a_crash(directory)
         tensors = copy / newest.relative_to(directory) / "state.safetensors"
@@ -427,7 +419,7 @@ def test_old_snapshots_go_and_the_journal_with_them(directory):
         begin(engine)
         for step in range(1, 6):
             send(engine, step, sparse_push(engine.span, 0.5, step))
-            engine.persistence.take(engine)
+            engine.durability.take(engine)
         kept = sorted(path.name for path in (directory / "shard-0-of-1" / "snapshots").iterdir())
         assert [name.split("-v")[1] for name in kept] == ["4", "5"]
         assert segment_numbers(DISK, directory / "shard-0-of-1" / "journal")[0] == int(kept[0].split("-")[0])
@@ -436,17 +428,17 @@ def test_old_snapshots_go_and_the_journal_with_them(directory):
 def test_a_long_journal_is_cut_by_a_snapshot_before_its_time(directory):
     with Shard(directory, journal_bytes=1 << 20) as engine:
         begin(engine)
-        first = engine.persistence.last_snapshot
+        first = engine.durability.last_snapshot
         everything = Segment(engine.span, None, values())
         for step in range(1, 3000):
             send(engine, step, everything)
-        wait_until(lambda: engine.persistence.last_snapshot is not first)
-        assert engine.persistence.last_snapshot.manifest.version > 1000
+        wait_until(lambda: engine.durability.last_snapshot is not first)
+        assert engine.durability.last_snapshot.manifest.version > 1000
 
 
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    engine = Engine(ServerSettings(lease_seconds=HOUR), torch.device("cpu"), Metrics())
+    engine = open_shard(ServerSettings(lease_seconds=HOUR), torch.device("cpu"), Metrics())
     begin(engine)
     push(engine, 1, {0: 1.0})
     engine.close()

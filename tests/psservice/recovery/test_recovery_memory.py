@@ -28,11 +28,11 @@ def most_memory(directory: Path) -> int:
 def test_a_long_journal_before_the_snapshot_takes_no_memory_to_begin_from(tmp_path):
     with Shard(tmp_path / "live") as engine:
         upload(engine, torch.zeros(LAYOUT.size), ANNA, join(engine, LAYOUT).generation)
-        first = engine.persistence.last_snapshot
+        first = engine.durability.last_snapshot
         push = sparse_push(engine.span, DENSITY, 1)
         for step in range(1, PUSHES + 1):
             send(engine, step, push, codec=pb.VALUE_CODEC_SIGN_MEAN, chunk_bytes=1 << 20)
-        engine.persistence.take(engine)
+        engine.durability.take(engine)
         long = after_a_crash(tmp_path / "live")
     short = tmp_path / "short"
     shutil.copytree(long, short)

@@ -18,12 +18,14 @@ import torch
 
 from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.cluster.leases import Identity
 from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
-from psservice.shard.shard import Engine
+from psservice.shard.join import leave
+from psservice.shard.lifecycle import end_leases, open_shard
+from psservice.shard.model_install import roll_back
 from psservice.storage.environment import Environment
 from psservice.storage.files import StorageError
+from psservice.types import Identity
 from tests.psservice.engine_makers import join, present, pull, upload
 from tests.psservice.recovery.memory_disk import Crash, Handle, MemoryDisk
 from tests.psservice.recovery.test_recovery import send
@@ -170,7 +172,7 @@ class Simulator:
             self.trace.append(str(error.reason))
         if not died and not self.disk.dead and self.engine.model is not None:
             self.look()
-        if died or self.disk.dead or self.engine.persistence.is_broken or self.engine.writer.failed:
+        if died or self.disk.dead or self.engine.durability.is_broken or self.engine.writer.failed:
             self.restart(power_cut=self.random.random() < 0.4)
         self.disk.fuse = None
 
@@ -185,7 +187,7 @@ class Simulator:
         while True:
             self.disk.fuse = self.random.randint(0, 25) if self.random.random() < 0.2 else None
             try:
-                self.engine = Engine(
+                self.engine = open_shard(
                     self.settings.model_copy(update={"recover": recover}),
                     torch.device("cpu"),
                     METRICS,
@@ -263,7 +265,7 @@ class Simulator:
 
     def joined(self, worker):
         """Let the shard give a worker a lease, where it has none."""
-        if not self.engine.membership.is_live(worker.identity):
+        if not self.engine.leases.is_live(worker.identity):
             self.join(worker)
             self.look()
 
@@ -299,7 +301,7 @@ class Simulator:
         worker.answered, worker.open = (step, segment, answer.version), None
 
     def last_step(self, worker):
-        return self.engine.membership.record(worker.identity).step
+        return self.engine.dedup.record(worker.identity).step
 
     def segment(self):
         generator = torch.Generator().manual_seed(self.random.getrandbits(32))
@@ -331,7 +333,7 @@ class Simulator:
 
     def come_and_go(self):
         worker = self.random.choice(self.workers)
-        self.engine.leave(worker.identity)
+        leave(self.engine, worker.identity)
         if self.random.random() < 0.5:
             worker.begin_anew(len(self.trace))
         self.joined(worker)
@@ -341,14 +343,14 @@ class Simulator:
         self.now += self.random.choice((1.0, LEASE_SECONDS / 5, LEASE_SECONDS))
         for _ in range(8):  # the clock of leases counts a part of a long gap only
             self.now += self.random.choice((0.1, LEASE_SECONDS / 5))
-            self.engine.end_leases()
+            end_leases(self.engine)
         if self.fsync == "interval":
             force(self.engine)
-        self.engine.persistence.snapshot_if_due(self.engine)
+        self.engine.durability.snapshot_if_due(self.engine)
 
     def snapshot(self):
         try:
-            self.engine.persistence.take(self.engine)
+            self.engine.durability.take(self.engine)
         except StorageError as error:
             self.trace.append(str(error)[:40])
 
@@ -357,7 +359,7 @@ class Simulator:
         promised = State(state.version, state.values)
         self.pending.append(promised)
         try:
-            self.engine.roll_back(state.version, "")
+            roll_back(self.engine, state.version, "")
         except Rejected:
             if not self.disk.dead:
                 self.pending.pop()  # not kept any more
@@ -378,7 +380,7 @@ METRICS = Metrics()
 
 
 def force(engine):
-    engine.persistence._dir.journal.force()
+    engine.durability._dir.journal.force()
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from pscore.model.segment import Segment
 from pscore.wire.errors import Rejected
 from psservice.recovery.export import histories
+from psservice.shard.join import leave
+from psservice.shard.model_install import roll_back
 from tests.psservice.engine_makers import ANNA, BERT, join, theta, upload
 from tests.psservice.recovery.test_recovery import LAYOUT, START, Shard, after_a_crash, send, values
 from tests.psservice.service_makers import bits, sparse_push
@@ -63,9 +65,9 @@ def play(engine, script, method_settings, steps):
         who = (ANNA, BERT)[number]
         try:
             if action == "snapshot":
-                engine.persistence.take(engine)
+                engine.durability.take(engine)
             elif action == "leave":
-                engine.leave(who)
+                leave(engine, who)
             elif action == "join":
                 join(engine, LAYOUT, who, "some", method_settings)
             else:
@@ -131,7 +133,7 @@ def test_a_rollback_takes_the_memory_back_too(name, tmp_path):
         at = engine.model.version
         play(engine, later, method_settings, steps)
         once = bits(theta(engine))
-        engine.roll_back(at, "")
+        roll_back(engine, at, "")
         assert engine.model.version == at
         play(engine, later, method_settings, steps)
         assert bits(theta(engine)) == once
@@ -155,9 +157,9 @@ def test_going_back_drops_the_open_round_so_that_nobody_waits_for_a_repeat(tmp_p
         begin_regime(engine, ROUNDS)
         send(engine, 1, Segment(engine.span, None, values(1)), ANNA, base=0, samples=1, learning_rate=0.1)
         assert engine.model.round.contributors == {ANNA.worker_id}
-        checkpoint = engine.persistence.take_asked(engine, "").manifest.checkpoint
+        checkpoint = engine.durability.take_asked(engine, "").manifest.checkpoint
         before = theta(engine).clone()
-        engine.roll_back(None, checkpoint)
+        roll_back(engine, None, checkpoint)
         assert engine.model.round.contributors == set()
         assert torch.equal(theta(engine), before)
 
@@ -166,9 +168,9 @@ def test_nobody_waits_for_one_whose_contribution_was_dropped_by_going_back(tmp_p
     """Bert's part reached this shard before it went back and another one after: he waits there, and not here."""
     with Shard(tmp_path / "live") as engine:
         begin_regime(engine, ROUNDS)
-        checkpoint = engine.persistence.take_asked(engine, "").manifest.checkpoint
+        checkpoint = engine.durability.take_asked(engine, "").manifest.checkpoint
         send(engine, 1, Segment(engine.span, None, values(1)), BERT)
-        engine.roll_back(None, checkpoint)
+        roll_back(engine, None, checkpoint)
         with Shard(after_a_crash(tmp_path / "live")) as again:
             for one in (engine, again):
                 send(one, 1, Segment(one.span, None, values(2)), ANNA)
@@ -184,13 +186,13 @@ def test_nobody_waits_for_one_whose_contribution_was_dropped_by_going_back(tmp_p
 def test_the_same_version_after_going_back_is_another_checkpoint(tmp_path):
     with Shard(tmp_path) as engine:
         begin_regime(engine, ROUNDS)
-        first = engine.persistence.take_asked(engine, "").manifest.checkpoint
-        engine.roll_back(None, first)
-        second = engine.persistence.take_asked(engine, "").manifest.checkpoint
+        first = engine.durability.take_asked(engine, "").manifest.checkpoint
+        roll_back(engine, None, first)
+        second = engine.durability.take_asked(engine, "").manifest.checkpoint
         assert first != second
         assert first.startswith("e1-v0-")
         assert second.startswith("e1-v0-")
-        engine.roll_back(None, first)
+        roll_back(engine, None, first)
 
 
 @pytest.mark.parametrize("other", [0.0, 0.25, 0.5])

@@ -9,12 +9,16 @@ import torch
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.drain_gate import DrainGate
-from psservice.cluster.leases import Identity
 from psservice.rpc.calls import handlers_of
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.status import StatusReport
 from psservice.sampling.dataset import Plan, Wish
 from psservice.shard.apply_thread import Writer
+from psservice.shard.buffers_and_samples import lease_samples, open_exchange
+from psservice.shard.join import evict
+from psservice.shard.model_install import open_upload
+from psservice.shard.push import check_push
+from psservice.types import Identity
 from tests.hostile.service import Ended, called
 from tests.psservice.engine_makers import (
     ANNA,
@@ -52,12 +56,12 @@ def calls_of(engine):
 
 def test_a_door_counts_who_is_inside_and_lets_nobody_in_while_it_is_closed():
     door = DrainGate()
-    with door.entered():
+    with door.track():
         door.require_open()
         door.close()
-        assert door.inside == 1
+        assert door.in_flight == 1
         assert reason_of(door.require_open) is ErrorCode.DRAINING
-    assert (door.inside, door.is_closed) == (0, True)
+    assert (door.in_flight, door.is_closed) == (0, True)
     door.open()
     door.require_open()
 
@@ -66,7 +70,7 @@ def test_nothing_comes_in_behind_a_count_that_has_reached_zero():
     door, acted, counts = DrainGate(), [], []
 
     def call():
-        with door.entered():
+        with door.track():
             try:
                 door.require_open()
             except Rejected:
@@ -77,7 +81,7 @@ def test_nothing_comes_in_behind_a_count_that_has_reached_zero():
     for number, thread in enumerate(threads):
         if number == 20:
             door.close()
-            while door.inside:
+            while door.in_flight:
                 pass
             counts.append(len(acted))
         thread.start()
@@ -94,23 +98,23 @@ def test_a_closed_shard_refuses_what_changes_it_and_answers_the_rest(engine):
     assert told == ["changed"]
     wish = Wish("train", Plan(10, 0, False), 0, 3, {})
     for refused in (
-        lambda: engine.check_push(ANNA, 2),
+        lambda: check_push(engine, ANNA, 2),
         lambda: join(engine, LAYOUT, BERT),
-        lambda: engine.lease_samples(ANNA, wish),
-        lambda: engine.open_upload(ANNA, 1, 0),
-        lambda: engine.require_buffers(ANNA, 1),
+        lambda: lease_samples(engine, ANNA, wish),
+        lambda: open_upload(engine, ANNA, 1, 0),
+        lambda: open_exchange(engine, ANNA, 1),
     ):
         assert reason_of(refused) is ErrorCode.DRAINING
     assert pull(engine, base=0).version == 1
-    engine.membership.require(ANNA)
+    engine.leases.require(ANNA)
     call("Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN))
-    engine.check_push(ANNA, 2)
+    check_push(engine, ANNA, 2)
     assert push(engine, 2)[0].version == 2
 
 
 def test_a_push_that_was_inside_when_the_door_closed_is_applied(engine):
-    engine.check_push(ANNA, 1)
-    engine.doorway.close()
+    check_push(engine, ANNA, 1)
+    engine.drain_gate.close()
     assert push(engine, 1, {0: 1.0})[0].version == 1
     assert theta(engine)[0] == 0.0
 
@@ -118,7 +122,7 @@ def test_a_push_that_was_inside_when_the_door_closed_is_applied(engine):
 def test_the_process_is_stopped_when_nothing_is_under_way_and_not_before(engine):
     call, told = calls_of(engine)
     stop = pb.DrainRequest(action=pb.DRAIN_ACTION_STOP)
-    with engine.doorway.entered():
+    with engine.drain_gate.track():
         assert not call("Drain", stop).stopping
     assert told == ["changed"]
     assert call("Drain", stop).stopping
@@ -130,12 +134,12 @@ def test_an_unknown_action_changes_nothing(action, engine):
     call, told = calls_of(engine)
     with pytest.raises(Ended, match="INVALID_ARGUMENT"):
         call("Drain", pb.DrainRequest(action=action))
-    assert (engine.doorway.is_closed, told) == (False, [])
+    assert (engine.drain_gate.is_closed, told) == (False, [])
 
 
 def test_an_evicted_worker_has_lost_its_lease_and_not_its_record(engine):
     first, _ = push(engine, 1, {0: 1.0})
-    assert engine.evict("anna", 0.0).identity == ANNA
+    assert evict(engine, "anna", 0.0).identity == ANNA
     assert reason_of(push, engine, 2, {0: 1.0}) is ErrorCode.LEASE_EXPIRED
     assert join(engine, LAYOUT, ANNA).last_push == ("1", 1)
     assert push(engine, 1, {0: 1.0}) == (first, True), "a repeat is answered, not applied"
@@ -148,7 +152,7 @@ def test_a_push_that_waits_for_the_writer_is_refused_behind_an_eviction(engine, 
 
     def evict_first(writer, job):
         monkeypatch.setattr(Writer, "run", run)
-        engine.evict("anna", 60.0)
+        evict(engine, "anna", 60.0)
         return run(writer, job)
 
     monkeypatch.setattr(Writer, "run", evict_first)
@@ -158,10 +162,10 @@ def test_a_push_that_waits_for_the_writer_is_refused_behind_an_eviction(engine, 
 
 def test_a_ban_is_on_the_name_and_ends_by_itself_or_by_another_call(engine):
     clock = with_clock(engine)
-    engine.evict("anna", 60.0)
+    evict(engine, "anna", 60.0)
     for who in (ANNA, Identity("anna", "2")):
         assert reason_of(join, engine, LAYOUT, who) is ErrorCode.EVICTED
-    assert reason_of(engine.membership.require, ANNA) is ErrorCode.EVICTED
+    assert reason_of(engine.leases.require, ANNA) is ErrorCode.EVICTED
     join(engine, LAYOUT, BERT)
     clock.now = 59.0
     with pytest.raises(Rejected) as told:
@@ -169,22 +173,22 @@ def test_a_ban_is_on_the_name_and_ends_by_itself_or_by_another_call(engine):
     assert told.value.retry_seconds == pytest.approx(1.0)
     clock.now = 60.0
     join(engine, LAYOUT, ANNA)
-    engine.evict("anna", 60.0)
-    assert engine.evict("anna", 0.0) is None, "it held no lease, and is let in"
+    evict(engine, "anna", 60.0)
+    assert evict(engine, "anna", 0.0) is None, "it held no lease, and is let in"
     join(engine, LAYOUT, ANNA)
 
 
 def test_samples_of_an_evicted_worker_are_handed_to_others(engine):
     wish = Wish("train", Plan(4, 0, False), 0, 4, {})
-    held = engine.lease_samples(ANNA, wish).answer.granted
+    held = lease_samples(engine, ANNA, wish).granted
     join(engine, LAYOUT, BERT)
-    engine.evict("anna", HOUR)
-    assert engine.lease_samples(BERT, wish).answer.granted == held
+    evict(engine, "anna", HOUR)
+    assert lease_samples(engine, BERT, wish).granted == held
 
 
 def test_nobody_of_that_name_is_told(engine):
-    assert reason_of(engine.evict, "nobody", 0.0) is ErrorCode.NO_SUCH_WORKER
-    assert engine.membership.evicted() == {}
+    assert reason_of(evict, engine, "nobody", 0.0) is ErrorCode.NO_SUCH_WORKER
+    assert engine.leases.evicted() == {}
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, 8 * 24 * HOUR])
@@ -192,7 +196,7 @@ def test_a_time_that_makes_no_sense_evicts_nobody(seconds, engine):
     call, _ = calls_of(engine)
     with pytest.raises(Ended, match="INVALID_ARGUMENT"):
         call("EvictWorker", pb.EvictWorkerRequest(worker_id="anna", ban_seconds=seconds))
-    engine.membership.require(ANNA)
+    engine.leases.require(ANNA)
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 257])
@@ -205,7 +209,7 @@ def test_a_name_that_is_none_evicts_nobody(name, engine):
 def test_an_eviction_is_remembered_by_the_journal(tmp_path):
     with serving(LAYOUT, ONES, data_dir=tmp_path) as engine:
         push(engine, 1, {0: 1.0})
-        engine.evict("anna", 60.0)
+        evict(engine, "anna", 60.0)
     with engines(data_dir=tmp_path) as (engine,):
-        assert len(engine.membership) == 0
+        assert len(engine.leases) == 0
         assert join(engine, LAYOUT, ANNA).last_push == ("1", 1), "who was kept out is forgotten, what it pushed is not"

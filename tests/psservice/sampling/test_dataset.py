@@ -1,6 +1,7 @@
 """Samples that are handed out: each is finished exactly once an epoch, whoever comes, dies, repeats or lies."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -9,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.cluster.leases import Identity
 from psservice.sampling.codec import brought_back, kept, record_of, redo, share_of, share_to_messages
 from psservice.sampling.dataset import MOST_DATASETS, MOST_RANGES, Dataset, Datasets, Plan, Wish
+from psservice.sampling.epoch import Epoch
+from psservice.types import Identity
 
 ANNA, BERT, CARL = (Identity(name, "1") for name in ("anna", "bert", "carl"))
 EMPTY = Dataset(Plan(1, 0, False), 0, {})
@@ -29,7 +31,7 @@ def ask(datasets, who, wanted, live=None):
     """Lease, and let it be so."""
     leased = datasets.lease(who, wanted, live or {ANNA, BERT, CARL})
     datasets.put({wanted.dataset: leased.after})
-    return leased.answer
+    return leased
 
 
 def finish(datasets, who, share, name="train"):
@@ -75,13 +77,13 @@ class Workers(RuleBasedStateMachine):
             messages = [each.SerializeToString() for each in record_of(self.identity(who), wanted, leased)]
             redo(self.twin, messages)
             self.datasets.put({"train": leased.after})
-        for place in places(leased.answer.granted):
+        for place in places(leased.granted):
             assert not self.finished[place], "handed out after it was finished"
             holders = [each for each in self.live if self.live[each] > 0 and each != who and place in self.held(each)]
             assert not holders, "handed to two"
         if heard:
-            self.knows[who] = (set(claimed) - set(places(leased.answer.lost))) | set(places(leased.answer.granted))
-        return leased.answer
+            self.knows[who] = (set(claimed) - set(places(leased.lost))) | set(places(leased.granted))
+        return leased
 
     def held(self, who):
         return set(places(self.datasets.all().get("train", EMPTY).held_by(self.identity(who))))
@@ -160,7 +162,7 @@ class Workers(RuleBasedStateMachine):
                 break
             self.finished.update(places(answer.granted))
             finish(self.datasets, last, answer.granted)
-        assert answer.elsewhere == 0
+        assert answer.held_by_others == 0
         expected = [(number, place) for number in range(newest + 1) for place in range(self.size)]
         assert self.finished == Counter(expected)
 
@@ -172,7 +174,7 @@ TestWorkers.settings = settings(max_examples=150, stateful_step_count=40, deadli
 def test_a_repeated_call_gets_the_same_share_and_no_other():
     datasets = Datasets()
     first = ask(datasets, ANNA, wish())
-    assert ask(datasets, ANNA, wish()) == first
+    assert ask(datasets, ANNA, wish()) == replace(first, changed=False)
     assert places(ask(datasets, ANNA, wish(held=first.granted)).granted)[0] == (0, 4)
 
 
@@ -198,8 +200,8 @@ def test_an_epoch_begins_when_nothing_of_those_before_it_is_left():
     while ask(datasets, BERT, wish(epoch=0, samples=100)).granted:
         finish(datasets, BERT, datasets.all()["train"].held_by(BERT))
     drained = ask(datasets, BERT, wish(epoch=0))
-    assert drained.elsewhere == 10
-    assert drained.epoch == 0
+    assert drained.held_by_others == 10
+    assert drained.after.newest == 0
     assert set(ask(datasets, BERT, wish(epoch=1)).granted) == {1}
     assert set(ask(datasets, CARL, wish(epoch=1), {BERT, CARL}).granted) == {0}  # Anna is dead: hers come first
 
@@ -247,7 +249,7 @@ def test_nobody_fills_the_memory():
         ask(datasets, ANNA, wish(name=f"d{number}"))
     with pytest.raises(Rejected, match="at most"):
         ask(datasets, ANNA, wish(name="one more"))
-    tiny = {"train": Dataset.begun(plan(1), 0)}
+    tiny = {"train": Dataset(plan(1), 0, {0: Epoch()})}
     datasets = Datasets(tiny)
     held = {}
     for epoch in range(1000):

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from psservice.model.changelog import UpdateLedger
+from psservice.model.changelog import ChangeLog
 from tests.psservice.service_makers import F32, layout_of, shard_of, sparse_push
 
 
@@ -12,13 +12,13 @@ def test_a_version_is_in_the_ledger_before_it_is_seen(monkeypatch):
     layout = layout_of((1000, F32))
     model = shard_of(layout, torch.zeros(1000))
     seen = []
-    original = UpdateLedger.append
+    original = ChangeLog.append
 
     def append(self, version, support):
         seen.append((model.version, version))
         original(self, version, support)
 
-    monkeypatch.setattr(UpdateLedger, "append", append)
+    monkeypatch.setattr(ChangeLog, "append", append)
     for seed in range(5):
         model.apply(sparse_push(model.span, 0.1, seed))
     assert seen == [(version, version + 1) for version in range(5)]
@@ -31,7 +31,7 @@ def test_readers_never_see_a_version_that_the_ledger_lacks():
     def read():
         while not done.is_set():
             version = model.version
-            since = model.ledger.since(0)
+            since = model.changelog.since(0)
             if since is not None and len(since) < version:
                 missing.append((version, len(since)))
 

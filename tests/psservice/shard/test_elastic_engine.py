@@ -6,12 +6,28 @@ from hypothesis import strategies as st
 
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode
-from psservice.cluster.leases import Identity
-from psservice.sampling.codec import finished_of, share_to_messages
+from psservice.sampling.codec import share_to_messages
 from psservice.sampling.dataset import Plan, Wish
+from psservice.shard.buffers_and_samples import lease_samples
+from psservice.shard.join import leave
+from psservice.shard.lifecycle import finish as finish_run
+from psservice.shard.model_install import roll_back
+from psservice.shard.push import commit
 from psservice.shard.types import Push
+from psservice.types import Identity
 from psservice.wire.push_stream import PushReader, read_all, read_push
-from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, push, reason_of, serving, serving_shards, with_clock
+from tests.psservice.engine_makers import (
+    ANNA,
+    BERT,
+    HOUR,
+    join,
+    push,
+    push_of,
+    reason_of,
+    serving,
+    serving_shards,
+    with_clock,
+)
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, begin, stream
 from tests.psservice.service_makers import F32, layout_of
 
@@ -20,7 +36,7 @@ SIZE = 40
 
 
 def lease(engine, who=ANNA, *, epoch=0, samples=8, held=None, name="train"):
-    return engine.lease_samples(who, Wish(name, Plan(SIZE, 1, True), epoch, samples, held or {})).answer
+    return lease_samples(engine, who, Wish(name, Plan(SIZE, 1, True), epoch, samples, held or {}))
 
 
 def finish(engine, step, share, who=ANNA):
@@ -29,8 +45,7 @@ def finish(engine, step, share, who=ANNA):
     messages[0].header.finished.add(dataset="train", ranges=share_to_messages(share))
     header, _, segments = read_all(read_push(lambda opened: PushReader.of(opened, engine.span)), messages)
     raw = [message.SerializeToString() for message in messages]
-    done = finished_of(header)
-    return engine.commit(Push(who, step, header.generation, header.base_version, 1, segments, raw, finished=done))
+    return commit(engine, Push(header, segments, raw))
 
 
 def held(engine, who=ANNA):
@@ -58,8 +73,8 @@ def test_a_push_that_is_refused_finishes_nothing():
         for step in (1, 2):
             push(engine, step, {1: 0.5}, BERT)
         done = {"train": {0: Ranges([(0, 3)])}}
-        late = Push(ANNA, 1, engine.model.generation, 0, 1, [], finished=done)
-        assert reason_of(engine.commit, late) is ErrorCode.TOO_STALE
+        late = push_of(ANNA, 1, engine.model.generation, 0, 1, [], finished=done)
+        assert reason_of(commit, engine, late) is ErrorCode.TOO_STALE
         assert held(engine) == {0: Ranges([(0, 8)])}
 
 
@@ -78,14 +93,14 @@ def test_a_dead_workers_samples_go_to_who_asks_next():
 def test_who_has_no_lease_gets_no_samples():
     with serving_here() as engine:
         assert reason_of(lease, engine, BERT) is ErrorCode.LEASE_EXPIRED
-        engine.leave(ANNA)
+        leave(engine, ANNA)
         assert reason_of(lease, engine) is ErrorCode.LEASE_EXPIRED
 
 
 def test_only_shard_0_hands_out_samples_and_after_the_end_nobody_does():
     with serving_shards(2, LAYOUT, torch.zeros(LAYOUT.size)) as (first, second):
         assert reason_of(lease, second) is ErrorCode.BAD_REQUEST
-        first.finish()
+        finish_run(first)
         assert lease(first).granted == {}
 
 
@@ -135,7 +150,7 @@ def test_after_every_crash_the_same_samples_are_in_the_same_hands(script, tmp_pa
         for action, number, count in script:
             engine = shard.engine
             who = (ANNA, Identity("bert", str(lives)))[number]
-            if number and not engine.membership.is_live(who):
+            if number and not engine.leases.is_live(who):
                 join(engine, engine.layout, who)
             if action == "lease":
                 newest = engine.datasets.all()["train"].newest if engine.datasets.all() else 0
@@ -146,10 +161,10 @@ def test_after_every_crash_the_same_samples_are_in_the_same_hands(script, tmp_pa
                 finish(engine, step, {epoch: ranges.first(count)}, who)
                 finished += [(epoch, i) for start, end in ranges.first(count) for i in range(start, end)]
             elif action == "leave":
-                engine.leave(who)
+                leave(engine, who)
                 lives += 1
             elif action == "snapshot":
-                engine.persistence.take(engine)
+                engine.durability.take(engine)
             elif action == "crash":
                 directory = after_a_crash(directory)
                 again = Shard(directory)
@@ -173,7 +188,7 @@ def test_a_rollback_takes_the_data_back_with_the_model(tmp_path):
         then = engine.datasets.all()
         finish(engine, 2, {0: Ranges([(3, 8)])})
         lease(engine, samples=20)
-        engine.roll_back(1, "")
+        roll_back(engine, 1, "")
         assert engine.datasets.all() == then
         assert lease(engine).granted == {0: Ranges([(3, 8)])}  # it has forgotten: it hears of them again
         with Shard(after_a_crash(tmp_path / "live")) as again:

@@ -6,6 +6,8 @@ import torch
 from pscore.model.buffers import pack
 from pscore.model.layout import TensorSpec
 from pscore.wire.errors import ErrorCode
+from psservice.shard.buffers_and_samples import exchange_buffers
+from psservice.shard.join import leave
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
@@ -30,7 +32,7 @@ def data(value, count=0):
 
 
 def exchange(engine, who, step, samples, contribution):
-    return engine.exchange_buffers(who, present(engine), step, samples, contribution)
+    return exchange_buffers(engine, who, present(engine), step, samples, contribution)
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_two_workers_at_the_same_step_both_count(engine):
 
 
 def test_another_generation_or_no_lease_is_refused(engine):
-    assert reason_of(engine.exchange_buffers, ANNA, full(2), 1, 1, data(1)) is ErrorCode.STALE_GENERATION
+    assert reason_of(exchange_buffers, engine, ANNA, full(2), 1, 1, data(1)) is ErrorCode.STALE_GENERATION
     assert reason_of(exchange, engine, BERT, 1, 1, data(1)) is ErrorCode.LEASE_EXPIRED
 
 
@@ -91,7 +93,7 @@ def test_a_repeat_after_a_lost_lease_is_not_counted_again(engine):
     join(engine, LAYOUT, BERT)
     exchange(engine, ANNA, 1, 30, data(3))
     after = exchange(engine, BERT, 1, 30, data(6))
-    engine.leave(BERT)
+    leave(engine, BERT)
     join(engine, LAYOUT, BERT)
     assert exchange(engine, BERT, 1, 30, data(6)) == after
 

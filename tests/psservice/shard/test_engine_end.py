@@ -7,6 +7,7 @@ from pscore.model import modelfile
 from pscore.model.layout import TensorSpec
 from pscore.wire.errors import ErrorCode
 from psservice.cluster.run import RunState
+from psservice.shard.lifecycle import finish
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
@@ -43,14 +44,14 @@ def test_only_the_coordinator_counts():
         push(shard, 1)
         push(shard, 2)
         assert shard.run.state is RunState.TRAINING
-        shard.finish()
+        finish(shard)
         assert reason_of(push, shard, 3) is ErrorCode.RUN_FINISHED
 
 
 def test_after_the_end_everyone_can_fetch_the_model():
     with serving(LAYOUT, ONES) as engine:
         push(engine, 1, {0: 1.0})
-        engine.finish()
+        finish(engine)
         assert pull(engine, base=0).version == 1
         assert join(engine, LAYOUT, BERT).state == "ready"
         assert pull(engine, BERT).version == 1
@@ -60,17 +61,17 @@ def test_after_the_end_everyone_can_fetch_the_model():
 def test_finishing_twice_is_finishing_once(tmp_path):
     path = tmp_path / "final.safetensors"
     with serving(LAYOUT, ONES, final_model=path) as engine:
-        assert engine.finish() == str(path)
+        assert finish(engine) == str(path)
         written = path.read_bytes()
         path.unlink()
-        assert engine.finish() == ""
+        assert finish(engine) == ""
         assert written
         assert not path.exists()
 
 
 def test_there_is_no_end_without_a_model():
     with engines() as (engine,):
-        assert reason_of(engine.finish) is ErrorCode.NOT_INITIALISED
+        assert reason_of(finish, engine) is ErrorCode.NOT_INITIALISED
 
 
 def test_the_final_model_is_that_of_the_last_version_with_its_buffers(tmp_path):
@@ -79,7 +80,7 @@ def test_the_final_model_is_that_of_the_last_version_with_its_buffers(tmp_path):
     with serving(WITH_BUFFERS, ONES, [mean], final_model=path, end_versions=2) as engine:
         push(engine, 1, {0: 0.5})
         push(engine, 2, {9: 0.25})
-        assert engine.finish() == str(path)
+        assert finish(engine) == str(path)
         expected = theta(engine)
     state = modelfile.read(path)
     assert torch.equal(modelfile.flatten(WITH_BUFFERS, state), expected)
@@ -89,7 +90,7 @@ def test_the_final_model_is_that_of_the_last_version_with_its_buffers(tmp_path):
 def test_the_parts_of_several_shards_join_to_the_whole(tmp_path):
     path = tmp_path / "final.safetensors"
     with serving_shards(3, WITH_BUFFERS, torch.arange(10.0), [torch.ones(2)], final_model=path, run_id="r") as shards:
-        parts = [shard.finish() for shard in shards]
+        parts = [finish(shard) for shard in shards]
     state = modelfile.read_parts(parts)
     assert torch.equal(modelfile.flatten(WITH_BUFFERS, state), torch.arange(10.0))
     assert state["mean"].tolist() == [1, 1]
@@ -107,6 +108,6 @@ def test_parts_of_different_runs_do_not_join(tmp_path):
     for run_id in ("one", "two"):
         path = tmp_path / run_id / "final.safetensors"
         with serving_shards(2, LAYOUT, ONES, final_model=path, run_id=run_id) as shards:
-            parts.append([shard.finish() for shard in shards])
+            parts.append([finish(shard) for shard in shards])
     with pytest.raises(modelfile.ModelFileError, match="another run"):
         modelfile.read_parts([parts[0][0], parts[1][1]])

@@ -7,9 +7,11 @@ from pscore.model import modelfile
 from pscore.model.layout import TensorSpec
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch
-from psservice.cluster.leases import Identity
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.reply_session import ReplyMode
-from psservice.shard.types import Loaded
+from psservice.shard.join import leave
+from psservice.shard.model_install import upload_progress
+from psservice.types import Identity
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
@@ -50,7 +52,7 @@ def test_the_next_to_poll_uploads_when_the_holder(how):
         clock = with_clock(engine)
         first = join(engine, LAYOUT, ANNA)
         if how == "leaves":
-            engine.leave(ANNA)
+            leave(engine, ANNA)
         else:
             clock.now += HOUR
         second = join(engine, LAYOUT, BERT)
@@ -67,8 +69,8 @@ def half_sent(engine, clock):
     generation = join(engine, LAYOUT, ANNA).generation
     for share in (0.2, 0.4, 0.5):
         clock.now += HOUR / 2
-        engine.membership.require(ANNA)
-        engine.note_uploaded(ANNA, share)
+        engine.leases.require(ANNA)
+        engine.uploads.grant.note(ANNA, share)
     return generation
 
 
@@ -77,13 +79,13 @@ def test_who_has_sent_much_may_be_back_for_the_rest_as_long_as_sending_it_took()
         clock = with_clock(engine)
         generation = half_sent(engine, clock)
         clock.now += 2 * HOUR
-        assert not engine.membership.is_live(ANNA)
+        assert not engine.leases.is_live(ANNA)
         assert join(engine, LAYOUT, BERT).state == "wait"
-        assert engine.upload_progress().share == 0.5
+        assert upload_progress(engine).share == 0.5
         assert join(engine, LAYOUT, ANNA).generation == generation
-        engine.note_uploaded(ANNA, 0.6)
+        engine.uploads.grant.note(ANNA, 0.6)
         clock.now += 5 * HOUR
-        assert engine.upload_progress() is None
+        assert upload_progress(engine) is None
         assert join(engine, LAYOUT, BERT).state == "upload"
 
 
@@ -93,7 +95,7 @@ def test_who_lives_and_sends_nothing_has_its_turn_no_longer():
         half_sent(engine, clock)
         assert join(engine, LAYOUT, BERT).state == "wait"
         clock.now += 0.6 * HOUR
-        assert engine.membership.is_live(ANNA)
+        assert engine.leases.is_live(ANNA)
         assert join(engine, LAYOUT, BERT).state == "upload"
 
 
@@ -104,11 +106,11 @@ def test_who_does_not_get_on_has_its_turn_no_longer_whatever_it_says(shares):
         generation = half_sent(engine, clock)
         for _ in range(4):
             clock.now += 0.15 * HOUR
-            engine.membership.require(ANNA)
+            engine.leases.require(ANNA)
             if not shares:
                 assert join(engine, LAYOUT, ANNA).generation == generation
             for share in shares:
-                engine.note_uploaded(ANNA, share)
+                engine.uploads.grant.note(ANNA, share)
         assert join(engine, LAYOUT, BERT).state == "upload"
 
 
@@ -165,7 +167,7 @@ def test_a_worker_with_a_replica_goes_before_one_with_fresh_weights():
 def test_without_a_lease_nothing_is_uploaded():
     with engines() as (engine,):
         generation = join(engine, LAYOUT, ANNA).generation
-        engine.leave(ANNA)
+        leave(engine, ANNA)
         assert reason_of(upload, engine, ONES, ANNA, generation) is ErrorCode.LEASE_EXPIRED
 
 
@@ -186,7 +188,7 @@ def test_a_new_upload_frees_every_image():
         upload(shard, ONES, ANNA, full(1))
         first = pull(shard)
         pull(shard, base=0, acknowledged=first.number, image=True)
-        member = shard.membership.require(ANNA)
+        member = shard.leases.require(ANNA)
         assert member.downlink.image is not None
         upload(shard, TWOS, ANNA, full(2))
         assert member.downlink.image is None
@@ -207,13 +209,13 @@ def test_another_model_is_refused_by_tensor():
             join(engine, OTHER, BERT)
         assert refused.value.reason is ErrorCode.FINGERPRINT_MISMATCH
         assert refused.value.metadata == {"tensor": "t1"}
-        assert len(engine.membership) == 1
+        assert len(engine.leases) == 1
 
 
 def test_one_who_is_alone_before_any_upload_may_change_the_model():
     with engines() as (engine,):
         join(engine, OTHER, ANNA)
-        engine.leave(ANNA)
+        leave(engine, ANNA)
         upload(engine, ONES, BERT, join(engine, LAYOUT, BERT, method="asgd").generation)
         assert engine.layout == LAYOUT
         assert reason_of(join, engine, LAYOUT, ANNA, method="dgs") is ErrorCode.SETTINGS_MISMATCH
@@ -223,7 +225,7 @@ def test_other_settings_are_refused_and_give_no_lease():
     with serving(LAYOUT, ONES) as engine:
         assert reason_of(join, engine, LAYOUT, BERT, method="asgd") is ErrorCode.SETTINGS_MISMATCH
         assert reason_of(join, engine, LAYOUT, BERT, method_settings={"m": "1"}) is ErrorCode.SETTINGS_MISMATCH
-        assert len(engine.membership) == 1
+        assert len(engine.leases) == 1
 
 
 def test_a_living_name_is_taken():
@@ -274,7 +276,7 @@ FRESH, CHECKPOINT, OTHER_ONE = (bytes([number]) * 32 for number in range(3))
 
 
 def loads(engine, digest, who=ANNA, *, replaces=False):
-    return join(engine, LAYOUT, who, has_replica=True, loaded=Loaded(digest, replaces))
+    return join(engine, LAYOUT, who, has_replica=True, loaded=pb.LoadedModel(digest=digest, replaces=replaces))
 
 
 def begun(engine):
@@ -316,7 +318,7 @@ def test_an_uploader_that_is_gone_leaves_the_old_model_in_its_place():
     with engines() as (engine,):
         begun(engine)
         granted = loads(engine, CHECKPOINT)
-        engine.leave(ANNA)
+        leave(engine, ANNA)
         assert (join(engine, LAYOUT, BERT).state, loads(engine, OTHER_ONE, BERT).state) == ("ready", "upload")
         assert reason_of(upload, engine, TWOS, ANNA, granted.generation) is not None
         assert torch.equal(theta(engine), ONES)
@@ -339,7 +341,7 @@ def test_an_upload_that_reached_one_shard_alone_is_made_good_by_a_replica():
         upload(second, TWOS, ANNA, granted.generation)
         seen = join(second, LAYOUT, BERT).generation
         assert join(first, LAYOUT, BERT, seen=seen, has_replica=True).state == "wait", "Anna is at it"
-        first.leave(ANNA)
+        leave(first, ANNA)
         assert join(first, LAYOUT, BERT, seen=seen).state == "ready", "fresh weights replace nothing"
         mended = join(first, LAYOUT, BERT, seen=seen, has_replica=True)
         assert (mended.state, epoch(mended.generation)) == ("upload", 3)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from pscore.model.layout import Span
 from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode
-from psservice.cluster.leases import Identity
+from psservice.shard.join import leave
+from psservice.shard.push import check_push
+from psservice.types import Identity
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
@@ -106,7 +108,7 @@ def test_staleness_is_how_far_the_server_went_on(engine):
 
 def test_a_restarted_worker_counts_its_steps_anew(engine):
     push(engine, 7, {0: 1.0})
-    engine.leave(ANNA)
+    leave(engine, ANNA)
     again = Identity("anna", "2")
     assert join(engine, LAYOUT, again).last_push == ("1", 7)
     assert push(engine, 1, {0: 1.0}, again)[1] is False
@@ -116,10 +118,10 @@ def test_a_restarted_worker_counts_its_steps_anew(engine):
 def test_a_repeat_is_recognised_although_another_life_of_the_worker_came_between(engine):
     first, _ = push(engine, 5, {0: 1.0})
     again = Identity("anna", "2")
-    engine.leave(ANNA)
+    leave(engine, ANNA)
     join(engine, LAYOUT, again)
     push(engine, 1, {0: 1.0}, again)
-    engine.leave(again)
+    leave(engine, again)
     join(engine, LAYOUT, ANNA)
     assert push(engine, 5, {0: 1.0}) == (first, True)
     assert engine.model.version == 2
@@ -162,8 +164,8 @@ def test_before_the_upload_there_is_nothing_to_push_to():
 
 
 def test_a_draining_server_takes_no_new_push(engine):
-    engine.doorway.close()
-    assert reason_of(engine.check_push, ANNA, 1) is ErrorCode.DRAINING
+    engine.drain_gate.close()
+    assert reason_of(check_push, engine, ANNA, 1) is ErrorCode.DRAINING
     assert reason_of(join, engine, LAYOUT, Identity("carl", "1")) is ErrorCode.DRAINING
 
 

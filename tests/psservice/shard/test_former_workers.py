@@ -2,7 +2,9 @@
 
 import pytest
 
-from psservice.cluster.leases import MOST_RECORDS, RECORD_SECONDS, Identity
+from psservice.cluster.dedup import MOST_RECORDS, RECORD_SECONDS
+from psservice.shard.join import leave
+from psservice.types import Identity
 from tests.psservice.engine_makers import ANNA, join, present, push, with_clock
 from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash, begin, send
 from tests.psservice.service_makers import sparse_push
@@ -17,7 +19,7 @@ def come_and_go(engine, number):
     who = Identity(f"former{number}", "1")
     join(engine, LAYOUT, who)
     push(engine, 1, who=who, generation=present(engine))
-    engine.leave(who)
+    leave(engine, who)
     return who
 
 
@@ -27,7 +29,7 @@ def test_the_records_of_former_workers_are_bounded_in_memory_and_on_the_disk(dir
         first = send(engine, 1, sparse_push(engine.span, 0.5, 1))
         for number in range(MOST_RECORDS + 200):
             last = come_and_go(engine, number)
-        manifest = engine.persistence.take_asked(engine, "").manifest
+        manifest = engine.durability.take_asked(engine, "").manifest
         assert len(manifest.pushes) <= MOST_RECORDS + 1
         assert len(manifest.last_pushes) <= MOST_RECORDS + 1
         assert send(engine, 1, None) == (first[0], True), "one that lives is never forgotten"
@@ -44,11 +46,11 @@ def test_a_former_worker_is_forgotten_after_a_day(directory):
         clock = with_clock(engine)
         gone = come_and_go(engine, 1)
         clock.now += RECORD_SECONDS - 1
-        engine.membership.expire()
-        assert engine.membership.last_push(gone.worker_id) == (gone.incarnation, 1)
+        engine.dedup.drop_old()
+        assert engine.dedup.last_push(gone.worker_id) == (gone.incarnation, 1)
         clock.now += 2
-        engine.membership.expire()
-        assert engine.membership.last_push(gone.worker_id) is None
+        engine.dedup.drop_old()
+        assert engine.dedup.last_push(gone.worker_id) is None
 
 
 def test_a_worker_that_comes_back_after_its_lease_has_ended_has_its_lease_after_a_crash(directory):
@@ -58,4 +60,4 @@ def test_a_worker_that_comes_back_after_its_lease_has_ended_has_its_lease_after_
         clock.now += engine.settings.lease_seconds + 1
         join(engine, LAYOUT, ANNA)
         with Shard(after_a_crash(directory)) as again:
-            assert again.membership.is_live(ANNA)
+            assert again.leases.is_live(ANNA)

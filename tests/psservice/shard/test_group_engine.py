@@ -7,9 +7,13 @@ from hypothesis import strategies as st
 
 from pscore.model.segment import Segment
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.cluster.leases import Identity
 from psservice.cluster.run import RunState
 from psservice.model.wagma.schedule import StepTimes
+from psservice.shard.join import leave
+from psservice.shard.lifecycle import finish
+from psservice.shard.model_install import roll_back
+from psservice.shard.push import check_push
+from psservice.types import Identity
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
@@ -157,7 +161,7 @@ def test_in_a_global_round_only_the_end_of_a_lease_helps(site):
         site.clock.now += HOUR
         assert reason_of(site.pull, ANNA) is ErrorCode.ROUND_OPEN
     leases.now += HOUR / 5.5
-    assert not engine.membership.is_live(BERT)
+    assert not engine.leases.is_live(BERT)
     site.pull(ANNA)
     assert bits(theta(engine)) == bits(site.replicas[ANNA])
 
@@ -168,11 +172,11 @@ def test_while_its_round_is_open_a_worker_may_repeat_its_push_and_not_make_the_n
     assert site.push(ANNA, 4, step=4) == (answer, True)
     engine = site.engines[0]
     assert reason_of(site.push, ANNA, 5, step=5) is ErrorCode.ROUND_OPEN
-    assert reason_of(engine.check_push, ANNA, 5) is ErrorCode.ROUND_OPEN
-    engine.check_push(ANNA, 4)
+    assert reason_of(check_push, engine, ANNA, 5) is ErrorCode.ROUND_OPEN
+    check_push(engine, ANNA, 4)
     assert engine.model.version == 7
     site.push(BERT, 4)
-    engine.check_push(ANNA, 5)
+    check_push(engine, ANNA, 5)
 
 
 def test_a_lost_lease_begins_anew_with_the_mean_although_the_version_is_the_same(site):
@@ -209,7 +213,7 @@ def test_another_life_of_a_worker_has_another_model(site):
     site.push(BERT, 77)
     site.clock.now += 10
     site.pull(BERT)
-    engine.leave(BERT)
+    leave(engine, BERT)
     again = Identity("bert", "2")
     site.enter(again)
     assert bits(site.replicas[again]) == bits(own(site, ANNA))
@@ -236,7 +240,7 @@ def test_the_end_gives_everybody_the_model(site):
     engine = site.engines[0]
     steady(site, (ANNA, BERT), 3)
     site.push(ANNA, 9)  # waits for all
-    engine.finish()
+    finish(engine)
     assert engine.run.state is RunState.FINISHED
     for who in (ANNA, BERT):
         site.pull(who)
@@ -307,13 +311,13 @@ def act(engine, clock, steps, number, action, who):
         if action == "time":
             clock.now += 10.0
         elif action == "snapshot":
-            engine.persistence.take(engine)
+            engine.durability.take(engine)
         elif action == "finish" and number % 4 == 0:
-            engine.finish()
+            finish(engine)
         elif action == "join":
             steps[who] = max(steps.get(who, 1), join(engine, LAYOUT, who, "wagma", agreed(late="paper")).first_step)
         elif action == "leave":
-            engine.leave(who)
+            leave(engine, who)
         elif action == "pull":
             pull(engine, who)
         elif action in ("push", "sparse", "huge"):
@@ -369,7 +373,7 @@ def test_a_rollback_brings_back_every_model(tmp_path):
                 send(engine, step, Segment(engine.span, None, values(step)), who, base=0)
             if step == 3:
                 before = bits(theta(engine))
-        engine.roll_back(6, "")
+        roll_back(engine, 6, "")
         assert bits(theta(engine)) == before
         site.links = dict.fromkeys(site.links, (None, 0))
         for who in (ANNA, BERT):
@@ -401,7 +405,7 @@ def test_nobody_waits_for_one_whose_push_was_dropped_by_going_back(tmp_path):
         at = engine.model.version
         kept(site, BERT, 3)  # the global iteration: it waits for Anna
         assert reason_of(site.pull, BERT) is ErrorCode.ROUND_OPEN
-        engine.roll_back(at, "")
+        roll_back(engine, at, "")
         site.links = dict.fromkeys(site.links, (None, 0))
         kept(site, ANNA, 3)
         for who in (ANNA, BERT):
@@ -425,7 +429,7 @@ def test_a_round_that_was_open_then_is_not_open_after_going_back(tmp_path):
         kept(site, ANNA, 3)
         for who in (ANNA, BERT):
             site.pull(who)
-        engine.roll_back(at, "")
+        roll_back(engine, at, "")
         site.links = dict.fromkeys(site.links, (None, 0))
         for who in (BERT, ANNA):
             site.pull(who)

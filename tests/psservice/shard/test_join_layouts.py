@@ -8,7 +8,7 @@ import torch
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import layout_to_message
-from psservice.shard import join_layout
+from psservice.shard import join as joining
 from tests.psservice.engine_makers import ANNA, BERT, engines, join, serving
 from tests.psservice.service_makers import F32, layout_of
 
@@ -22,7 +22,7 @@ def engine(monkeypatch):
         def read(message):
             raise AssertionError("a layout is read although the run has one")
 
-        monkeypatch.setattr(join_layout, "layout_from_message", read)
+        monkeypatch.setattr(joining, "layout_from_message", read)
         yield running
 
 
@@ -33,7 +33,7 @@ def changed(layout, position, **fields):
 
 
 def test_the_same_model_is_the_runs_own(engine):
-    layouts = join_layout.JoinLayouts(engine)
+    layouts = joining.JoinLayouts(engine)
     assert layouts.read(BERT, layout_to_message(LAYOUT)) is engine.layout
     tied = layout_to_message(changed(LAYOUT, 1, aliases=("head",)))
     assert layouts.read(BERT, tied) is engine.layout
@@ -51,7 +51,7 @@ def test_the_same_model_is_the_runs_own(engine):
 )
 def test_another_model_is_refused_by_its_first_tensor_that_differs(engine, other, tensor):
     with pytest.raises(Rejected) as refused:
-        join_layout.JoinLayouts(engine).read(BERT, layout_to_message(other))
+        joining.JoinLayouts(engine).read(BERT, layout_to_message(other))
     assert refused.value.reason is ErrorCode.FINGERPRINT_MISMATCH
     assert refused.value.metadata == {"tensor": tensor}
 
@@ -61,7 +61,7 @@ def test_a_name_of_any_length_makes_a_short_answer(engine):
     message.parameters[0].name = "\x1b" * 1_000_000
     message.parameters[1].shape.extend(range(200_000))
     with pytest.raises(Rejected) as refused:
-        join_layout.JoinLayouts(engine).read(BERT, message)
+        joining.JoinLayouts(engine).read(BERT, message)
     assert len(str(refused.value)) < 2000
     assert str(refused.value).isprintable()
 
@@ -70,7 +70,7 @@ def test_a_fingerprint_that_is_not_the_models_is_refused(engine):
     message = layout_to_message(LAYOUT)
     message.fingerprint = bytes(32)
     with pytest.raises(Rejected, match="fingerprint") as refused:
-        join_layout.JoinLayouts(engine).read(BERT, message)
+        joining.JoinLayouts(engine).read(BERT, message)
     assert refused.value.reason is ErrorCode.BAD_REQUEST
 
 
@@ -78,7 +78,7 @@ def test_before_there_is_a_model_one_who_is_alone_brings_another():
     other = layout_of((5, F32))
     with engines() as (engine,):
         join(engine, LAYOUT, ANNA)
-        layouts = join_layout.JoinLayouts(engine)
+        layouts = joining.JoinLayouts(engine)
         assert layouts.read(ANNA, layout_to_message(other)) == other
         with pytest.raises(Rejected):
             layouts.read(BERT, layout_to_message(other))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from psservice.app.serving_clock import ServingClock
+from psservice.cluster.serving_clock import ServingClock
 
 
 class Clock:

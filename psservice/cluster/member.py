@@ -1,0 +1,43 @@
+"""A live worker."""
+
+from dataclasses import dataclass
+
+from psservice.model.reply_session import ReplyMode, ReplySession
+from psservice.types import Identity
+
+
+@dataclass
+class Member:
+    """What a shard keeps of a worker for as long as the worker's lease lasts.
+
+    Attributes:
+        received_bytes: of streams, also of those that were cut.
+        reply_density: density of the last reply.
+        index_codecs: those that the worker reads.
+        clock: pushes since the worker joined, counted from the slowest live clock at that time.
+        clock_moved: when the worker last pushed, or joined.
+        interval_seconds: mean time between the worker's pushes; 0 before the second.
+        first_batches: fingerprint of the worker's first batches; 0 where the worker has not sent one.
+        batches_told: when the worker first sent that fingerprint.
+        has_no_samples: the last lease of samples was empty and the worker holds none: rounds close without the worker.
+    """
+
+    identity: Identity
+    downlink: ReplySession
+    lease_end: float
+    last_step: int = 0
+    staleness: int = 0
+    pushes: int = 0
+    push_bytes: int = 0
+    pull_bytes: int = 0
+    received_bytes: int = 0
+    samples: int = 0
+    reply_mode: ReplyMode | None = None
+    reply_density: float = 0.0
+    index_codecs: frozenset[int] = frozenset()
+    clock: int = 0
+    clock_moved: float = 0.0
+    interval_seconds: float = 0.0
+    first_batches: int = 0
+    batches_told: float = 0.0
+    has_no_samples: bool = False

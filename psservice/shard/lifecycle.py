@@ -1,0 +1,131 @@
+"""A shard's life: it is opened and recovered, rounds close, and the run ends with the final model."""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from pscore.wire.errors import Rejected
+from psservice.cluster.run import RunState
+from psservice.model.parameters import ModelShard
+from psservice.observability.metrics import Metrics
+from psservice.recovery import init_source
+from psservice.recovery.final_model import ModelCopy
+from psservice.settings import ServerSettings
+from psservice.shard.model_install import forget_upload
+from psservice.shard.shard import Shard
+from psservice.storage.environment import MACHINE, Environment
+
+log = logging.getLogger(__name__)
+
+
+def open_shard(
+    settings: ServerSettings,
+    device: torch.device,
+    metrics: Metrics,
+    on_health: Callable[[bool], None] = lambda healthy: None,
+    on_failure: Callable[[], None] = lambda: None,
+    environment: Environment = MACHINE,
+) -> Shard:
+    """Recover a shard from its data directory, or begin an empty one, and start its threads.
+
+    Raises ``ModelFileError`` or ``StorageError`` where the directory or the ``--init`` model cannot be used.
+    """
+    shard = Shard(settings, device, metrics, on_health, on_failure, environment)
+    try:
+        shard.durability.recover(shard)
+        if settings.init and shard.model is None:
+            shard.uploads.start = init_source.read(settings.init, settings.init_checkpoint)
+    except BaseException:
+        shard.writer.close()
+        shard.durability.abandon()
+        raise
+    _resume_end(shard)
+    shard.durability.start(shard)
+    environment.start(partial(_end_leases_in_time, shard), "lease-reaper")
+    return shard
+
+
+def _end_leases_in_time(shard: Shard) -> None:
+    while not shard.stopping.wait(min(1.0, shard.settings.lease_seconds / 8)):
+        end_leases(shard)
+
+
+def end_leases(shard: Shard) -> None:
+    """End the leases that have run out; the thread of leases calls this often."""
+    with shard.join_lock:
+        shard.leases.expire()
+    shard.dedup.drop_old()
+    forget_upload(shard)
+    shard.metrics.live_workers.set(len(shard.leases))
+    with suppress(Rejected):  # busy, or not durable: the round is due next time still
+        close_due_rounds(shard)
+
+
+def close_due_rounds(shard: Shard) -> None:
+    """Close the round where it is due, from any thread."""
+    coordinator = shard.coordinator
+    if coordinator is None or not coordinator.is_due():
+        return
+
+    def close() -> None:
+        if shard.coordinator is coordinator:
+            coordinator.close_if_due()
+            end_if_over(shard)
+
+    shard.writer.run(close)
+
+
+def end_if_over(shard: Shard) -> None:
+    """End the run where its counts have reached its end; on the writer thread."""
+    if shard.run.is_over(shard.require_model(None).version):
+        _end(shard)
+
+
+def finish(shard: Shard) -> str:
+    """End the run, write the final model if asked to, and return its path."""
+    shard.require_model(None)
+    shard.writer.run(lambda: _end(shard))
+    shard.durability.events.wait()
+    return shard.final_model.wait()
+
+
+def _end(shard: Shard) -> None:
+    """End the run; on the writer thread, so that the final model is the one at the last version.
+
+    Where the run has ended and that model could not be written, write it again: a full disk may have room by now.
+    """
+    coordinator = shard.require_coordinator(None)
+    model = coordinator.model
+    if shard.run.is_finished:
+        if shard.final_model.has_failed:
+            _write_final_model(shard, model)
+        return
+    coordinator.close()
+    shard.durability.events.finished(shard.run.run_id)
+    with shard.writer.all_or_stop():
+        shard.run.state = RunState.FINISHED
+        model.finish()
+    log.info("run finished", extra={"version": model.version, "samples": shard.run.samples})
+    _write_final_model(shard, model)
+
+
+def _resume_end(shard: Shard) -> None:
+    """Finish the end of a run in the middle of which the server has died."""
+    run, model = shard.run, shard.model
+    if model is None:
+        return
+    if run.state is RunState.TRAINING and run.is_over(model.version):
+        shard.writer.run(lambda: _end(shard))
+    elif run.state is RunState.FINISHED and not shard.final_model.is_there(run.run_id, model.version):
+        _write_final_model(shard, model)
+
+
+def _write_final_model(shard: Shard, model: ModelShard) -> None:
+    buffers = shard.buffers
+    shard.final_model.begin(
+        lambda: ModelCopy(model, model.version, model.current(), buffers.state() if buffers else {}),
+        shard.run.run_id,
+    )

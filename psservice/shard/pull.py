@@ -1,0 +1,39 @@
+"""A pull, from its request to its reply."""
+
+from dataclasses import replace
+
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.frames import WireForm
+from psservice.cluster.run import RunState
+from psservice.model.reply_session import PullRequest, Reply, Reserve, answer
+from psservice.shard.lifecycle import close_due_rounds
+from psservice.shard.shard import Shard
+from psservice.types import Identity
+
+
+def pull(
+    shard: Shard,
+    identity: Identity,
+    generation: int,
+    request: PullRequest,
+    reserve: Reserve = lambda nbytes: None,
+) -> Reply:
+    """Answer a pull, exactly or top-k; ``reserve`` charges what the answer occupies, before it is made."""
+    member = shard.leases.require(identity)
+    if request.base_end and not shard.span.start < request.base_end <= shard.span.end:
+        raise Rejected(
+            ErrorCode.BAD_REQUEST, f"base_end is {request.base_end}; it must be an index that the shard owns"
+        )
+    close_due_rounds(shard)
+    if shard.coordinator is not None and shard.run.state is RunState.TRAINING:
+        shard.coordinator.require_closed(identity.worker_id)
+    coordinator = shard.require_coordinator(generation)
+    model, base_version = coordinator.seen_by(member, request.base_version, request.acknowledged)
+    form = WireForm(allowed=member.index_codecs, link_bytes_per_second=request.link_bytes_per_second)
+    seen = replace(request, base_version=base_version)
+    reply = answer(model, shard.writer, member.downlink, shard.topk, seen, form, reserve)
+    shard.writer.require_whole()  # a top-k reply is read beside the writer
+    shard.durability.events.wait()
+    member.reply_mode, member.reply_density = reply.mode, reply.density
+    shard.metrics.observe_pull(reply.mode.value, reply.density)
+    return reply

@@ -1,0 +1,106 @@
+"""A push, from its header to its answer."""
+
+import time
+from collections.abc import Mapping
+
+from pscore.model.segment import Segment, merge
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.member import Member
+from psservice.cluster.run import RunState, added
+from psservice.model.update.base import PushContext
+from psservice.recovery.replayer import on_device
+from psservice.sampling.codec import finished_of
+from psservice.sampling.dataset import Share
+from psservice.shard.lifecycle import end_if_over
+from psservice.shard.shard import Shard
+from psservice.shard.types import Push
+from psservice.storage.journal_format import Body
+from psservice.types import Identity, PushAnswer
+
+
+def check_push(shard: Shard, identity: Identity, step: int) -> None:
+    """Refuse at the header what need not be received: draining, no lease, a new push too far ahead of the others.
+
+    The writer decides the rest, and the lead once more.
+    """
+    shard.drain_gate.require_open()
+    member = shard.leases.require(identity)
+    if step > shard.dedup.record(identity).step and shard.run.state is RunState.TRAINING:
+        _require_in_step(shard, member)
+        if shard.coordinator is not None:
+            shard.coordinator.require_turn(identity)
+
+
+def commit(shard: Shard, push: Push) -> tuple[PushAnswer, bool]:
+    """Apply a push once; return the answer and whether this identity had been answered before."""
+    merged = merge(shard.span, sorted(push.segments, key=lambda segment: segment.span.start))
+    norm, finished = shard.admission.norm(merged), finished_of(push.header)
+    update = on_device(merged, shard.device)
+    body = shard.durability.events.written(push.messages)
+    answer, repeated = shard.writer.run(lambda: _commit(shard, push.header, update, norm, finished, body))
+    shard.durability.events.wait()
+    return answer, repeated
+
+
+def _commit(
+    shard: Shard,
+    header: pb.PushHeader,
+    update: Segment | None,
+    norm: float,
+    finished: Mapping[str, Share],
+    body: Body | None,
+) -> tuple[PushAnswer, bool]:
+    """Admit, journal, apply and count a push; on the writer thread."""
+    identity = Identity(header.identity.worker_id, header.identity.incarnation)
+    member, record = shard.leases.require(identity), shard.dedup.record(identity)
+    if header.step == record.step and record.answer is not None:
+        return record.answer, True
+    if header.step < record.step:
+        raise Rejected(ErrorCode.STEP_OUT_OF_ORDER, f"step {header.step} comes after step {record.step} was applied")
+
+    shard.run.require_open()
+    coordinator = shard.require_coordinator(header.generation)
+    model, own = coordinator.model, record.own
+    if header.base_version > model.version:
+        raise Rejected(
+            ErrorCode.VERSION_IN_FUTURE, f"base version {header.base_version}, the server has {model.version}"
+        )
+    coordinator.admit(identity, header.step)
+    staleness = model.version - header.base_version - own.since(header.generation, header.base_version)
+    in_rounds = model.round is not None and header.samples > 0  # a flush is the last chance of its entries
+    shard.admission.require_fresh(staleness, in_rounds=in_rounds)
+    _require_in_step(shard, member)
+    shard.admission.require_small(norm)
+    factor, scaling = 1.0, shard.settings.scaling
+    if scaling.is_on and model.is_asynchronous:
+        factor = scaling.factor(staleness, member.interval_seconds, shard.leases.intervals())
+    datasets = shard.datasets.finish(identity, finished)
+
+    shard.durability.events.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
+
+    started = time.perf_counter_ns()
+    with shard.writer.all_or_stop():
+        context = PushContext.of(header, factor)
+        version = model.take(identity.worker_id, update, context, header.step)  # refused here: by a replay too
+        if not shard.run.run_id:
+            shard.run.run_id = shard.run.adopted(header.identity.run_id)
+        answer = PushAnswer(version, staleness, time.perf_counter_ns() - started, factor)
+        if model.round is None:
+            own = own.noted(header.generation, header.base_version, version)
+        shard.dedup.remember_push(identity, header.step, answer, own)
+        shard.datasets.put(datasets)
+
+    member.last_step, member.staleness = header.step, staleness
+    shard.leases.tick(member)
+    member.samples = added(member.samples, header.samples)
+    shard.metrics.observe_push(answer, model.version)
+    shard.run.count(header.samples)
+    coordinator.close_if_due()
+    end_if_over(shard)
+    return answer, False
+
+
+def _require_in_step(shard: Shard, member: Member) -> None:
+    if shard.admission.ssp_bound:
+        shard.admission.require_in_step(shard.leases.pace(member))

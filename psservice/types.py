@@ -1,0 +1,21 @@
+"""Values that several rooms exchange."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A worker's name, and the UUID of one life of the process behind that name."""
+
+    worker_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushAnswer:
+    """The answer to a push; kept for repeats of that push."""
+
+    version: int
+    staleness: int
+    apply_nanoseconds: int
+    applied_scale: float = 1.0
