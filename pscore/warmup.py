@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.select.kernels import kernels_for
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.wire.frames import WireForm, decode, encode
@@ -23,7 +23,7 @@ def warm_up() -> None:
     kernels.magnitude(theta)
     ends, bounds = np.array([_SIZE], np.int64), np.zeros(1, np.float32)
     kernels.exceeding(theta, image, offsets.int(), ends, bounds)
-    segment = Segment(Span(0, _SIZE), offsets, theta[offsets])
+    segment = SparseSlice(Span(0, _SIZE), offsets, theta[offsets])
     for value in VALUE_CODECS.values():
         for chunk, _ in encode(segment, WireForm(value, INDEX_CODECS["rice"]), chunk_bytes=1 << 20):
             decode(chunk, segment.span)

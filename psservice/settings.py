@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +15,6 @@ from pscore.net.channels import is_loopback
 from pscore.select import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
-from psservice.model.parameters import ShardSettings
-from psservice.policy.staleness import StalenessScaling
 
 ENVIRONMENT_PREFIX = "PSSERVICE_"
 
@@ -30,6 +29,14 @@ class SettingsError(ValueError):
 
 def _setting(default: Any, description: str, **bounds: Any) -> Any:
     return Field(default, description=description, **bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSettings:
+    """How many entries (as a multiple of the shard's) the log of changes has, and ``λ`` of DC-ASGD (0: off)."""
+
+    ledger_multiple: float = 1.0
+    delay_compensation: float = 0.0
 
 
 class ServerSettings(LayeredSettings):
@@ -191,11 +198,6 @@ class ServerSettings(LayeredSettings):
     def shard(self) -> ShardSettings:
         """The change log and the correction of stale pushes."""
         return ShardSettings(self.ledger_multiple, self.delay_compensation)
-
-    @property
-    def scaling(self) -> StalenessScaling:
-        """The scaling of pushes."""
-        return StalenessScaling(self.staleness_step == "adaptive", self.rescale_speed)
 
     @model_validator(mode="after")
     def _check_together(self) -> "ServerSettings":

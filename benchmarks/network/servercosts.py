@@ -12,7 +12,7 @@ from benchmarks.sections.wire import Tally
 from benchmarks.workload.layouts import noise_push
 from benchmarks.workload.shard_server import InProcessShard
 from pscore.model.layout import ModelLayout
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.select import DEFAULT_DENSE_BELOW
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.reply_session import Reply
@@ -90,7 +90,7 @@ def measure(
     }
     for shard in topk.values():
         shard.open_image()
-    everything = Segment(exact.span, None, torch.full((layout.size,), 1e-3))
+    everything = SparseSlice(exact.span, None, torch.full((layout.size,), 1e-3))
     sparse: list[PushWork] = []
     dense: list[PushWork] = []
     replies: dict[object, list[ReplyWork]] = {}
@@ -123,7 +123,7 @@ def measure(
     )
 
 
-def _push(shard: InProcessShard, update: Segment) -> PushWork:
+def _push(shard: InProcessShard, update: SparseSlice) -> PushWork:
     wires = [message.SerializeToString() for message in shard.push_messages(update)]
     watch = Stopwatch()
     with watch.part("decode"):

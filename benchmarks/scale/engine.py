@@ -21,7 +21,7 @@ from benchmarks.sections.wire import Tally
 from benchmarks.workload.layouts import noise_push, one_tensor
 from benchmarks.workload.shard_server import InProcessShard
 from pscore.model.layout import ModelLayout
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.select import DEFAULT_SELECTOR, SELECTORS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.changelog import union
@@ -110,7 +110,7 @@ def _pushes(work: Work, layout: ModelLayout, density: float, repeats: int, rng: 
         work.add(name, tally.entries, seconds)
 
 
-def _push(shard: InProcessShard, push: Segment) -> tuple[float, float, list[pb.PushSparseRequest]]:
+def _push(shard: InProcessShard, push: SparseSlice) -> tuple[float, float, list[pb.PushSparseRequest]]:
     """Read and apply a push; return the seconds of each, and its messages."""
     messages = shard.push_messages(push)
     wires = [message.SerializeToString() for message in messages]
@@ -179,7 +179,7 @@ def _topk(work: Work, layout: ModelLayout, density: float, repeats: int, rng: np
 
 def _dense(work: Work, layout: ModelLayout, repeats: int, rng: np.random.Generator) -> None:
     shard = InProcessShard(layout, "exact")
-    everything = Segment(shard.span, None, torch.full((layout.size,), 1e-3))
+    everything = SparseSlice(shard.span, None, torch.full((layout.size,), 1e-3))
     copies, encodes, scans = [], [], []
     for _ in range(max(2, repeats // 2)):
         shard.commit(everything)

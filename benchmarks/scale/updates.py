@@ -12,7 +12,7 @@ from benchmarks.harness.load_generator import CALL_SECONDS, write_frames
 from benchmarks.workload.layouts import noise_push
 from benchmarks.workload.streams import push_requests
 from pscore.model.layout import ModelLayout, Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
 from pscore.wire.frames import DEFAULT_CHUNK_BYTES
@@ -85,7 +85,7 @@ def _zeros(identity: pb.WorkerIdentity, generation: int, span: Span) -> Iterator
     step = DEFAULT_CHUNK_BYTES // 4
     for start in range(span.start, span.end, step):
         piece = Span(start, min(span.end, start + step))
-        zeros = Segment(piece, None, torch.zeros(piece.length))
+        zeros = SparseSlice(piece, None, torch.zeros(piece.length))
         for chunk, _ in frames.encode(zeros, chunk_bytes=DEFAULT_CHUNK_BYTES):
             checksum.add(chunk)
             yield pb.UploadModelRequest(chunk=chunk)

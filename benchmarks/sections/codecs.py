@@ -11,7 +11,7 @@ from benchmarks.harness import plots
 from benchmarks.harness.section import Plan, Section, Table
 from benchmarks.workload import captured
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.codecs.index import INDEX_FORMATS
 from pscore.wire.codecs.index.format import Offsets
@@ -136,7 +136,7 @@ def _clusters(section: Section, generator: np.random.Generator, runs: Mapping[st
 
 
 def _index_bytes(offsets: Offsets, size: int) -> int:
-    segment = Segment(Span(0, size), torch.from_numpy(offsets), torch.zeros(offsets.size))
+    segment = SparseSlice(Span(0, size), torch.from_numpy(offsets), torch.zeros(offsets.size))
     return sum(len(chunk.indices) for chunk, _ in frames.encode(segment, frames.WireForm(), chunk_bytes=1 << 20))
 
 
@@ -171,7 +171,7 @@ def _values(section: Section, generator: np.random.Generator, repeats: int, real
 def _pushes(section: Section, generator: np.random.Generator, repeats: int) -> None:
     """Whole messages at 1 %: bits an entry, and the time to write and read them over that to send them."""
     offsets = random_support(0.01, generator)
-    segment = Segment(
+    segment = SparseSlice(
         Span(0, int(offsets[-1]) + 1),
         torch.from_numpy(offsets),
         torch.from_numpy(generator.laplace(size=_COUNT).astype(np.float32)),

@@ -7,7 +7,7 @@ from benchmarks.harness.section import Plan, Section, Table
 from benchmarks.harness.timing import Case, Rounds, Stat, Stopwatch, interleave
 from benchmarks.workload.layouts import noise_push, one_tensor
 from benchmarks.workload.shard_server import InProcessShard
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 
 KEY, TITLE = "growth", "Time of a push and a pull as the model grows"
 
@@ -41,7 +41,7 @@ def run(plan: Plan) -> Section:
     return section
 
 
-def _cases(shard: InProcessShard, pushes: list[Segment], size: int) -> dict[str, Case]:
+def _cases(shard: InProcessShard, pushes: list[SparseSlice], size: int) -> dict[str, Case]:
     theta = torch.zeros(size)
 
     def bare(turn: int) -> None:

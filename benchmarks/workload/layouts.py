@@ -7,7 +7,7 @@ import torch
 
 from psclient.settings import ClientSettings
 from pscore.model.layout import ModelLayout, Span, TensorSpec
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.select import entries_for
 
 GROUP_ELEMENTS: int = ClientSettings.model_fields["bucket_bytes"].default // 4  # of fp32
@@ -72,7 +72,7 @@ def _convolutions(channels: int, width: int, expansion: int) -> Iterator[tuple[i
         yield from ((width, channels, 1), (width, width, 3), (width * expansion, width, 1))
 
 
-def noise_push(layout: ModelLayout, density: float, dense_below: int, rng: np.random.Generator) -> Segment:
+def noise_push(layout: ModelLayout, density: float, dense_below: int, rng: np.random.Generator) -> SparseSlice:
     """Make a push such as selection from noise gives: per tensor the right number of entries, uniformly placed.
 
     Uniform indices are the hardest case for a gap code; real selections cluster.
@@ -87,7 +87,7 @@ def noise_push(layout: ModelLayout, density: float, dense_below: int, rng: np.ra
         offsets.append(chosen + start)
     index = torch.from_numpy(np.concatenate(offsets))
     values = torch.from_numpy(rng.standard_normal(index.numel(), dtype=np.float32) * 1e-3)
-    return Segment(Span(0, layout.size), index, values)
+    return SparseSlice(Span(0, layout.size), index, values)
 
 
 def groups(layout: ModelLayout, group_elements: int) -> list[Span]:

@@ -10,7 +10,7 @@ import torch
 from benchmarks.workload.layouts import GROUP_ELEMENTS, groups
 from benchmarks.workload.streams import push_requests
 from pscore.model.layout import ModelLayout, Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -53,7 +53,7 @@ class RawWorker:
         if joined.state == pb.JOIN_STATE_UPLOAD:
             self._stub.UploadModel(self._upload(), timeout=_CALL_SECONDS)
 
-    def push(self, update: Segment) -> None:
+    def push(self, update: SparseSlice) -> None:
         """Push; returns when the server has applied it."""
         self._step += 1
         requests = push_requests(
@@ -107,7 +107,9 @@ class RawWorker:
         step = self._chunk_bytes // 4
         for start in range(0, self._layout.size, step):
             span = Span(start, min(self._layout.size, start + step))
-            for chunk, _ in frames.encode(Segment(span, None, torch.zeros(span.length)), chunk_bytes=self._chunk_bytes):
+            for chunk, _ in frames.encode(
+                SparseSlice(span, None, torch.zeros(span.length)), chunk_bytes=self._chunk_bytes
+            ):
                 checksum.add(chunk)
                 yield pb.UploadModelRequest(chunk=chunk)
         yield pb.UploadModelRequest(commit=checksum.commit())

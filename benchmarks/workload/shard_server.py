@@ -8,7 +8,7 @@ import torch
 from benchmarks.workload.layouts import GROUP_ELEMENTS, groups
 from benchmarks.workload.streams import push_requests
 from pscore.model.layout import ModelLayout, Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -58,7 +58,7 @@ class InProcessShard:
         self.span = Span(0, layout.size)
         upload, checksum = open_upload(self.engine, self.identity, self.generation, 0), frames.Checksum()
         call = upload.go_on()
-        zeros = Segment(self.span, None, torch.zeros(layout.size))
+        zeros = SparseSlice(self.span, None, torch.zeros(layout.size))
         for chunk, _ in frames.encode(zeros, chunk_bytes=self.settings.chunk_bytes):
             checksum.add(chunk)
             upload.read(call, chunk)
@@ -73,7 +73,7 @@ class InProcessShard:
         """The parameters."""
         return self.engine.require_model(None)
 
-    def push_messages(self, push: Segment, dtype: torch.dtype = torch.float32) -> list[pb.PushSparseRequest]:
+    def push_messages(self, push: SparseSlice, dtype: torch.dtype = torch.float32) -> list[pb.PushSparseRequest]:
         """Write a push as the worker does; each has the next step."""
         self._step += 1
         identity = pb.WorkerIdentity(
@@ -91,7 +91,7 @@ class InProcessShard:
         )
         return list(requests)
 
-    def read(self, messages: Sequence[pb.PushSparseRequest]) -> tuple[pb.PushHeader, list[Segment]]:
+    def read(self, messages: Sequence[pb.PushSparseRequest]) -> tuple[pb.PushHeader, list[SparseSlice]]:
         """Decode and validate a push, as the server does while it arrives."""
 
         def open_push(header: pb.PushHeader) -> PushReader:
@@ -102,7 +102,7 @@ class InProcessShard:
         return header, segments
 
     def apply(
-        self, header: pb.PushHeader, segments: list[Segment], messages: Sequence[pb.PushSparseRequest] = ()
+        self, header: pb.PushHeader, segments: list[SparseSlice], messages: Sequence[pb.PushSparseRequest] = ()
     ) -> PushAnswer:
         """Merge and apply a push that has been read; the messages go into the journal, where there is one."""
         raw = [message.SerializeToString() for message in messages]
@@ -110,7 +110,7 @@ class InProcessShard:
         assert not repeated
         return answer
 
-    def commit(self, push: Segment) -> None:
+    def commit(self, push: SparseSlice) -> None:
         """Apply a push without a wire."""
         self._step += 1
         identity = pb.WorkerIdentity(worker_id=self.identity.worker_id, incarnation=self.identity.incarnation)

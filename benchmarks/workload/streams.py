@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.codecs.values import CODEC_OF_DTYPE
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -13,7 +13,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 
 def push_requests(
     identity: pb.WorkerIdentity,
-    push: Segment,
+    push: SparseSlice,
     groups: Sequence[Span],
     *,
     step: int,

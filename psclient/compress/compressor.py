@@ -14,7 +14,7 @@ from psclient.errors import UpdateOverflowError
 from psclient.model.module import TrainedModel
 from psclient.report import StepReport
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.select import Selector, SelectorState, entries_for
 from pscore.select.base import take_all
 from pscore.select.inputs import Joined, Memory
@@ -53,16 +53,16 @@ class Accumulated(NamedTuple):
 
 def compress(
     tensors: Mapping[int, Accumulated], density: float, choice: Choice, report: StepReport
-) -> dict[int, Segment]:
+) -> dict[int, SparseSlice]:
     """Accumulate and select for tensors of one group, which share a density and a device; return what each sends.
 
     The report counts ``Σ k`` and the selected entries; tensors that are sent whole do not count.
     """
-    sent: dict[int, Segment] = {}
+    sent: dict[int, SparseSlice] = {}
     sparse: dict[int, Sparse] = {}
     for number, (update, _, span) in tensors.items():
         if isinstance(update, Whole):
-            sent[number] = Segment(span, None, update.values)
+            sent[number] = SparseSlice(span, None, update.values)
         elif update.memory.numel() < choice.dense_below:
             sent[number] = take_whole(update, span)
         else:
@@ -82,7 +82,7 @@ def compress(
     return sent
 
 
-def take_whole(update: Sparse, span: Span) -> Segment:
+def take_whole(update: Sparse, span: Span) -> SparseSlice:
     """Take every entry of a memory that is not zero."""
     return _finish(update._replace(masked=None), take_all(_source(update)), span)
 
@@ -106,7 +106,7 @@ def _on_device(
     tensors: Mapping[int, Accumulated],
     density: float,
     report: StepReport,
-) -> dict[int, Segment]:
+) -> dict[int, SparseSlice]:
     """Launch every selection before the first is waited for; the entries arrive on the host."""
     pending = {}
     for number, update in sparse.items():
@@ -117,7 +117,7 @@ def _on_device(
         taken = pending[number].collect()
         report.wanted_entries += pending[number].k
         report.selected_entries += pending[number].count
-        sent[number] = Segment(tensors[number].span, taken.offsets, update.unit * taken.values)
+        sent[number] = SparseSlice(tensors[number].span, taken.offsets, update.unit * taken.values)
     return sent
 
 
@@ -125,10 +125,10 @@ def _source(update: Sparse) -> Memory:
     return Memory(update.memory, update.added, update.keep)
 
 
-def _finish(update: Sparse, taken: Taken, span: Span) -> Segment:
+def _finish(update: Sparse, taken: Taken, span: Span) -> SparseSlice:
     if update.masked is not None:
         update.masked[taken.offsets] = 0
-    return Segment(span, taken.offsets, taken.values if update.unit == 1 else update.unit * taken.values)
+    return SparseSlice(span, taken.offsets, taken.values if update.unit == 1 else update.unit * taken.values)
 
 
 class Compressor:
@@ -156,7 +156,7 @@ class Compressor:
 
     def compress(
         self, positions: Iterable[int], gradients: Mapping[int, torch.Tensor], scale: float, report: StepReport
-    ) -> dict[int, Segment]:
+    ) -> dict[int, SparseSlice]:
         """Return what the tensors at these positions send that have a gradient (finite), by position, ascending.
 
         Raises:
@@ -178,14 +178,14 @@ class Compressor:
             own = self._density_of(position)
             key = (group["density"] if own is None else own, parameter.device)
             alike.setdefault(key, {})[position] = Accumulated(update, state, self._model.layout.span(position))
-        sent: dict[int, Segment] = {}
+        sent: dict[int, SparseSlice] = {}
         for (density, _), tensors in alike.items():
             sent |= compress(tensors, density, self._choice, report)
         if not all(bool(segment.values.isfinite().all()) for segment in sent.values()):
             raise UpdateOverflowError(self._without_overflow(sent))
         return dict(sorted(sent.items()))
 
-    def _without_overflow(self, sent: Mapping[int, Segment]) -> str:
+    def _without_overflow(self, sent: Mapping[int, SparseSlice]) -> str:
         """Restore the finite entries and clear the others in all memories; return the name of a tensor of theirs."""
         name = ""
         for position, segment in sent.items():
@@ -199,10 +199,10 @@ class Compressor:
                         tensor.nan_to_num_(0.0, 0.0, 0.0)[offsets[~good].to(tensor.device)] = 0
                     else:  # a threshold, which may be infinite too: selection begins anew
                         del state[key]
-            self.restore([Segment(segment.span, offsets[good], segment.values[good])])
+            self.restore([SparseSlice(segment.span, offsets[good], segment.values[good])])
         return name
 
-    def take_residuals(self, positions: Iterable[int]) -> dict[int, Segment]:
+    def take_residuals(self, positions: Iterable[int]) -> dict[int, SparseSlice]:
         """Take everything out of these tensors' residuals; as :meth:`compress` returns it."""
         sent = {}
         for position in positions:
@@ -215,7 +215,7 @@ class Compressor:
             sent[position] = take_whole(update, self._model.layout.span(position))
         return sent
 
-    def restore(self, segments: Iterable[Segment]) -> None:
+    def restore(self, segments: Iterable[SparseSlice]) -> None:
         """Add entries that did not arrive to the residuals again."""
         layout = self._model.layout
         for segment in segments:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.select.kernels.base import GradientUpdate
 
 State = dict[str, Any]
@@ -91,7 +91,7 @@ def memory(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def restore(residual: torch.Tensor, share: float, piece: Segment) -> None:
+def restore(residual: torch.Tensor, share: float, piece: SparseSlice) -> None:
     """Add to a residual what was sent and did not arrive, refused by a server or lost to quantisation.
 
     Args:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sized
 from torch.utils.data import Sampler
 
 from psclient.data.permutation import shuffled
-from psclient.data.tracker import IndexRange, SampleSet, index_ranges, sample_set, union
 from psclient.errors import ConfigurationError, EpochHeldUpError, LeaseLostError, ServerFaultError, from_refusal
 from psclient.optim.base import ParameterServerOptimizer
+from psclient.rpc.samples import IndexRange, SampleSet, index_ranges, sample_set, union
 from psclient.rpc.shard import REJOIN_REASONS
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import Rejected

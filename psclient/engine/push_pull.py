@@ -18,7 +18,7 @@ from psclient.report import StepReport
 from psclient.rpc.cluster import Cluster
 from psclient.rpc.shard import PulledReply, PushPart
 from pscore.model.layout import ModelLayout, Span
-from pscore.model.segment import Segment, entries, merge
+from pscore.model.sparse_slice import SparseSlice, entries, merge
 from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN
 from pscore.wire import frames
@@ -88,7 +88,7 @@ class PushPull:
                 sent = self._compressor.take_residuals(self.groups[number])
             self._send(report, number, sent.values(), exact=True)
 
-    def _send(self, report: StepReport, number: int, sent: Iterable[Segment], *, exact: bool = False) -> None:
+    def _send(self, report: StepReport, number: int, sent: Iterable[SparseSlice], *, exact: bool = False) -> None:
         """Encode what the tensors of a group send, and hand that to the transport; quantisation errors are restored.
 
         After an error the shards know everything that was to be sent, for :meth:`abandon`.
@@ -184,13 +184,13 @@ class PushPull:
         self._compressor.restore(segment for part in parts for segment in part.segments)
 
 
-def _joined(span: Span, sent: Iterable[Segment]) -> list[Segment]:
+def _joined(span: Span, sent: Iterable[SparseSlice]) -> list[SparseSlice]:
     """Return a group's entries as one sparse segment, or as its dense runs."""
     found = [segment for segment in sent if segment.entries]
     if len({segment.values.device for segment in found}) > 1:  # a model spread over devices meets on the host
         found = [segment.cpu() for segment in found]
     sparse = any(segment.offsets is not None for segment in found)
-    runs: list[list[Segment]] = []
+    runs: list[list[SparseSlice]] = []
     for segment in found:
         if runs and (sparse or runs[-1][-1].span.end == segment.span.start):
             runs[-1].append(segment)
@@ -200,12 +200,12 @@ def _joined(span: Span, sent: Iterable[Segment]) -> list[Segment]:
     return [joined for span, run in zip(spans, runs, strict=True) if (joined := merge(span, run)) is not None]
 
 
-def _as_decoded(part: Segment, encoded: Sequence[frames.Encoded]) -> tuple[Segment, Segment | None]:
+def _as_decoded(part: SparseSlice, encoded: Sequence[frames.Encoded]) -> tuple[SparseSlice, SparseSlice | None]:
     """Return the part as the server will decode it, and the quantisation error where there is one."""
     decoded = [piece.decoded for piece in encoded]
     values = (decoded[0] if len(decoded) == 1 else torch.cat(decoded)).to(part.values.device)
-    arriving, error = Segment(part.span, part.offsets, values), part.values - values
+    arriving, error = SparseSlice(part.span, part.offsets, values), part.values - values
     if part.offsets is None:
-        return arriving, Segment(part.span, None, error) if bool(error.any()) else None
+        return arriving, SparseSlice(part.span, None, error) if bool(error.any()) else None
     where = error.nonzero().view(-1)
-    return arriving, Segment(part.span, part.offsets[where], error[where]) if where.numel() else None
+    return arriving, SparseSlice(part.span, part.offsets[where], error[where]) if where.numel() else None

@@ -11,11 +11,11 @@ import torch
 
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import MomentumAdvice
-from psclient.data.counter import SampleCounter
 from psclient.engine.checks import RetryGuard, finite
 from psclient.engine.loaded_model import is_intact, offer_model, written_tensor
 from psclient.engine.overlap import Overlap
 from psclient.engine.push_pull import PushPull
+from psclient.engine.sample_counter import SampleCounter
 from psclient.errors import (
     STEP_AGAIN,
     ConfigurationError,

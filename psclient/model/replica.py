@@ -16,7 +16,7 @@ import torch
 from psclient.errors import ModelChangedError
 from psclient.model.module import writes_to
 from pscore.model.layout import ModelLayout, Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 
 _BLOCK = 1 << 20  # words that are summed at a time
 _ODD = 0x1E3779B97F4A7C15
@@ -83,20 +83,20 @@ class Replica:
                 )
             yield position
 
-    def read(self, span: Span) -> Iterator[Segment]:
+    def read(self, span: Span) -> Iterator[SparseSlice]:
         """Yield the values inside a span, tensor by tensor, dense, fp32 on the host."""
         for position, common in self.layout.overlapping(span):
             flat = self.parameters[position].detach().reshape(-1)
-            yield Segment(common, None, flat[self._within(position, common)].float().cpu())
+            yield SparseSlice(common, None, flat[self._within(position, common)].float().cpu())
 
-    def write(self, segments: Sequence[Segment]) -> None:
+    def write(self, segments: Sequence[SparseSlice]) -> None:
         """Write an exact reply's values over the parameters'."""
         with self._writing():
             for position, where, values in self._located(segments):
                 with _flat(self.parameters[position]) as flat:
                     flat[where] = values.to(flat.device, flat.dtype)
 
-    def add(self, segments: Sequence[Segment]) -> None:
+    def add(self, segments: Sequence[SparseSlice]) -> None:
         """Add a top-k reply's differences, in fp32; half-precision parameters follow their fp32 copies."""
         with self._writing():
             for position, where, values in self._located(segments):
@@ -131,7 +131,7 @@ class Replica:
         now = [writes_to(parameter) for parameter in self.parameters]
         self._edits = [new if same else old for new, same, old in zip(now, known, self._edits, strict=True)]
 
-    def _located(self, segments: Sequence[Segment]) -> Iterator[tuple[int, slice | torch.Tensor, torch.Tensor]]:
+    def _located(self, segments: Sequence[SparseSlice]) -> Iterator[tuple[int, slice | torch.Tensor, torch.Tensor]]:
         """Yield (position of the tensor, places in it, values) for each part of a tensor that a segment has."""
         for segment in segments:
             for position, common in self.layout.overlapping(segment.span):

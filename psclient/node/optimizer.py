@@ -23,8 +23,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from psclient import settings as client_settings
 from psclient.compress.groups import ParamGroups
 from psclient.compress.hyperparameters import check_hyperparameters
-from psclient.data.counter import SampleCounter
 from psclient.engine.checks import RetryGuard, gather
+from psclient.engine.sample_counter import SampleCounter
 from psclient.engine.state import split
 from psclient.errors import (
     ConfigurationError,

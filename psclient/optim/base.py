@@ -20,16 +20,16 @@ from psclient.buckets.plan import BucketPlan
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.compress.method import Group, Sparse, State, Step, Whole
-from psclient.data.counter import SampleCounter
-from psclient.data.first_batches import FirstBatches
 from psclient.engine.checks import gather, refuse_averaged
+from psclient.engine.first_batches import FirstBatches
+from psclient.engine.sample_counter import SampleCounter
 from psclient.engine.state import PushMark, from_sgd, is_out_of_date, restore_memories, split, state_as_refused
 from psclient.engine.step import GradientSource, Stepper
+from psclient.engine.worker import Worker
 from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
 from psclient.model.module import TrainedModel, describe
 from psclient.optim.arguments import Density, check_added, check_mode, check_step, unknown_argument, warn_without_model
 from psclient.optim.local_steps import LocalSteps
-from psclient.optim.worker import Worker
 from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
 from psclient.settings import ClientSettings, OnLoad, Server

@@ -9,9 +9,9 @@ from psclient.compress.groups import ParamGroups
 from psclient.compress.method import memory
 from psclient.engine.checks import RetryGuard, finite, gather
 from psclient.engine.step import GradientScale, Stepper
+from psclient.engine.worker import Worker
 from psclient.errors import NonFiniteGradientError, ServerUnreachableError, SparsepsError
 from psclient.model.module import TrainedModel
-from psclient.optim.worker import Worker
 
 log = logging.getLogger("psclient")
 

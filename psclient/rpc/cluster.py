@@ -10,12 +10,12 @@ from typing import TypeVar
 
 from psclient.buckets.trace import PushTiming
 from psclient.compress.groups import Rates
-from psclient.data.tracker import SampleTracker
 from psclient.errors import LeaseLostError, ServerFaultError, from_refusal
 from psclient.executor import SerialExecutor
 from psclient.model.module import NamedBuffers
 from psclient.model.replica import Replica
 from psclient.rpc.membership import Membership
+from psclient.rpc.samples import SampleTracker
 from psclient.rpc.shard import REJOIN_REASONS, PulledReply, PushPart, ShardClient
 from pscore.model.buffers import is_exchanged, pack, packed_bytes, unpack
 from pscore.model.layout import Span

@@ -19,7 +19,7 @@ from psclient.rpc.progress_line import ProgressLine
 from psclient.rpc.stall import StreamCall
 from psclient.settings import AUTO, ClientSettings
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN, TraceSpan
 from pscore.wire import frames
@@ -68,7 +68,7 @@ class PushPart:
 
     generation: int
     messages: list[pb.PushSparseRequest] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[SparseSlice] = field(default_factory=list)
     checksum: frames.Checksum = field(default_factory=frames.Checksum)
     bytes: int = 0
     trace: TraceSpan = NO_SPAN
@@ -79,7 +79,7 @@ class PulledReply:
     """A whole, checked reply; ``bytes`` are those of messages, ``arrived`` is of :func:`time.perf_counter`."""
 
     header: pb.PullHeader
-    segments: list[Segment]
+    segments: list[SparseSlice]
     generation: int
     bytes: int
     decode_seconds: float
@@ -95,7 +95,7 @@ class _PartialReply(NamedTuple):
     generation: int
     version: int
     end: int
-    segments: list[Segment]
+    segments: list[SparseSlice]
     bytes: int
 
 
@@ -206,7 +206,7 @@ class ShardClient:
         self.timing.group_bytes[chunk.group] += self._send(pb.PushSparseRequest(chunk=chunk))
         self.timing.left[chunk.group] = time.perf_counter() - self.timing.opened
 
-    def hold(self, segment: Segment) -> None:
+    def hold(self, segment: SparseSlice) -> None:
         """Keep a piece of the payload, for giving it back."""
         assert self.unacked is not None
         self.unacked.segments.append(segment)

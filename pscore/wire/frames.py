@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.codecs.index import INDEX_FORMATS, choose, decode_offsets
 from pscore.wire.codecs.limits import MAX_ENTRIES
 from pscore.wire.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, decode_values, host_values
@@ -85,7 +85,7 @@ class Encoded(NamedTuple):
     decoded: torch.Tensor
 
 
-def encode(segment: Segment, form: WireForm = WireForm(), *, chunk_bytes: int, group: int = 0) -> Iterator[Encoded]:
+def encode(segment: SparseSlice, form: WireForm = WireForm(), *, chunk_bytes: int, group: int = 0) -> Iterator[Encoded]:
     """Cut a segment into chunks of at most ``chunk_bytes`` of payload, and of one entry at least.
 
     Args:
@@ -156,7 +156,7 @@ def _chunk(
     return Encoded(chunk, torch.from_numpy(decoded))
 
 
-def decode(chunk: pb.Chunk, within: Span) -> Segment:
+def decode(chunk: pb.Chunk, within: Span) -> SparseSlice:
     """Read one chunk, which must lie inside ``within``, to fp32 values on the host.
 
     Raises:
@@ -172,9 +172,9 @@ def decode(chunk: pb.Chunk, within: Span) -> Segment:
     if chunk.index_codec == pb.INDEX_CODEC_DENSE:
         if chunk.count != chunk.length or chunk.indices:
             raise Rejected(ErrorCode.BAD_CHUNK, "a dense chunk must hold every element of its span and no index bytes")
-        return Segment(span, None, values)
+        return SparseSlice(span, None, values)
     offsets = decode_offsets(chunk.index_codec, chunk.indices, chunk.count, chunk.length)
-    return Segment(span, torch.from_numpy(offsets), values)
+    return SparseSlice(span, torch.from_numpy(offsets), values)
 
 
 class ChunkReader:
@@ -192,10 +192,10 @@ class ChunkReader:
     def __init__(self, within: Span, checksum: Checksum | None = None) -> None:
         self.within = within
         self.checksum = checksum or Checksum()
-        self.segments: list[Segment] = []
+        self.segments: list[SparseSlice] = []
         self.position = within.start
 
-    def read(self, chunk: pb.Chunk) -> Segment:
+    def read(self, chunk: pb.Chunk) -> SparseSlice:
         """Decode the next chunk; raises :class:`Rejected` as :func:`decode` does, and where it goes backwards."""
         if chunk.start < self.position:
             order = f"chunk at {chunk.start} overlaps or precedes what came before {self.position}"

@@ -1,6 +1,6 @@
 """The model shard: fp32 master parameters over one span of the flat layout, a version, and the log of changes.
 
-Every method that reads or writes ``theta`` is called on the writer thread (:mod:`psservice.shard.apply_thread`) and
+Every method that reads or writes ``theta`` is called on the writer thread (:mod:`psservice.apply_thread`) and
 on no other, so each sees, and leaves behind, exactly one version.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pscore.model.layout import ModelLayout, Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangedIndices, ChangeLog, offset_dtype, union
@@ -20,19 +20,12 @@ from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog, compensated
 from psservice.model.update.base import PLAIN, PushContext, RuleContext, RuleState
 from psservice.model.update.reshard import RuleMemory
+from psservice.settings import ShardSettings
 
 log = logging.getLogger(__name__)
 
 _SPARSE = 0.25
 """Share of the elements up to which a push is one whose answer should not be dense."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSettings:
-    """How many entries (as a multiple of the shard's) the log of changes has, and ``λ`` of DC-ASGD (0: off)."""
-
-    ledger_multiple: float = 1.0
-    delay_compensation: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +71,7 @@ class ModelShard:
         self._offset_dtype = offset_dtype(span.length)
 
     @traced("apply")
-    def take(self, worker: str, push: Segment | None, context: PushContext = PLAIN, step: int = 0) -> int:
+    def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:
         """Apply a worker's push, or add it to the open round; return the version that will have it.
 
         ``push`` is over the shard's span (``None``: no entries); ``step`` matters where each worker has its own model.
@@ -98,7 +91,7 @@ class ModelShard:
         self.round.add(worker, push, context)
         return self.version + 1
 
-    def apply(self, push: Segment | None, context: PushContext = PLAIN) -> int:
+    def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> int:
         """Apply one update over the shard's span (``None``: it has no entries) and return the new version."""
         before = self._overwritten(push) if self._undo_log is not None else None
         changed = self._rule.apply(push, context)
@@ -145,7 +138,7 @@ class ModelShard:
     def finish(self) -> None:
         """End the run."""
 
-    def changed_by(self, push: Segment | None) -> ChangedIndices:
+    def changed_by(self, push: SparseSlice | None) -> ChangedIndices:
         """Return the indices that a push names, as the log of changes keeps them."""
         if push is None:
             return torch.empty(0, dtype=self._offset_dtype)
@@ -214,7 +207,7 @@ class ModelShard:
                 view.copy_(view.to(dtype))
         return copy
 
-    def as_sent(self, whole: Segment) -> list[Segment]:
+    def as_sent(self, whole: SparseSlice) -> list[SparseSlice]:
         """Cut values at changes of dtype and cast each piece to its parameters' dtype (``NON_FINITE``)."""
         pieces = []
         for dtype, run in self.layout.dtype_runs(self.span) if whole.entries else ():
@@ -225,7 +218,7 @@ class ModelShard:
                     raise Rejected(
                         ErrorCode.NON_FINITE, f"parameters in [{run.start}, {run.end}) have left the range of float16"
                     )
-                pieces.append(Segment(piece.span, piece.offsets, rounded))
+                pieces.append(SparseSlice(piece.span, piece.offsets, rounded))
         return pieces
 
     def _advance(self, changed: ChangedIndices) -> int:
@@ -234,14 +227,14 @@ class ModelShard:
         self.version += 1
         return self.version
 
-    def _overwritten(self, push: Segment | None) -> Overwritten:
+    def _overwritten(self, push: SparseSlice | None) -> Overwritten:
         """Copy the values that an update will overwrite."""
         if push is not None and (push.offsets is None or self._rule.densifies):
             return Overwritten(self.version + 1, None, self.theta.clone())
         values = self.theta[push.offsets] if push is not None else self.theta[:0]
         return Overwritten(self.version + 1, self.changed_by(push), values)
 
-    def _corrected(self, push: Segment, context: PushContext) -> Segment:
+    def _corrected(self, push: SparseSlice, context: PushContext) -> SparseSlice:
         values = push.values if context.factor == 1 else push.values * context.factor
         if self._undo_log is not None and context.base_version is not None and context.learning_rate > 0:
             base = self._undo_log.at(self.theta, context.base_version, self.version, push.offsets)

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment, entries
+from pscore.model.sparse_slice import SparseSlice, entries
 from pscore.select import entries_for
 from pscore.telemetry.tracing import traced
 from pscore.wire import frames
@@ -82,7 +82,7 @@ class Reply:
     mode: ReplyMode
     number: int
     version: int
-    segments: list[Segment]
+    segments: list[SparseSlice]
     density: float
     changed_density: float
     image: bool
@@ -159,7 +159,7 @@ class ReplySession:
         self.image = self.selection = self._claim = None
 
 
-def _add(image: torch.Tensor, segments: list[Segment]) -> None:
+def _add(image: torch.Tensor, segments: list[SparseSlice]) -> None:
     """``θ̂ += q`` over a shard; the segments of a top-k reply all lie in the shard's span, counted from its start."""
     for segment in segments:
         if segment.offsets is None:
@@ -231,10 +231,10 @@ class _Making:
 
         difference, rest, image = self.writer.run(read)
         offsets = None if difference.changed is None else difference.changed.long()
-        inside = Segment(model.span, offsets, difference.values).clip(had)
+        inside = SparseSlice(model.span, offsets, difference.values).clip(had)
         segments = [] if inside is None else model.as_sent(inside)
         if lacking.length:
-            segments += model.as_sent(Segment(lacking, None, rest))
+            segments += model.as_sent(SparseSlice(lacking, None, rest))
         sent = entries(segments) / size
         number, opens = self.session.next_number(), image is not None
         reply = Reply(ReplyMode.EXACT, number, difference.version, segments, sent, sent, opens, self.form)
@@ -269,10 +269,10 @@ class _Making:
         segments = []
         if taken.offsets.numel():
             form = replace(self.form, value=self.topk.value)
-            encoded = list(frames.encode(Segment(model.span, *taken), form, chunk_bytes=self.topk.chunk_bytes))
+            encoded = list(frames.encode(SparseSlice(model.span, *taken), form, chunk_bytes=self.topk.chunk_bytes))
             arrived = torch.cat([piece.decoded for piece in encoded]).to(taken.values.device)
             chunks = tuple(piece.chunk for piece in encoded)
-            segments = [Segment(model.span, taken.offsets, arrived)]
+            segments = [SparseSlice(model.span, taken.offsets, arrived)]
             selection.sent(taken, arrived)
         sent = taken.offsets.numel() / model.span.length
         number = session.next_number()
@@ -285,7 +285,7 @@ class _Making:
         differs = rounded.view(torch.int32) != image.view(torch.int32)  # bits, so that −0 is not taken for +0
         self.reserve(_SPARSE_ENTRY_BYTES * int(differs.sum()))
         offsets = differs.nonzero().view(-1)
-        segments = model.as_sent(Segment(model.span, offsets, rounded[offsets]))
+        segments = model.as_sent(SparseSlice(model.span, offsets, rounded[offsets]))
         sent, number = offsets.numel() / size, self.session.next_number()
         return Reply(ReplyMode.EXACT, number, version, segments, sent, changed_density, False, self.form)
 

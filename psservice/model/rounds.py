@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.update.base import PLAIN, PushContext, RuleState
 
@@ -104,7 +104,7 @@ class Round:
         """When to ask again: a share of the time waited already."""
         return min(max(_POLL_SHARE * self.age_seconds, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
 
-    def add(self, worker: str, update: Segment | None, context: PushContext = PLAIN) -> None:
+    def add(self, worker: str, update: SparseSlice | None, context: PushContext = PLAIN) -> None:
         """Add a contribution (``NON_FINITE``); several of one worker count as one, a flush (no samples) as none."""
         if update is not None:
             if bool(update.values.abs().max() > _LARGEST_VALUE):
@@ -131,15 +131,15 @@ class Round:
         self.open_next()
         self.dropped = set(dropped)
 
-    def close(self) -> tuple[Segment | None, PushContext]:
+    def close(self) -> tuple[SparseSlice | None, PushContext]:
         """Return the means of updates and rates and the sum of samples; contributors wait until :meth:`open_next`."""
         count = max(1, len(self.contributors))
         offsets = self._touched.nonzero().view(-1)
-        mean: Segment | None = None
+        mean: SparseSlice | None = None
         if offsets.numel() == self._span.length:
-            mean = Segment(self._span, None, self._sum / count)
+            mean = SparseSlice(self._span, None, self._sum / count)
         elif offsets.numel():
-            mean = Segment(self._span, offsets, self._sum[offsets] / count)
+            mean = SparseSlice(self._span, offsets, self._sum[offsets] / count)
         self._sum[offsets] = 0
         self._touched[offsets] = False
         rates = tuple(map(_mean, zip(*self._rates.values(), strict=True)))

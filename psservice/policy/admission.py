@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.02, 1.0
@@ -76,7 +76,7 @@ class Admission:
                 ssp_bound=str(self.ssp_bound),
             )
 
-    def norm(self, update: Segment | None) -> float:
+    def norm(self, update: SparseSlice | None) -> float:
         """Return the L2 norm of an update on the host, or 0 where there is no cap."""
         if not self.max_update_norm or update is None:
             return 0.0

@@ -7,6 +7,7 @@ import torch
 from google.protobuf.json_format import MessageToDict
 
 from pscore.wire.messages import layout_to_message
+from psservice.apply_thread import Writer
 from psservice.cluster.checkpoints import place_of
 from psservice.cluster.dedup import Dedup
 from psservice.cluster.leases import Leases
@@ -17,7 +18,6 @@ from psservice.observability.metrics import Metrics
 from psservice.recovery.replayer import BUFFER_PREFIX, MEMORY_PREFIX, THETA, LogReplayer
 from psservice.sampling.codec import kept
 from psservice.sampling.dataset import Datasets
-from psservice.shard.apply_thread import Writer
 from psservice.storage.manifest import KnownPush, LiveWorker, Manifest
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from pscore.model import modelfile
-from psservice.model.parameters import ShardSettings
 from psservice.recovery.replayer import LogReplayer, bring_back
+from psservice.settings import ShardSettings
 from psservice.storage.files import DISK, StorageError
 
 

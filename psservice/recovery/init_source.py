@@ -56,7 +56,7 @@ def fit(
     """Return the file's parameters laid flat (fp32 ``[n]``) and its buffers in layout order.
 
     Raises:
-        Refusal: ``FINGERPRINT_MISMATCH`` where file and model do not hold the same tensors.
+        Rejected: ``FINGERPRINT_MISMATCH`` where file and model do not hold the same tensors.
     """
     known = {name for spec in layout.tensors() for name in (spec.name, *spec.aliases)}
     for name in state:

@@ -15,7 +15,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment, merge
+from pscore.model.sparse_slice import SparseSlice, merge
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import kept_layout_from_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -23,7 +23,7 @@ from psservice.cluster.dedup import PushRecord
 from psservice.cluster.run import RunState, added
 from psservice.model.buffers import BufferAverage
 from psservice.model.changelog import ChangedIndices, ChangeLog
-from psservice.model.parameters import ModelShard, ShardSettings
+from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.model.update.base import PushContext, RuleState
 from psservice.model.wagma.replicas import GroupedShard, shard_kind
@@ -32,6 +32,7 @@ from psservice.policy.admission import first_clock
 from psservice.policy.staleness import OwnVersions
 from psservice.recovery.records import Kind, messages_in
 from psservice.sampling.codec import brought_back, finished_of, redo
+from psservice.settings import ShardSettings
 from psservice.storage.files import Files, StorageError
 from psservice.storage.journal_format import Record
 from psservice.storage.manifest import Manifest
@@ -234,7 +235,7 @@ class LogReplayer:
             return None
         return newest
 
-    def _push_in(self, record: Record) -> tuple[pb.PushHeader, list[Segment], pb.PushSparseResponse]:
+    def _push_in(self, record: Record) -> tuple[pb.PushHeader, list[SparseSlice], pb.PushSparseResponse]:
         *requests, answer = messages_in(record.body)
         header, _, segments = read_all(
             read_push(lambda opened: PushReader.of(opened, self.span)), map(pb.PushSparseRequest.FromString, requests)
@@ -361,9 +362,9 @@ def bring_back(
     raise StorageError(f"version {version} is not covered by what {directory} keeps: {there}")
 
 
-def on_device(update: Segment | None, device: torch.device) -> Segment | None:
+def on_device(update: SparseSlice | None, device: torch.device) -> SparseSlice | None:
     """Move an update to where the parameters are."""
     if update is None or device.type == "cpu":
         return update
     offsets = None if update.offsets is None else update.offsets.to(device)
-    return Segment(update.span, offsets, update.values.to(device))
+    return SparseSlice(update.span, offsets, update.values.to(device))

@@ -10,7 +10,7 @@ from functools import partial
 
 from pscore.model.buffers import pack, packed_bytes
 from pscore.model.layout import ModelLayout, Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry import tracing
 from pscore.telemetry.tracing import traced
 from pscore.version import __version__
@@ -178,7 +178,7 @@ class WorkerCalls:
                 )
             )
             checksum = frames.Checksum()
-            for chunk in self._chunks(model.as_sent(Segment(model.span, None, copy.values)), WireForm(), checksum):
+            for chunk in self._chunks(model.as_sent(SparseSlice(model.span, None, copy.values)), WireForm(), checksum):
                 yield pb.DownloadModelResponse(chunk=chunk)
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)
@@ -313,7 +313,7 @@ class WorkerCalls:
         self._metrics.answered.labels(rpc=rpc).inc()
         self._metrics.dense_bytes.labels(rpc=rpc).inc(self._sizes()[1])
 
-    def _chunks(self, segments: Sequence[Segment], form: WireForm, checksum: frames.Checksum) -> Iterator[pb.Chunk]:
+    def _chunks(self, segments: Sequence[SparseSlice], form: WireForm, checksum: frames.Checksum) -> Iterator[pb.Chunk]:
         for segment in segments:
             for chunk, _ in frames.encode(segment, form, chunk_bytes=self._settings.chunk_bytes):
                 checksum.add(chunk)

@@ -7,6 +7,7 @@ whose round is open asks again.
 from dataclasses import dataclass
 
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.apply_thread import Writer
 from psservice.cluster.leases import Leases
 from psservice.cluster.member import Member
 from psservice.limits import MOST_STEP_AHEAD
@@ -16,7 +17,6 @@ from psservice.model.wagma.replicas import GroupedShard
 from psservice.model.wagma.rounds import Decision
 from psservice.observability.metrics import Metrics
 from psservice.recovery.event_log import EventLog
-from psservice.shard.apply_thread import Writer
 from psservice.types import Identity
 
 

@@ -18,13 +18,13 @@ from pscore.model.layout import ModelLayout
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation, sibling_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.apply_thread import BUSY_RETRY_SECONDS
 from psservice.limits import MOST_FIRST_VERSION
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.model.wagma.replicas import shard_kind
 from psservice.recovery import init_source
 from psservice.recovery.capture import Content
-from psservice.shard.apply_thread import BUSY_RETRY_SECONDS
 from psservice.shard.shard import Shard
 from psservice.shard.types import Origin
 from psservice.shard.upload import Upload

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Mapping
 
-from pscore.model.segment import Segment, merge
+from pscore.model.sparse_slice import SparseSlice, merge
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.cluster.run import RunState, added
 from psservice.model.update.base import PushContext
+from psservice.policy.staleness import StalenessScaling
 from psservice.recovery.replayer import on_device
 from psservice.sampling.codec import finished_of
 from psservice.sampling.dataset import Share
@@ -46,7 +47,7 @@ def commit(shard: Shard, push: Push) -> tuple[PushAnswer, bool]:
 def _commit(
     shard: Shard,
     header: pb.PushHeader,
-    update: Segment | None,
+    update: SparseSlice | None,
     norm: float,
     finished: Mapping[str, Share],
     body: Body | None,
@@ -72,7 +73,8 @@ def _commit(
     shard.admission.require_fresh(staleness, in_rounds=in_rounds)
     _require_in_step(shard, member)
     shard.admission.require_small(norm)
-    factor, scaling = 1.0, shard.settings.scaling
+    factor, settings = 1.0, shard.settings
+    scaling = StalenessScaling(settings.staleness_step == "adaptive", settings.rescale_speed)
     if scaling.is_on and model.is_asynchronous:
         factor = scaling.factor(staleness, member.interval_seconds, shard.leases.intervals())
     datasets = shard.datasets.finish(identity, finished)

@@ -13,6 +13,7 @@ from pscore.model.layout import ModelLayout, Span
 from pscore.select import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.apply_thread import Writer
 from psservice.cluster.dedup import Dedup
 from psservice.cluster.drain_gate import DrainGate
 from psservice.cluster.leases import Leases
@@ -34,7 +35,6 @@ from psservice.recovery.final_model import FinalModel, ModelCopy
 from psservice.recovery.replayer import LogReplayer
 from psservice.sampling.dataset import Datasets
 from psservice.settings import ServerSettings
-from psservice.shard.apply_thread import Writer
 from psservice.shard.coordinator import Coordinator, Parts, coordinator_for
 from psservice.shard.types import Uploads
 from psservice.storage.environment import Environment

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.upload_grant import UploadGrant
 from psservice.recovery.init_source import Start
@@ -31,7 +31,7 @@ class Push:
     """
 
     header: pb.PushHeader
-    segments: list[Segment]
+    segments: list[SparseSlice]
     messages: Sequence[bytes] = ()
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import Checksum, ChunkReader
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -92,7 +92,7 @@ class PushReader:
         self._readers[chunk.group].read(chunk)
         self.arrivals[chunk.group] = self._clock() - self._started
 
-    def finish(self, commit: pb.Commit) -> list[Segment]:
+    def finish(self, commit: pb.Commit) -> list[SparseSlice]:
         """Check the commit and return every segment."""
         self._checksum.verify(commit)
         return [segment for reader in self._readers for segment in reader.segments]
@@ -100,7 +100,7 @@ class PushReader:
 
 def read_push(
     open_push: Callable[[pb.PushHeader], PushReader],
-) -> Reading[pb.PushSparseRequest, tuple[pb.PushHeader, PushReader, list[Segment]]]:
+) -> Reading[pb.PushSparseRequest, tuple[pb.PushHeader, PushReader, list[SparseSlice]]]:
     """Read a whole push; ``open_push`` checks the header and returns a reader for what follows.
 
     Raises:

@@ -9,7 +9,7 @@ import torch
 from google.protobuf import text_format
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.codecs.index import INDEX_FORMATS
 from pscore.wire.codecs.limits import MAX_ENTRIES
@@ -43,7 +43,7 @@ def good_chunks(folder: str = "") -> list[pb.Chunk]:
                     offsets = (
                         np.cumsum(chance.geometric(0.2, count)) - 1 + (chance.integers(0, 2, count) * 900).cumsum()
                     )
-                    segment = Segment(
+                    segment = SparseSlice(
                         Span(0, count if dense else int(offsets[-1]) + 1),
                         None if dense else torch.from_numpy(offsets),
                         torch.from_numpy(chance.standard_normal(count).astype(np.float32)),

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import numpy as np
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.codecs import limits
 from pscore.wire.codecs.index import INDEX_FORMATS, rice, rice_loops
@@ -95,14 +95,14 @@ def decode_alike(chunk: pb.Chunk, within: Span = ANYWHERE) -> None:
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
-def _outcome(result: Segment | Rejected) -> tuple[object, ...]:
+def _outcome(result: SparseSlice | Rejected) -> tuple[object, ...]:
     if isinstance(result, Rejected):
         return result.reason, result.detail
     offsets = None if result.offsets is None else result.offsets.numpy().tobytes()
     return result.span, offsets, result.values.numpy().tobytes()
 
 
-def _segment_or_refusal(chunk: pb.Chunk, within: Span) -> Segment | Rejected:
+def _segment_or_refusal(chunk: pb.Chunk, within: Span) -> SparseSlice | Rejected:
     try:
         return frames.decode(chunk, within)
     except Rejected as refusal:

@@ -17,7 +17,7 @@ import torch
 from google.protobuf.message import DecodeError, Message
 
 from pscore.model.layout import ModelLayout, Span, TensorSpec
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
@@ -105,7 +105,7 @@ class Service:
         values_ = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
         upload = [pb.UploadModelRequest(header=self.upload_header(join.generation))]
         checksum = frames.Checksum()
-        for chunk, _ in frames.encode(Segment(self.span, None, values_), chunk_bytes=1 << 20):
+        for chunk, _ in frames.encode(SparseSlice(self.span, None, values_), chunk_bytes=1 << 20):
             checksum.add(chunk)
             upload.append(pb.UploadModelRequest(chunk=chunk))
         upload.append(pb.UploadModelRequest(buffers=pb.BytesChunk(data=bytes(20))))
@@ -144,7 +144,9 @@ class Service:
             finished=[pb.FinishedSamples(dataset="train", ranges=[pb.SampleRange(start=7 * self.step, count=9)])],
         )
         messages, checksum = [pb.PushSparseRequest(header=header)], frames.Checksum()
-        for chunk, _ in frames.encode(Segment(self.span, offsets, values), chunk_bytes=chance.choice((128, 1 << 20))):
+        for chunk, _ in frames.encode(
+            SparseSlice(self.span, offsets, values), chunk_bytes=chance.choice((128, 1 << 20))
+        ):
             checksum.add(chunk)
             messages.append(pb.PushSparseRequest(chunk=chunk))
         return [*messages, pb.PushSparseRequest(commit=checksum.commit())]

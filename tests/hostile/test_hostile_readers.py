@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -65,7 +65,7 @@ def test_chunks_that_overlap_or_go_back_are_refused(order):
     reader, end = frames.ChunkReader(WITHIN), WITHIN.start
     for start, length in order:
         chunk, _ = next(
-            iter(frames.encode(Segment(Span(start, start + length), None, torch.ones(length)), chunk_bytes=512))
+            iter(frames.encode(SparseSlice(Span(start, start + length), None, torch.ones(length)), chunk_bytes=512))
         )
         if end <= start and start + length <= WITHIN.end:
             reader.read(chunk)

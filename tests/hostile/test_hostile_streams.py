@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -33,7 +33,7 @@ def push_messages(groups=GROUPS):
     plan = [pb.Group(start=group.start, length=group.length) for group in groups]
     messages, checksum = [PUSH(header=pb.PushHeader(step=1, plan=plan))], frames.Checksum()
     for number, group in enumerate(groups):
-        segment = Segment(group, torch.tensor([0, 7, 30]), torch.tensor([1.0, 2.0, 3.0]))
+        segment = SparseSlice(group, torch.tensor([0, 7, 30]), torch.tensor([1.0, 2.0, 3.0]))
         for chunk, _ in frames.encode(segment, chunk_bytes=16, group=number):
             checksum.add(chunk)
             messages.append(PUSH(chunk=chunk))
@@ -50,7 +50,7 @@ def take_push(messages):
 def upload_messages(buffers=b"statistics"):
     messages = [UPLOAD(header=pb.UploadHeader(generation=1, buffer_bytes=len(buffers)))]
     checksum = frames.Checksum()
-    for chunk, _ in frames.encode(Segment(SHARD, None, torch.arange(100.0)), chunk_bytes=64):
+    for chunk, _ in frames.encode(SparseSlice(SHARD, None, torch.arange(100.0)), chunk_bytes=64):
         checksum.add(chunk)
         messages.append(UPLOAD(chunk=chunk))
     messages += [UPLOAD(buffers=piece) for piece in frames.encode_bytes(buffers, 4)]
@@ -62,7 +62,7 @@ def take_upload(messages):
     header, upload, is_whole = read_all(read_upload(new_upload), messages)
     if not is_whole:
         raise Rejected(ErrorCode.BAD_COMMIT, "it is cut")
-    return header, [Segment(SHARD, None, upload.values)], upload.buffers()
+    return header, [SparseSlice(SHARD, None, upload.values)], upload.buffers()
 
 
 def new_upload(header):
@@ -191,7 +191,7 @@ def test_a_chunk_belongs_to_a_group_of_the_plan_and_lies_inside_it():
 
 def test_an_upload_that_leaves_elements_out_is_refused():
     messages, checksum = [UPLOAD(header=pb.UploadHeader(buffer_bytes=10))], frames.Checksum()
-    segment = Segment(SHARD, torch.arange(0, 100, 2), torch.ones(50))
+    segment = SparseSlice(SHARD, torch.arange(0, 100, 2), torch.ones(50))
     for chunk, _ in frames.encode(segment, chunk_bytes=1024):
         checksum.add(chunk)
         messages.append(UPLOAD(chunk=chunk))

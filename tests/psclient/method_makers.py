@@ -12,7 +12,7 @@ from psclient.optim.dgs import DGS
 from psclient.optim.gradient_dropping import GradientDropping
 from psclient.report import StepReport
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.select import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.codecs.values import VALUE_FORMATS
@@ -34,14 +34,14 @@ def push(name, state, gradient, group, density=1.0, value="fp32", selector=SELEC
 def flush(name, state, group):
     """Send everything that a state holds; values travel in fp32 then."""
     if "residual" not in state:
-        return Segment(Span(0, 0), torch.empty(0, dtype=torch.int64), torch.empty(0))
+        return SparseSlice(Span(0, 0), torch.empty(0, dtype=torch.int64), torch.empty(0))
     said = METHODS[name].held(state, group)
     return take_whole(said, Span(0, said.memory.numel()))
 
 
 def whole(values):
     """A tensor that is sent whole."""
-    return Segment(Span(0, values.numel()), None, values)
+    return SparseSlice(Span(0, values.numel()), None, values)
 
 
 def come_back(name, state, group, sent, like):
@@ -55,8 +55,8 @@ def travelled(name, state, group, sent, value, like):
     if not sent.values.numel():
         return sent
     arrived = torch.from_numpy(VALUE_FORMATS[VALUE_CODECS[value]].encode(sent.values.numpy())[1].copy())
-    come_back(name, state, group, Segment(sent.span, sent.offsets, sent.values - arrived), like)
-    return Segment(sent.span, sent.offsets, arrived)
+    come_back(name, state, group, SparseSlice(sent.span, sent.offsets, sent.values - arrived), like)
+    return SparseSlice(sent.span, sent.offsets, arrived)
 
 
 def group(lr=0.1, momentum=0.0):

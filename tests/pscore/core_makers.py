@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from pscore.model.layout import ModelLayout, Span, TensorSpec
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -31,10 +31,10 @@ def segments(draw, max_length=300, dtypes=DTYPES, min_entries=0):
     start, length = draw(st.integers(0, 1000)), draw(st.integers(max(1, min_entries), max_length))
     dtype = draw(st.sampled_from(dtypes))
     if draw(st.booleans()):
-        return Segment(Span(start, start + length), None, numbered(length, dtype))
+        return SparseSlice(Span(start, start + length), None, numbered(length, dtype))
     chosen = draw(st.sets(st.integers(0, length - 1), min_size=min_entries, max_size=length))
     offsets = torch.tensor(sorted(chosen), dtype=torch.int64)
-    return Segment(Span(start, start + length), offsets, numbered(len(chosen), dtype))
+    return SparseSlice(Span(start, start + length), offsets, numbered(len(chosen), dtype))
 
 
 def numbered(count, dtype=torch.float32):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pscore.model.buffers import pack
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import share_to_messages
@@ -80,7 +80,7 @@ def upload(engine, values, who, generation, *, version=0, buffers=(), digest=b""
     packed, checksum = pack(buffers), frames.Checksum()
     brought = open_upload(engine, who, generation, len(packed))
     call = brought.go_on()
-    for chunk, _ in frames.encode(Segment(engine.span, None, part), chunk_bytes=1 << 20):
+    for chunk, _ in frames.encode(SparseSlice(engine.span, None, part), chunk_bytes=1 << 20):
         checksum.add(chunk)
         brought.read(call, chunk)
     for piece in frames.encode_bytes(packed, 1 << 20):
@@ -101,7 +101,7 @@ def push(engine, step, entries=(), who=ANNA, *, generation=None, base=0, samples
         chosen = sorted(i for i in entries if engine.span.start <= i < engine.span.end)
         offsets = torch.tensor([i - engine.span.start for i in chosen], dtype=torch.int64)
         values = torch.tensor([entries[i] for i in chosen], dtype=torch.float32)
-        entries = [Segment(engine.span, offsets, values)] if chosen else []
+        entries = [SparseSlice(engine.span, offsets, values)] if chosen else []
     return commit(engine, push_of(who, step, generation, base, samples, list(entries)))
 
 

@@ -2,12 +2,12 @@
 
 import torch
 
-from pscore.model.segment import Segment
-from psservice.model.parameters import ShardSettings
+from pscore.model.sparse_slice import SparseSlice
 from psservice.model.training_mode import TrainingMode
 from psservice.model.wagma.replicas import GroupedShard
 from psservice.model.wagma.rounds import Decision
 from psservice.model.wagma.schedule import GroupSettings
+from psservice.settings import ShardSettings
 from tests.psservice.engine_makers import Clock
 from tests.psservice.service_makers import F32, layout_of
 
@@ -33,12 +33,12 @@ def grouped(settings, *workers, values=None, clock=None):
 
 
 def dense(values):
-    return Segment(LAYOUT.shard_spans(1)[0], None, torch.as_tensor(values, dtype=torch.float32).clone())
+    return SparseSlice(LAYOUT.shard_spans(1)[0], None, torch.as_tensor(values, dtype=torch.float32).clone())
 
 
 def sparse(entries):
     offsets = torch.tensor(sorted(entries), dtype=torch.int64)
-    return Segment(LAYOUT.shard_spans(1)[0], offsets, torch.tensor([float(entries[i]) for i in sorted(entries)]))
+    return SparseSlice(LAYOUT.shard_spans(1)[0], offsets, torch.tensor([float(entries[i]) for i in sorted(entries)]))
 
 
 def freeze_due(shard):

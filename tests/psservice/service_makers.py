@@ -7,15 +7,16 @@ import torch
 
 from psclient.model.replica import Replica
 from pscore.model.layout import ModelLayout, Span, TensorSpec
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.select import SELECTORS
 from pscore.wire import frames
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.model.parameters import ModelShard, ShardSettings
+from psservice.apply_thread import Writer
+from psservice.model.parameters import ModelShard
 from psservice.model.reply_session import PullRequest, ReplyMode, ReplySession, answer
 from psservice.model.topk import TopKSettings
 from psservice.model.training_mode import TrainingMode
-from psservice.shard.apply_thread import Writer
+from psservice.settings import ShardSettings
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -62,7 +63,7 @@ def sparse_push(span, density, seed):
     offsets = (torch.rand(span.length, generator=generator) < density).nonzero().view(-1)
     if not offsets.numel():
         return None
-    return Segment(span, offsets, torch.randn(offsets.numel(), generator=generator))
+    return SparseSlice(span, offsets, torch.randn(offsets.numel(), generator=generator))
 
 
 def bits(tensor):

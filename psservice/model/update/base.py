@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from pscore.model.layout import ModelLayout, Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.changelog import ChangedIndices
 from psservice.model.update.reshard import RuleMemory
@@ -68,7 +68,7 @@ class UpdateRule(Protocol):
     rates: tuple[float, ...]
     densifies: bool
 
-    def apply(self, push: Segment | None, context: PushContext = PLAIN) -> ChangedIndices:
+    def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
         """Change the parameters, and return which may have changed; ``None`` is a push without entries.
 
         Raises :class:`Rejected` (``NON_FINITE``), with nothing changed, where a parameter would leave fp32's range.

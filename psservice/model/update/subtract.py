@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.select.kernels import kernels_for
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangedIndices, offset_dtype
@@ -24,7 +24,7 @@ class Subtract:
         self._theta = context.theta
         self._offset_dtype = offset_dtype(context.span.length)
 
-    def apply(self, push: Segment | None, context: PushContext = PLAIN) -> ChangedIndices:
+    def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
         """Subtract the push."""
         if push is None:
             return torch.empty(0, dtype=self._offset_dtype)

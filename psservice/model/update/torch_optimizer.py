@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangedIndices, offset_dtype
 from psservice.model.update.base import PLAIN, PushContext, RuleContext, RuleMaker, RuleState
@@ -118,7 +118,7 @@ class TorchOptimizer:
         self.densifies = not settings.lazy
         self._dtype = offset_dtype(context.span.length)
 
-    def apply(self, push: Segment | None, context: PushContext = PLAIN) -> ChangedIndices:
+    def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
         """Step once; a push without entries is no step, and its samples count."""
         support: ChangedIndices = torch.empty(0, dtype=self._dtype)
         if self._optimizer is None:
@@ -232,7 +232,7 @@ class TorchOptimizer:
         start = self._context.span.start
         return self._context.theta[span.start - start : span.end - start]
 
-    def _require_sane(self, push: Segment) -> None:
+    def _require_sane(self, push: SparseSlice) -> None:
         if push.entries and bool(push.values.abs().max() > _LARGEST_GRADIENT):
             raise Rejected(ErrorCode.NON_FINITE, f"a gradient above {_LARGEST_GRADIENT:g} is not taken")
         theta = self._context.theta
@@ -240,7 +240,7 @@ class TorchOptimizer:
         if touched.numel() and not bool(touched.abs().max() <= _LARGEST_PARAMETER):
             raise Rejected(ErrorCode.NON_FINITE, f"a parameter has grown above {_LARGEST_PARAMETER:g}")
 
-    def _step(self, optimizer: Optimizer, push: Segment) -> None:
+    def _step(self, optimizer: Optimizer, push: SparseSlice) -> None:
         """Step with the push as the whole gradient, zero where it has no entry."""
         for span, tensor in self._pieces:
             part = push.clip(span)
@@ -258,7 +258,7 @@ class TorchOptimizer:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def _step_lazily(self, optimizer: Optimizer, push: Segment) -> ChangedIndices:
+    def _step_lazily(self, optimizer: Optimizer, push: SparseSlice) -> ChangedIndices:
         """Step the sent entries as if they were the whole of their tensors."""
         touched = []
         group_of = {id(t): group for group in optimizer.param_groups for t in group["params"]}

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from pscore.model.layout import ModelLayout, Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
 from psservice.model.changelog import ALMOST_ALL
-from psservice.model.parameters import ModelShard, ShardSettings
+from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.model.update.base import PLAIN, PushContext, RuleState
 from psservice.model.wagma.rounds import Decision, Frozen, WagmaRounds
+from psservice.settings import ShardSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class GroupedShard(ModelShard):
         return False
 
     @traced("apply")
-    def take(self, worker: str, push: Segment | None, context: PushContext = PLAIN, step: int = 0) -> int:
+    def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:
         """Change a worker's own model; if its round is frozen, average the two as the rule for late workers says."""
         own, iteration = self._models[worker], step - 1
         if push is not None:

@@ -4,13 +4,13 @@ import torch
 
 from psclient.engine.push_pull import _as_decoded, _joined
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 
 def dense(start, end):
-    return Segment(Span(start, end), None, torch.arange(start, end).float())
+    return SparseSlice(Span(start, end), None, torch.arange(start, end).float())
 
 
 def test_dense_neighbours_become_runs_and_a_gap_ends_one():
@@ -20,8 +20,8 @@ def test_dense_neighbours_become_runs_and_a_gap_ends_one():
 
 
 def test_one_sparse_tensor_makes_the_group_one_sparse_segment():
-    sparse = Segment(Span(10, 20), torch.tensor([1, 3]), torch.tensor([5.0, 6.0]))
-    nothing = Segment(Span(6, 10), torch.empty(0, dtype=torch.int64), torch.empty(0))
+    sparse = SparseSlice(Span(10, 20), torch.tensor([1, 3]), torch.tensor([5.0, 6.0]))
+    nothing = SparseSlice(Span(6, 10), torch.empty(0, dtype=torch.int64), torch.empty(0))
     [joined] = _joined(Span(4, 20), [dense(4, 6), nothing, sparse])
     assert joined.span == Span(4, 20)
     assert joined.offsets.tolist() == [0, 1, 7, 9]
@@ -33,7 +33,7 @@ def test_a_group_that_sends_nothing_has_no_segment():
 
 
 def test_what_arrives_and_what_quantisation_takes_make_what_was_sent():
-    part = Segment(Span(0, 9), torch.tensor([0, 4, 8]), torch.tensor([1.0, 1.0 + 2**-20, -3.0]))
+    part = SparseSlice(Span(0, 9), torch.tensor([0, 4, 8]), torch.tensor([1.0, 1.0 + 2**-20, -3.0]))
     encoded = list(frames.encode(part, frames.WireForm(value=pb.VALUE_CODEC_BF16), chunk_bytes=1 << 16))
     arriving, lost = _as_decoded(part, encoded)
     assert arriving.values.tolist() == [1.0, 1.0, -3.0]

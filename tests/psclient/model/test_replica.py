@@ -11,7 +11,7 @@ from torch import nn
 from psclient.errors import ModelChangedError
 from psclient.model.replica import Replica
 from pscore.model.layout import Span, layout_of
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 
 KINDS = {
     "contiguous": lambda: torch.zeros(2, 3, 4, 5),
@@ -44,7 +44,7 @@ def test_writing_reaches_every_element_in_logical_order(kind):
     replica = replica_of(torch.zeros(3), KINDS[kind](), torch.zeros(()))
     before = [p.data_ptr() for p in replica.parameters]
     values = torch.arange(replica.layout.size).float()
-    replica.write([Segment(whole(replica), None, values)])
+    replica.write([SparseSlice(whole(replica), None, values)])
     assert torch.equal(contents(replica), values)
     assert [p.data_ptr() for p in replica.parameters] == before, "the user's tensors stay the same"
 
@@ -53,8 +53,8 @@ def test_writing_reaches_every_element_in_logical_order(kind):
 def test_strides_stay_as_they_were(kind):
     parameter = KINDS[kind]()
     replica = replica_of(parameter)
-    replica.write([Segment(whole(replica), torch.tensor([1]), torch.ones(1))])
-    replica.add([Segment(whole(replica), torch.tensor([1]), torch.ones(1))])
+    replica.write([SparseSlice(whole(replica), torch.tensor([1]), torch.ones(1))])
+    replica.add([SparseSlice(whole(replica), torch.tensor([1]), torch.ones(1))])
     assert replica.parameters[0].stride() == parameter.stride()
     assert contents(replica)[1] == 2
 
@@ -71,7 +71,7 @@ def pieces(edges, entries, values):
         if not chosen:
             continue
         offsets = None if len(chosen) == high - low else torch.tensor(chosen)
-        found.append(Segment(Span(low, high), offsets, values[[low + c for c in chosen]]))
+        found.append(SparseSlice(Span(low, high), offsets, values[[low + c for c in chosen]]))
     return found
 
 
@@ -84,7 +84,7 @@ def test_segments_of_any_cut_touch_exactly_their_entries(kind, operation, cut, e
     replica = replica_of(torch.zeros(3, 2), KINDS[kind](), torch.zeros(0), torch.zeros(()), torch.zeros(3))
     assert replica.layout.size == 130
     start, values = torch.randn(130, generator=generator), torch.randn(130, generator=generator)
-    replica.write([Segment(whole(replica), None, start)])
+    replica.write([SparseSlice(whole(replica), None, start)])
     getattr(replica, operation)(pieces([0, *sorted(cut), 130], entries, values))
     expected = start.clone()
     chosen = torch.tensor(sorted(entries), dtype=torch.int64)
@@ -96,7 +96,7 @@ def test_segments_of_any_cut_touch_exactly_their_entries(kind, operation, cut, e
 def test_reading_gives_back_what_was_written(kind):
     replica = replica_of(torch.zeros(4), KINDS[kind](), torch.zeros(6).half())
     values = torch.arange(130).float()
-    replica.write([Segment(whole(replica), None, values)])
+    replica.write([SparseSlice(whole(replica), None, values)])
     for span in (whole(replica), Span(2, 127), Span(5, 5)):
         parts = list(replica.read(span))
         assert all(part.offsets is None and part.values.dtype == torch.float32 for part in parts)
@@ -109,11 +109,11 @@ def test_reading_gives_back_what_was_written(kind):
 @pytest.mark.parametrize("dense", [True, False])
 def test_half_precision_follows_an_fp32_copy(dtype, dense):
     replica = replica_of(torch.zeros(8, dtype=dtype), torch.zeros(8))
-    replica.write([Segment(whole(replica), None, torch.ones(16))])
+    replica.write([SparseSlice(whole(replica), None, torch.ones(16))])
     replica.open_fp32(whole(replica))
     tiny, offsets = 2.0**-14, None if dense else torch.arange(16)
     for _ in range(64):
-        replica.add([Segment(whole(replica), offsets, torch.full((16,), tiny))])
+        replica.add([SparseSlice(whole(replica), offsets, torch.full((16,), tiny))])
     assert torch.equal(fp32_of(replica, 0), torch.full((8,), 1 + 64 * tiny))
     assert torch.equal(replica.parameters[0], torch.full((8,), 1 + 64 * tiny).to(dtype))
     assert torch.equal(replica.parameters[1], torch.full((8,), 1 + 64 * tiny))
@@ -122,8 +122,8 @@ def test_half_precision_follows_an_fp32_copy(dtype, dense):
 def test_an_fp32_copy_begins_anew_from_what_the_parameter_holds():
     replica = replica_of(torch.zeros(8).half(), torch.zeros(4).bfloat16())
     replica.open_fp32(whole(replica))
-    replica.add([Segment(whole(replica), None, torch.full((12,), 1e-6))])
-    replica.write([Segment(whole(replica), None, torch.full((12,), 0.5))])
+    replica.add([SparseSlice(whole(replica), None, torch.full((12,), 1e-6))])
+    replica.write([SparseSlice(whole(replica), None, torch.full((12,), 0.5))])
     replica.open_fp32(Span(0, 4))
     assert fp32_of(replica, 0)[:4].tolist() == [0.5] * 4
     assert fp32_of(replica, 0)[4:].tolist() == [pytest.approx(1e-6)] * 4, "the other shard's part is not touched"
@@ -135,7 +135,7 @@ def test_an_fp32_copy_begins_anew_from_what_the_parameter_holds():
 def test_exact_values_are_rounded_to_the_parameters_dtype():
     replica = replica_of(torch.zeros(2).bfloat16(), torch.zeros(2))
     values = torch.tensor([1.001, 3.14159, 1.001, 3.14159])
-    replica.write([Segment(whole(replica), None, values)])
+    replica.write([SparseSlice(whole(replica), None, values)])
     assert torch.equal(replica.parameters[0].detach(), values[:2].bfloat16())
     assert torch.equal(replica.parameters[1].detach(), values[2:])
 
@@ -143,8 +143,8 @@ def test_exact_values_are_rounded_to_the_parameters_dtype():
 def test_parameters_with_gradients_may_be_written():
     replica = replica_of(torch.zeros(3))
     replica.parameters[0].sum().backward()
-    replica.write([Segment(whole(replica), None, torch.ones(3))])
-    replica.add([Segment(whole(replica), None, torch.ones(3))])
+    replica.write([SparseSlice(whole(replica), None, torch.ones(3))])
+    replica.add([SparseSlice(whole(replica), None, torch.ones(3))])
     assert replica.parameters[0].requires_grad
     assert replica.parameters[0].tolist() == [2, 2, 2]
 
@@ -158,7 +158,7 @@ def test_memory_that_was_replaced_by_the_same_values_is_taken_as_it_is():
     for parameter in replica.parameters:
         moved_to(parameter, parameter.detach().clone())
     assert replica.loaded() is None
-    replica.write([Segment(whole(replica), None, torch.arange(14).float())])
+    replica.write([SparseSlice(whole(replica), None, torch.arange(14).float())])
     assert replica.loaded() is None
     assert torch.equal(contents(replica), torch.arange(14).float())
 
@@ -191,7 +191,7 @@ def test_memory_of_another_kind_is_named(replacement):
 
 def test_values_written_in_place_are_noticed_until_they_are_accepted():
     replica = replica_of(torch.zeros(2), torch.zeros(3, 4).t())
-    ones = [Segment(whole(replica), None, torch.ones(14))]
+    ones = [SparseSlice(whole(replica), None, torch.ones(14))]
     replica.write(ones)
     assert replica.loaded() is None
     with torch.no_grad():
@@ -206,9 +206,9 @@ def test_values_written_in_place_are_noticed_until_they_are_accepted():
 def test_parameters_that_are_parts_of_one_tensor_are_not_loaded_by_a_reply():
     whole_of_it = torch.zeros(5)
     replica = replica_of(whole_of_it[:2], whole_of_it[2:])
-    replica.write([Segment(whole(replica), None, torch.ones(5))])
+    replica.write([SparseSlice(whole(replica), None, torch.ones(5))])
     assert replica.loaded() is None
-    replica.add([Segment(whole(replica), None, torch.ones(5))])
+    replica.add([SparseSlice(whole(replica), None, torch.ones(5))])
     assert replica.loaded() is None
     assert whole_of_it.tolist() == [2.0] * 5
 

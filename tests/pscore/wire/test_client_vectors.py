@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pscore.model.layout import ModelLayout, Span, TensorSpec
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
@@ -67,8 +67,8 @@ def test_a_value_codec(name):
 
 def push_chunks() -> list[pb.Chunk]:
     """Return two chunks of one push: sparse and quantised, dense and exact."""
-    sparse = Segment(Span(100, 100 + LENGTH), torch.from_numpy(OFFSETS), torch.from_numpy(VALUES[:4]))
-    dense = Segment(Span(120, 120 + VALUES.size), None, torch.from_numpy(VALUES))
+    sparse = SparseSlice(Span(100, 100 + LENGTH), torch.from_numpy(OFFSETS), torch.from_numpy(VALUES[:4]))
+    dense = SparseSlice(Span(120, 120 + VALUES.size), None, torch.from_numpy(VALUES))
     form = frames.WireForm(value=pb.VALUE_CODEC_INT8, index=pb.INDEX_CODEC_RICE)
     encoded = [*frames.encode(sparse, form, chunk_bytes=1 << 16), *frames.encode(dense, chunk_bytes=1 << 16)]
     return [each.chunk for each in encoded]

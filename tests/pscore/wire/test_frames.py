@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment, merge
+from pscore.model.sparse_slice import SparseSlice, merge
 from pscore.wire import frames
 from pscore.wire.codecs.index import INDEX_FORMATS
 from pscore.wire.codecs.limits import MAX_ENTRIES
@@ -87,7 +87,7 @@ def test_a_push_of_one_per_cent_needs_the_promised_bits(value, most):
     """Everything counted: index, values, bounds, and the messages around them."""
     offsets = torch.from_numpy(random_support(0.01, 256 << 10))
     values = torch.from_numpy(tail("laplace", 0.25)[: offsets.numel()])
-    segment = Segment(Span(0, int(offsets[-1]) + 1), offsets, values)
+    segment = SparseSlice(Span(0, int(offsets[-1]) + 1), offsets, values)
     form = frames.WireForm(value=value)
     sent = sum(frames.wire_bytes(chunk) for chunk, _ in frames.encode(segment, form, chunk_bytes=1 << 20))
     assert 8 * sent / segment.entries <= most
@@ -95,20 +95,20 @@ def test_a_push_of_one_per_cent_needs_the_promised_bits(value, most):
 
 def test_blocks_of_bounds_are_whole_in_every_chunk_but_the_last():
     form = frames.WireForm(value=pb.VALUE_CODEC_INT4, index=pb.INDEX_CODEC_RICE)
-    segment = Segment(Span(0, 100_000), torch.arange(0, 100_000, 2), torch.ones(50_000))
+    segment = SparseSlice(Span(0, 100_000), torch.arange(0, 100_000, 2), torch.ones(50_000))
     *full, _ = [chunk.count for chunk, _ in frames.encode(segment, form, chunk_bytes=64 << 10)]
     assert full
     assert all(count % 512 == 0 for count in full)
 
 
 def test_only_what_the_peer_reads_is_sent():
-    segment = Segment(Span(0, 10_000), torch.arange(0, 10_000, 2), torch.ones(5000))
+    segment = SparseSlice(Span(0, 10_000), torch.arange(0, 10_000, 2), torch.ones(5000))
     form = frames.WireForm(allowed=(pb.INDEX_CODEC_RAW32,))
     assert {chunk.index_codec for chunk, _ in frames.encode(segment, form, chunk_bytes=4096)} == {pb.INDEX_CODEC_RAW32}
 
 
 def test_a_codec_that_suits_the_offsets_badly_still_keeps_the_bound():
-    segment = Segment(Span(0, 1 << 20), torch.arange(0, 1 << 20, 1 << 10), torch.ones(1 << 10))
+    segment = SparseSlice(Span(0, 1 << 20), torch.arange(0, 1 << 20, 1 << 10), torch.ones(1 << 10))
     form = frames.WireForm(index=pb.INDEX_CODEC_BITMAP)
     chunks = [chunk for chunk, _ in frames.encode(segment, form, chunk_bytes=1024)]
     assert max(len(chunk.indices) + len(chunk.values) for chunk in chunks) <= 1024
@@ -117,7 +117,7 @@ def test_a_codec_that_suits_the_offsets_badly_still_keeps_the_bound():
 
 @pytest.mark.parametrize("value", [pb.VALUE_CODEC_INT4, pb.VALUE_CODEC_SIGN_MEAN])
 def test_a_dense_chunk_has_no_more_entries_than_a_chunk_may_hold(value):
-    segment = Segment(Span(0, MAX_ENTRIES + 5), None, torch.ones(MAX_ENTRIES + 5))
+    segment = SparseSlice(Span(0, MAX_ENTRIES + 5), None, torch.ones(MAX_ENTRIES + 5))
     chunks = [chunk for chunk, _ in frames.encode(segment, frames.WireForm(value=value), chunk_bytes=4 << 20)]
     assert [chunk.count for chunk in chunks] == [MAX_ENTRIES, 5]
     assert frames.decode(chunks[0], segment.span).entries == MAX_ENTRIES
@@ -125,7 +125,7 @@ def test_a_dense_chunk_has_no_more_entries_than_a_chunk_may_hold(value):
 
 def test_offsets_further_apart_than_32_bits_are_cut():
     offsets = torch.tensor([0, 2**32 - 1, 2**32, 2**33 + 5, 2**40])
-    segment = Segment(Span(3, 3 + 2**40 + 1), offsets, numbered(5))
+    segment = SparseSlice(Span(3, 3 + 2**40 + 1), offsets, numbered(5))
     chunks = [chunk for chunk, _ in frames.encode(segment, chunk_bytes=1 << 20)]
     assert all(chunk.length <= 2**32 for chunk in chunks)
     assert as_dict(*over_the_wire(segment, 1 << 20)) == as_dict(segment)
@@ -134,7 +134,7 @@ def test_offsets_further_apart_than_32_bits_are_cut():
 def test_an_empty_segment_needs_no_chunk():
     for offsets in (None, torch.empty(0, dtype=torch.int64)):
         span = Span(0, 0) if offsets is None else Span(0, 9)
-        assert list(frames.encode(Segment(span, offsets, torch.empty(0)), chunk_bytes=64)) == []
+        assert list(frames.encode(SparseSlice(span, offsets, torch.empty(0)), chunk_bytes=64)) == []
 
 
 def commit_of(segment):
@@ -146,7 +146,7 @@ def commit_of(segment):
 
 @pytest.mark.parametrize("field", ["chunks", "entries", "crc32"])
 def test_a_commit_that_counts_otherwise_is_refused_by_name(field):
-    checksum = commit_of(Segment(Span(0, 9), None, numbered(9)))
+    checksum = commit_of(SparseSlice(Span(0, 9), None, numbered(9)))
     commit = checksum.commit()
     checksum.verify(commit)
     setattr(commit, field, getattr(commit, field) ^ 1)
@@ -174,7 +174,7 @@ def test_the_checksum_sees_every_payload_bit(segment, data):
 
 
 def test_chunks_must_ascend():
-    (first, _), (second, _) = frames.encode(Segment(Span(0, 6), None, numbered(6)), chunk_bytes=12)
+    (first, _), (second, _) = frames.encode(SparseSlice(Span(0, 6), None, numbered(6)), chunk_bytes=12)
     reader = frames.ChunkReader(Span(0, 6))
     reader.read(second)
     with pytest.raises(Rejected) as refused:
@@ -184,7 +184,7 @@ def test_chunks_must_ascend():
 
 def test_completeness_counts_every_element():
     reader = frames.ChunkReader(Span(0, 6))
-    for chunk, _ in frames.encode(Segment(Span(0, 5), None, numbered(5)), chunk_bytes=64):
+    for chunk, _ in frames.encode(SparseSlice(Span(0, 5), None, numbered(5)), chunk_bytes=64):
         reader.read(chunk)
     with pytest.raises(Rejected, match="5 of 6") as refused:
         reader.require_complete()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.reply_session import ReplyMode
 from tests.psservice.service_makers import (
@@ -82,7 +82,7 @@ def test_a_reply_holds_what_changed_and_nothing_else():
         link = linked(writer)
         link.pull()
         for offsets in ([3, 5], [5, 50], []):
-            link.model.apply(Segment(link.model.span, torch.tensor(offsets).long(), torch.ones(len(offsets))))
+            link.model.apply(SparseSlice(link.model.span, torch.tensor(offsets).long(), torch.ones(len(offsets))))
         wire = link.ask()
         assert link.entries(wire) == 3
         assert wire.density == 3 / link.model.span.length
@@ -117,7 +117,7 @@ def test_dense_pushes_are_answered_densely_and_exactly():
     with writing() as writer:
         link = linked(writer)
         link.pull()
-        link.model.apply(Segment(link.model.span, None, torch.randn(link.model.span.length)))
+        link.model.apply(SparseSlice(link.model.span, None, torch.randn(link.model.span.length)))
         wire = link.pull()
         assert wire.mode is ReplyMode.EXACT
         assert link.entries(wire) == link.model.span.length
@@ -126,9 +126,9 @@ def test_dense_pushes_are_answered_densely_and_exactly():
 
 def test_a_push_between_the_question_and_the_reading_is_part_of_the_reply():
     model = shard_of(LAYOUTS["fp32"], torch.randn(55))
-    model.apply(Segment(model.span, torch.tensor([3, 7]), torch.ones(2)))
+    model.apply(SparseSlice(model.span, torch.tensor([3, 7]), torch.ones(2)))
     early = model.changelog.since(0)[0]
-    model.apply(Segment(model.span, torch.tensor([7, 50]), torch.ones(2)))
+    model.apply(SparseSlice(model.span, torch.tensor([7, 50]), torch.ones(2)))
     difference = model.difference(1, early)
     assert difference.version == 2
     assert difference.changed.tolist() == [3, 7, 50]
@@ -140,7 +140,7 @@ def test_signed_zeros_arrive_as_they_are():
         link = linked(writer)
         link.pull()
         link.model.theta.fill_(-0.0)
-        link.model.apply(Segment(link.model.span, torch.tensor([1, 2]), torch.tensor([-0.0, 0.0])))
+        link.model.apply(SparseSlice(link.model.span, torch.tensor([1, 2]), torch.tensor([-0.0, 0.0])))
         link.base = None
         link.pull()
         assert replica_bits(link.replica, link.model.span) == server_bits(link.model)

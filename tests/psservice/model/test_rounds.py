@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pscore.model.layout import Span
 from pscore.model.ranges import Ranges
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
 from psservice.cluster.run import RunState
 from psservice.model.rounds import Round, RoundSettings
@@ -268,7 +268,7 @@ def test_the_mean_is_that_of_the_dense_updates(pushes, again):
         expected, names = torch.zeros(50, dtype=torch.float64), set()
         for worker, density, seed in batch:
             generator = torch.Generator().manual_seed(seed)
-            whole = Segment(span, None, torch.randn(50, generator=generator))
+            whole = SparseSlice(span, None, torch.randn(50, generator=generator))
             update = whole if density is None else sparse_push(span, density, seed)
             gathered.add(f"worker-{worker}", update)
             names.add(worker)

@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
+from psservice.apply_thread import Writer
 from psservice.model.reply_session import ReplyMode, ReplySession
 from psservice.policy.reply_mode import ReplyRule
-from psservice.shard.apply_thread import Writer
 from tests.psservice.service_makers import (
     BF16,
     F16,
@@ -180,7 +180,7 @@ def test_a_worker_that_has_lost_its_replica_frees_the_image(link):
 
 def test_a_top_k_reply_holds_the_largest_differences_of_each_tensor(link):
     link.pull()
-    link.model.apply(Segment(link.model.span, None, torch.randn(100)))
+    link.model.apply(SparseSlice(link.model.span, None, torch.randn(100)))
     wire = link.ask()
     difference = link.model.theta - link.downlink.image
     assert link.entries(wire) == 6 + 4
@@ -221,7 +221,7 @@ def test_closing_the_image_restores_signed_zeros_too(link):
     link.pull()
     link.pull()
     for value in (1.0, -1.0):  # −0 − 1 + 1 = +0, a difference of nothing but the sign
-        link.model.apply(Segment(link.model.span, torch.tensor([3]), torch.tensor([value])))
+        link.model.apply(SparseSlice(link.model.span, torch.tensor([3]), torch.tensor([value])))
     link.rule.topk = False
     link.pull()
     link.pull()

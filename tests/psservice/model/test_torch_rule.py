@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.reply_session import ReplyMode
 from psservice.model.update import rule_maker
@@ -69,7 +69,7 @@ def refused(call, *arguments):
 
 
 def dense(values):
-    return Segment(Span(0, values.numel()), None, values)
+    return SparseSlice(Span(0, values.numel()), None, values)
 
 
 @pytest.mark.parametrize("name", sorted({*optimizers()} - NEEDS_MATRICES))
@@ -208,7 +208,7 @@ def test_lazy_steps_change_what_was_sent_and_nothing_else(name, masks):
         offsets = mask.nonzero().view(-1)
         before = theta.clone()
         support = server.apply(
-            Segment(Span(0, LAYOUT.size), offsets, some_values(step)[offsets]) if mask.any() else None
+            SparseSlice(Span(0, LAYOUT.size), offsets, some_values(step)[offsets]) if mask.any() else None
         )
         assert support.tolist() == offsets.tolist()
         assert bits(theta[~mask]) == bits(before[~mask])
@@ -217,7 +217,7 @@ def test_lazy_steps_change_what_was_sent_and_nothing_else(name, masks):
     plain, expected = rule(said(name, **options), some_values())
     for step in range(3):
         offsets = torch.arange(LAYOUT.size)
-        everything.apply(Segment(Span(0, LAYOUT.size), offsets, some_values(step)))
+        everything.apply(SparseSlice(Span(0, LAYOUT.size), offsets, some_values(step)))
         plain.apply(dense(some_values(step)))
     assert bits(theta) == bits(expected)
 
@@ -381,8 +381,8 @@ def test_a_scheduler_may_have_a_number_for_each_group():
     whole, theta = rule(settings, values)
     part, there = rule(settings, values, Span(12, LAYOUT.size))
     for _ in range(5):
-        whole.apply(Segment(Span(0, LAYOUT.size), None, gradient))
-        part.apply(Segment(Span(12, LAYOUT.size), None, gradient[12:]))
+        whole.apply(SparseSlice(Span(0, LAYOUT.size), None, gradient))
+        part.apply(SparseSlice(Span(12, LAYOUT.size), None, gradient[12:]))
     assert torch.equal(there, theta[12:])
 
 
@@ -391,7 +391,7 @@ def test_a_schedule_that_fails_late_leaves_the_rate_and_is_the_same_after_a_rest
     options = {"base_lr": 0.001, "max_lr": 0.002, "step_size_up": 1, "mode": "triangular2", "cycle_momentum": False}
     settings = said("SGD", {"name": "CyclicLR", "options": options}, lr=0.1)
     mine, theta = rule(settings, some_values())
-    push = Segment(Span(0, LAYOUT.size), torch.tensor([3]), torch.ones(1))
+    push = SparseSlice(Span(0, LAYOUT.size), torch.tensor([3]), torch.ones(1))
     for _ in range(2100):
         mine.apply(push)
     again, there = rule(settings, theta)
@@ -404,7 +404,7 @@ def test_a_schedule_that_fails_late_leaves_the_rate_and_is_the_same_after_a_rest
 def test_a_rate_never_leaves_its_bounds():
     mine, theta = rule(said("SGD", {"name": "ExponentialLR", "options": {"gamma": -1e200}}, lr=0.1), some_values())
     for _ in range(4):
-        mine.apply(Segment(Span(0, LAYOUT.size), None, torch.ones(LAYOUT.size)))
+        mine.apply(SparseSlice(Span(0, LAYOUT.size), None, torch.ones(LAYOUT.size)))
     assert theta.isfinite().all()
 
 
@@ -412,7 +412,7 @@ def test_a_lazy_step_names_what_it_changed_in_the_layouts_order():
     """Weights in one group and biases in another lie between one another, and replies are cut by order."""
     groups = [{"tensors": [0, 2], "options": {}}, {"tensors": [1], "options": {"lr": 0.5}}]
     mine, _ = rule(said("SGD", groups=groups, lazy=True, lr=0.1), some_values())
-    support = mine.apply(Segment(Span(0, LAYOUT.size), torch.tensor([1, 13, 18]), torch.ones(3)))
+    support = mine.apply(SparseSlice(Span(0, LAYOUT.size), torch.tensor([1, 13, 18]), torch.ones(3)))
     assert support.tolist() == [1, 13, 18]
 
 
@@ -423,8 +423,8 @@ def test_a_scalar_is_stepped_lazily_like_any_element(name):
     lazy, there = rule(said(name, lazy=True, **options), torch.ones(4), layout=layout)
     dense, here = rule(said(name, **options), torch.ones(4), layout=layout)
     for _ in range(3):
-        lazy.apply(Segment(Span(0, 4), torch.arange(4), torch.full((4,), 0.5)))
-        dense.apply(Segment(Span(0, 4), None, torch.full((4,), 0.5)))
+        lazy.apply(SparseSlice(Span(0, 4), torch.arange(4), torch.full((4,), 0.5)))
+        dense.apply(SparseSlice(Span(0, 4), None, torch.full((4,), 0.5)))
     torch.testing.assert_close(there, here)
 
 
@@ -433,10 +433,10 @@ def test_a_lazy_step_looks_at_what_was_sent_and_at_nothing_else():
     values = torch.ones(LAYOUT.size)
     values[20] = 2e30
     server, theta = rule(said("SGD", lazy=True, lr=0.5), values)
-    sparse = Segment(Span(0, LAYOUT.size), torch.tensor([0, 3]), torch.ones(2))
+    sparse = SparseSlice(Span(0, LAYOUT.size), torch.tensor([0, 3]), torch.ones(2))
     assert server.apply(sparse).tolist() == [0, 3]
     assert theta[[0, 3]].tolist() == [0.5, 0.5]
-    touching = Segment(Span(0, LAYOUT.size), torch.tensor([3, 20]), torch.ones(2))
+    touching = SparseSlice(Span(0, LAYOUT.size), torch.tensor([3, 20]), torch.ones(2))
     assert refused(server.apply, touching) is ErrorCode.NON_FINITE
     assert refused(server.apply, dense(torch.ones(LAYOUT.size))) is ErrorCode.NON_FINITE
     assert theta[3] == 0.5

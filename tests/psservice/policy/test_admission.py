@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.policy.admission import Admission, Pace, first_clock
 from psservice.shard.join import leave
@@ -93,7 +93,7 @@ def test_the_first_clock_is_that_of_the_slowest():
 @settings(deadline=None, max_examples=30)
 def test_the_norm_is_right_over_many_blocks_and_far_beyond_the_root_of_fp32(size, scale, seed):
     values = np.random.default_rng(seed).normal(size=size).astype(np.float32) * np.float32(scale)
-    update = Segment(Span(0, max(1, size)), None, torch.from_numpy(values)) if size else None
+    update = SparseSlice(Span(0, max(1, size)), None, torch.from_numpy(values)) if size else None
     expected = float(np.linalg.norm(values.astype(np.float64)))
     assert Admission(max_update_norm=1.0).norm(update) == pytest.approx(expected, rel=1e-12)
 

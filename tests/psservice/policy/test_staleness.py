@@ -6,12 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
-from psservice.model.parameters import ModelShard, ShardSettings
+from pscore.model.sparse_slice import SparseSlice
+from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog
 from psservice.model.update.base import PushContext
 from psservice.policy.staleness import StalenessScaling
+from psservice.settings import ShardSettings
 from psservice.shard.push import commit
 from tests.psservice.engine_makers import ANNA, BERT, engines, join, push, push_of, serving, theta, upload, with_clock
 from tests.psservice.service_makers import F32, bits, layout_of, sparse_push
@@ -105,12 +106,12 @@ def test_compensation_is_the_papers_formula_on_what_was_sent():
     strength, lr = 0.04, 0.1
     model = shard(strength)
     base = model.theta.clone()
-    model.take("anna", Segment(Span(0, 8), torch.tensor([1, 4]), torch.tensor([0.5, -0.5])))
-    model.take("anna", Segment(Span(0, 8), None, torch.full((8,), 0.25)))
+    model.take("anna", SparseSlice(Span(0, 8), torch.tensor([1, 4]), torch.tensor([0.5, -0.5])))
+    model.take("anna", SparseSlice(Span(0, 8), None, torch.full((8,), 0.25)))
     now = model.theta.clone()
     p = torch.tensor([0.3, -0.2, 0.1])
     offsets = torch.tensor([0, 1, 4])
-    model.take("bert", Segment(Span(0, 8), offsets, p), PushContext(1.0, 0, lr))
+    model.take("bert", SparseSlice(Span(0, 8), offsets, p), PushContext(1.0, 0, lr))
     g = p / lr
     expected = now.clone()
     expected[offsets] -= lr * (g + strength * g * g * (now - base)[offsets])
@@ -121,8 +122,8 @@ def test_a_fresh_push_and_one_of_unknown_rate_are_not_compensated():
     for correction in (PushContext(1.0, 1, 0.1), PushContext(1.0, 0, 0.0), PushContext(1.0, None, 0.1)):
         model, plain = shard(0.5), shard(0.0)
         for each in (model, plain):
-            each.take("anna", Segment(Span(0, 8), None, torch.ones(8)))
-            each.take("bert", Segment(Span(0, 8), None, torch.ones(8)), correction)
+            each.take("anna", SparseSlice(Span(0, 8), None, torch.ones(8)))
+            each.take("bert", SparseSlice(Span(0, 8), None, torch.ones(8)), correction)
         assert bits(model.theta) == bits(plain.theta)
 
 
@@ -130,15 +131,15 @@ def test_a_base_that_is_forgotten_leaves_the_push_as_it_came():
     model, plain = shard(0.5, ledger_multiple=1.0), shard(0.0)
     for each in (model, plain):
         for _ in range(5):
-            each.take("anna", Segment(Span(0, 8), None, torch.ones(8)))
-        each.take("bert", Segment(Span(0, 8), None, torch.ones(8)), PushContext(1.0, 0, 0.1))
+            each.take("anna", SparseSlice(Span(0, 8), None, torch.ones(8)))
+        each.take("bert", SparseSlice(Span(0, 8), None, torch.ones(8)), PushContext(1.0, 0, 0.1))
     assert bits(model.theta) == bits(plain.theta)
 
 
 def test_what_would_not_be_finite_is_not_compensated():
     model = shard(0.5)
-    model.take("anna", Segment(Span(0, 8), torch.tensor([2]), torch.tensor([1e30])))
-    model.take("bert", Segment(Span(0, 8), torch.tensor([2]), torch.tensor([1e10])), PushContext(1.0, 0, 1e-9))
+    model.take("anna", SparseSlice(Span(0, 8), torch.tensor([2]), torch.tensor([1e30])))
+    model.take("bert", SparseSlice(Span(0, 8), torch.tensor([2]), torch.tensor([1e10])), PushContext(1.0, 0, 1e-9))
     assert bool(model.theta.isfinite().all())
 
 
@@ -155,7 +156,7 @@ def test_past_values_are_what_they_were(densities, back, asked, seed):
     model = shard(0.1, size=size)
     history = [model.theta.clone()]
     for number, density in enumerate(densities):
-        whole = Segment(span, None, torch.randn(size, generator=torch.Generator().manual_seed(seed + number)))
+        whole = SparseSlice(span, None, torch.randn(size, generator=torch.Generator().manual_seed(seed + number)))
         model.take("anna", whole if density is None else sparse_push(span, density, seed + number))
         history.append(model.theta.clone())
     version = max(0, model.version - back)
@@ -169,7 +170,7 @@ def test_past_values_stay_within_their_limit():
     past = UndoLog(10)
     model = shard(0.1, ledger_multiple=2.0)
     for _ in range(20):
-        model.take("anna", Segment(Span(0, 8), torch.tensor([1, 2, 3]), torch.ones(3)))
+        model.take("anna", SparseSlice(Span(0, 8), torch.tensor([1, 2, 3]), torch.ones(3)))
     assert model._undo_log._entries <= 16
     assert past.at(torch.zeros(3), 0, 0, None) is not None
 
@@ -178,7 +179,7 @@ def test_an_engine_compensates_by_the_rate_that_the_push_carries():
     with serving(LAYOUT, torch.zeros(8), delay_compensation=1.0) as engine:
         push(engine, 1, {0: 1.0})
         offsets, values = torch.tensor([0]), torch.tensor([0.5])
-        stale = push_of(ANNA, 2, engine.model.generation, 0, 1, [Segment(engine.span, offsets, values)], (), 0.25)
+        stale = push_of(ANNA, 2, engine.model.generation, 0, 1, [SparseSlice(engine.span, offsets, values)], (), 0.25)
         commit(engine, stale)
         assert theta(engine)[0] == -1.0 - (0.5 + (1.0 / 0.25) * 0.25 * -1.0)
 

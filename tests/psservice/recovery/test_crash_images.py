@@ -8,10 +8,10 @@ import zlib
 import pytest
 import torch
 
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import Rejected
-from psservice.model.parameters import ShardSettings
 from psservice.recovery.replayer import LogReplayer
+from psservice.settings import ShardSettings
 from psservice.storage import files, lock_file, recovery_source, snapshots
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
@@ -106,7 +106,7 @@ def test_a_push_that_was_refused_is_refused_again_by_the_next(directory):
     with Shard(directory) as engine:
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        huge = Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38]))
+        huge = SparseSlice(engine.span, torch.tensor([3]), torch.tensor([-3e38]))
         send(engine, 2, huge)
         for _ in range(2):
             with pytest.raises(Rejected):

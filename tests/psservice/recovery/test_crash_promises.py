@@ -8,7 +8,7 @@ import torch
 
 from pscore.model import modelfile
 from pscore.model.buffers import pack
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
 from psservice.cluster.run import RunState
 from psservice.shard import lifecycle
@@ -121,4 +121,4 @@ def test_a_journal_of_refused_pushes_and_joins_is_cut_by_a_snapshot_too(director
 
 def large(engine):
     """A push of which the second would leave the range of fp32."""
-    return Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38]))
+    return SparseSlice(engine.span, torch.tensor([3]), torch.tensor([-3e38]))

@@ -8,7 +8,7 @@ import torch
 
 from pscore.model.layout import Span, TensorSpec
 from pscore.model.ranges import Ranges
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from psservice.model.update.reshard import PieceMemory, reshard
 from psservice.sampling.dataset import Plan, Wish
 from psservice.shard.buffers_and_samples import lease_samples
@@ -40,7 +40,7 @@ def at_home(values, gradients):
 def push(shard, who, step, gradient, finished=None):
     values = gradient[shard.span.start : shard.span.end]
     done = {"train": {0: Ranges([finished])}} if finished else {}
-    segments = [Segment(shard.span, None, values)]
+    segments = [SparseSlice(shard.span, None, values)]
     commit(shard, push_of(who, step, present(shard), shard.model.version, 1, segments, finished=done))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pscore.model.buffers import pack
 from pscore.model.layout import TensorSpec
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -160,7 +160,7 @@ def perform(engine, script):
                 steps[who] += 1
                 segment = sparse_push(engine.span, density, seed)
                 if action == "dense":
-                    segment = Segment(engine.span, None, values(seed))
+                    segment = SparseSlice(engine.span, None, values(seed))
                 codec = [None, pb.VALUE_CODEC_INT8, pb.VALUE_CODEC_BF16][seed % 3]
                 last[who] = (steps[who], segment)
                 send(engine, steps[who], segment, who, base=engine.model.version, samples=seed + 1, codec=codec)
@@ -168,7 +168,7 @@ def perform(engine, script):
                 steps[who] += 1
                 for _ in range(2):  # the second would leave the range of fp32
                     steps[who] += 1
-                    send(engine, steps[who], Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38])), who)
+                    send(engine, steps[who], SparseSlice(engine.span, torch.tensor([3]), torch.tensor([-3e38])), who)
             elif action == "repeat" and who in last:
                 send(engine, *last[who], who)
             elif action == "buffers":
@@ -429,7 +429,7 @@ def test_a_long_journal_is_cut_by_a_snapshot_before_its_time(directory):
     with Shard(directory, journal_bytes=1 << 20) as engine:
         begin(engine)
         first = engine.durability.last_snapshot
-        everything = Segment(engine.span, None, values())
+        everything = SparseSlice(engine.span, None, values())
         for step in range(1, 3000):
             send(engine, step, everything)
         wait_until(lambda: engine.durability.last_snapshot is not first)

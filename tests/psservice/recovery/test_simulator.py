@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
@@ -306,10 +306,10 @@ class Simulator:
     def segment(self):
         generator = torch.Generator().manual_seed(self.random.getrandbits(32))
         if self.random.random() < 0.1:
-            return Segment(self.engine.span, None, torch.randn(LAYOUT.size, generator=generator))
+            return SparseSlice(self.engine.span, None, torch.randn(LAYOUT.size, generator=generator))
         count = self.random.randint(1, 12)
         offsets = torch.randperm(LAYOUT.size, generator=generator)[:count].sort().values
-        return Segment(self.engine.span, offsets, torch.randn(count, generator=generator))
+        return SparseSlice(self.engine.span, offsets, torch.randn(count, generator=generator))
 
     def repeat(self):
         """The repeat of an answered push gets the first answer, and changes nothing."""

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import Rejected
 from psservice.recovery.export import histories
 from psservice.shard.join import leave
@@ -74,9 +74,11 @@ def play(engine, script, method_settings, steps):
                 steps[who] += 1
                 segment = {
                     "sparse": lambda seed=seed: sparse_push(engine.span, 0.3, seed),
-                    "dense": lambda seed=seed: Segment(engine.span, None, values(seed)),
+                    "dense": lambda seed=seed: SparseSlice(engine.span, None, values(seed)),
                     "empty": lambda: None,
-                    "huge": lambda: Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38])),  # refused, or soon
+                    "huge": lambda: SparseSlice(
+                        engine.span, torch.tensor([3]), torch.tensor([-3e38])
+                    ),  # refused, or soon
                 }[action]()
                 stale = 0 if engine.model.round is not None else seed % 3
                 base = max(0, engine.model.version - stale)
@@ -115,7 +117,7 @@ def test_a_push_with_rates_for_other_groups_is_refused_and_changes_nothing(metho
         begin_regime(engine, method_settings)
         before = bits(theta(engine))
         with pytest.raises(Rejected, match="group_rates"):
-            send(engine, 1, Segment(engine.span, None, values(1)), rates=[0.1, 0.2])
+            send(engine, 1, SparseSlice(engine.span, None, values(1)), rates=[0.1, 0.2])
         assert bits(theta(engine)) == before
         with Shard(after_a_crash(tmp_path / "live")) as again:
             assert (bits(theta(again)), again.model.version) == (before, 0)
@@ -142,12 +144,12 @@ def test_a_rollback_takes_the_memory_back_too(name, tmp_path):
 def test_an_acknowledged_contribution_is_still_in_the_round_after_a_crash(tmp_path):
     with Shard(tmp_path / "live") as engine:
         begin_regime(engine, ROUNDS)
-        answer, _ = send(engine, 1, Segment(engine.span, None, values(1)), ANNA)
+        answer, _ = send(engine, 1, SparseSlice(engine.span, None, values(1)), ANNA)
         assert (answer.version, engine.model.version) == (1, 0)
         with Shard(after_a_crash(tmp_path / "live")) as again:
-            _, repeated = send(again, 1, Segment(again.span, None, values(1)), ANNA)
+            _, repeated = send(again, 1, SparseSlice(again.span, None, values(1)), ANNA)
             assert repeated
-            send(again, 1, Segment(again.span, None, values(2)), BERT)
+            send(again, 1, SparseSlice(again.span, None, values(2)), BERT)
             assert again.model.version == 1
             torch.testing.assert_close(theta(again), values() - (values(1) + values(2)) / 2)
 
@@ -155,7 +157,7 @@ def test_an_acknowledged_contribution_is_still_in_the_round_after_a_crash(tmp_pa
 def test_going_back_drops_the_open_round_so_that_nobody_waits_for_a_repeat(tmp_path):
     with Shard(tmp_path) as engine:
         begin_regime(engine, ROUNDS)
-        send(engine, 1, Segment(engine.span, None, values(1)), ANNA, base=0, samples=1, learning_rate=0.1)
+        send(engine, 1, SparseSlice(engine.span, None, values(1)), ANNA, base=0, samples=1, learning_rate=0.1)
         assert engine.model.round.contributors == {ANNA.worker_id}
         checkpoint = engine.durability.take_asked(engine, "").manifest.checkpoint
         before = theta(engine).clone()
@@ -169,17 +171,17 @@ def test_nobody_waits_for_one_whose_contribution_was_dropped_by_going_back(tmp_p
     with Shard(tmp_path / "live") as engine:
         begin_regime(engine, ROUNDS)
         checkpoint = engine.durability.take_asked(engine, "").manifest.checkpoint
-        send(engine, 1, Segment(engine.span, None, values(1)), BERT)
+        send(engine, 1, SparseSlice(engine.span, None, values(1)), BERT)
         roll_back(engine, None, checkpoint)
         with Shard(after_a_crash(tmp_path / "live")) as again:
             for one in (engine, again):
-                send(one, 1, Segment(one.span, None, values(2)), ANNA)
+                send(one, 1, SparseSlice(one.span, None, values(2)), ANNA)
                 assert one.model.version == 1
-                send(one, 2, Segment(one.span, None, values(3)), ANNA, base=1)
+                send(one, 2, SparseSlice(one.span, None, values(3)), ANNA, base=1)
                 assert one.model.version == 2
-                send(one, 2, Segment(one.span, None, values(4)), BERT, base=2)
+                send(one, 2, SparseSlice(one.span, None, values(4)), BERT, base=2)
                 assert one.model.round.contributors == {BERT.worker_id}  # he has come again, and both are waited for
-                send(one, 3, Segment(one.span, None, values(5)), ANNA, base=2)
+                send(one, 3, SparseSlice(one.span, None, values(5)), ANNA, base=2)
                 assert one.model.version == 3
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
@@ -154,7 +154,7 @@ def test_every_valid_push_is_within_what_a_stream_may_occupy(size, density, valu
     offsets = (torch.rand(size, generator=generator) <= density).nonzero().view(-1)
     if not offsets.numel():
         return
-    segment = Segment(Span(0, size), offsets, torch.randn(offsets.numel(), generator=generator))
+    segment = SparseSlice(Span(0, size), offsets, torch.randn(offsets.numel(), generator=generator))
     messages = list(push_messages(Span(0, size), segment, frames.WireForm(value, index)))
     assert sum(map(occupied, messages)) <= largest_stream(layout_of((size, F32)), size)
 
@@ -165,10 +165,10 @@ def test_a_plan_of_every_tensor_by_itself_and_an_upload_are_within_it_too():
     header = pb.PushHeader(plan=[pb.Group(start=group.start, length=group.length) for group in groups])
     sizes = [occupied(pb.PushSparseRequest(header=header))]
     for number, group in enumerate(groups):
-        for chunk, _ in frames.encode(Segment(group, None, torch.ones(3)), chunk_bytes=1 << 20, group=number):
+        for chunk, _ in frames.encode(SparseSlice(group, None, torch.ones(3)), chunk_bytes=1 << 20, group=number):
             sizes.append(occupied(pb.PushSparseRequest(chunk=chunk)))
     assert sum(sizes) < largest_stream(layout, layout.size)
-    chunks = frames.encode(Segment(Span(0, 1_000_000), None, torch.ones(1_000_000)), chunk_bytes=64 << 10)
+    chunks = frames.encode(SparseSlice(Span(0, 1_000_000), None, torch.ones(1_000_000)), chunk_bytes=64 << 10)
     uploaded = sum(occupied(pb.UploadModelRequest(chunk=chunk)) for chunk, _ in chunks)
     assert uploaded < largest_stream(layout_of((1_000_000, F32)), 1_000_000)
 

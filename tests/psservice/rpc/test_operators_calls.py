@@ -8,12 +8,12 @@ import torch
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.apply_thread import Writer
 from psservice.cluster.drain_gate import DrainGate
 from psservice.rpc.calls import handlers_of
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.status import StatusReport
 from psservice.sampling.dataset import Plan, Wish
-from psservice.shard.apply_thread import Writer
 from psservice.shard.buffers_and_samples import lease_samples, open_exchange
 from psservice.shard.join import evict
 from psservice.shard.model_install import open_upload

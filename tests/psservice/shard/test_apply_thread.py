@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.shard.apply_thread import Writer
+from psservice.apply_thread import Writer
 
 
 def in_thread(job):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
 from psservice.shard.join import leave
 from psservice.shard.push import check_push
@@ -170,8 +170,8 @@ def test_a_draining_server_takes_no_new_push(engine):
 
 
 def test_segments_may_come_in_any_order_dense_and_sparse(engine):
-    dense = Segment(Span(7, 10), None, torch.tensor([7.0, 8.0, 9.0]))
-    sparse = Segment(Span(0, 6), torch.tensor([1, 5]), torch.tensor([1.0, 5.0]))
+    dense = SparseSlice(Span(7, 10), None, torch.tensor([7.0, 8.0, 9.0]))
+    sparse = SparseSlice(Span(0, 6), torch.tensor([1, 5]), torch.tensor([1.0, 5.0]))
     push(engine, 1, [dense, sparse])
     assert theta(engine).tolist() == [0, -1, 0, 0, 0, -5, 0, -7, -8, -9]
 

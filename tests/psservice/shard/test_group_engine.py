@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.cluster.run import RunState
 from psservice.model.wagma.schedule import StepTimes
@@ -46,7 +46,7 @@ def values(seed=0):
 
 
 def dense(engine, seed):
-    return [Segment(engine.span, None, values(seed)[engine.span.start : engine.span.end])]
+    return [SparseSlice(engine.span, None, values(seed)[engine.span.start : engine.span.end])]
 
 
 class Site:
@@ -322,9 +322,11 @@ def act(engine, clock, steps, number, action, who):
             pull(engine, who)
         elif action in ("push", "sparse", "huge"):
             segment = {
-                "push": lambda: Segment(engine.span, None, values(number)),
+                "push": lambda: SparseSlice(engine.span, None, values(number)),
                 "sparse": lambda: sparse_push(engine.span, 0.3, number),
-                "huge": lambda: Segment(engine.span, torch.tensor([3]), torch.tensor([-3e38])),  # the next is refused
+                "huge": lambda: SparseSlice(
+                    engine.span, torch.tensor([3]), torch.tensor([-3e38])
+                ),  # the next is refused
             }[action]()
             send(engine, steps.get(who, 1), segment, who, base=engine.model.version)
             steps[who] = steps.get(who, 1) + 1
@@ -370,7 +372,7 @@ def test_a_rollback_brings_back_every_model(tmp_path):
         site = Site(engine)
         for step in range(1, 7):
             for who in (ANNA, BERT):
-                send(engine, step, Segment(engine.span, None, values(step)), who, base=0)
+                send(engine, step, SparseSlice(engine.span, None, values(step)), who, base=0)
             if step == 3:
                 before = bits(theta(engine))
         roll_back(engine, 6, "")
@@ -385,7 +387,7 @@ def kept(site, who, seed):
     (engine,) = site.engines
     site.steps[who] += 1
     base, _ = site.links[who, engine]
-    send(engine, site.steps[who], Segment(engine.span, None, values(seed)), who, base=base or 0)
+    send(engine, site.steps[who], SparseSlice(engine.span, None, values(seed)), who, base=base or 0)
 
 
 def three_steps(site):

@@ -19,7 +19,7 @@ from psclient.cli import main as psclient_main
 from psclient.errors import EvictedError
 from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import Span, layout_of
-from pscore.model.segment import Segment
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.frames import Checksum, WireForm, encode
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -372,7 +372,7 @@ def test_a_model_whose_upload_a_drain_has_waited_for_is_in_its_checkpoint(tmp_pa
         protocol_version=PROTOCOL_VERSION, identity=identity, layout=layout_to_message(layout), method="raw"
     )
     request.num_shards = 1
-    [(chunk, _)] = encode(Segment(Span(0, 2), None, torch.ones(2)), WireForm(), chunk_bytes=1 << 16)
+    [(chunk, _)] = encode(SparseSlice(Span(0, 2), None, torch.ones(2)), WireForm(), chunk_bytes=1 << 16)
     checksum = Checksum()
     checksum.add(chunk)
     commit = threading.Event()

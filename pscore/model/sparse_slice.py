@@ -10,7 +10,7 @@ from pscore.model.layout import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SparseSlice:
     """Some or all elements of a span, with a value each.
 
     Attributes:
@@ -28,11 +28,11 @@ class Segment:
         """Number of values (``k``)."""
         return self.values.numel()
 
-    def cpu(self) -> "Segment":
+    def cpu(self) -> "SparseSlice":
         """Return the same entries on the host."""
-        return Segment(self.span, None if self.offsets is None else self.offsets.cpu(), self.values.cpu())
+        return SparseSlice(self.span, None if self.offsets is None else self.offsets.cpu(), self.values.cpu())
 
-    def clip(self, span: Span) -> "Segment | None":
+    def clip(self, span: Span) -> "SparseSlice | None":
         """Return the part inside ``span`` as views of the same memory; ``None`` if nothing lies there."""
         common = self.span.intersect(span)
         if not common.length:
@@ -41,20 +41,20 @@ class Segment:
             return self
         low, high = common.start - self.span.start, common.end - self.span.start
         if self.offsets is None:
-            return Segment(common, None, self.values[low:high])
+            return SparseSlice(common, None, self.values[low:high])
         bounds = torch.searchsorted(self.offsets, torch.tensor([low, high], device=self.offsets.device))
         first, last = (int(bound) for bound in bounds)
         if first == last:
             return None
-        return Segment(common, self.offsets[first:last] - low, self.values[first:last])
+        return SparseSlice(common, self.offsets[first:last] - low, self.values[first:last])
 
 
-def entries(segments: Iterable[Segment]) -> int:
+def entries(segments: Iterable[SparseSlice]) -> int:
     """Count the entries of several segments."""
     return sum(segment.entries for segment in segments)
 
 
-def merge(span: Span, segments: Iterable[Segment]) -> Segment | None:
+def merge(span: Span, segments: Iterable[SparseSlice]) -> SparseSlice | None:
     """Join segments, which must be ascending and inside ``span``, into one; ``None`` without an entry.
 
     All-dense neighbours that fill the span stay dense; otherwise dense ones are written out as offsets.
@@ -64,8 +64,8 @@ def merge(span: Span, segments: Iterable[Segment]) -> Segment | None:
         return None
     values = _concatenated([part.values for part in parts])
     if all(part.offsets is None for part in parts) and values.numel() == span.length:
-        return Segment(span, None, values)
-    return Segment(span, _offsets_within(parts, span), values)
+        return SparseSlice(span, None, values)
+    return SparseSlice(span, _offsets_within(parts, span), values)
 
 
 def _concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(tensors)
 
 
-def _offsets_within(parts: list[Segment], span: Span) -> torch.Tensor:
+def _offsets_within(parts: list[SparseSlice], span: Span) -> torch.Tensor:
     """Return the offsets of all parts, counted from the start of ``span``."""
     device = parts[0].values.device
     joined = torch.empty(entries(parts), dtype=torch.int64, device=device)

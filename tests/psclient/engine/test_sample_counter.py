@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from psclient.data.counter import SampleCounter
+from psclient.engine.sample_counter import SampleCounter
 
 X = torch.zeros(5, 2)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.layout import Span
-from pscore.model.segment import Segment, entries, merge
+from pscore.model.sparse_slice import SparseSlice, entries, merge
 from tests.pscore.core_makers import as_dict, numbered, segments, spans
 
 many = settings(deadline=None, max_examples=100)
@@ -66,17 +66,17 @@ def test_merge_into_a_wider_span_shifts_offsets(segment, before, after):
 
 
 def test_nothing_merges_into_nothing():
-    empty = Segment(Span(3, 9), torch.empty(0, dtype=torch.int64), torch.empty(0))
+    empty = SparseSlice(Span(3, 9), torch.empty(0, dtype=torch.int64), torch.empty(0))
     assert merge(Span(0, 10), []) is None
     assert merge(Span(0, 10), [empty, empty]) is None
 
 
 def test_dense_neighbours_stay_dense_only_if_they_fill_the_span():
-    left, right = Segment(Span(0, 2), None, numbered(2)), Segment(Span(2, 5), None, numbered(3))
+    left, right = SparseSlice(Span(0, 2), None, numbered(2)), SparseSlice(Span(2, 5), None, numbered(3))
     assert merge(Span(0, 5), [left, right]).offsets is None
     assert merge(Span(0, 6), [left, right]).offsets.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_dense_and_sparse_merge_into_sparse():
-    left, right = Segment(Span(2, 4), None, numbered(2)), Segment(Span(5, 9), torch.tensor([0, 3]), numbered(2))
+    left, right = SparseSlice(Span(2, 4), None, numbered(2)), SparseSlice(Span(5, 9), torch.tensor([0, 3]), numbered(2))
     assert as_dict(merge(Span(0, 10), [left, right])) == {2: 1, 3: 2, 5: 1, 8: 2}

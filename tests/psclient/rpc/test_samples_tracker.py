@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from psclient.data.tracker import SampleTracker
+from psclient.rpc.samples import SampleTracker
 from pscore.model.ranges import Ranges
 
 
