@@ -122,9 +122,21 @@ _FLAGS = (
 )
 
 
+_SERVER_MODULES = ("grpc_health", "grpc_reflection", "prometheus_client", "pythonjsonlogger")  # the extra [server]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 unreachable or unable, 2 usage, 3 refused, 4 in part."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _SERVER_MODULES:
+            raise
+        print(f"psservice: {error.name} is not installed; run: pip install 'sparseps[server]'", file=sys.stderr)
+        return 2
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["serve"]:
         return _serve(words[1:])
     parser = _parser()
