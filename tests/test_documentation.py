@@ -50,7 +50,7 @@ def test_the_protocol_page_lists_every_reason_under_its_status():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda p: p.name)
 def test_a_file_or_folder_that_a_page_names_exists(page):
-    folders = "pscore|psclient|psservice|tests|tools|chaos|compare|benchmarks|deploy|examples|proto"
+    folders = "pscore|psclient|psservice|tests|tools|verify|benchmarks|deploy|examples|proto"
     named = re.findall(rf"`((?:{folders})/[\w./-]*\w(?:\.\w+|/))`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
 

@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 import os
+import queue
 import signal
-import threading
 from collections.abc import Sequence
 from types import FrameType
 
@@ -67,7 +67,7 @@ class Server:
         self._health = Health(self._loop.loop)
         self._ports: list[grpc.aio.Server] = []
         self._web: WebServer | None = None
-        self._stop = threading.Event()
+        self._stop_asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose put a signal may interrupt
         self._serving = False
         self._healthy = True
         try:
@@ -95,29 +95,29 @@ class Server:
             if settings.tls_cert and settings.tls_key:
                 files = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
                 credentials = files.credentials()
-            self.engine = open_shard(
+            self.shard = open_shard(
                 settings, resolve_device(settings.device), self._metrics, self._durable, self._failed
             )
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
-        self.engine.durability.checkpoints.keys = gate.server_keys
-        report = StatusReport(self.engine)
-        operators = OperatorCalls(self.engine, report, self._update_health, self._stop.set)
+        self.shard.durability.checkpoints.keys = gate.server_keys
+        report = StatusReport(self.shard)
+        operators = OperatorCalls(self.shard, report, self._update_health, self._ask_to_stop)
         self._door = Door(
-            handlers_of(WorkerCalls(self.engine)) | handlers_of(operators),
+            handlers_of(WorkerCalls(self.shard)) | handlers_of(operators),
             gate,
             settings,
             self._metrics,
-            self.engine.drain_gate.track,
+            self.shard.drain_gate.track,
         )
-        bind_metrics(self.engine, lambda: self._door.at_work)
+        bind_metrics(self.shard, lambda: self._door.at_work)
         handlers = [self._door.handler(), self._health.handler()]
         is_local = is_loopback(split_address(settings.listen)[0])
         if settings.reflection == "on" or (settings.reflection == "auto" and is_local):
             handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), gate)
         self.metrics_address = self._start_web(report) if settings.metrics_listen else ""
         self.address = self._listen(settings.listen, "--listen", handlers, credentials)
-        self._background = Background(lambda: self.engine.layout.size if self.engine.layout else 0)
+        self._background = Background(lambda: self.shard.layout.size if self.shard.layout else 0)
 
     def run(self) -> None:
         """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop.
@@ -128,7 +128,7 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         addresses = {"address": self.address, "health": self.health_address, "metrics": self.metrics_address}
-        device, settings = str(self.engine.device), shown(self.settings)
+        device, settings = str(self.shard.device), shown(self.settings)
         log.info("serving", extra={**addresses, "device": device, "version": __version__, "settings": settings})
         for name in ("health_listen", "metrics_listen") + (() if self.settings.tls_cert else ("listen",)):
             address = getattr(self.settings, name)
@@ -138,45 +138,55 @@ class Server:
             with os.fdopen(self.settings.ready_fd, "w") as stream:
                 stream.write(json.dumps(addresses) + "\n")
         parent = self.settings.parent_pid
-        while not self._stop.wait(_POLL_SECONDS):
+        while not self._is_asked_to_stop(_POLL_SECONDS):
             if parent is not None and os.getppid() != parent:
                 log.info("the parent process is gone")
                 break
             self.check_liveness()
         self.stop()
-        if self.engine.writer.failed:
+        if self.shard.writer.failed:
             raise ShardFailedError("an update failed half-way; start the server again and it recovers")
 
     def check_liveness(self) -> None:
         """Ask for a restart where the journal is damaged beyond repair by a running server."""
-        if self.engine.durability.is_broken:
+        if self.shard.durability.is_broken:
             self._health.set(LIVENESS, serving=False)
 
     def stop(self) -> None:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
         log.info("draining")
         self._serving = False
-        self.engine.drain_gate.close()
+        self.shard.drain_gate.close()
         self._update_health()
-        failed = self.engine.writer.failed
+        failed = self.shard.writer.failed
         self._loop.run(self._door.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))
         *_, port = self._ports
         self._loop.run(port.stop(min(self.settings.drain_seconds, _LAST_CALLS_SECONDS)))
         self._door.close()
-        self.engine.close()
+        self.shard.close()
         self._background.close()
         self._loop.run(self._close_ports())
         self._loop.close()
         if self._web is not None:
             self._web.close()
         tracing.stop()
-        log.info("stopped", extra={"version": self.engine.model.version if self.engine.model else 0})
+        log.info("stopped", extra={"version": self.shard.model.version if self.shard.model else 0})
 
     async def _close_ports(self) -> None:
         await asyncio.gather(*(port.stop(0.0) for port in self._ports))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stop.set()
+        self._ask_to_stop()
+
+    def _ask_to_stop(self) -> None:
+        self._stop_asked.put(None)
+
+    def _is_asked_to_stop(self, seconds: float) -> bool:
+        try:
+            self._stop_asked.get(timeout=seconds)
+        except queue.Empty:
+            return False
+        return True
 
     def _durable(self, healthy: bool) -> None:
         self._metrics.durable.set(healthy)
@@ -186,11 +196,11 @@ class Server:
     def _failed(self) -> None:
         self._healthy = False
         self._update_health()
-        self._stop.set()
+        self._ask_to_stop()
 
     def _update_health(self) -> None:
         """Report SERVING while pushes are accepted and can be made durable as promised."""
-        serves = self._serving and self._healthy and not self.engine.drain_gate.is_closed
+        serves = self._serving and self._healthy and not self.shard.drain_gate.is_closed
         for name in ("", SERVICE.full_name):
             self._health.set(name, serving=serves)
 

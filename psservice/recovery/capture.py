@@ -34,7 +34,7 @@ class Content:
 
 
 class Kept(Protocol):
-    """What of an engine is kept, and how it is brought back."""
+    """What of an shard is kept, and how it is brought back."""
 
     device: torch.device
     is_coordinator: bool
@@ -66,19 +66,19 @@ class Capture:
     tensors: dict[str, torch.Tensor]
 
 
-def capture(engine: Kept, content: Content, checkpoint: str, average: tuple[float, Any], **others: Any) -> Capture:
+def capture(shard: Kept, content: Content, checkpoint: str, average: tuple[float, Any], **others: Any) -> Capture:
     """Copy a shard; on the writer thread.
 
     Args:
-        engine: the shard.
+        shard: the shard.
         content: what the shard holds, or is to hold.
         checkpoint: to which the copy belongs, or nothing.
         average: weight and values of the average of buffers.
         others: fields of the manifest that the shard does not know.
     """
-    model, run = content.model, engine.run
+    model, run = content.model, shard.run
     memory = model.export()
-    known, last_pushes = engine.dedup.remembered()
+    known, last_pushes = shard.dedup.remembered()
     manifest = Manifest(
         checkpoint=checkpoint,
         is_named=bool(checkpoint) and place_of(checkpoint) is None,
@@ -114,7 +114,7 @@ def capture(engine: Kept, content: Content, checkpoint: str, average: tuple[floa
                 index_codecs=sorted(member.index_codecs),
                 clock=member.clock,
             )
-            for member in engine.leases.members()
+            for member in shard.leases.members()
         ],
         memory=dict(memory.plain),
         datasets=kept(content.datasets),

@@ -90,8 +90,8 @@ class Durability:
         periods = 1 if self._settings.shard_index == 0 else _PATIENCE
         return 0.0 if self._dir is None else self._settings.snapshot_seconds * periods
 
-    def recover(self, engine: Kept) -> None:
-        """Bring a new engine to where the directory's past ends; raises :class:`StorageError`."""
+    def recover(self, shard: Kept) -> None:
+        """Bring a new shard to where the directory's past ends; raises :class:`StorageError`."""
         if self._dir is None:
             return
         source = self._dir.source()
@@ -101,7 +101,7 @@ class Durability:
             return
         manifest = source.snapshot.manifest
         self._require_ours(manifest)
-        replayer = LogReplayer(source, engine.device, self._settings.shard)
+        replayer = LogReplayer(source, shard.device, self._settings.shard)
         started = reported = self._environment.monotonic()
         for version in replayer.replay():
             if self._environment.monotonic() - reported > _PROGRESS_SECONDS:
@@ -120,10 +120,10 @@ class Durability:
         new_history = not source.is_complete
         if new_history:  # versions that workers have seen may be gone: the same numbers will mean other values
             replayer.model.generation = sibling_generation(manifest.generation)
-        engine.adopt(replayer)
+        shard.adopt(replayer)
         self._dir.begin(source.next_number, is_true=not new_history)
         self.checkpoints.last = manifest.last_checkpoint
-        self._note(source.snapshot, engine.metrics)
+        self._note(source.snapshot, shard.metrics)
         log.info(
             "recovered",
             extra={
@@ -136,12 +136,12 @@ class Durability:
             },
         )
         if new_history or has_other_settings or not self._dir.keeps_journal:
-            self.take(engine)  # what the disk says must be true when this life ends without a word
+            self.take(shard)  # what the disk says must be true when this life ends without a word
 
-    def look_back(self, engine: Kept, version: int | None, checkpoint: str) -> LogReplayer:
+    def look_back(self, shard: Kept, version: int | None, checkpoint: str) -> LogReplayer:
         """Return the shard as it was at a version or in a checkpoint; raises ``NO_SUCH_CHECKPOINT``."""
         data_dir = self._require_dir()
-        where = (data_dir.directory, data_dir.files, engine.device, self._settings.shard)
+        where = (data_dir.directory, data_dir.files, shard.device, self._settings.shard)
         with self._taking:  # nothing is removed meanwhile
             try:
                 return bring_back(*where, version=version, checkpoint=checkpoint)
@@ -166,18 +166,18 @@ class Durability:
                 "leave --run-id out to continue, or use another --data-dir"
             )
 
-    def start(self, engine: Kept) -> None:
+    def start(self, shard: Kept) -> None:
         """Begin to take snapshots every period."""
         if self._dir is not None:
-            self._thread = self._environment.start(lambda: self._work(engine), "snapshots")
+            self._thread = self._environment.start(lambda: self._work(shard), "snapshots")
 
-    def told(self, engine: Kept) -> str:
+    def told(self, shard: Kept) -> str:
         """Return shard 0's newest checkpoint, which workers carry to the other shards, or nothing."""
-        if not engine.is_coordinator or self.last_snapshot is None:
+        if not shard.is_coordinator or self.last_snapshot is None:
             return ""
-        return self.checkpoints.told(engine.run.run_id, self.last_snapshot.manifest.checkpoint)
+        return self.checkpoints.told(shard.run.run_id, self.last_snapshot.manifest.checkpoint)
 
-    def take_asked(self, engine: Kept, checkpoint: str) -> Snapshot:
+    def take_asked(self, shard: Kept, checkpoint: str) -> Snapshot:
         """Take a snapshot that somebody asked for; raises :class:`Rejected` (``BAD_REQUEST``, ``NOT_DURABLE``)."""
         same = [each.manifest for each in self.snapshots() if checkpoint and each.manifest.checkpoint == checkpoint]
         if same and same[0].is_named:
@@ -186,9 +186,9 @@ class Durability:
                 f"checkpoint {checkpoint!r} is there already, of version {same[0].version}: choose another name, or "
                 f"delete that one with `psservice checkpoints --delete {checkpoint}`",
             )
-        engine.require_model(None)
+        shard.require_model(None)
         try:
-            snapshot = self.take(engine, checkpoint or None)
+            snapshot = self.take(shard, checkpoint or None)
         except StorageError as error:
             raise not_durable(error) from error
         assert snapshot is not None
@@ -221,25 +221,25 @@ class Durability:
         log.info("checkpoint deleted", extra={"checkpoint": checkpoint, "path": str(found[0].path)})
         return found[0]
 
-    def follow(self, engine: Kept, told: str) -> None:
+    def follow(self, shard: Kept, told: str) -> None:
         """Take part in a checkpoint of shard 0's that a worker has told of, beside the call that told it."""
-        model = engine.model
-        follows = self._dir is not None and told and not engine.is_coordinator
-        if follows and model is not None and self.checkpoints.hear(engine.run.run_id, model.generation, told):
+        model = shard.model
+        follows = self._dir is not None and told and not shard.is_coordinator
+        if follows and model is not None and self.checkpoints.hear(shard.run.run_id, model.generation, told):
             self._told.set()
 
-    def take(self, engine: Kept, checkpoint: str | None = "") -> Snapshot | None:
+    def take(self, shard: Kept, checkpoint: str | None = "") -> Snapshot | None:
         """Take a snapshot, of a checkpoint (for ``None`` shard 0 draws one); raises :class:`StorageError`.
 
         Nothing happens without a directory or a model.
         """
-        if self._dir is None or engine.model is None:
+        if self._dir is None or shard.model is None:
             return None
         with self._taking:
-            copied = engine.writer.run(lambda: self._copy(engine, engine.content(), checkpoint))
-            return self._write(copied, engine.metrics)
+            copied = shard.writer.run(lambda: self._copy(shard, shard.content(), checkpoint))
+            return self._write(copied, shard.metrics)
 
-    def install(self, engine: Kept, make: Callable[[], Content], publish: Callable[[Content], None]) -> Content:
+    def install(self, shard: Kept, make: Callable[[], Content], publish: Callable[[Content], None]) -> Content:
         """Take the first snapshot of a new content, and publish that; the writer refuses jobs meanwhile.
 
         Raises:
@@ -247,37 +247,37 @@ class Durability:
         """
 
         def begin() -> tuple[Content, Capture | None]:
-            engine.writer.hold()  # first: buffers are averaged in beside the writer
+            shard.writer.hold()  # first: buffers are averaged in beside the writer
             content = make()
-            return content, None if self._dir is None else self._copy(engine, content, "")
+            return content, None if self._dir is None else self._copy(shard, content, "")
 
         with self._taking:  # a snapshot of the old model must not come behind this one
             try:
-                content, copied = engine.writer.run(begin)
+                content, copied = shard.writer.run(begin)
                 if copied is not None:
-                    self._write(copied, engine.metrics)
+                    self._write(copied, shard.metrics)
             except StorageError as error:
                 raise not_durable(error) from error
             else:
                 publish(content)
             finally:
-                engine.writer.release()
+                shard.writer.release()
         return content
 
-    def _copy(self, engine: Kept, content: Content, checkpoint: str | None) -> Capture:
+    def _copy(self, shard: Kept, content: Content, checkpoint: str | None) -> Capture:
         """Copy what a shard holds, and begin another segment behind it; on the writer thread."""
         assert self._dir is not None
         model, average = content.model, content.buffers
         with self._counted():
             with self.averaging:
-                engine.writer.require_whole()  # nor half of an average that has failed
+                shard.writer.require_whole()  # nor half of an average that has failed
                 segment = self._dir.rotate()
                 self._bytes_behind = self.journal_bytes
                 buffers = average.export() if average else (0.0, {})
             if checkpoint is None:
-                checkpoint = new_id(model.generation, segment, model.version) if engine.is_coordinator else ""
+                checkpoint = new_id(model.generation, segment, model.version) if shard.is_coordinator else ""
             return capture(
-                engine,
+                shard,
                 content,
                 checkpoint,
                 buffers,
@@ -321,17 +321,17 @@ class Durability:
         )
         return snapshot
 
-    def _work(self, engine: Kept) -> None:
+    def _work(self, shard: Kept) -> None:
         while not self._stop.is_set():
             self._told.wait(min(_POLL_SECONDS, self.snapshot_interval_seconds))
             if not self._stop.is_set():
-                self.snapshot_if_due(engine)
+                self.snapshot_if_due(shard)
 
-    def snapshot_if_due(self, engine: Kept) -> None:
+    def snapshot_if_due(self, shard: Kept) -> None:
         """Shard 0 takes a checkpoint every period; the others when they are told of one, or long after nobody did."""
         told = self._told.is_set()
         self._told.clear()
-        model, now = engine.model, self._environment.monotonic()
+        model, now = shard.model, self._environment.monotonic()
         long_journal = self.journal_bytes - self._bytes_behind >= self._settings.journal_bytes
         if model is None or not (told or long_journal or now - self._tried >= self.snapshot_interval_seconds):
             return
@@ -340,7 +340,7 @@ class Durability:
         if unchanged and not self.checkpoints.wanted and not long_journal:
             return
         try:
-            self.take(engine, self.checkpoints.wanted or None)
+            self.take(shard, self.checkpoints.wanted or None)
         except Exception as error:  # whatever it was, the thread lives on and tries again
             unknown = not isinstance(error, StorageError | Rejected)
             log.error("no snapshot could be taken", extra={"error": str(error)}, exc_info=unknown)
@@ -357,17 +357,17 @@ class Durability:
         if self._dir is not None:
             self._dir.close()
 
-    def close(self, engine: Kept) -> None:
+    def close(self, shard: Kept) -> None:
         """Take the last snapshot, after the writer has stopped, and close the directory."""
         self.stop()
         if self._dir is None:
             return
         try:
             with self._taking:
-                if engine.model is not None:
-                    checkpoint = self._checkpoint_if_unchanged(engine.model)
-                    copied = self._copy(engine, engine.content(), checkpoint)
-                    self._write(copied, engine.metrics, clean=True)
+                if shard.model is not None:
+                    checkpoint = self._checkpoint_if_unchanged(shard.model)
+                    copied = self._copy(shard, shard.content(), checkpoint)
+                    self._write(copied, shard.metrics, clean=True)
         except (StorageError, Rejected) as error:
             log.error("no snapshot at the end; the journal has everything", extra={"error": str(error)})
         self._dir.close()

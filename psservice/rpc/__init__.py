@@ -1,1 +1,1 @@
-"""The RPC layer: who calls, within which time and memory, and the translation of messages to calls of the engine."""
+"""The RPC layer: who calls, within which time and memory, and the translation of messages to calls of the shard."""

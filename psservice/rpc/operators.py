@@ -16,16 +16,16 @@ class OperatorCalls:
     """The calls of operators over one shard; each method serves the call that it is named after.
 
     Args:
-        engine: the shard.
+        shard: the shard.
         report: its status as a message.
         on_drain: called after the shard was closed or opened.
         stop: ends the process as SIGTERM does, without waiting for that.
     """
 
     def __init__(
-        self, engine: Shard, report: StatusReport, on_drain: Callable[[], None], stop: Callable[[], None]
+        self, shard: Shard, report: StatusReport, on_drain: Callable[[], None], stop: Callable[[], None]
     ) -> None:
-        self._engine, self._report, self._on_drain, self._stop = engine, report, on_drain, stop
+        self._shard, self._report, self._on_drain, self._stop = shard, report, on_drain, stop
 
     def get_status(self, call: Call, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
         """Report."""
@@ -33,14 +33,14 @@ class OperatorCalls:
 
     def finish_run(self, call: Call, request: pb.FinishRunRequest) -> pb.FinishRunResponse:
         """End the run."""
-        engine = self._engine
-        engine.run.require_id(request.run_id, may_be_empty=True)
-        path = finish(engine)
-        return pb.FinishRunResponse(version=engine.require_model(None).version, final_model=path)
+        shard = self._shard
+        shard.run.require_id(request.run_id, may_be_empty=True)
+        path = finish(shard)
+        return pb.FinishRunResponse(version=shard.require_model(None).version, final_model=path)
 
     def take_snapshot(self, call: Call, request: pb.TakeSnapshotRequest) -> pb.TakeSnapshotResponse:
         """Take a snapshot."""
-        snapshot = self._engine.durability.take_asked(self._engine, request.checkpoint)
+        snapshot = self._shard.durability.take_asked(self._shard, request.checkpoint)
         manifest = snapshot.manifest
         return pb.TakeSnapshotResponse(
             checkpoint=manifest.checkpoint, version=manifest.version, path=str(snapshot.path)
@@ -48,7 +48,7 @@ class OperatorCalls:
 
     def list_checkpoints(self, call: Call, request: pb.ListCheckpointsRequest) -> pb.ListCheckpointsResponse:
         """Report the snapshots."""
-        manifests = [each.manifest for each in self._engine.durability.snapshots()]
+        manifests = [each.manifest for each in self._shard.durability.snapshots()]
         return pb.ListCheckpointsResponse(
             checkpoints=[
                 pb.CheckpointStatus(
@@ -64,19 +64,19 @@ class OperatorCalls:
 
     def delete_checkpoint(self, call: Call, request: pb.DeleteCheckpointRequest) -> pb.DeleteCheckpointResponse:
         """Delete a checkpoint that an operator has named."""
-        return pb.DeleteCheckpointResponse(version=self._engine.durability.delete(request.checkpoint).manifest.version)
+        return pb.DeleteCheckpointResponse(version=self._shard.durability.delete(request.checkpoint).manifest.version)
 
     def restore_model(self, call: Call, request: pb.RestoreModelRequest) -> pb.RestoreModelResponse:
         """Take the shard back to a version or a checkpoint."""
         target = request.WhichOneof("target")
         if target is None:
             raise Rejected(ErrorCode.BAD_REQUEST, "name a version or a checkpoint to go back to")
-        model = roll_back(self._engine, request.version if target == "version" else None, request.checkpoint)
+        model = roll_back(self._shard, request.version if target == "version" else None, request.checkpoint)
         return pb.RestoreModelResponse(version=model.version, generation=model.generation)
 
     def drain(self, call: Call, request: pb.DrainRequest) -> pb.DrainResponse:
         """Close the shard to new changes, or open it again."""
-        engine, gate = self._engine, self._engine.drain_gate
+        shard, gate = self._shard, self._shard.drain_gate
         match request.action:
             case pb.DRAIN_ACTION_CLOSE | pb.DRAIN_ACTION_STOP:
                 gate.close()
@@ -85,7 +85,7 @@ class OperatorCalls:
             case _:
                 raise Rejected(ErrorCode.BAD_REQUEST, f"{request.action} is no action that this server knows")
         self._on_drain()
-        inside, queued = gate.in_flight, engine.writer.queued
+        inside, queued = gate.in_flight, shard.writer.queued
         stopping = request.action == pb.DRAIN_ACTION_STOP and not inside and not queued
         if stopping:
             self._stop()
@@ -93,15 +93,15 @@ class OperatorCalls:
             draining=gate.is_closed,
             calls_inside=inside,
             queued=queued,
-            version=engine.model.version if engine.model else 0,
+            version=shard.model.version if shard.model else 0,
             stopping=stopping,
         )
 
     def evict_worker(self, call: Call, request: pb.EvictWorkerRequest) -> pb.EvictWorkerResponse:
         """End a worker's lease."""
-        engine = self._engine
-        member = evict(engine, request.worker_id, request.ban_seconds)
-        _, last_step = engine.dedup.last_push(request.worker_id) or ("", 0)
+        shard = self._shard
+        member = evict(shard, request.worker_id, request.ban_seconds)
+        _, last_step = shard.dedup.last_push(request.worker_id) or ("", 0)
         return pb.EvictWorkerResponse(
             had_lease=member is not None,
             incarnation=member.identity.incarnation if member else "",

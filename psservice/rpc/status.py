@@ -26,23 +26,23 @@ _BUFFER_POLICIES = {"sync": pb.BUFFER_POLICY_SYNC, "local": pb.BUFFER_POLICY_LOC
 class StatusReport:
     """Reports on a shard; the uptime counts from here."""
 
-    def __init__(self, engine: Shard) -> None:
-        self._engine = engine
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
         self._started = time.monotonic()
 
     def message(self, *, brief: bool = False) -> pb.GetStatusResponse:
         """Return the status now; ``brief`` leaves the workers out."""
-        engine, settings = self._engine, self._engine.settings
-        model, layout = engine.model, engine.layout
-        span = engine.span if layout else Span(0, 0)
-        last = engine.durability.last_snapshot
+        shard, settings = self._shard, self._shard.settings
+        model, layout = shard.model, shard.layout
+        span = shard.span if layout else Span(0, 0)
+        last = shard.durability.last_snapshot
         snapshot = last.manifest if last else None
-        counts = engine.metrics
+        counts = shard.metrics
         return pb.GetStatusResponse(
-            run_id=engine.run.run_id,
-            run_state=RUN_STATES[engine.run.state],
+            run_id=shard.run.run_id,
+            run_state=RUN_STATES[shard.run.state],
             settings=run_settings(settings),
-            method=engine.run.method,
+            method=shard.run.method,
             version=model.version if model else 0,
             generation=model.generation if model else 0,
             parameters=layout.size if layout else 0,
@@ -50,37 +50,37 @@ class StatusReport:
             length=span.length,
             shard_index=settings.shard_index,
             num_shards=settings.num_shards,
-            device=str(engine.device),
-            workers=[self._worker(member) for member in engine.leases.members() if not brief],
+            device=str(shard.device),
+            workers=[self._worker(member) for member in shard.leases.members() if not brief],
             push_bytes=count_of(counts.received_bytes, "PushSparse"),
             pull_bytes=count_of(counts.sent_bytes, "PullDiff"),
             buffer_bytes=sum(count_of(each, "ExchangeBuffers") for each in (counts.received_bytes, counts.sent_bytes)),
-            samples=engine.run.samples,
-            queued=engine.writer.queued,
+            samples=shard.run.samples,
+            queued=shard.writer.queued,
             uptime_seconds=time.monotonic() - self._started,
             server_version=__version__,
             durability=settings.durability if settings.data_dir else "none",
             snapshot_version=snapshot.version if snapshot else 0,
             snapshot_checkpoint=snapshot.checkpoint if snapshot else "",
             snapshot_age_seconds=max(0.0, time.time() - snapshot.created_unix_seconds) if snapshot else 0.0,
-            journal_bytes=engine.durability.journal_bytes,
-            draining=engine.drain_gate.is_closed,
-            calls_inside=engine.drain_gate.in_flight,
+            journal_bytes=shard.durability.journal_bytes,
+            draining=shard.drain_gate.is_closed,
+            calls_inside=shard.drain_gate.in_flight,
             queue_limit=settings.apply_queue_limit,
-            durable=engine.durable,
+            durable=shard.durable,
             pushes=count_of(counts.answered, "PushSparse"),
             pulls=count_of(counts.answered, "PullDiff"),
             dense_push_bytes=count_of(counts.dense_bytes, "PushSparse"),
             dense_pull_bytes=count_of(counts.dense_bytes, "PullDiff"),
             evicted=[
                 pb.EvictedWorker(worker_id=name, remaining_seconds=seconds)
-                for name, seconds in engine.leases.evicted().items()
+                for name, seconds in shard.leases.evicted().items()
             ],
             max_staleness=settings.max_staleness,
         )
 
     def _worker(self, member: Member) -> pb.WorkerStatus:
-        now = self._engine.leases.clock()
+        now = self._shard.leases.clock()
         return pb.WorkerStatus(
             worker_id=member.identity.worker_id,
             incarnation=member.identity.incarnation,

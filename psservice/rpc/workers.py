@@ -54,26 +54,26 @@ _JOIN_STATES = {"ready": pb.JOIN_STATE_READY, "upload": pb.JOIN_STATE_UPLOAD, "w
 class WorkerCalls:
     """The calls of workers over one shard; each method serves the call that it is named after."""
 
-    def __init__(self, engine: Shard) -> None:
-        self._engine, self._settings, self._metrics = engine, engine.settings, engine.metrics
-        self._layouts = JoinLayouts(engine)
+    def __init__(self, shard: Shard) -> None:
+        self._shard, self._settings, self._metrics = shard, shard.settings, shard.metrics
+        self._layouts = JoinLayouts(shard)
         self._inflight = MemoryBudget(self._settings.inflight_bytes)
         self._downloads = MemoryBudget(self._settings.inflight_bytes)
         self._sized: tuple[ModelLayout | None, int, int] = (None, largest_stream(None, 0), 0)
         self._metrics.bytes_in_flight.set_function(
-            lambda: self._inflight.bytes + self._downloads.bytes + engine.uploads.nbytes
+            lambda: self._inflight.bytes + self._downloads.bytes + shard.uploads.nbytes
         )
 
     def join(self, call: Call, request: pb.JoinRequest) -> pb.JoinResponse:
         """Grant a lease."""
-        engine = self._engine
+        shard = self._shard
         if request.protocol_version != PROTOCOL_VERSION:
             raise Rejected(
                 ErrorCode.UNKNOWN_PROTOCOL,
                 f"the worker speaks protocol {request.protocol_version}, the server {PROTOCOL_VERSION}",
             )
         identity = identity_from_message(request.identity)
-        engine.run.require_id(request.identity.run_id, may_be_empty=True)
+        shard.run.require_id(request.identity.run_id, may_be_empty=True)
         require_place(self._settings, place_of(request.shard_index, request.num_shards))
         if VALUE_CODECS[self._settings.down_value_type] not in (request.value_codecs or PLAIN_VALUE_CODECS):
             raise Rejected(
@@ -82,7 +82,7 @@ class WorkerCalls:
                 "or start the server with --down-value-type fp32",
             )
         outcome = join(
-            engine,
+            shard,
             identity,
             self._layouts.read(identity, request.layout),
             request.method,
@@ -95,79 +95,79 @@ class WorkerCalls:
         incarnation, step = outcome.last_push or ("", 0)
         return pb.JoinResponse(
             state=_JOIN_STATES[outcome.state],
-            run_id=engine.run.run_id,
+            run_id=shard.run.run_id,
             settings=run_settings(self._settings),
             generation=outcome.generation,
             version=outcome.version,
             retry_seconds=WAIT_RETRY_SECONDS,
-            live_workers=len(engine.leases),
+            live_workers=len(shard.leases),
             last_step=step,
             last_incarnation=incarnation,
-            run_state=RUN_STATES[engine.run.state],
+            run_state=RUN_STATES[shard.run.state],
             server_version=__version__,
             index_codecs=READABLE_INDEX_CODECS,
             value_codecs=READABLE_VALUE_CODECS,
             first_step=outcome.first_step,
-            upload=None if outcome.state == "upload" else model_install.upload_progress(engine),
+            upload=None if outcome.state == "upload" else model_install.upload_progress(shard),
             load_refused=outcome.load_refused,
         )
 
     def renew_lease(self, call: Call, request: pb.RenewLeaseRequest) -> pb.RenewLeaseResponse:
         """Renew a lease."""
-        engine = self._engine
+        shard = self._shard
         identity = self._identity(request.identity)
-        member = engine.leases.require(identity)
-        engine.uploads.grant.note(identity, request.uploaded)
-        engine.durability.follow(engine, request.checkpoint)
+        member = shard.leases.require(identity)
+        shard.uploads.grant.note(identity, request.uploaded)
+        shard.durability.follow(shard, request.checkpoint)
         return pb.RenewLeaseResponse(
-            checkpoint=engine.durability.told(engine),
-            live_workers=len(engine.leases),
-            run_state=RUN_STATES[engine.run.state],
-            version=engine.model.version if engine.model else 0,
+            checkpoint=shard.durability.told(shard),
+            live_workers=len(shard.leases),
+            run_state=RUN_STATES[shard.run.state],
+            version=shard.model.version if shard.model else 0,
             received_bytes=member.received_bytes,
-            installing=engine.installing,
-            upload=model_install.upload_progress(engine),
-            same_batches=engine.leases.same_batches(member, request.first_batches),
+            installing=shard.installing,
+            upload=model_install.upload_progress(shard),
+            same_batches=shard.leases.same_batches(member, request.first_batches),
         )
 
     def leave(self, call: Call, request: pb.LeaveRequest) -> pb.LeaveResponse:
         """End a lease, of any run: the worker may have lost its first answer."""
-        leave(self._engine, identity_from_message(request.identity))
+        leave(self._shard, identity_from_message(request.identity))
         return pb.LeaveResponse()
 
     def upload_model(self, call: Call) -> Reading[pb.UploadModelRequest, pb.UploadModelResponse]:
         """Receive the model, or a part of it."""
-        engine = self._engine
+        shard = self._shard
         with self._stream(call) as charge:
 
             def open_upload(header: pb.UploadHeader) -> Upload:
                 identity = identity_from_message(header.identity)
                 charge.belongs_to(identity.worker_id)
-                upload = model_install.open_upload(engine, identity, header.generation, header.buffer_bytes)
-                engine.run.require_upload(header.identity.run_id)
-                call.on_received = partial(engine.leases.received, identity)
+                upload = model_install.open_upload(shard, identity, header.generation, header.buffer_bytes)
+                shard.run.require_upload(header.identity.run_id)
+                call.on_received = partial(shard.leases.received, identity)
                 return upload
 
             header, upload, is_whole = yield from charged(read_upload(open_upload), charge, is_kept=False)
             answer = upload.received()
             if is_whole:
                 answer.version = model_install.finish_upload(
-                    engine, upload, header.version, run_id=header.identity.run_id, digest=header.digest
+                    shard, upload, header.version, run_id=header.identity.run_id, digest=header.digest
                 )
             return answer
 
     def download_model(self, call: Call, request: pb.DownloadModelRequest) -> Iterator[pb.DownloadModelResponse]:
         """Send the model. Downloads have a memory budget apart from that of training."""
-        engine = self._engine
+        shard = self._shard
         with self._downloads.open() as charge:
-            charge.add(4 * engine.require_model(None).span.length)  # the copy, fp32
-            copy = engine.copy_model()
+            charge.add(4 * shard.require_model(None).span.length)  # the copy, fp32
+            copy = shard.copy_model()
             model = copy.model
             specs = model.layout.buffers if copy.buffers else ()
             yield pb.DownloadModelResponse(
                 header=pb.DownloadHeader(
                     layout=layout_to_message(model.layout),
-                    run_id=engine.run.run_id,
+                    run_id=shard.run.run_id,
                     generation=model.generation,
                     version=copy.version,
                     shard_index=self._settings.shard_index,
@@ -186,17 +186,17 @@ class WorkerCalls:
 
     def push_sparse(self, call: Call) -> Reading[pb.PushSparseRequest, pb.PushSparseResponse]:
         """Receive a push and apply it."""
-        engine = self._engine
-        call.keeps_raw = engine.durability.events.keeps_journal
+        shard = self._shard
+        call.keeps_raw = shard.durability.events.keeps_journal
         with self._stream(call) as charge:
 
             def open_push(header: pb.PushHeader) -> PushReader:
                 identity = self._identity(header.identity)
                 charge.belongs_to(identity.worker_id)
-                call.on_received = partial(engine.leases.received, identity)
-                check_push(engine, identity, header.step)
+                call.on_received = partial(shard.leases.received, identity)
+                check_push(shard, identity, header.step)
                 finished_of(header)  # refused here, before the rest of it is received
-                return PushReader.of(header, engine.span, lambda: call.arrived_nanoseconds)
+                return PushReader.of(header, shard.span, lambda: call.arrived_nanoseconds)
 
             receiving = tracing.begin("receive")
             try:
@@ -204,10 +204,10 @@ class WorkerCalls:
             finally:
                 receiving.end()
             identity = self._identity(header.identity)
-            answer, repeated = commit(engine, Push(header, segments, call.raw))
+            answer, repeated = commit(shard, Push(header, segments, call.raw))
             if repeated:
                 self._metrics.repeated_pushes.inc()
-            engine.leases.require(identity).push_bytes += call.received_bytes
+            shard.leases.require(identity).push_bytes += call.received_bytes
             self._metrics.received_bytes.labels(rpc="PushSparse").inc(call.received_bytes)
             self._answered("PushSparse")
             return pb.PushSparseResponse(
@@ -217,13 +217,13 @@ class WorkerCalls:
                 group_arrival_nanoseconds=reader.arrivals,
                 apply_nanoseconds=answer.apply_nanoseconds,
                 applied_scale=answer.applied_scale,
-                live_workers=len(engine.leases),
-                run_state=RUN_STATES[engine.run.state],
+                live_workers=len(shard.leases),
+                run_state=RUN_STATES[shard.run.state],
             )
 
     def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[pb.PullDiffResponse]:
         """Send a worker what its replica lacks."""
-        engine = self._engine
+        shard = self._shard
         with self._inflight.open(most_of_worker=self._most_of_worker) as charge:
             identity = self._identity(request.identity)
             charge.belongs_to(identity.worker_id)
@@ -234,7 +234,7 @@ class WorkerCalls:
                 replica_is_image=request.image,
                 link_bytes_per_second=request.link_bytes_per_second,
             )
-            reply = pull(engine, identity, request.generation, asked, charge.add)
+            reply = pull(shard, identity, request.generation, asked, charge.add)
             header = pb.PullHeader(
                 mode=REPLY_MODES[reply.mode],
                 version=reply.version,
@@ -242,9 +242,9 @@ class WorkerCalls:
                 density=reply.density,
                 changed_density=reply.changed_density,
                 image=reply.image,
-                run_state=RUN_STATES[engine.run.state],
+                run_state=RUN_STATES[shard.run.state],
             )
-            call.on_sent = partial(self._sent, "PullDiff", engine.leases.require(identity))
+            call.on_sent = partial(self._sent, "PullDiff", shard.leases.require(identity))
             self._answered("PullDiff")  # before the last message, so that a worker which has read that finds the count
             yield from self._pull_messages(header, reply)
 
@@ -259,32 +259,32 @@ class WorkerCalls:
 
     def lease_samples(self, call: Call, request: pb.LeaseSamplesRequest) -> pb.LeaseSamplesResponse:
         """Lease samples to a worker."""
-        engine = self._engine
-        leased = lease_samples(engine, self._identity(request.identity), wish_of(request))
-        answer = answer_to_message(leased, len(engine.leases))
-        answer.run_state = RUN_STATES[engine.run.state]
+        shard = self._shard
+        leased = lease_samples(shard, self._identity(request.identity), wish_of(request))
+        answer = answer_to_message(leased, len(shard.leases))
+        answer.run_state = RUN_STATES[shard.run.state]
         return answer
 
     # Inner parts
 
     def _identity(self, message: pb.WorkerIdentity) -> Identity:
         """Read the identity of a worker of this run."""
-        self._engine.run.require_id(message.run_id)
+        self._shard.run.require_id(message.run_id)
         return identity_from_message(message)
 
     def _read_buffers(self, charge: Reservation) -> Reading[pb.ExchangeBuffersRequest, bytes]:
         """Read a contribution; return the packed average."""
-        engine = self._engine
+        shard = self._shard
         header: pb.BuffersHeader = header_of((yield), "an exchange of buffers")
         identity = self._identity(header.identity)
         charge.belongs_to(identity.worker_id)
-        buffers = open_exchange(engine, identity, header.generation)
+        buffers = open_exchange(shard, identity, header.generation)
         reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
         while not reader.complete and (request := (yield)) is not None:
             reader.read(request.buffers)
         data = reader.finish()
         require_end((yield))
-        return exchange_buffers(engine, identity, header.generation, header.step, header.samples, data)
+        return exchange_buffers(shard, identity, header.generation, header.step, header.samples, data)
 
     def _stream(self, call: Call) -> Reservation:
         """Open the charge of a stream that a worker sends."""
@@ -298,9 +298,9 @@ class WorkerCalls:
 
     def _sizes(self) -> tuple[int, int]:
         """Return the bytes that a valid stream may occupy, and those of all elements; computed once for a layout."""
-        layout = self._engine.layout
+        layout = self._shard.layout
         if self._sized[0] is not layout and layout is not None:
-            span = self._engine.span
+            span = self._shard.span
             self._sized = layout, largest_stream(layout, span.length), dense_bytes(layout, span)
         return self._sized[1:]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
-from pscore.wire.codecs.names import READABLE_INDEX_CODECS
+from pscore.wire.codecs.index import INDEX_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc.memory_budget import MemoryBudget, charged, decoded_bytes, largest_stream, received_bytes
@@ -145,7 +145,7 @@ def push_messages(span, segment, form):
     st.integers(1, 400_000),
     st.floats(0, 1),
     st.sampled_from(range(1, 7)),
-    st.sampled_from([None, *READABLE_INDEX_CODECS]),
+    st.sampled_from([None, *INDEX_FORMATS]),
     st.integers(0, 99),
 )
 @settings(deadline=None, max_examples=40)

@@ -274,7 +274,7 @@ def test_workers_train_however_small_the_limits_are(start):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert server.engine.model.version == 6
+    assert server.shard.model.version == 6
     for optimizer in optimizers:
         optimizer.close()
     wait_until(lambda: in_flight(server) == 0)
