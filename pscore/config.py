@@ -6,7 +6,7 @@ Server and worker share this rule. Each source refuses unknown names; messages n
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -96,20 +96,16 @@ class LayeredSettings(BaseSettings):
             raise cls.failure(f"{config} is not a YAML mapping of settings: {error}") from error
 
 
-def unknown_variables(prefix: str, names: Iterable[str], environment: Mapping[str, str] = os.environ) -> list[str]:
+def unknown_variables(prefix: str, names: Iterable[str]) -> list[str]:
     """Return a line for each variable of the environment that begins like a setting and is none.
 
     Variables that Kubernetes sets for a Service whose name begins like the prefix (``PSSERVICE_SERVICE_HOST``,
     ``PSSERVICE_PORT=tcp://…``) are ignored.
-
-    Args:
-        prefix: of the variables, in capitals.
-        names: of the settings, in small letters.
-        environment: variables by name.
+    ``prefix`` is in capitals, ``names`` of the settings in small letters.
     """
     known = [*names]
     lines = []
-    for variable, value in sorted(environment.items()):
+    for variable, value in sorted(os.environ.items()):
         name = variable.upper().removeprefix(prefix)
         if not variable.upper().startswith(prefix) or name.lower() in known or _is_service_link(name, value):
             continue

@@ -15,6 +15,7 @@ _GAIN = 0.15  # of a new observation in a moving average
 _CLIP = 4.0  # times the usual error; a sample that is further off counts as if it were no further
 _TRUSTED = 8  # samples until the usual error is known
 _ERROR_GAIN = 0.05
+_MEMORY_CALLS = 10.0  # of fade, after which a sample counts 1/e of what it did
 
 
 class CostMeter:
@@ -103,7 +104,7 @@ class CostMeter:
         run.end()
 
     def _learn_sending(self, timing: PushTiming) -> None:
-        """Arrivals are counted from the header's, which had its own start-up; queued groups show the whole cost.
+        """Learn from arrivals, as times since the header's arrival; the header had its own start-up.
 
         A group that left before the one in front of it was there has waited for it: the time between the two arrivals
         is its ``message + byte·bytes``. One that left when the link had long come to rest met the same start-up as the
@@ -134,14 +135,13 @@ class RecursiveLeastSquares:
         guess: coefficients before the first sample.
         spread: how far off each guess may be.
         error: what a sample is off by, about, in units of ``y``: how fast the guesses are given up.
-        memory: calls of :meth:`fade` after which a sample counts ``1/e`` of what it did.
     """
 
-    def __init__(self, guess: Sequence[float], spread: Sequence[float], error: float, memory: float = 10.0) -> None:
+    def __init__(self, guess: Sequence[float], spread: Sequence[float], error: float) -> None:
         self._scale = np.array(spread, dtype=np.float64)  # coefficients are kept in these units, all alike
         self._theta = np.array(guess, dtype=np.float64) / self._scale
         self._covariance = np.eye(len(self._scale))
-        self._own, self._keep = error**2, 1 - 1 / memory
+        self._own, self._keep = error**2, 1 - 1 / _MEMORY_CALLS
         self._usual, self._samples = 0.0, 0
 
     @property

@@ -51,9 +51,8 @@ HANDSHAKE_SECONDS = 4.0  # before the first contact, with a listener that does n
 class RetryPolicy:
     """How long one undertaking may take over all its attempts.
 
-    The deadline doubles from attempt to attempt: a transfer may be larger, or the network slower, than the first one
-    allowed for. The last attempt has the deadline of the first at least, so the end may come that much later: a server
-    that answers slowly is not taken for one that does not answer.
+    The deadline doubles from attempt to attempt, since a transfer may be larger, or the network slower, than the first
+    deadline allowed. The last attempt has at least the first deadline, so the undertaking may take that much longer.
 
     Attributes:
         deadline_seconds: of the first attempt; ``timeout`` is that of the present one.

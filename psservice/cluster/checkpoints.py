@@ -37,8 +37,8 @@ class Checkpoints:
     """What one shard knows of checkpoints. Thread-safe.
 
     Attributes:
-        keys: returns those that prove an id, the one to sign with first; ``None`` where no proof is asked for, and
-            none where ids cannot be proved, so that none is followed.
+        keys: returns the keys that prove an id, the signing key first. ``None``: ids need no proof. Empty: no id can
+            be proved, so no id is followed.
         last: the newest that this shard has taken part in.
         wanted: a newer one that a worker has brought; else empty.
     """

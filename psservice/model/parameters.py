@@ -121,7 +121,7 @@ class ModelShard:
     def begin_rounds_anew(self, dropped: Collection[str]) -> None:
         """Drop open rounds at a rollback; new ones do not wait for these workers until they have contributed again.
 
-        Each shard may have lost another part of their step, and two workers would wait for one another for ever.
+        Shards may have lost different parts of these workers' step; two workers would wait for each other for ever.
         """
         if self.round is not None:
             self.round.begin_anew(dropped)

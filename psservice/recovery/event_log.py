@@ -45,7 +45,7 @@ class EventLog:
         return body_of(*messages) if self.keeps_journal else None
 
     def pushed(self, body: Body | None, answer: PushAnswer) -> None:
-        """Write a push, before it is applied. If it is refused then, the next life refuses it again."""
+        """Write a push, before it is applied. A replay repeats a refusal by the model."""
         if body is not None:
             response = pb.PushSparseResponse(
                 version=answer.version, staleness=answer.staleness, applied_scale=answer.applied_scale

@@ -20,7 +20,7 @@ _LONGEST_BAN_SECONDS = 7 * 24 * 3600.0
 _MOST_VERSION = _MOST_STEP = 1 << 53  # exact as a double too: metrics, JSON
 _MOST_GENERATION = (3 << 62) - 1  # an epoch of 3·2^30: a thousand million uploads above what a worker may tell of
 _MOST_PUSH_SAMPLES = 1 << 32
-_LARGEST_RATE = 1e9
+_LARGEST_PUSH_RATE = 1e9
 _FASTEST_LINK = 1e15  # bytes a second
 
 BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
@@ -32,7 +32,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "generation": (0, _MOST_GENERATION),
         "base_version": (0, _MOST_VERSION),
         "samples": (0, _MOST_PUSH_SAMPLES),
-        "learning_rate": (0.0, _LARGEST_RATE),
+        "learning_rate": (0.0, _LARGEST_PUSH_RATE),
         "group_rates": (0.0, LARGEST_RATE),
     },
     "PullDiffRequest": {
@@ -98,7 +98,7 @@ def require(message: Message) -> None:
 
 
 def _require_join(request: pb.JoinRequest) -> None:
-    """Check the lists of a joining worker, and only the number of its tensors.
+    """Check the lists of a joining worker; of its tensors only their number.
 
     The tensors of a model that the run has are compared with the model, and others are read one by one.
     """

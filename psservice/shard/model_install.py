@@ -145,7 +145,7 @@ def forget_upload(shard: Shard, identity: Identity | None = None) -> None:
 def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "", digest: bytes = b"") -> int:
     """Install an uploaded model that is whole, and return its version.
 
-    That is the one which the worker names, but not below the version before, nor near the end of all versions.
+    The version is the one that the worker names, at least the previous one and at most ``MOST_FIRST_VERSION``.
     """
     if shard.is_coordinator and shard.model is not None:  # a run's version does not go back
         version = max(version, shard.model.version)

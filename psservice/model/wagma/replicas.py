@@ -40,8 +40,8 @@ class GroupedShard(ModelShard):
     Attributes:
         rounds: which workers have arrived in which round.
         incarnations: of the workers that take part.
-        unsynced: workers whose model was replaced and who have not acknowledged a reply from it yet: the version that
-            they name may be that of another model. With a number that tells one model from the next.
+        unsynced: the number of the new model, by worker whose model was replaced and who has not acknowledged a reply
+            from the new model: a version that such a worker names may be that of the old model.
     """
 
     def __init__(
