@@ -23,7 +23,7 @@ class Environment:
 
     files: Files = DISK
     monotonic: Callable[[], float] = time.monotonic
-    unix_seconds: Callable[[], float] = time.time
+    unix_seconds: Callable[[], float] = lambda: time.time()  # found anew: verify skews the clock
     random_bytes: Callable[[int], bytes] = secrets.token_bytes
     is_threaded: bool = True
 

@@ -47,7 +47,7 @@ def test_the_servers_own_modules_read_the_skewed_clock_and_leases_do_not_mind(tm
     clock = skewed_clock.SkewedClock(path)
     assert clock() == pytest.approx(time.time(), abs=5)
     changed = skewed_clock.modules_with_a_clock()
-    assert {"psservice.recovery.durability", "psservice.rpc.status", "psservice.cluster.leases"} <= {*changed}
+    assert {"psservice.storage.environment", "psservice.rpc.status", "psservice.cluster.leases"} <= {*changed}
     shifted = skewed_clock.shifted_time(clock)
     monkeypatch.setattr("psservice.cluster.leases.time", shifted)
     members = Leases(60.0, lambda: ReplyRule("exact"))
