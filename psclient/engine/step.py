@@ -240,6 +240,7 @@ class Stepper:
             if self._overlap is not None:
                 with suppress(TimeoutError):
                     self._overlap.break_off(self._membership.seconds_left)
+                self._overlap.close()  # before the worker leaves: a pull under way would join again
         finally:
             self._close()
 
