@@ -15,10 +15,18 @@ from tests.psservice.service_makers import F32, layout_of, sparse_push
 
 LAYOUT = layout_of((400_000, F32))
 PUSHES, DENSITY = 300, 0.5
+STARTS = 4
 
 
 def most_memory(directory: Path) -> int:
-    """Bytes that a server ever took, which has begun from a directory."""
+    """Bytes that a server ever takes which begins from a directory.
+
+    The least of some starts: other load moves by tens of megabytes what a start has freed before it takes more.
+    """
+    return min(_most_memory_once(directory) for _ in range(STARTS))
+
+
+def _most_memory_once(directory: Path) -> int:
     with LocalServer(data_dir=directory) as server:
         lines = Path(f"/proc/{server.processes[0].pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
@@ -41,4 +49,4 @@ def test_a_long_journal_before_the_snapshot_takes_no_memory_to_begin_from(tmp_pa
     (shard / "journal" / f"{first.manifest.segment:012d}.journal").unlink()
     supports = PUSHES * DENSITY * LAYOUT.size * 4
     assert supports > 200 << 20
-    assert most_memory(long) - most_memory(short) < 100 << 20  # beside other load 65 MB: what is freed goes back late
+    assert most_memory(long) - most_memory(short) < 48 << 20
