@@ -284,6 +284,18 @@ _LATER = _HELD_BACK | {ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_DURABLE
 """Reasons for which the same call will do later."""
 
 
+REJOIN_REASONS = frozenset(
+    {
+        ErrorCode.LEASE_EXPIRED,
+        ErrorCode.STALE_GENERATION,
+        ErrorCode.RUN_MISMATCH,
+        ErrorCode.NOT_INITIALISED,
+        ErrorCode.VERSION_IN_FUTURE,
+    }
+)
+"""Refusals after which a worker joins again; all but the first mean that the server's training is another one."""
+
+
 def from_rpc_error(error: grpc.RpcError) -> Exception:
     """Say what a failed call means: :class:`Rejected`, a :class:`Transient`, or an error that ends the attempts."""
     code, detail = error.code(), escaped(error.details() or "")

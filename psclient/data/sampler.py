@@ -7,10 +7,16 @@ from collections.abc import Iterator, Sized
 from torch.utils.data import Sampler
 
 from psclient.data.permutation import shuffled
-from psclient.errors import ConfigurationError, EpochHeldUpError, LeaseLostError, ServerFaultError, from_refusal
+from psclient.errors import (
+    REJOIN_REASONS,
+    ConfigurationError,
+    EpochHeldUpError,
+    LeaseLostError,
+    ServerFaultError,
+    from_refusal,
+)
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.rpc.samples import IndexRange, SampleSet, index_ranges, sample_set, union
-from psclient.rpc.shard import REJOIN_REASONS
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import share_to_messages
@@ -243,7 +249,7 @@ class ElasticSampler(Sampler[int]):
         raise LeaseLostError("the server takes the worker in and refuses it samples again and again")
 
     def _call(self, epoch: int | None, samples: int, held: SampleSet) -> pb.LeaseSamplesResponse | Rejected:
-        coordinator = self._membership.coordinator
+        connection = self._membership.coordinator.connection
         request = pb.LeaseSamplesRequest(
             identity=self._membership.identity,
             dataset=self._dataset,
@@ -255,8 +261,7 @@ class ElasticSampler(Sampler[int]):
             samples=samples,
             held=share_to_messages(held),
         )
-        return coordinator.connection.call(
-            self._membership.policy(coordinator),
-            lambda seconds: coordinator.connection.stub.LeaseSamples.future(request, timeout=seconds),
-            lambda call: call.result(),
+        return connection.call(
+            self._membership.policy(),
+            lambda seconds: connection.result(connection.stub.LeaseSamples.future(request, timeout=seconds)),
         )

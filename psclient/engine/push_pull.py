@@ -16,7 +16,7 @@ from psclient.compress.groups import Rates
 from psclient.errors import from_refusal
 from psclient.report import StepReport
 from psclient.rpc.cluster import Cluster
-from psclient.rpc.shard import PulledReply, PushPart
+from psclient.rpc.shard_client import PulledReply, PushPart
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice, entries, merge
 from pscore.telemetry import tracing
@@ -51,7 +51,7 @@ class PushPull:
     @property
     def unacked(self) -> bool:
         """True while the last push has a part without an answer."""
-        return self._cluster.has_unacked
+        return bool(self._cluster.unacked_parts())
 
     def open(self, samples: int, rates: Rates) -> StepReport:
         """Begin the push of a new step at every shard; the last push must be answered."""
@@ -146,7 +146,8 @@ class PushPull:
             report.staleness = max(answer.staleness for answer in outcome.answers.values())
             report.applied_scale = min(answer.applied_scale or 1.0 for answer in outcome.answers.values())
         if len(outcome.answers) == len(self._places):
-            self._trace.shards = tuple(zip(self._places, self._cluster.timings, strict=True))
+            timings = [shard.timing for shard in self._cluster.shards]
+            self._trace.shards = tuple(zip(self._places, timings, strict=True))
             self.planner.learn(self._trace)
         if outcome.error is not None:
             raise from_refusal(outcome.error) from None
@@ -177,7 +178,7 @@ class PushPull:
 
     def unacked_parts(self) -> list[PushPart]:
         """Return the parts of the last push that have no answer, or were refused and are not restored."""
-        return self._cluster.held_parts()
+        return self._cluster.unacked_parts()
 
     def restore(self, parts: Iterable[PushPart]) -> None:
         """Add parts that were not applied to the residuals again."""

@@ -24,9 +24,10 @@ from psclient.rpc.cluster import Cluster
 from psclient.rpc.local_server import start_alone
 from psclient.rpc.membership import Membership
 from psclient.rpc.resolver import connect
-from psclient.rpc.shard import ShardClient
+from psclient.rpc.shard_client import ShardClient
 from psclient.settings import ClientSettings
 from pscore import jit
+from pscore.model.layout import ModelLayout
 from pscore.select import SELECTORS
 from pscore.telemetry import tracing
 from pscore.telemetry.span import TracingError
@@ -70,14 +71,14 @@ class Worker:
         self._thread = SerialExecutor("psclient-step")
         try:
             end_earlier(self.server, self._name)
-            shards = self._thread.call(partial(self._reach, settings), lambda: None)
+            shards = self._thread.call(partial(self._reach, settings, model.layout), lambda: None)
         except BaseException:
             if self._own_server is not None:
                 self._own_server.stop()
             raise
         replica = Replica(model.layout, model.parameters)
         self.membership = Membership(shards, self._name, replica, model.buffers, method.name, agreed, settings)
-        self.cluster = Cluster(shards, self.membership, replica, model.buffers)
+        self.cluster = Cluster(self.membership)
         planner = self.planner = BucketPlanner(
             model.layout,
             settings.merge,
@@ -94,7 +95,7 @@ class Worker:
         self.compressor = Compressor(method, model, memories, groups.of, choice, density_of)
         self.push_pull = PushPull(model.layout, self.cluster, self.compressor, planner)
 
-    def _reach(self, settings: ClientSettings) -> list[ShardClient]:
+    def _reach(self, settings: ClientSettings, layout: ModelLayout) -> list[ShardClient]:
         jit.announce = log.warning
         if settings.tracing:
             try:
@@ -102,7 +103,8 @@ class Worker:
             except TracingError as error:
                 raise ConfigurationError(str(error)) from error
         connections = connect(self.server, settings.security, settings.connect_seconds)
-        return [ShardClient(connection, index, settings) for index, connection in enumerate(connections)]
+        spans = layout.shard_spans(len(connections))
+        return [ShardClient(connections[i], i, span, settings) for i, span in enumerate(spans)]
 
     def watch(self, optimizer: Stoppable, abandon: Callable[[], None], *, flush_on_sigterm: bool) -> None:
         """End ``optimizer`` in order from now on; ``abandon`` ends the worker of one that is collected."""

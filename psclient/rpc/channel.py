@@ -42,7 +42,6 @@ _POLL_SECONDS = 0.05  # how soon the delay of a cancelled job ends
 _DIAL_SECONDS = 1.0  # the shortest time between two channels, unless there is reason to know better
 _jitter = random.SystemRandom()  # the program's own draws stay as its seed makes them
 
-Call = TypeVar("Call")
 Answer = TypeVar("Answer")
 HANDSHAKE_SECONDS = 4.0  # before the first contact, with a listener that does not speak this protocol
 
@@ -55,23 +54,20 @@ class RetryPolicy:
     deadline allowed. The last attempt has at least the first deadline, so the undertaking may take that much longer.
 
     Attributes:
-        deadline_seconds: of the first attempt; ``timeout`` is that of the present one.
+        deadline_seconds: of the first attempt.
         hint: what to do after the last attempt.
         limit: when to end in any case, monotonic seconds.
-        reconnect: called before another attempt where the server may be at another address by then.
         handshake_seconds: how long to try with a listener that does not speak this protocol.
     """
 
-    address: str
     seconds: float
     deadline_seconds: float
     hint: str = STEP_AGAIN
     limit: Callable[[], float] = lambda: math.inf
-    reconnect: Callable[[], None] = lambda: None
     handshake_seconds: float = HANDSHAKE_SECONDS
 
     def __post_init__(self) -> None:
-        self.timeout = self._deadline_seconds = self.deadline_seconds
+        self._deadline_seconds = self.deadline_seconds
         self._warned_of: set[ErrorCode | None] = set()
         self.progressed()
 
@@ -80,36 +76,40 @@ class RetryPolicy:
         self._started = time.monotonic()
         self._delay = _FIRST_DELAY_SECONDS
 
-    def run(self, attempt: Callable[[float], Answer]) -> Answer:
-        """Repeat an attempt, given its deadline in seconds, while it raises :class:`Transient` and there is time."""
+    def run(
+        self, address: str, attempt: Callable[[float], Answer], reconnect: Callable[[], None] = lambda: None
+    ) -> Answer:
+        """Repeat an attempt, given its deadline in seconds, while it raises :class:`Transient` and there is time.
+
+        ``reconnect`` is called before another attempt where the server may be at another address by then.
+        """
         while True:
             now = time.monotonic()
             remaining = max(self.deadline_seconds, self.seconds - (now - self._started))
-            self.timeout = max(0.1, min(self._deadline_seconds, remaining, self._end() - now))
             try:
-                result = attempt(self.timeout)
+                result = attempt(max(0.1, min(self._deadline_seconds, remaining, self._end() - now)))
             except Transient as failure:
-                self._await_next(failure)
+                self._await_next(address, failure)
+                if failure.lost:
+                    reconnect()
                 continue
             if self._warned_of:
-                log.warning("%s answers again, after %.0f s", self.address, time.monotonic() - self._started)
+                log.warning("%s answers again, after %.0f s", address, time.monotonic() - self._started)
             return result
 
-    def _await_next(self, failure: Transient) -> None:
+    def _await_next(self, address: str, failure: Transient) -> None:
         elapsed = time.monotonic() - self._started
         delay = failure.retry_seconds or self._delay * _jitter.uniform(0.5, 1.5)
         seconds = min(self.seconds, self.handshake_seconds) if failure.advice else self.seconds
         if elapsed + delay >= seconds or time.monotonic() + delay >= self._end():
-            raise out_of_patience(self.address, elapsed, failure, self.hint) from None
+            raise out_of_patience(address, elapsed, failure, self.hint) from None
         is_long = failure.retry_seconds is None or failure.reason is ErrorCode.NOT_DURABLE
         if is_long and failure.reason not in self._warned_of:
             self._warned_of.add(failure.reason)  # silence, and then a server that refuses, are two pieces of news
             what = "does not answer" if failure.reason is None else "does not serve now"
             why = f"{failure.advice}: {failure}" if failure.advice else failure
-            log.warning("%s %s (%s); trying for %.0f s more", self.address, what, why, seconds - elapsed)
+            log.warning("%s %s (%s); trying for %.0f s more", address, what, why, seconds - elapsed)
         pause(delay)
-        if failure.lost:
-            self.reconnect()
         if failure.retry_seconds is None:
             self._deadline_seconds *= 2
         self._delay = min(_LONGEST_DELAY_SECONDS, 2 * self._delay)
@@ -128,8 +128,8 @@ class Connection:
     def __init__(
         self, address: str, security: Security, headers: Headers = (), locate: Callable[[], str] | None = None
     ) -> None:
-        self.address = address
-        self._security, self._headers, self._locate = security, tuple(headers), locate
+        self.address, self.locate = address, locate
+        self._security, self._headers = security, tuple(headers)
         self._retired: grpc.Channel | None = None
         self._closed = False
         self._dialled = 0.0
@@ -140,12 +140,7 @@ class Connection:
 
     def twin(self) -> "Connection":
         """Return a second connection to the same shard."""
-        return Connection(self.address, self._security, self._headers, self._locate)
-
-    @property
-    def is_located(self) -> bool:
-        """Whether the address is looked up, and not given."""
-        return self._locate is not None
+        return Connection(self.address, self._security, self._headers, self.locate)
 
     def renew(self) -> None:
         """Dial anew: a restarted pod keeps its name and changes its address.
@@ -174,29 +169,21 @@ class Connection:
             self._dialled = time.monotonic()
         self.renew()
 
-    def call(
-        self,
-        policy: RetryPolicy,
-        start: Callable[[float], Call],
-        read: Callable[[Call], Answer],
-        meaning: Callable[[grpc.RpcError], Exception] = from_rpc_error,
-    ) -> Answer | Rejected:
+    def call(self, policy: RetryPolicy, attempt: Callable[[float], Answer]) -> Answer | Rejected:
         """Make a call, again where that may help, and return the answer or the server's refusal.
 
-        ``start`` begins an attempt that has so many seconds, without waiting; ``read`` waits for the answer.
+        ``attempt`` gets its deadline in seconds, and waits for the answer by :meth:`result` or in :meth:`tracked`.
 
         Raises:
             ServerUnreachableError: no answer in time, or the calling thread's job is cancelled.
             ServerFaultError: the answer is damaged.
         """
 
-        def attempt(seconds: float) -> Answer | Rejected:
-            call = start(seconds)
+        def translated(seconds: float) -> Answer | Rejected:
             try:
-                with self.tracked(call):
-                    return read(call)
+                return attempt(seconds)
             except grpc.RpcError as error:
-                failure = meaning(error)
+                failure = from_rpc_error(error)
                 if isinstance(failure, Rejected):
                     return failure
                 raise failure from error
@@ -205,7 +192,12 @@ class Connection:
             except Rejected as damage:  # raised by our own decoder
                 raise ServerFaultError(f"{self.address} sent a damaged answer: {damage.detail}") from damage
 
-        return policy.run(attempt)
+        return policy.run(self.address, translated, self.reconnect)
+
+    def result(self, call: Any) -> Any:
+        """Wait for a call's one answer, as :meth:`tracked`."""
+        with self.tracked(call):
+            return call.result()
 
     @contextmanager
     def tracked(self, call: Any) -> Iterator[None]:
@@ -231,7 +223,7 @@ class Connection:
                 self._retired.close()
 
     def _open(self) -> grpc.Channel:
-        address = self.address if self._locate is None else self._locate()
+        address = self.address if self.locate is None else self.locate()
         self._dialled = time.monotonic()
         try:
             return open_channel(address, self._security, _OPTIONS, self._headers)

@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from psclient.buckets.trace import PushTiming
 from psclient.compress.groups import Rates
-from psclient.errors import LeaseLostError, ServerFaultError, from_refusal
+from psclient.errors import REJOIN_REASONS, LeaseLostError, ServerFaultError, from_refusal
 from psclient.executor import SerialExecutor
-from psclient.model.module import NamedBuffers
-from psclient.model.replica import Replica
 from psclient.rpc.membership import Membership
 from psclient.rpc.samples import SampleTracker
-from psclient.rpc.shard import REJOIN_REASONS, PulledReply, PushPart, ShardClient
+from psclient.rpc.shard_client import PulledReply, PushPart, ShardClient
 from pscore.model.buffers import is_exchanged, pack, packed_bytes, unpack
 from pscore.model.layout import Span
 from pscore.wire import frames
@@ -52,16 +49,10 @@ class Cluster:
         buffers: those that travel: floating-point ones and integer scalars.
     """
 
-    def __init__(
-        self, shards: Sequence[ShardClient], membership: Membership, replica: Replica, buffers: NamedBuffers
-    ) -> None:
-        self.shards = tuple(shards)
-        self.membership = membership
-        self.replica = replica
-        self.buffers = buffers.only(is_exchanged)
+    def __init__(self, membership: Membership) -> None:
+        self.membership, self.shards, self.replica = membership, membership.shards, membership.replica
+        self.buffers = membership.buffers.only(is_exchanged)
         self.progress = SampleTracker()
-        for shard, span in zip(self.shards, replica.layout.shard_spans(len(self.shards)), strict=True):
-            shard.span = span
         self._outcome: PushOutcome | None = None
         # One thread a shard, where there are several; daemons, so that they still work when the interpreter ends.
         self._threads = (
@@ -69,13 +60,8 @@ class Cluster:
         )
         self._cancelling = SerialExecutor("psclient-cut")
 
-    @property
-    def has_unacked(self) -> bool:
-        """Whether a part of the last push is unacked, or a refused one has not been returned."""
-        return self._outcome is not None or any(shard.unacked is not None for shard in self.shards)
-
-    def held_parts(self) -> list[PushPart]:
-        """Return the parts of the last push that are unacked, or refused and not returned."""
+    def unacked_parts(self) -> list[PushPart]:
+        """Return the parts of the last push that have no answer, or were refused and are not restored."""
         refused = self._outcome.refused if self._outcome is not None else []
         return refused + [shard.unacked for shard in self.shards if shard.unacked is not None]
 
@@ -100,14 +86,9 @@ class Cluster:
             places.append({number: place for place, number in enumerate(parts)})
         return places
 
-    @property
-    def timings(self) -> list[PushTiming]:
-        """When the groups of the last push left and arrived, by shard."""
-        return [shard.timing for shard in self.shards]
-
     def abandon_push(self) -> list[PushPart]:
         """Break off a push that has no commit yet, and return its parts."""
-        return [part for shard in self.shards if (part := shard.abandon_push()) is not None]
+        return [part for shard in self.shards for part in shard.abandon_push()]
 
     def await_ack(self) -> PushOutcome:
         """Wait until every part of the last push is acknowledged or refused (docs/protocol.md, *On the worker*).
@@ -122,7 +103,7 @@ class Cluster:
                     outcome.refused.append(shard.unacked)
                     shard.unacked = None
             waiting = [shard for shard in self.shards if shard.unacked is not None]
-            answers = self._each(waiting, lambda shard: shard.await_ack(self.membership.policy(shard)))
+            answers = self._each(waiting, lambda shard: shard.await_ack(self.membership.policy()))
             rejoin = [self._must_rejoin(*each, outcome) for each in zip(waiting, answers, strict=True)]
             if not any(rejoin):
                 break
@@ -164,20 +145,19 @@ class Cluster:
         for shard in self.shards:
             if shard.replica_is_image:
                 shard.forget_base()
-        return self.fetch(self.apply)
+        replies = self.fetch()
+        self.apply(replies)
+        return replies
 
-    def fetch(self, arrived: Callable[[dict[int, PulledReply]], None] = lambda _: None) -> dict[int, PulledReply]:
-        """Get what the replica lacks from every shard, and pass each reply to ``arrived``; return them by shard."""
+    def fetch(self) -> dict[int, PulledReply]:
+        """Get what the replica lacks from every shard, and change nothing yet; return the replies by shard."""
         done: dict[int, PulledReply] = {}
         for _ in self._joining_again("pulls"):
             waiting = [shard for shard in self.shards if shard.index not in done]
-            answers = self._each(
-                waiting, lambda shard: shard.pull(self.membership.identity, self.membership.policy(shard))
-            )
+            answers = self._each(waiting, lambda shard: shard.pull(self.membership.identity, self.membership.policy()))
             for shard, answer in zip(waiting, answers, strict=True):
                 if isinstance(answer, PulledReply):
                     done[shard.index] = answer
-                    arrived({shard.index: answer})
                 elif answer.reason not in REJOIN_REASONS:
                     raise from_refusal(answer)
                 elif answer.reason is ErrorCode.VERSION_IN_FUTURE:
@@ -238,19 +218,17 @@ class Cluster:
         messages += [pb.ExchangeBuffersRequest(buffers=piece) for piece in pieces]
         moved = sum(frames.wire_bytes(message) for message in messages)
 
-        def read(responses: Iterator[pb.ExchangeBuffersResponse]) -> bytes:
+        def attempt(seconds: float) -> bytes:
             nonlocal moved
             reader = frames.BytesReader(packed_bytes(specs), packed_bytes(specs))
-            for response in responses:
-                moved += frames.wire_bytes(response)
-                reader.read(response.buffers)
+            call = shard.connection.stub.ExchangeBuffers(iter(messages), timeout=seconds)
+            with shard.connection.tracked(call):
+                for response in call:
+                    moved += frames.wire_bytes(response)
+                    reader.read(response.buffers)
             return reader.finish()
 
-        average = shard.connection.call(
-            membership.policy(shard),
-            lambda seconds: shard.connection.stub.ExchangeBuffers(iter(messages), timeout=seconds),
-            read,
-        )
+        average = shard.connection.call(membership.policy(), attempt)
         if isinstance(average, Rejected):
             if average.reason not in REJOIN_REASONS:
                 raise from_refusal(average) from None

@@ -1,7 +1,6 @@
 """The thread that renews a worker's leases, and ends them when nobody else does."""
 
 import atexit
-import functools
 import logging
 import queue
 import threading
@@ -14,7 +13,7 @@ import grpc
 
 from psclient.errors import Transient, from_rpc_error
 from psclient.rpc.channel import suppress_errors
-from psclient.rpc.shard import ShardClient
+from psclient.rpc.shard_client import ShardClient
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")
@@ -60,7 +59,6 @@ class LeaseThread:
         """Begin to renew; harmless twice."""
         if not self.is_started:
             self.is_started = True
-            _register_at_exit()
             self._thread.start()
 
     def stop(self) -> None:
@@ -137,17 +135,13 @@ def start_all(shards: Sequence[ShardClient], start: Callable[[ShardClient], Any]
     return calls
 
 
-@functools.cache
-def _register_at_exit() -> None:
+@atexit.register
+def _join_ending() -> None:
     """Let the interpreter's end wait for threads that are ending.
 
     A thread that asks for the interpreter's lock later is unwound where it stands; in a destructor of C++ that aborts
     the process: "terminate called without an active exception".
     """
-    atexit.register(_join_ending)
-
-
-def _join_ending() -> None:
     for thread in list(_ending):
         if thread.is_alive():
             thread.join(_LAST_JOB_SECONDS)

@@ -6,12 +6,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import grpc
 
 from psclient.errors import (
+    REJOIN_REASONS,
     START_FIRST,
     STEP_AGAIN,
     ConfigurationError,
@@ -28,8 +28,7 @@ from psclient.model.replica import Replica
 from psclient.rpc.channel import HANDSHAKE_SECONDS, RetryPolicy, pause, suppress_errors
 from psclient.rpc.heartbeat import LeaseThread, start_all
 from psclient.rpc.progress_line import ProgressLine
-from psclient.rpc.shard import REJOIN_REASONS, ShardClient
-from psclient.rpc.upload import ModelUpload
+from psclient.rpc.shard_client import ShardClient
 from psclient.settings import ClientSettings
 from pscore.model.buffers import pack
 from pscore.names import shown
@@ -91,7 +90,7 @@ class Membership:
         self.last_push_record: tuple[str, int] | None = None
         self.upload_bytes = 0
         self._run_id = settings.run_id
-        self._replica, self._buffers = replica, buffers
+        self.replica, self.buffers = replica, buffers
         self._method, self._method_settings = method, dict(method_settings)
         self._joining = threading.Lock()
         self._has_asked = False  # there may be a lease, whether or not the answer came
@@ -122,16 +121,14 @@ class Membership:
         """How much longer a server may be waited for; ``None`` without :meth:`set_deadline`."""
         return None if math.isinf(self._deadline) else max(0.0, self._deadline - time.monotonic())
 
-    def policy(self, shard: ShardClient, seconds: float | None = None) -> RetryPolicy:
-        """Return how long one undertaking at a shard may take; ``seconds`` instead of the settings' patience."""
+    def policy(self, seconds: float | None = None) -> RetryPolicy:
+        """Return how long one undertaking may take; ``seconds`` instead of the settings' patience."""
         deadline_seconds = self.settings.deadline_seconds
         return RetryPolicy(
-            shard.address,
             self.settings.patience_seconds if seconds is None else seconds,
             deadline_seconds if self.leases.is_started else min(_FIRST_DEADLINE_SECONDS, deadline_seconds),
             STEP_AGAIN if self.joins else START_FIRST,
             limit=lambda: self._deadline,
-            reconnect=shard.connection.reconnect,
             handshake_seconds=math.inf if self.joins else HANDSHAKE_SECONDS,  # later, a server is being set up anew
         )
 
@@ -196,7 +193,7 @@ class Membership:
             trained = any(answer.state == pb.JOIN_STATE_READY and answer.version for answer in answers)
             # Fresh weights must not replace trained ones: a worker that has a replica may come.
             done = (self._has_replica or not trained) and all(
-                self._has_uploaded(shard, answer, first.generation) or self._upload(shard, first.generation, line)
+                self._upload(shard, answer, first.generation, line)
                 for shard, answer in zip(reversed(self.shards), answers, strict=True)
             )
             if not done:
@@ -212,7 +209,7 @@ class Membership:
             elif not (
                 shard.has_base
                 and epoch(shard.generation) == now
-                and self._upload(shard, sibling_generation(first.generation), line)
+                and self._upload(shard, answer, sibling_generation(first.generation), line)
             ):
                 self._await_upload(first, line)
                 return False
@@ -244,7 +241,7 @@ class Membership:
             protocol_version=PROTOCOL_VERSION,
             method=self._method,
             method_settings=self._method_settings,
-            layout=layout_to_message(self._replica.layout),
+            layout=layout_to_message(self.replica.layout),
             shard_index=shard.index,
             num_shards=len(self.shards),
             generation_seen=generation_seen,
@@ -253,15 +250,25 @@ class Membership:
             index_codecs=readable,  # type: ignore[arg-type]
             value_codecs=READABLE_VALUE_CODECS,
         )
-        policy, alive_until = self.policy(shard, seconds), math.inf
+        is_first_contact = not self.joins and shard.connection.locate is None
+
+        def attempt(timeout: float) -> pb.JoinResponse:
+            try:
+                answer: pb.JoinResponse = shard.connection.result(
+                    shard.connection.stub.Join.future(request, timeout=timeout)
+                )
+                return answer
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error)
+                if is_first_contact and isinstance(failure, Transient) and failure.reason is ErrorCode.SHARD_MISMATCH:
+                    # At first an address in the wrong place; later a shard that has moved.
+                    raise RefusedError(Rejected(ErrorCode.SHARD_MISMATCH, str(failure))) from error
+                raise
+
+        policy, alive_until = self.policy(seconds), math.inf
         self._has_asked = True
         while True:
-            answer: pb.JoinResponse | Rejected = shard.connection.call(
-                policy,
-                lambda timeout: shard.connection.stub.Join.future(request, timeout=timeout),
-                lambda call: call.result(),
-                partial(self._meaning, shard),
-            )
+            answer = shard.connection.call(policy, attempt)
             if not isinstance(answer, Rejected):
                 break
             # A restarted worker meets its predecessor's lease: wait for its end, but not for a renewal.
@@ -275,14 +282,6 @@ class Membership:
         self._require_codecs(shard, answer)
         shard.readable = frozenset(answer.index_codecs or PLAIN_INDEX_CODECS)
         return answer
-
-    def _meaning(self, shard: ShardClient, error: grpc.RpcError) -> Exception:
-        """Return what a failed Join means: at first an address in the wrong place, later a shard that has moved."""
-        failure = from_rpc_error(error)
-        misplaced = isinstance(failure, Transient) and failure.reason is ErrorCode.SHARD_MISMATCH
-        if misplaced and not self.joins and not shard.connection.is_located:
-            return RefusedError(Rejected(ErrorCode.SHARD_MISMATCH, str(failure)))
-        return failure
 
     def _pause(self, seconds: float) -> None:
         """Wait before asking again; raises :class:`ServerUnreachableError` where the calling job is cancelled."""
@@ -320,17 +319,13 @@ class Membership:
                 return  # the next join meets the cause
             self._moved = time.monotonic()
 
-    def _has_uploaded(self, shard: ShardClient, answer: pb.JoinResponse, generation: int) -> bool:
-        """Tell whether a shard has its range of this upload already: nobody else is given this generation."""
-        is_there = answer.state == pb.JOIN_STATE_READY and answer.generation == generation
-        if is_there:
-            shard.adopt(generation)
-        return is_there
-
-    def _upload(self, shard: ShardClient, generation: int, line: ProgressLine) -> bool:
-        """Send a shard its range; False if another worker was faster, so that the join must be tried again."""
+    def _upload(self, shard: ShardClient, joined: pb.JoinResponse, generation: int, line: ProgressLine) -> bool:
+        """Send a shard its range, if it has none of this upload; False if another worker was faster: join again."""
+        if joined.state == pb.JOIN_STATE_READY and joined.generation == generation:
+            shard.adopt(generation)  # nobody else is given this generation
+            return True
         with_buffers = shard.index == 0 and self.run_settings.buffer_policy != pb.BUFFER_POLICY_NONE
-        buffers = pack(self._buffers.now()) if with_buffers else b""
+        buffers = pack(self.buffers.now()) if with_buffers else b""
         header = pb.UploadHeader(
             identity=self.identity,
             generation=generation,
@@ -343,16 +338,13 @@ class Membership:
         def moved(elements: int, nbytes: int) -> None:
             self._moved = time.monotonic()
             self.upload_bytes += nbytes
-            self.leases.uploaded = (behind + elements) / self._replica.layout.size
+            self.leases.uploaded = (behind + elements) / self.replica.layout.size
             line.show("uploading the model", self.leases.uploaded)
 
-        upload = ModelUpload(shard, header, self._replica, buffers, self.run_settings.chunk_bytes, moved)
         try:
-            answer = upload.send(self.policy(shard))
+            answer = shard.upload(header, self.replica, buffers, self.run_settings.chunk_bytes, moved, self.policy())
         finally:
             self.leases.uploaded = None
-            if upload.is_sent:
-                shard.sent_model = generation, header.version
         if isinstance(answer, Rejected):
             if answer.reason in REJOIN_REASONS or answer.reason is ErrorCode.ALREADY_UPLOADED:
                 return False
@@ -364,7 +356,7 @@ class Membership:
         """Return the digest of a model with which a training begins; nothing where a training goes on."""
         if self._loaded is not None:
             return self._loaded.digest
-        return b"" if self.coordinator.has_base else self._replica.digest()
+        return b"" if self.coordinator.has_base else self.replica.digest()
 
     def leave(self) -> None:
         """End the lease everywhere; failures are of no consequence, the lease ends anyway."""

@@ -24,30 +24,32 @@ _FRESH_SECONDS = 1.0  # how old the knowledge of a lost shard's address may be
 
 
 class ShardResolver:
-    """The addresses of all shards of one run, behind ``dns:///HOST:PORT``; :meth:`find` comes first.
+    """The addresses of all shards of one run, behind ``dns:///HOST:PORT``, which are found when this is made.
 
-    ``security`` is how each of them is called: their certificates have the name of the service.
+    Args:
+        address: the name.
+        security: how each of them is called: their certificates have the name of the service.
+        seconds: how long to try.
+        hint: what to do when one is not found.
+
+    Raises:
+        ServerUnreachableError: one is still missing after ``seconds``, or two servers say that they are the same.
+        AccessError: a server asks for another token.
+        ConfigurationError: no channel can be secured as asked.
     """
 
-    def __init__(self, address: str, security: Security) -> None:
+    def __init__(self, address: str, security: Security, seconds: float, hint: str = START_FIRST) -> None:
         self.address = address
         self._service = Service(address, security)
         self.security = self._service.security
         self._lock = threading.Lock()
-        self._known: list[str] = []
-        self._updated = -_FRESH_SECONDS
         self._has_warned = False
-
-    def find(self, seconds: float, hint: str = START_FIRST) -> int:
-        """Find all shards, and return how many there are.
-
-        Raises:
-            ServerUnreachableError: one is still missing after ``seconds``, or two servers say that they are the same.
-            AccessError: a server asks for another token.
-            ConfigurationError: no channel can be secured as asked.
-        """
-        self._known = RetryPolicy(self.address, seconds, _QUERY_SECONDS, hint).run(self._find)
+        self._known = RetryPolicy(seconds, _QUERY_SECONDS, hint).run(address, self._find)
         self._updated = time.monotonic()
+
+    @property
+    def total(self) -> int:
+        """Number of shards."""
         return len(self._known)
 
     def _find(self, seconds: float) -> list[str]:
@@ -71,16 +73,15 @@ class ShardResolver:
             return self._known[index]
 
     def _update(self, index: int) -> None:
-        total = len(self._known)
         try:
             addresses = self._service.resolve(_QUERY_SECONDS)
             others = {address for i, address in enumerate(self._known) if i != index}
             candidates = [address for address in addresses if address not in others]
-            found = self._service.ask(candidates, _QUERY_SECONDS, total)
+            found = self._service.ask(candidates, _QUERY_SECONDS, self.total)
             if index not in found.shards:  # shards may have changed places
-                found = self._service.ask(addresses, _QUERY_SECONDS, total)
+                found = self._service.ask(addresses, _QUERY_SECONDS, self.total)
         except (OSError, ChannelError) as error:
-            found = DiscoveryResult({}, total, [str(error)])
+            found = DiscoveryResult({}, self.total, [str(error)])
         for shard, address in found.shards.items():
             self._known[shard] = address
         if index not in found.shards and not self._has_warned:
@@ -104,9 +105,9 @@ def connect(
     addresses = client_settings.addresses(server)
     shards: list[tuple[str, Callable[[], str] | None]] = [(address, None) for address in addresses]
     if is_service(addresses[0]):
-        resolver = ShardResolver(addresses[0], security)
-        security, total = resolver.security, resolver.find(seconds, hint)
-        shards = [(f"shard {index} of {addresses[0]}", partial(resolver.locate, index)) for index in range(total)]
+        resolver = ShardResolver(addresses[0], security, seconds, hint)
+        security = resolver.security
+        shards = [(f"shard {i} of {addresses[0]}", partial(resolver.locate, i)) for i in range(resolver.total)]
     return [
         Connection(name, security, ((SHARD_HEADER, place_of(index, len(shards))),) if announce else (), locate)
         for index, (name, locate) in enumerate(shards)

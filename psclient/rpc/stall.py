@@ -14,7 +14,6 @@ from psclient.errors import Transient
 Message = TypeVar("Message")
 
 _SWEEP_SECONDS = 0.25
-_LINGER_SWEEPS = 40  # without a call, after which the thread ends
 
 
 class StreamCall:
@@ -89,13 +88,13 @@ class StreamCall:
 
     def sweep(self, now: float) -> None:
         """Cancel the call if nothing has moved for too long; ``now`` is monotonic seconds."""
-        if (now - self._since > self._idle_seconds or now > self.limit()) and self._call is not None:
+        if now - self._since > self._idle_seconds or now > self.limit():
             self._has_stalled = True
-            self._call.cancel()
+            self.cancel()
 
 
 class _StallDetector:
-    """Sweeps over all streaming calls of the process in one thread, which ends while there is none."""
+    """Sweeps over all streaming calls of the process, in one thread that ends where a sweep finds none."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,17 +113,15 @@ class _StallDetector:
             self._calls.discard(call)
 
     def _run(self) -> None:
-        empty = 0
-        while empty < _LINGER_SWEEPS:
+        while True:
             time.sleep(_SWEEP_SECONDS)
             with self._lock:
-                calls = list(self._calls)
-                empty = 0 if calls else empty + 1
-                if empty == _LINGER_SWEEPS:
+                calls = [*self._calls]
+                if not calls:
                     self._thread = None
-            now = time.monotonic()
+                    return
             for call in calls:
-                call.sweep(now)
+                call.sweep(time.monotonic())
 
 
 _detector = _StallDetector()

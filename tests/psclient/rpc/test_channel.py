@@ -56,15 +56,15 @@ def test_the_last_attempt_has_a_whole_deadline_and_no_attempt_a_longer_one_than_
         raise Transient("UNAVAILABLE: nobody listens")
 
     with pytest.raises(ServerUnreachableError):
-        RetryPolicy("127.0.0.1:1", seconds=1.0, deadline_seconds=5.0).run(attempt)
+        RetryPolicy(seconds=1.0, deadline_seconds=5.0).run("127.0.0.1:1", attempt)
     assert len(deadlines) > 1
     assert set(deadlines) == {5.0}, "neither cut to the rest of the patience, nor doubled beyond it"
 
 
 def test_a_limit_cuts_attempts_short():
     end = time.monotonic() + 2.0
-    policy = RetryPolicy("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0, limit=lambda: end)
-    assert policy.run(lambda seconds: seconds) <= 2.0
+    policy = RetryPolicy(seconds=60.0, deadline_seconds=5.0, limit=lambda: end)
+    assert policy.run("127.0.0.1:1", lambda seconds: seconds) <= 2.0
 
 
 def test_a_full_disk_is_told_once_and_a_busy_server_is_not(caplog):
@@ -76,5 +76,5 @@ def test_a_full_disk_is_told_once_and_a_busy_server_is_not(caplog):
             if failures:
                 raise failures.pop()
 
-        RetryPolicy("127.0.0.1:1", seconds=60.0, deadline_seconds=5.0).run(attempt)
+        RetryPolicy(seconds=60.0, deadline_seconds=5.0).run("127.0.0.1:1", attempt)
         assert len(caplog.records) == lines, reason

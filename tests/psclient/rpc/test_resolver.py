@@ -12,8 +12,9 @@ import trustme
 from psclient.errors import AccessError, ConfigurationError, ServerUnreachableError
 from psclient.rpc.heartbeat import LeaseThread
 from psclient.rpc.resolver import ShardResolver, connect
-from psclient.rpc.shard import ShardClient
+from psclient.rpc.shard_client import ShardClient
 from psclient.settings import ClientSettings
+from pscore.model.layout import Span
 from pscore.net import discovery
 from pscore.net.channels import Security
 from pscore.wire.errors import ErrorCode, Rejected, to_status
@@ -99,9 +100,8 @@ def net(monkeypatch):
 
 
 def found(net, seconds=30.0, **security):
-    resolver = ShardResolver(net.address, Security(**security))
-    total = resolver.find(seconds)
-    return [resolver.locate(index) for index in range(total)]
+    resolver = ShardResolver(net.address, Security(**security), seconds)
+    return [resolver.locate(index) for index in range(resolver.total)]
 
 
 def test_shards_are_put_in_order(net):
@@ -238,8 +238,7 @@ def resolver(net, monkeypatch):
     net.name = ["127.0.0.2", "127.0.0.3"]
     for index, ip in enumerate(net.name):
         net.host(ip, Shard(index, 2))
-    resolver = ShardResolver(net.address, Security())
-    resolver.find(30.0)
+    resolver = ShardResolver(net.address, Security(), 30.0)
     monkeypatch.setattr("psclient.rpc.resolver._FRESH_SECONDS", 0.0)
     return resolver
 
@@ -295,7 +294,7 @@ def test_leases_are_renewed_at_all_shards_at_once_and_a_new_checkpoint_is_told_a
         net.host(ip, shard)
         shard.meet = Meeting(meets)
     connections = connect(net.address, Security(), 30.0)
-    clients = [ShardClient(connection, i, ClientSettings()) for i, connection in enumerate(connections)]
+    clients = [ShardClient(connection, i, Span(i, i + 1), ClientSettings()) for i, connection in enumerate(connections)]
     leases = LeaseThread(clients, pb.WorkerIdentity())
     leases.renewal_seconds = 30.0
     leases._renew()

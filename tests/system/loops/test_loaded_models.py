@@ -8,7 +8,7 @@ import torch
 import psclient
 from psclient.errors import ConfigurationError, ModelChangedError, ModelLoadedError
 from psclient.rpc.local_server import LocalServer
-from psclient.rpc.upload import ModelUpload
+from psclient.rpc.shard_client import ShardClient
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 ON_LOAD = [None, "server", "replace"]
@@ -235,9 +235,9 @@ def test_an_upload_that_breaks_between_two_shards_stops_nobody(server, monkeypat
         two.pull()
         before = mean(second)
         first.load_state_dict(checkpoint())
-        send = ModelUpload.send
+        upload = ShardClient.upload
         with monkeypatch.context() as patch:
-            patch.setattr(ModelUpload, "send", lambda self, patience: broken(send, self, patience))
+            patch.setattr(ShardClient, "upload", lambda shard, *arguments: broken(upload, shard, *arguments))
             with pytest.raises(KeyboardInterrupt):
                 steps(first, one, 1)
         one.close()
@@ -246,11 +246,11 @@ def test_an_upload_that_breaks_between_two_shards_stops_nobody(server, monkeypat
         assert_is_at(second, server, before)
 
 
-def broken(send, upload, patience):
+def broken(upload, shard, *arguments):
     """Send to all shards but the first, which is the last."""
-    if upload._shard.index == 0:
+    if shard.index == 0:
         raise KeyboardInterrupt
-    return send(upload, patience)
+    return upload(shard, *arguments)
 
 
 def test_a_replaced_model_counts_on(server):

@@ -1,19 +1,18 @@
-"""One shard as a worker sees it: what the worker knows of the replica there, and pushes and pulls.
+"""A client of one shard: pushes, pulls, uploads, and how far the replica follows the shard.
 
-Nothing here decides what a failure means for training; each call returns an outcome and :mod:`psclient.rpc.cluster`
-acts on it.
+Each call returns an outcome; :mod:`psclient.rpc.cluster` decides what a failure means for the training.
 """
 
 import math
 import queue
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from psclient.buckets.trace import PushTiming
 from psclient.errors import ServerFaultError, Transient
+from psclient.model.replica import Replica
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.progress_line import ProgressLine
 from psclient.rpc.stall import StreamCall
@@ -21,25 +20,16 @@ from psclient.settings import AUTO, ClientSettings
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry import tracing
-from pscore.telemetry.span import NO_SPAN, TraceSpan
+from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
-REJOIN_REASONS = frozenset(
-    {
-        ErrorCode.LEASE_EXPIRED,
-        ErrorCode.STALE_GENERATION,
-        ErrorCode.RUN_MISMATCH,
-        ErrorCode.NOT_INITIALISED,
-        ErrorCode.VERSION_IN_FUTURE,
-    }
-)
-"""Refusals after which a worker joins again; all but the first mean that the server's training is another one."""
-
 _SMALLEST_BYTES = 64 << 10  # below it, a time depends more on delay than on bandwidth
-_REMEMBERED = 16
+_REMEMBERED = 16  # transfers
+_UPLOAD_CHUNK_BYTES = 256 << 10  # what one second brings on a line of 2 Mbit/s, and what a cut loses at most
+_PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
 
 
 class Bandwidth:
@@ -63,44 +53,47 @@ class Bandwidth:
 class PushPart:
     """One shard's part of a push, kept until it is acknowledged or refused.
 
-    ``messages`` are the same bytes at each attempt; ``segments`` the payload as it arrives, for giving it back.
+    The first attempt begins before the commit, and sends what is put into ``outbox`` up to ``None``. Later ones send
+    ``messages``, the same bytes. ``segments`` is the payload as it arrives, for restoring it.
     """
 
     generation: int
+    trace: TraceSpan
+    first_attempt: StreamCall | None = None
+    outbox: "queue.SimpleQueue[pb.PushSparseRequest | None]" = field(default_factory=queue.SimpleQueue)
     messages: list[pb.PushSparseRequest] = field(default_factory=list)
     segments: list[SparseSlice] = field(default_factory=list)
     checksum: frames.Checksum = field(default_factory=frames.Checksum)
     bytes: int = 0
-    trace: TraceSpan = NO_SPAN
+
+    def send(self, message: pb.PushSparseRequest) -> int:
+        """Hand over a message to the first attempt; return its bytes."""
+        nbytes = frames.wire_bytes(message)
+        self.messages.append(message)
+        self.bytes += nbytes
+        self.outbox.put(message)
+        return nbytes
 
 
 @dataclass(slots=True)
 class PulledReply:
-    """A whole, checked reply; ``bytes`` are those of messages, ``arrived`` is of :func:`time.perf_counter`."""
+    """A checked reply, or the beginning of one that was cut: the elements before ``end``.
+
+    Where two segments have the same element, the later one counts. ``bytes`` are those of messages, ``arrived`` is of
+    :func:`time.perf_counter`.
+    """
 
     header: pb.PullHeader
     segments: list[SparseSlice]
     generation: int
+    end: int
     bytes: int
     decode_seconds: float
     arrived: float
 
 
-class _PartialReply(NamedTuple):
-    """The checked beginning of a reply of everything that was cut: the elements before ``end``, at ``version``.
-
-    Where two segments have the same element, the later one counts.
-    """
-
-    generation: int
-    version: int
-    end: int
-    segments: list[SparseSlice]
-    bytes: int
-
-
 class ShardClient:
-    """The pushes and pulls of one shard, and the state of the replica with respect to it.
+    """The calls of one shard, which has ``span``, and the state of the replica with respect to it.
 
     Attributes:
         has_base: whether the replica is the model at ``version``, or with ``replica_is_image`` the image of it there.
@@ -111,28 +104,21 @@ class ShardClient:
         timing: when the groups of the last push left and arrived, for measuring the link.
     """
 
-    def __init__(self, connection: Connection, index: int, settings: ClientSettings) -> None:
+    def __init__(self, connection: Connection, index: int, span: Span, settings: ClientSettings) -> None:
         self.connection = connection
         self.lease_connection = connection.twin()
-        self.index = index
-        self.span = Span(0, 0)
-        self.generation = 0
-        self.version = 0
-        self.has_base = False
-        self.acknowledged_reply = 0
-        self.replica_is_image = False
+        self.index, self.span = index, span
+        self.generation = self.version = self.acknowledged_reply = 0
+        self.has_base = self.replica_is_image = False
         self.unacked: PushPart | None = None
         self.readable: frozenset[int] = frozenset()
-        self.downlink = Bandwidth()
+        self.downlink, self._uplink = Bandwidth(), Bandwidth()
         self.timing = PushTiming.of(0)
         self.outgoing = StreamCall(settings.deadline_seconds)
         self.sent_model: tuple[int, int] | None = None
         self._settings = settings
-        self._uplink = Bandwidth()
-        self._queue: queue.SimpleQueue[pb.PushSparseRequest | None] | None = None
-        self._streamed: StreamCall | None = None  # the first attempt of a push, which began before its commit
         self._received_bytes = 0  # of the outgoing streams, as the server has said last
-        self._partial: _PartialReply | None = None
+        self._partial: PulledReply | None = None  # of everything
 
     @property
     def address(self) -> str:
@@ -187,11 +173,10 @@ class ShardClient:
         header.base_version = self.version
         header.plan.extend(pb.Group(start=group.start, length=group.length) for group in plan)
         self.timing = PushTiming.of(len(plan))
-        self.unacked = PushPart(header.generation, trace=tracing.begin("push", shard=self.index))
-        self._queue = queue.SimpleQueue()
-        self._streamed = self._start_push(iter(self._queue.get, None), idle_seconds, self.unacked.trace)
+        part = self.unacked = PushPart(header.generation, tracing.begin("push", shard=self.index))
+        part.first_attempt = self._start_push(iter(part.outbox.get, None), idle_seconds, part.trace)
         self.timing.opened = time.perf_counter()
-        self._send(pb.PushSparseRequest(header=header))
+        part.send(pb.PushSparseRequest(header=header))
 
     def _start_push(
         self, messages: Iterator[pb.PushSparseRequest], idle_seconds: float, trace: TraceSpan
@@ -199,56 +184,58 @@ class ShardClient:
         call = self.outgoing = StreamCall(idle_seconds)
         return call.start(self.connection.stub.PushSparse.future(call.outgoing(messages), metadata=trace.headers))
 
+    @property
+    def _open_part(self) -> PushPart:
+        assert self.unacked is not None
+        return self.unacked
+
     def send_chunk(self, chunk: pb.Chunk) -> None:
         """Send one chunk of the open push."""
-        assert self.unacked is not None
-        self.unacked.checksum.add(chunk)
-        self.timing.group_bytes[chunk.group] += self._send(pb.PushSparseRequest(chunk=chunk))
+        part = self._open_part
+        part.checksum.add(chunk)
+        self.timing.group_bytes[chunk.group] += part.send(pb.PushSparseRequest(chunk=chunk))
         self.timing.left[chunk.group] = time.perf_counter() - self.timing.opened
 
     def hold(self, segment: SparseSlice) -> None:
-        """Keep a piece of the payload, for giving it back."""
-        assert self.unacked is not None
-        self.unacked.segments.append(segment)
+        """Keep a piece of the open push's payload, for restoring it."""
+        self._open_part.segments.append(segment)
 
     def send_commit(self) -> int:
         """End the stream; return the message bytes of the whole push."""
-        assert self.unacked is not None
-        self._send(pb.PushSparseRequest(commit=self.unacked.checksum.commit()))
-        self._end_queue()
-        return self.unacked.bytes
+        part = self._open_part
+        part.send(pb.PushSparseRequest(commit=part.checksum.commit()))
+        part.outbox.put(None)
+        return part.bytes
 
-    def abandon_push(self) -> PushPart | None:
-        """Break a push off before its commit: nothing of it can have been applied."""
+    def abandon_push(self) -> list[PushPart]:
+        """Break off a push that has no commit, if one is open: nothing of it can have been applied."""
         part, self.unacked = self.unacked, None
-        if part is not None:
-            part.trace.end("abandoned")
+        if part is None:
+            return []
+        part.trace.end("abandoned")
         self.outgoing.end()
-        self._end_queue()
-        self._streamed = None
-        return part
+        part.outbox.put(None)
+        return [part]
 
     def await_ack(self, policy: RetryPolicy) -> pb.PushSparseResponse | Rejected:
         """Wait for the answer to the unacked part, which stays unacked where there is none in time."""
-        part, streamed = self.unacked, self._streamed
-        assert part is not None
+        part, first = self._open_part, self._open_part.first_attempt
 
-        def start(seconds: float) -> StreamCall:
-            call, self._streamed = self._streamed, None
+        def attempt(seconds: float) -> tuple[StreamCall, pb.PushSparseResponse]:
+            call, part.first_attempt = part.first_attempt, None
             if call is None:
                 call = self._start_push(iter(part.messages), seconds, part.trace)
             call.limit = policy.limit
-            return call
+            return call, self.connection.result(call)
 
-        answer: tuple[bool, pb.PushSparseResponse] | Rejected
-        answer = self.connection.call(policy, start, lambda call: (call is streamed, call.result()))
+        answer = self.connection.call(policy, attempt)
         if isinstance(answer, Rejected):
             if answer.reason is not ErrorCode.LEASE_EXPIRED:  # else it is repeated, after joining
                 part.trace.end(answer.reason.name)
             return answer
-        at_first, response = answer
+        call, response = answer
         arrivals = [nanoseconds / 1e9 for nanoseconds in response.group_arrival_nanoseconds]  # after the header
-        if at_first and not response.repeated_push:
+        if call is first and not response.repeated_push:
             self.timing.arrived = arrivals
         before = 0.0  # a group cannot have taken longer than since the group before it was whole
         for nbytes, arrival in zip(self.timing.group_bytes, arrivals, strict=False):
@@ -259,37 +246,20 @@ class ShardClient:
         part.trace.end()
         return response
 
-    def _send(self, message: pb.PushSparseRequest) -> int:
-        """Send a message of the open push; return its bytes."""
-        assert self.unacked is not None
-        assert self._queue is not None
-        nbytes = frames.wire_bytes(message)
-        self.unacked.messages.append(message)
-        self.unacked.bytes += nbytes
-        self._queue.put(message)
-        return nbytes
-
-    def _end_queue(self) -> None:
-        if self._queue is not None:
-            self._queue.put(None)
-        self._queue = None
-
     # Pull
 
     def pull(self, identity: pb.WorkerIdentity, policy: RetryPolicy) -> PulledReply | Rejected:
         """Ask for what the replica lacks; the reply is whole and checked, and not yet applied."""
-        request = pb.PullDiffRequest()
-
-        def start(seconds: float) -> StreamCall:
-            nonlocal request
-            request = self._pull_request(identity)
-            call = StreamCall(seconds, policy.limit)
-            return call.start(self.connection.stub.PullDiff(request, metadata=trace.headers))
-
         with tracing.span("pull", shard=self.index) as trace, ProgressLine() as line:
-            answer = self.connection.call(
-                policy, start, lambda call: self._read_reply(request, call.messages(), policy, line)
-            )
+
+            def attempt(seconds: float) -> PulledReply:
+                request = self._pull_request(identity)
+                call = StreamCall(seconds, policy.limit)
+                call.start(self.connection.stub.PullDiff(request, metadata=trace.headers))
+                with self.connection.tracked(call):
+                    return self._read_reply(request, call.messages(), policy, line)
+
+            answer = self.connection.call(policy, attempt)
             if isinstance(answer, Rejected):
                 trace.end(answer.reason.name)
             if not isinstance(answer, Rejected) or answer.reason is not ErrorCode.LEASE_EXPIRED:
@@ -315,7 +285,8 @@ class ShardClient:
         if self._partial is not None and (self.has_base or self._partial.generation != self.generation):
             self._partial = None
         if self._partial is not None:
-            request.has_base, request.base_version, request.base_end = True, self._partial.version, self._partial.end
+            request.has_base, request.base_end = True, self._partial.end
+            request.base_version = self._partial.header.version
         return request
 
     def _read_reply(
@@ -328,37 +299,90 @@ class ShardClient:
         is_whole = not request.has_base or request.base_end
         before, bytes_before = (self._partial.segments, self._partial.bytes) if self._partial is not None else ([], 0)
         reader = frames.ChunkReader(self.span)
-        header: pb.PullHeader | None = None
+        header = pb.PullHeader()  # without a mode until the server's is there
         received, decode_seconds, began = 0, 0.0, math.inf
+
+        def reply() -> PulledReply:
+            segments, nbytes = [*before, *reader.segments], bytes_before + received
+            end, now = reader.position, time.perf_counter()
+            return PulledReply(header, segments, request.generation, end, nbytes, decode_seconds, now)
+
         for response in responses:
             began = min(began, time.perf_counter())
             received += frames.wire_bytes(response)
             kind = response.WhichOneof("message")
-            if kind == "header" and header is None:
+            if kind == "header" and not header.mode:
                 header = response.header
                 if header.mode not in (pb.REPLY_MODE_EXACT, pb.REPLY_MODE_TOPK):
                     raise ServerFaultError(f"{self.address} answers in mode {header.mode}; upgrade this client")
-            elif kind == "chunk" and header is not None:
+            elif kind == "chunk" and header.mode:
                 started = time.perf_counter()
                 reader.read(response.chunk)
                 decode_seconds += time.perf_counter() - started
-            elif kind == "so_far" and header is not None:
+            elif kind == "so_far" and header.mode:
                 reader.checksum.verify(response.so_far)
                 policy.progressed()
                 if is_whole and reader.position > request.base_end:
-                    segments = [*before, *reader.segments]
-                    self._partial = _PartialReply(
-                        request.generation, header.version, reader.position, segments, received + bytes_before
-                    )
+                    self._partial = reply()
                     line.show("fetching the model", (reader.position - self.span.start) / self.span.length)
-            elif kind == "commit" and header is not None:
+            elif kind == "commit" and header.mode:
                 reader.checksum.verify(response.commit)
-                arrived = time.perf_counter()
-                self.downlink.update(received, arrived - began - decode_seconds)
-                segments = [*before, *reader.segments]
-                return PulledReply(
-                    header, segments, request.generation, received + bytes_before, decode_seconds, arrived
-                )
+                whole = reply()
+                self.downlink.update(received, whole.arrived - began - decode_seconds)
+                return whole
             else:
                 raise ServerFaultError(f"{self.address} sent {kind} out of order in a reply")
         raise Transient("the reply ended without a commit")
+
+    # Upload
+
+    def upload(
+        self,
+        header: pb.UploadHeader,
+        replica: Replica,
+        buffers: bytes,
+        chunk_bytes: int,
+        moved: Callable[[int, int], None],
+        policy: RetryPolicy,
+    ) -> pb.UploadModelResponse | Rejected:
+        """Send the shard's span of the model, for shard 0 with packed buffers: what the server does not have yet.
+
+        ``moved`` is called after each message with the elements sent until then, and the message's bytes.
+        """
+        request = pb.UploadModelRequest(header=header)
+        chunk_bytes = min(chunk_bytes, _UPLOAD_CHUNK_BYTES)
+
+        def chunks() -> Iterator[pb.Chunk]:
+            for start in range(self.span.start, self.span.end, _PIECE_ELEMENTS):
+                for segment in replica.read(Span(start, min(self.span.end, start + _PIECE_ELEMENTS))):
+                    for chunk, _ in frames.encode(segment, chunk_bytes=chunk_bytes):
+                        yield chunk
+
+        def messages(known: pb.UploadModelResponse) -> Iterator[pb.UploadModelRequest]:
+            yield request
+            checksum, left = frames.Checksum(), chunks()
+            while checksum.entries < known.received.entries and (chunk := next(left, None)) is not None:
+                checksum.add(chunk)
+            if checksum.commit() != known.received:  # the server has not the beginning of this model
+                checksum, left = frames.Checksum(), chunks()
+            known_bytes = known.received_buffer_bytes if checksum.entries else 0
+            for chunk in left:
+                checksum.add(chunk)
+                message = pb.UploadModelRequest(chunk=chunk)
+                yield message
+                policy.progressed()
+                moved(checksum.entries, frames.wire_bytes(message))
+            for piece in frames.encode_bytes(buffers, chunk_bytes):
+                if piece.offset >= known_bytes:
+                    yield pb.UploadModelRequest(buffers=piece)
+            self.sent_model = header.generation, header.version
+            yield pb.UploadModelRequest(commit=checksum.commit())
+
+        def attempt(seconds: float) -> pb.UploadModelResponse:
+            start = self.connection.stub.UploadModel.future
+            known = self.connection.result(start(iter((request,)), timeout=seconds))
+            call = self.outgoing = StreamCall(seconds, policy.limit)
+            answer: pb.UploadModelResponse = self.connection.result(call.start(start(call.outgoing(messages(known)))))
+            return answer
+
+        return self.connection.call(policy, attempt)
