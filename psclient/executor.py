@@ -13,9 +13,7 @@ from pscore.telemetry import tracing
 
 Result = TypeVar("Result")
 
-INTERRUPTED_SECONDS = 2.0
-"""How long a caller who is interrupted waits for the end of the work that was cut short."""
-
+_INTERRUPTED_SECONDS = 2.0  # how long an interrupted caller waits for the end of the work that was cancelled
 _TURN_SECONDS = 0.5  # a signal that comes just before a lock is waited for is heard only after that
 
 _here = threading.local()
@@ -102,12 +100,6 @@ def is_cancelled() -> bool:
     return job is not None and job.is_cancelled
 
 
-class _UnderWay:
-    """What a thread does now; apart from the thread's owner, whom it must not keep alive."""
-
-    job: Job[Any] | None = None
-
-
 class SerialExecutor:
     """Runs jobs one after another, beside the thread that submits them.
 
@@ -116,8 +108,8 @@ class SerialExecutor:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
-        self._under_way = _UnderWay()
-        self._thread = threading.Thread(target=_run, args=(self._jobs, self._under_way), name=name, daemon=True)
+        self._running: list[Job[Any]] = []  # one, or none; apart from this object, which the thread must not keep alive
+        self._thread = threading.Thread(target=_run, args=(self._jobs, self._running), name=name, daemon=True)
         self._thread.start()
         # An executor that is dropped without being closed leaves no thread behind; at exit it must still work.
         weakref.finalize(self, self._jobs.put, None).atexit = False
@@ -147,7 +139,7 @@ class SerialExecutor:
             self._jobs.put(job)  # it may not have been; none is run twice
             self.cancel()
             cut()
-            job.wait(INTERRUPTED_SECONDS)
+            job.wait(_INTERRUPTED_SECONDS)
             raise
         try:
             return job.result()
@@ -156,8 +148,7 @@ class SerialExecutor:
 
     def cancel(self) -> None:
         """Cancel the job that is under way, if one is."""
-        job = self._under_way.job
-        if job is not None:
+        for job in [*self._running]:
             job.cancelled = True
 
     def close(self, seconds: float) -> None:
@@ -166,9 +157,9 @@ class SerialExecutor:
         self._thread.join(seconds)
 
 
-def _run(jobs: "queue.SimpleQueue[Job[Any] | None]", under_way: _UnderWay) -> None:
+def _run(jobs: "queue.SimpleQueue[Job[Any] | None]", running: list[Job[Any]]) -> None:
     while (job := jobs.get()) is not None:
-        under_way.job = job
+        running.append(job)
         job.run()
-        under_way.job = None
+        running.clear()
         del job  # or the thread keeps what it refers to until the next one

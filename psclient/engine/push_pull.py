@@ -143,8 +143,8 @@ class PushPull:
         self._trace.answered = time.perf_counter()
         if outcome.answers:
             self.acknowledged_step = self.step
-            report.staleness = max(answer.staleness for answer in outcome.answers.values())
-            report.applied_scale = min(answer.applied_scale or 1.0 for answer in outcome.answers.values())
+            report.staleness = max(answer.staleness for answer in outcome.answers)
+            report.applied_scale = min(answer.applied_scale or 1.0 for answer in outcome.answers)
         if len(outcome.answers) == len(self._places):
             timings = [shard.timing for shard in self._cluster.shards]
             self._trace.shards = tuple(zip(self._places, timings, strict=True))

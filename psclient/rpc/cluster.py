@@ -31,12 +31,12 @@ class PushOutcome:
     """What became of the parts of a push.
 
     Attributes:
-        answers: acknowledged parts, by shard.
-        refused: refused parts, whose payload must go back into the residual.
-        error: a refusal that is the caller's fault and should be raised once the payload is back.
+        answers: of the shards that have acknowledged their parts.
+        refused: refused parts, whose payload must be restored to the residual.
+        error: a refusal that is the caller's fault and is to be raised after that.
     """
 
-    answers: dict[int, pb.PushSparseResponse] = field(default_factory=dict)
+    answers: list[pb.PushSparseResponse] = field(default_factory=list)
     refused: list[PushPart] = field(default_factory=list)
     error: Rejected | None = None
 
@@ -113,7 +113,7 @@ class Cluster:
     def _must_rejoin(self, shard: ShardClient, answer: pb.PushSparseResponse | Rejected, outcome: PushOutcome) -> bool:
         """File a shard's answer to a push; tell whether the worker must join again."""
         if isinstance(answer, pb.PushSparseResponse):
-            outcome.answers[shard.index] = answer
+            outcome.answers.append(answer)
             if shard is self.membership.coordinator:
                 self.progress.acknowledged()
             self.membership.live_workers = max(1, answer.live_workers)
@@ -140,7 +140,7 @@ class Cluster:
         """Make the replica the server's model, bit for bit; return the replies by shard.
 
         After top-k replies the replica lacks the differences that were not sent: then everything is asked for. Where a
-        shard does not answer, the replica is whole, and older there.
+        shard does not answer, the replica stays as it was.
         """
         for shard in self.shards:
             if shard.replica_is_image:
@@ -153,7 +153,8 @@ class Cluster:
         """Get what the replica lacks from every shard, and change nothing yet; return the replies by shard."""
         done: dict[int, PulledReply] = {}
         for _ in self._joining_again("pulls"):
-            waiting = [shard for shard in self.shards if shard.index not in done]
+            current = {index for index, reply in done.items() if reply.generation == self.shards[index].generation}
+            waiting = [shard for shard in self.shards if shard.index not in current]
             answers = self._each(waiting, lambda shard: shard.pull(self.membership.identity, self.membership.policy()))
             for shard, answer in zip(waiting, answers, strict=True):
                 if isinstance(answer, PulledReply):
@@ -162,7 +163,7 @@ class Cluster:
                     raise from_refusal(answer)
                 elif answer.reason is ErrorCode.VERSION_IN_FUTURE:
                     shard.forget_base()
-            if len(done) == len(self.shards):
+            if not any(isinstance(answer, Rejected) for answer in answers):
                 break
         return done
 

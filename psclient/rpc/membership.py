@@ -94,7 +94,7 @@ class Membership:
         self._method, self._method_settings = method, dict(method_settings)
         self._joining = threading.Lock()
         self._has_asked = False  # there may be a lease, whether or not the answer came
-        self._loaded: pb.LoadedModel | None = None  # offered in the place of the server's model
+        self._loaded: pb.LoadedModel | None = None  # which this join offers in the place of the server's model
         self._load_refused = False
         self._moved = 0.0  # when a model was last seen to get on, while joining
         self._deadline = math.inf
@@ -141,29 +141,22 @@ class Membership:
             SparsepsError: unreachable, another model, another method, a living worker of the same name.
         """
         with self._joining:  # a push, a fetch and a sampler may find out in three threads that they must
-            self._loaded = loaded
-            try:
-                self._join_all()
-            finally:
-                self._loaded = None
+            seconds = self.settings.patience_seconds if self.joins else self.settings.connect_seconds
+            self._loaded, self._moved = loaded, time.monotonic()
+            if self.joins and loaded is None:
+                for shard in self.shards:
+                    shard.connection.renew()
+            with ProgressLine() as line:
+                while not self._try_join(seconds, line):
+                    if time.monotonic() > min(self._moved + seconds, self._deadline):
+                        raise ServerNotReadyError(
+                            f"{self.coordinator.address} has had no model for {seconds:.0f} s, and no worker that "
+                            "uploads one has got any further; check whether one lives, or restart all shards together"
+                        )
             self.joins += 1
             if self.joins == 1:
                 self._log_joined()
             return not self._load_refused
-
-    def _join_all(self) -> None:
-        seconds = self.settings.patience_seconds if self.joins else self.settings.connect_seconds
-        self._moved = time.monotonic()
-        if self.joins and self._loaded is None:
-            for shard in self.shards:
-                shard.connection.renew()
-        with ProgressLine() as line:
-            while not self._try_join(seconds, line):
-                if time.monotonic() > min(self._moved + seconds, self._deadline):
-                    raise ServerNotReadyError(
-                        f"{self.coordinator.address} has had no model for {seconds:.0f} s, and no worker that uploads "
-                        "one has got any further; check whether one lives, or restart all shards together"
-                    )
 
     def _log_joined(self) -> None:
         log.info(
@@ -267,10 +260,7 @@ class Membership:
 
         policy, alive_until = self.policy(seconds), math.inf
         self._has_asked = True
-        while True:
-            answer = shard.connection.call(policy, attempt)
-            if not isinstance(answer, Rejected):
-                break
+        while isinstance(answer := shard.connection.call(policy, attempt), Rejected):
             # A restarted worker meets its predecessor's lease: wait for its end, but not for a renewal.
             lease_seconds, now = float(answer.metadata.get("lease_seconds", 0)), time.monotonic()
             if answer.reason is ErrorCode.WORKER_ALIVE and math.isinf(alive_until):

@@ -39,14 +39,14 @@ class SampleTracker:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._drawn: deque[tuple[str, IndexRange]] = deque()
-        self._trained: dict[str, SampleSet] = {}
-        self._pushed: dict[str, SampleSet] = {}
+        self._trained: dict[tuple[str, int], Ranges] = {}  # by dataset and epoch
+        self._pushed: dict[tuple[str, int], Ranges] = {}
 
     @property
     def is_settled(self) -> bool:
         """Whether everything that was trained is acknowledged."""
         with self._lock:
-            return not any(self._trained.values())
+            return not self._trained
 
     def draw(self, dataset: str, epoch: int, place: int) -> None:
         """Note that a place goes to the loader."""
@@ -76,34 +76,36 @@ class SampleTracker:
         """Return what was drawn, and not acknowledged."""
         with self._lock:
             drawn = sample_set(part for name, part in self._drawn if name == dataset)
-            return union(drawn, self._trained.get(dataset, {}))
+            trained = {epoch: ranges for (name, epoch), ranges in self._trained.items() if name == dataset}
+            return union(drawn, trained)
 
     def open_push(self, samples: int) -> list[pb.FinishedSamples]:
-        """Note that so many more samples are trained, and return all those that the push finishes."""
+        """Note that so many more samples are trained, and return those that the push finishes: one message's worth."""
         with self._lock:
-            trained: dict[str, list[IndexRange]] = {}
+            trained: dict[tuple[str, int], list[tuple[int, int]]] = {}
             while samples > 0 and self._drawn:
                 name, part = self._drawn[0]
                 end = min(part.end, part.start + samples)
-                trained.setdefault(name, []).append(IndexRange(part.epoch, part.start, end))
+                trained.setdefault((name, part.epoch), []).append((part.start, end))
                 samples -= end - part.start
                 part.start = end
                 if part.start == part.end:
                     self._drawn.popleft()
-            for name, parts in trained.items():
-                self._trained[name] = union(self._trained.get(name, {}), sample_set(parts))
-            self._pushed = _limited(self._trained)
-            return [
-                pb.FinishedSamples(dataset=name, ranges=share_to_messages(found))
-                for name, found in self._pushed.items()
-            ]
+            for key, pairs in trained.items():
+                self._trained[key] = self._trained.get(key, Ranges()) | Ranges(pairs)
+            finished: dict[str, SampleSet] = {}
+            room, self._pushed = _MOST_RANGES, {}
+            for (name, epoch), ranges in self._trained.items():
+                found = self._pushed[name, epoch] = Ranges(ranges.pairs[:room])
+                room -= len(found)
+                finished.setdefault(name, {})[epoch] = found
+            return [pb.FinishedSamples(dataset=name, ranges=share_to_messages(each)) for name, each in finished.items()]
 
     def acknowledged(self) -> None:
         """Note that shard 0 has applied the last push."""
         with self._lock:
-            for name, pushed in self._pushed.items():
-                left = {n: ranges - pushed.get(n, Ranges()) for n, ranges in self._trained.get(name, {}).items()}
-                self._trained[name] = {n: ranges for n, ranges in left.items() if ranges}
+            left = {key: ranges - self._pushed.get(key, Ranges()) for key, ranges in self._trained.items()}
+            self._trained = {key: ranges for key, ranges in left.items() if ranges}
             self._pushed = {}
 
 
@@ -123,16 +125,3 @@ def sample_set(parts: Iterable[IndexRange]) -> SampleSet:
 def union(left: Mapping[int, Ranges], right: Mapping[int, Ranges]) -> SampleSet:
     """Return what is in either set."""
     return {n: left.get(n, Ranges()) | right.get(n, Ranges()) for n in sorted({*left, *right})}
-
-
-def _limited(sets: Mapping[str, SampleSet]) -> dict[str, SampleSet]:
-    """Return as much as one message may carry; the rest goes with the next push."""
-    room, found = _MOST_RANGES, {}
-    for name, samples in sets.items():
-        cut = {}
-        for epoch, ranges in samples.items():
-            cut[epoch] = Ranges(ranges.pairs[:room])
-            room -= len(cut[epoch])
-        if cut:
-            found[name] = cut
-    return found
