@@ -253,11 +253,8 @@ class NodeBrokenError(SparsepsError, ConnectionError):
 class Transient(Exception):  # noqa: N818 - never leaves the library: it is answered with another attempt
     """A call failed in a way that trying again may mend.
 
-    Attributes:
-        retry_seconds: when the server wants to be called again.
-        reason: the server's, where there is one.
-        lost: whether the server may be at another address now.
-        advice: what to change, where the two cannot speak.
+    ``retry_seconds`` and ``reason`` are the server's, where there are any. ``lost``: the server may be at another
+    address now. ``advice`` says what to change, where the two cannot speak.
     """
 
     def __init__(

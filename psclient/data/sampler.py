@@ -16,7 +16,7 @@ from psclient.errors import (
     from_refusal,
 )
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.rpc.samples import IndexRange, SampleSet, index_ranges, sample_set, union
+from psclient.rpc.samples import SampleSet, sample_set, union
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import share_to_messages
@@ -88,7 +88,7 @@ class ElasticSampler(Sampler[int]):
         self._dataset, self._size, self._seed, self._shuffle = name, size, seed, shuffle
         self._lease_samples = lease_samples
         self._joins = self._membership.joins  # of the worker, when its samples were leased
-        self._undrawn: deque[IndexRange] = deque()
+        self._undrawn: deque[pb.SampleRange] = deque()
         self._goal: int | None = None  # the epoch of the next pass; None begins with the run's
         self._pass = 0
         self._epoch = 0
@@ -170,13 +170,13 @@ class ElasticSampler(Sampler[int]):
     def _stretch(self) -> Iterator[int]:
         """Draw the first places of what is undrawn, no more than their samples are computed for."""
         part = self._undrawn[0]
-        places = range(part.start, min(part.end, part.start + _STRETCH))
+        places = range(part.start, part.start + min(part.count, _STRETCH))
         samples = list(places)
         if self._shuffle:
             samples = shuffled(self._size, self._seed, part.epoch, places.start, places.stop)
         for place, sample in zip(places, samples, strict=True):
-            part.start, self._epoch = place + 1, part.epoch
-            if part.start == part.end:
+            part.start, part.count, self._epoch = place + 1, part.count - 1, part.epoch
+            if not part.count:
                 self._undrawn.popleft()
             self._tracker.draw(self._dataset, part.epoch, place)
             yield sample
@@ -216,13 +216,13 @@ class ElasticSampler(Sampler[int]):
         held = union(self._tracker.unacked(self._dataset), sample_set(self._undrawn))
         wanted = self._lease_samples if samples is None else samples
         granted = self._optimizer._worker.run(lambda: self._lease(goal, wanted, held))
-        lost = sample_set(index_ranges(granted.lost))
+        lost = sample_set(granted.lost)
         kept = [
-            IndexRange(part.epoch, start, end)
+            pb.SampleRange(epoch=part.epoch, start=start, count=end - start)
             for part in self._undrawn
-            for start, end in Ranges([(part.start, part.end)]) - lost.get(part.epoch, Ranges())
+            for start, end in Ranges([(part.start, part.start + part.count)]) - lost.get(part.epoch, Ranges())
         ]
-        self._undrawn = deque([*kept, *index_ranges(granted.granted)])
+        self._undrawn = deque([*kept, *granted.granted])
         return granted
 
     def _lease(self, epoch: int | None, samples: int, held: SampleSet) -> pb.LeaseSamplesResponse:

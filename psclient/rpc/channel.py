@@ -48,16 +48,12 @@ HANDSHAKE_SECONDS = 4.0  # before the first contact, with a listener that does n
 
 @dataclass
 class RetryPolicy:
-    """How long one undertaking may take over all its attempts.
+    """How long one undertaking may take over all its attempts, of which the last may begin at the end of ``seconds``.
 
     The deadline doubles from attempt to attempt, since a transfer may be larger, or the network slower, than the first
-    deadline allowed. The last attempt has at least the first deadline, so the undertaking may take that much longer.
-
-    Attributes:
-        deadline_seconds: of the first attempt.
-        hint: what to do after the last attempt.
-        limit: when to end in any case, monotonic seconds.
-        handshake_seconds: how long to try with a listener that does not speak this protocol.
+    deadline, ``deadline_seconds``, allowed. ``hint`` tells a user how to go on after the last attempt. ``limit`` is an
+    end in any case, in monotonic seconds. A listener that does not speak this protocol is tried for
+    ``handshake_seconds`` only.
     """
 
     seconds: float
@@ -98,17 +94,19 @@ class RetryPolicy:
             return result
 
     def _await_next(self, address: str, failure: Transient) -> None:
-        elapsed = time.monotonic() - self._started
+        now = time.monotonic()
+        elapsed = now - self._started
         delay = failure.retry_seconds or self._delay * _jitter.uniform(0.5, 1.5)
         seconds = min(self.seconds, self.handshake_seconds) if failure.advice else self.seconds
-        if elapsed + delay >= seconds or time.monotonic() + delay >= self._end():
+        left = min(seconds - elapsed, self._end() - now)
+        if delay >= left:
             raise out_of_patience(address, elapsed, failure, self.hint) from None
         is_long = failure.retry_seconds is None or failure.reason is ErrorCode.NOT_DURABLE
         if is_long and failure.reason not in self._warned_of:
             self._warned_of.add(failure.reason)  # silence, and then a server that refuses, are two pieces of news
             what = "does not answer" if failure.reason is None else "does not serve now"
             why = f"{failure.advice}: {failure}" if failure.advice else failure
-            log.warning("%s %s (%s); trying for %.0f s more", address, what, why, seconds - elapsed)
+            log.warning("%s %s (%s); trying for %.0f s more", address, what, why, left)
         pause(delay)
         if failure.retry_seconds is None:
             self._deadline_seconds *= 2
@@ -160,8 +158,7 @@ class Connection:
     def reconnect(self) -> None:
         """Dial anew after a call without an answer, at most once a second.
 
-        gRPC asks for the address of a name that does not resolve less and less often, up to two minutes apart, and
-        keeps a connection to a machine that is gone until the system gives it up.
+        gRPC itself resolves a lost name less and less often, and keeps a dead connection as long as the system does.
         """
         with self._lock:
             if self._closed or time.monotonic() - self._dialled <= _DIAL_SECONDS:
@@ -173,10 +170,8 @@ class Connection:
         """Make a call, again where that may help, and return the answer or the server's refusal.
 
         ``attempt`` gets its deadline in seconds, and waits for the answer by :meth:`result` or in :meth:`tracked`.
-
-        Raises:
-            ServerUnreachableError: no answer in time, or the calling thread's job is cancelled.
-            ServerFaultError: the answer is damaged.
+        :class:`ServerUnreachableError` where no answer comes in time, or the calling thread's job is cancelled;
+        :class:`ServerFaultError` for a damaged answer.
         """
 
         def translated(seconds: float) -> Answer | Rejected:

@@ -1,7 +1,4 @@
-"""All shards together: pushing and pulling in parallel, and joining again when a lease or a model is lost.
-
-The rules are those of docs/protocol.md; this file is where a worker follows them.
-"""
+"""All shards together: pushing and pulling in parallel, and joining again (docs/protocol.md, *On the worker*)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,13 +25,7 @@ _MOST_REJOINS = 20  # in one step; each may wait, so this is a guard against a l
 
 @dataclass
 class PushOutcome:
-    """What became of the parts of a push.
-
-    Attributes:
-        answers: of the shards that have acknowledged their parts.
-        refused: refused parts, whose payload must be restored to the residual.
-        error: a refusal that is the caller's fault and is to be raised after that.
-    """
+    """What became of the parts of a push; ``error`` is a refusal to be raised once ``refused`` parts are restored."""
 
     answers: list[pb.PushSparseResponse] = field(default_factory=list)
     refused: list[PushPart] = field(default_factory=list)
@@ -91,7 +82,7 @@ class Cluster:
         return [part for shard in self.shards for part in shard.abandon_push()]
 
     def await_ack(self) -> PushOutcome:
-        """Wait until every part of the last push is acknowledged or refused (docs/protocol.md, *On the worker*).
+        """Wait until every part of the last push is acknowledged or refused.
 
         After a :class:`ServerUnreachableError` some part is still unacked: call again to go on.
         """
@@ -195,12 +186,8 @@ class Cluster:
     def exchange_buffers(self, step: int, samples: int, *, adopt: bool = False) -> int:
         """Contribute this worker's buffers to the average; return the message bytes moved, 0 where there are none.
 
-        Where the lease or the model is lost, nothing is exchanged: the next pull joins again, the next period sends.
-
-        Args:
-            step: the worker's step.
-            samples: samples that the buffers have seen since the last exchange; 0 contributes nothing.
-            adopt: write the average over the buffers even where the policy leaves each worker its own (after joining).
+        ``samples`` have passed through the model since the last exchange. ``adopt`` writes the average over the buffers
+        even where the policy leaves each worker its own. Where the lease or the model is lost, nothing is exchanged.
         """
         if not self.buffers_travel:
             return 0

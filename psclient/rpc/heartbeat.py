@@ -39,19 +39,19 @@ class LeaseThread:
 
     Attributes:
         renewal_seconds: time between two renewals.
-        uploaded: share of the model that this worker has sent, while it uploads; sent with each renewal.
+        uploaded: share of the model that this worker has sent, or 0 where it uploads none; sent with each renewal.
         first_batches: fingerprint of this worker's first batches, or 0; sent with each renewal.
     """
 
     def __init__(self, shards: Sequence[ShardClient], identity: pb.WorkerIdentity) -> None:
         self.renewal_seconds = 5.0
-        self.uploaded: float | None = None
+        self.uploaded = 0.0
         self.first_batches = 0
         self.is_started = False
         self._shards, self._identity = tuple(shards), identity
         self._has_warned = False  # of workers with the same batches
         self._checkpoint = ""  # shard 0's newest, for the other shards
-        self._last_job: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._last_job: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._calls: list[tuple[ShardClient, Any]] = []
         self._thread = threading.Thread(target=self._run, name="psclient-lease", daemon=True)
 
@@ -63,8 +63,7 @@ class LeaseThread:
 
     def stop(self) -> None:
         """Renew no longer, and wait for no answer."""
-        _ending.add(self._thread)
-        self._last_job.put(None)
+        self.hand_over(lambda: None)
         for _, call in self._calls:
             call.cancel()
 
@@ -84,13 +83,13 @@ class LeaseThread:
     def _run(self) -> None:
         while True:
             try:
-                every = self.renewal_seconds if self.uploaded is None else min(1.0, self.renewal_seconds)
-                job = self._last_job.get(timeout=every)
-                break
+                seconds = min(1.0, self.renewal_seconds) if self.uploaded else self.renewal_seconds
+                last_job = self._last_job.get(timeout=seconds)
             except queue.Empty:
                 self._renew()
-        if job is not None:
-            job()
+            else:
+                last_job()
+                return
 
     def _renew(self) -> None:
         before = self._checkpoint
@@ -102,7 +101,7 @@ class LeaseThread:
         request = pb.RenewLeaseRequest(
             identity=self._identity,
             checkpoint=self._checkpoint,
-            uploaded=self.uploaded or 0.0,
+            uploaded=self.uploaded,
             first_batches=self.first_batches,
         )
         seconds = max(0.5, self.renewal_seconds)
@@ -137,11 +136,7 @@ def start_all(shards: Sequence[ShardClient], start: Callable[[ShardClient], Any]
 
 @atexit.register
 def _join_ending() -> None:
-    """Let the interpreter's end wait for threads that are ending.
-
-    A thread that asks for the interpreter's lock later is unwound where it stands; in a destructor of C++ that aborts
-    the process: "terminate called without an active exception".
-    """
+    """Wait for threads that are ending: unwound later, in a destructor of C++, they would abort the process."""
     for thread in list(_ending):
         if thread.is_alive():
             thread.join(_LAST_JOB_SECONDS)

@@ -57,13 +57,10 @@ class Membership:
     """One worker's place in a run, at all of its shards.
 
     Attributes:
-        leases: renews them from the first join on.
         joins: how often the worker has joined; after another time, what it held before may be others'.
-        run_settings, live_workers, run_finished: as last received.
         first_step: the lowest number that the next step should have, as of the last join.
         version: of shard 0, as of the last join.
-        last_push_record: (incarnation, step) of the last push that the coordinator knew under this name at the first
-            join.
+        last_push_record: incarnation and step of the last push under this name that shard 0 knew at the first join.
         upload_bytes: message bytes of models sent.
     """
 
@@ -79,19 +76,23 @@ class Membership:
     ) -> None:
         self.settings = settings
         self.shards = tuple(shards)
+        self.replica, self.buffers = replica, buffers
         self.identity = pb.WorkerIdentity(run_id=settings.run_id, worker_id=worker_id, incarnation=str(uuid.uuid4()))
         self.leases = LeaseThread(self.shards, self.identity)
-        self.joins = 0
-        self.run_settings = pb.RunSettings()
-        self.live_workers = 0
-        self.run_finished = False
-        self.first_step = 0
-        self.version = 0
+        self.joins = self.live_workers = self.first_step = self.version = self.upload_bytes = 0
+        self.run_settings, self.run_finished = pb.RunSettings(), False
         self.last_push_record: tuple[str, int] | None = None
-        self.upload_bytes = 0
-        self._run_id = settings.run_id
-        self.replica, self.buffers = replica, buffers
-        self._method, self._method_settings = method, dict(method_settings)
+        codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
+        self._request = pb.JoinRequest(
+            identity=self.identity,
+            protocol_version=PROTOCOL_VERSION,
+            method=method,
+            method_settings=dict(method_settings),
+            layout=layout_to_message(replica.layout),
+            num_shards=len(self.shards),
+            index_codecs=READABLE_INDEX_CODECS if codec is None else (pb.INDEX_CODEC_DENSE, codec),  # type: ignore[arg-type]
+            value_codecs=READABLE_VALUE_CODECS,
+        )
         self._joining = threading.Lock()
         self._has_asked = False  # there may be a lease, whether or not the answer came
         self._loaded: pb.LoadedModel | None = None  # which this join offers in the place of the server's model
@@ -111,10 +112,6 @@ class Membership:
     def set_deadline(self, seconds: float) -> None:
         """Wait no longer than this from now on; a worker that is told to stop has little time."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
-        shorter = min(seconds, self.settings.patience_seconds)
-        self.settings = self.settings.model_copy(
-            update={"patience_seconds": shorter, "deadline_seconds": min(shorter, self.settings.deadline_seconds)}
-        )
 
     @property
     def seconds_left(self) -> float | None:
@@ -143,6 +140,7 @@ class Membership:
         with self._joining:  # a push, a fetch and a sampler may find out in three threads that they must
             seconds = self.settings.patience_seconds if self.joins else self.settings.connect_seconds
             self._loaded, self._moved = loaded, time.monotonic()
+            seconds = min(seconds, self._deadline - self._moved)
             if self.joins and loaded is None:
                 for shard in self.shards:
                     shard.connection.renew()
@@ -223,26 +221,13 @@ class Membership:
             self.last_push_record = (first.last_incarnation, first.last_step) if first.last_step else None
 
     def _join_shard(self, shard: ShardClient, seconds: float, generation_seen: int = 0) -> pb.JoinResponse:
-        chosen = INDEX_CODECS.get(self.settings.index_codec)  # none: "auto"
-        readable = READABLE_INDEX_CODECS if chosen is None else (pb.INDEX_CODEC_DENSE, chosen)
         request = pb.JoinRequest(
-            identity=pb.WorkerIdentity(
-                run_id=self._run_id,
-                worker_id=self.identity.worker_id,
-                incarnation=self.identity.incarnation,
-            ),
-            protocol_version=PROTOCOL_VERSION,
-            method=self._method,
-            method_settings=self._method_settings,
-            layout=layout_to_message(self.replica.layout),
             shard_index=shard.index,
-            num_shards=len(self.shards),
             generation_seen=generation_seen,
             has_replica=self._has_replica,
             loaded=self._loaded if shard.index == 0 else None,
-            index_codecs=readable,  # type: ignore[arg-type]
-            value_codecs=READABLE_VALUE_CODECS,
         )
+        request.MergeFrom(self._request)
         is_first_contact = not self.joins and shard.connection.locate is None
 
         def attempt(timeout: float) -> pb.JoinResponse:
@@ -301,9 +286,10 @@ class Membership:
             line.show(f"{shown(upload.worker_id)} uploads the model", upload.share, upload.seconds_left)
             self._pause(seconds)
             seconds = min(_LONGEST_PAUSE_SECONDS, 1.5 * seconds)
+            deadline_seconds = min(self.settings.deadline_seconds, max(0.1, self._deadline - time.monotonic()))
             try:
                 answer = self.coordinator.lease_connection.stub.RenewLease(
-                    pb.RenewLeaseRequest(identity=self.identity), timeout=self.settings.deadline_seconds
+                    pb.RenewLeaseRequest(identity=self.identity), timeout=deadline_seconds
                 )
             except grpc.RpcError:
                 return  # the next join meets the cause
@@ -334,7 +320,7 @@ class Membership:
         try:
             answer = shard.upload(header, self.replica, buffers, self.run_settings.chunk_bytes, moved, self.policy())
         finally:
-            self.leases.uploaded = None
+            self.leases.uploaded = 0.0
         if isinstance(answer, Rejected):
             if answer.reason in REJOIN_REASONS or answer.reason is ErrorCode.ALREADY_UPLOADED:
                 return False

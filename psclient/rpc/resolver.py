@@ -1,7 +1,4 @@
-"""Where the shards behind one DNS name are now: found before the first contact, and again when one is lost.
-
-An address belongs to a shard only as long as its pod: after restarts it may be nobody's, or another shard's.
-"""
+"""Where the shards behind one DNS name are now. After a restart, an address may be nobody's, or another shard's."""
 
 import logging
 import threading
@@ -26,14 +23,10 @@ _FRESH_SECONDS = 1.0  # how old the knowledge of a lost shard's address may be
 class ShardResolver:
     """The addresses of all shards of one run, behind ``dns:///HOST:PORT``, which are found when this is made.
 
-    Args:
-        address: the name.
-        security: how each of them is called: their certificates have the name of the service.
-        seconds: how long to try.
-        hint: what to do when one is not found.
+    ``security`` is that of a call to a shard: its certificate has the name of the service.
 
     Raises:
-        ServerUnreachableError: one is still missing after ``seconds``, or two servers say that they are the same.
+        ServerUnreachableError: a shard is still missing after ``seconds``, or two servers claim to be the same one.
         AccessError: a server asks for another token.
         ConfigurationError: no channel can be secured as asked.
     """
@@ -93,14 +86,10 @@ class ShardResolver:
 def connect(
     server: str, security: Security, seconds: float, hint: str = START_FIRST, *, announce: bool = True
 ) -> list[Connection]:
-    """Return a connection to each shard, in order.
+    """Return a connection to each shard, in order; ``server`` is as in docs/addresses.md.
 
-    Args:
-        server: how the servers are named (docs/addresses.md).
-        security: how they are called.
-        seconds: how long to try to find them, where one name stands for all.
-        hint: what to do when they are not found.
-        announce: whether each call says which shard it is meant for, so that another one refuses it.
+    ``seconds`` and ``hint`` are for finding the shards behind one name. ``announce`` tells each server for which shard
+    a call is meant, so that another shard refuses the call.
     """
     addresses = client_settings.addresses(server)
     shards: list[tuple[str, Callable[[], str] | None]] = [(address, None) for address in addresses]

@@ -1,14 +1,12 @@
 """What has become of the samples that a worker leases: drawn by its loader, trained in a step, acknowledged.
 
-A loader draws ahead of the training, in order. A step that comes from ``n`` samples has trained the first ``n`` that
-were drawn and not trained; its push carries them, and those of earlier pushes that were not acknowledged, to shard 0,
-which has them finished as soon as it has applied the push.
+A loader draws ahead of the training, in order: a step of ``n`` samples has trained the first ``n`` that were drawn and
+not trained. Its push reports them to shard 0 as finished, with those of earlier pushes that were not acknowledged.
 """
 
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from pscore.model.ranges import Ranges
 from pscore.wire.messages import share_to_messages
@@ -17,28 +15,15 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 _MOST_RANGES = 4096  # of one message
 
 SampleSet = dict[int, Ranges]
-"""Places by epoch."""
-
-
-@dataclass(slots=True)
-class IndexRange:
-    """Neighbouring places of an epoch's order, ``[start, end)``."""
-
-    epoch: int
-    start: int
-    end: int
+"""Places of a dataset's order, by epoch; a ``pb.SampleRange`` is neighbouring places of one epoch."""
 
 
 class SampleTracker:
-    """The samples that one worker leases, over all its datasets. Thread-safe.
-
-    Places are drawn one by one in the main thread, and trained in the thread that opens a push, which with overlap is
-    another one.
-    """
+    """The samples that one worker leases, over all its datasets; drawn in one thread and pushed in another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._drawn: deque[tuple[str, IndexRange]] = deque()
+        self._drawn: deque[tuple[str, pb.SampleRange]] = deque()
         self._trained: dict[tuple[str, int], Ranges] = {}  # by dataset and epoch
         self._pushed: dict[tuple[str, int], Ranges] = {}
 
@@ -53,23 +38,23 @@ class SampleTracker:
         with self._lock:
             if self._drawn:
                 name, last = self._drawn[-1]
-                if (name, last.epoch, last.end) == (dataset, epoch, place):
-                    last.end += 1
+                if (name, last.epoch, last.start + last.count) == (dataset, epoch, place):
+                    last.count += 1
                     return
-            self._drawn.append((dataset, IndexRange(epoch, place, place + 1)))
+            self._drawn.append((dataset, pb.SampleRange(epoch=epoch, start=place, count=1)))
 
-    def undraw(self, dataset: str, keep: int) -> list[IndexRange]:
+    def undraw(self, dataset: str, keep: int) -> list[pb.SampleRange]:
         """Return what was drawn and not trained, in order, as undrawn; of the first ``keep`` a step is to come."""
         with self._lock:
             drawn, self._drawn = self._drawn, deque()
             back = []
             for name, part in drawn:
-                middle = min(part.end, part.start + keep) if name == dataset else part.end
-                if part.start < middle:
-                    self._drawn.append((name, IndexRange(part.epoch, part.start, middle)))
-                if middle < part.end:
-                    back.append(IndexRange(part.epoch, middle, part.end))
-                keep -= middle - part.start if name == dataset else 0
+                kept = min(keep, part.count) if name == dataset else part.count
+                if kept:
+                    self._drawn.append((name, pb.SampleRange(epoch=part.epoch, start=part.start, count=kept)))
+                if kept < part.count:
+                    back.append(pb.SampleRange(epoch=part.epoch, start=part.start + kept, count=part.count - kept))
+                keep -= kept if name == dataset else 0
             return back
 
     def unacked(self, dataset: str) -> SampleSet:
@@ -85,11 +70,12 @@ class SampleTracker:
             trained: dict[tuple[str, int], list[tuple[int, int]]] = {}
             while samples > 0 and self._drawn:
                 name, part = self._drawn[0]
-                end = min(part.end, part.start + samples)
-                trained.setdefault((name, part.epoch), []).append((part.start, end))
-                samples -= end - part.start
-                part.start = end
-                if part.start == part.end:
+                count = min(part.count, samples)
+                trained.setdefault((name, part.epoch), []).append((part.start, part.start + count))
+                samples -= count
+                part.start += count
+                part.count -= count
+                if not part.count:
                     self._drawn.popleft()
             for key, pairs in trained.items():
                 self._trained[key] = self._trained.get(key, Ranges()) | Ranges(pairs)
@@ -109,16 +95,11 @@ class SampleTracker:
             self._pushed = {}
 
 
-def index_ranges(messages: Iterable[pb.SampleRange]) -> list[IndexRange]:
-    """Read messages."""
-    return [IndexRange(each.epoch, each.start, each.start + each.count) for each in messages]
-
-
-def sample_set(parts: Iterable[IndexRange]) -> SampleSet:
+def sample_set(parts: Iterable[pb.SampleRange]) -> SampleSet:
     """Return ranges as a set."""
     pairs: dict[int, list[tuple[int, int]]] = {}
     for part in parts:
-        pairs.setdefault(part.epoch, []).append((part.start, part.end))
+        pairs.setdefault(part.epoch, []).append((part.start, part.start + part.count))
     return {epoch: Ranges(found) for epoch, found in pairs.items()}
 
 

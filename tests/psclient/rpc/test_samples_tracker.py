@@ -52,7 +52,11 @@ class Worker(RuleBasedStateMachine):
 
     @rule(keep=st.integers(0, 5))
     def leaves_the_loop(self, keep):
-        back = [(piece.epoch, i) for piece in self.tracker.undraw("train", keep) for i in range(piece.start, piece.end)]
+        back = [
+            (piece.epoch, i)
+            for piece in self.tracker.undraw("train", keep)
+            for i in range(piece.start, piece.start + piece.count)
+        ]
         assert back == self.drawn[keep:]
         self.again = back + self.again
         del self.drawn[keep:]
