@@ -51,7 +51,7 @@ class PushPull:
     @property
     def unacked(self) -> bool:
         """True while the last push has a part without an answer."""
-        return bool(self._cluster.unacked_parts())
+        return self._cluster.has_unacked
 
     def open(self, samples: int, rates: Rates) -> StepReport:
         """Begin the push of a new step at every shard; the last push must be answered."""
@@ -178,7 +178,7 @@ class PushPull:
 
     def unacked_parts(self) -> list[PushPart]:
         """Return the parts of the last push that have no answer, or were refused and are not restored."""
-        return self._cluster.unacked_parts()
+        return self._cluster.held_parts()
 
     def restore(self, parts: Iterable[PushPart]) -> None:
         """Add parts that were not applied to the residuals again."""

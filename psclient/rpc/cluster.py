@@ -51,8 +51,13 @@ class Cluster:
         )
         self._cancelling = SerialExecutor("psclient-cut")
 
-    def unacked_parts(self) -> list[PushPart]:
-        """Return the parts of the last push that have no answer, or were refused and are not restored."""
+    @property
+    def has_unacked(self) -> bool:
+        """Whether a part of the last push is unacked, or a refused one has not been returned."""
+        return bool(self.held_parts())
+
+    def held_parts(self) -> list[PushPart]:
+        """Return the parts of the last push that are unacked, or refused and not returned."""
         refused = self._outcome.refused if self._outcome is not None else []
         return refused + [shard.unacked for shard in self.shards if shard.unacked is not None]
 

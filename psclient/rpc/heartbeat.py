@@ -136,7 +136,7 @@ def start_all(shards: Sequence[ShardClient], start: Callable[[ShardClient], Any]
 
 @atexit.register
 def _join_ending() -> None:
-    """Wait for threads that are ending: unwound later, in a destructor of C++, they would abort the process."""
+    """Wait for threads that end: a thread that is unwound later, in a destructor of C++, aborts the process."""
     for thread in list(_ending):
         if thread.is_alive():
             thread.join(_LAST_JOB_SECONDS)

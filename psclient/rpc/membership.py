@@ -75,7 +75,7 @@ class Membership:
         settings: ClientSettings,
     ) -> None:
         self.settings = settings
-        self.shards = tuple(shards)
+        self.shards, self.coordinator = tuple(shards), shards[0]
         self.replica, self.buffers = replica, buffers
         self.identity = pb.WorkerIdentity(run_id=settings.run_id, worker_id=worker_id, incarnation=str(uuid.uuid4()))
         self.leases = LeaseThread(self.shards, self.identity)
@@ -99,11 +99,6 @@ class Membership:
         self._load_refused = False
         self._moved = 0.0  # when a model was last seen to get on, while joining
         self._deadline = math.inf
-
-    @property
-    def coordinator(self) -> ShardClient:
-        """Shard 0."""
-        return self.shards[0]
 
     @property
     def _has_replica(self) -> bool:

@@ -38,12 +38,7 @@ class ShardResolver:
         self._lock = threading.Lock()
         self._has_warned = False
         self._known = RetryPolicy(seconds, _QUERY_SECONDS, hint).run(address, self._find)
-        self._updated = time.monotonic()
-
-    @property
-    def total(self) -> int:
-        """Number of shards."""
-        return len(self._known)
+        self._updated, self.total = time.monotonic(), len(self._known)
 
     def _find(self, seconds: float) -> list[str]:
         try:

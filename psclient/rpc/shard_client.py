@@ -105,7 +105,7 @@ class ShardClient:
     """
 
     def __init__(self, connection: Connection, index: int, span: Span, settings: ClientSettings) -> None:
-        self.connection = connection
+        self.connection, self.address = connection, connection.address
         self.lease_connection = connection.twin()
         self.index, self.span = index, span
         self.generation = self.version = self.acknowledged_reply = 0
@@ -119,11 +119,6 @@ class ShardClient:
         self._settings = settings
         self._received_bytes = 0  # of the outgoing streams, as the server has said last
         self._partial: PulledReply | None = None  # of everything
-
-    @property
-    def address(self) -> str:
-        """``HOST:PORT``, or another name of the shard."""
-        return self.connection.address
 
     def close(self) -> None:
         """Close both channels."""
