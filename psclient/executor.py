@@ -120,12 +120,14 @@ class SerialExecutor:
         self._jobs.put(job)
         return job
 
-    def call(self, work: Callable[[], Result], cut: Callable[[], object], seconds: float | None = None) -> Result:
+    def call(
+        self, work: Callable[[], Result], cancel_calls: Callable[[], object], seconds: float | None = None
+    ) -> Result:
         """Run a job after those before it and wait for it; in the thread itself, run it at once.
 
-        Where the waiting ends early, by a signal's exception or after ``seconds``, the job is cancelled, and the one
-        before it that it may still wait for; ``cut`` has their calls ended, and the wait goes on until the job has come
-        to a rest, but for two seconds at most. :class:`TimeoutError` after ``seconds``.
+        Where the wait ends early, by a signal's exception or by :class:`TimeoutError` after ``seconds``, this job is
+        cancelled, and the job that it may still wait for. ``cancel_calls`` ends their calls to servers; the wait then
+        goes on until the job has ended, for two seconds at most.
         """
         if threading.get_ident() == self._thread.ident:
             return work()
@@ -138,7 +140,7 @@ class SerialExecutor:
             job.cancelled = True
             self._jobs.put(job)  # it may not have been; none is run twice
             self.cancel()
-            cut()
+            cancel_calls()
             job.wait(_INTERRUPTED_SECONDS)
             raise
         try:

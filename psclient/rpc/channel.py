@@ -119,8 +119,8 @@ class RetryPolicy:
 class Connection:
     """A channel to one shard, which can be dialled anew.
 
-    ``locate`` returns where the shard is now, ``HOST:PORT``; without it ``address`` is that, and else a name for
-    messages. A channel that cannot be secured as asked raises :class:`ConfigurationError`.
+    ``locate`` returns the shard's address now, ``HOST:PORT``, and ``address`` is then a name for messages. A channel
+    that cannot be secured as asked raises :class:`ConfigurationError`.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ class Cluster:
     """The shards of one run, for one worker.
 
     Attributes:
-        progress: what has become of the samples that this worker was given.
-        buffers: those that travel: floating-point ones and integer scalars.
+        progress: of the samples that this worker leases.
+        buffers: the floating-point ones and integer scalars, which are averaged.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -53,11 +53,11 @@ class Cluster:
 
     @property
     def has_unacked(self) -> bool:
-        """Whether a part of the last push is unacked, or a refused one has not been returned."""
+        """Whether :meth:`held_parts` has any."""
         return bool(self.held_parts())
 
     def held_parts(self) -> list[PushPart]:
-        """Return the parts of the last push that are unacked, or refused and not returned."""
+        """Return the parts of the last push that have no answer, or were refused and are not restored."""
         refused = self._outcome.refused if self._outcome is not None else []
         return refused + [shard.unacked for shard in self.shards if shard.unacked is not None]
 
@@ -107,7 +107,7 @@ class Cluster:
         return outcome
 
     def _must_rejoin(self, shard: ShardClient, answer: pb.PushSparseResponse | Rejected, outcome: PushOutcome) -> bool:
-        """File a shard's answer to a push; tell whether the worker must join again."""
+        """Add a shard's answer to the outcome of a push; return whether the worker must join again."""
         if isinstance(answer, pb.PushSparseResponse):
             outcome.answers.append(answer)
             if shard is self.membership.coordinator:

@@ -1,4 +1,4 @@
-"""The thread that renews a worker's leases, and ends them when nobody else does."""
+"""The thread that renews a worker's leases, and leaves the run for an optimizer that was collected."""
 
 import atexit
 import logging
@@ -34,8 +34,7 @@ _SAME_BATCHES = (
 class LeaseThread:
     """Renews the leases at all shards, and tells the other shards of shard 0's checkpoints.
 
-    Renewals have connections of their own, so that they never wait behind a model. The thread refers to neither the
-    optimizer nor the model, so that it keeps neither alive.
+    Renewals have connections of their own, so a model delays none. The thread keeps neither optimizer nor model alive.
 
     Attributes:
         renewal_seconds: time between two renewals.
@@ -70,7 +69,7 @@ class LeaseThread:
     def hand_over(self, job: Callable[[], None]) -> None:
         """Renew no longer, and run a last job in this thread.
 
-        A finalizer may call this in any thread, wherever it is interrupted: it waits for nothing and takes no lock.
+        A finalizer may call this at any point of any thread: the call waits for nothing and takes no lock.
         """
         _ending.add(self._thread)
         self._last_job.put(job)

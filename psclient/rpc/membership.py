@@ -57,7 +57,7 @@ class Membership:
     """One worker's place in a run, at all of its shards.
 
     Attributes:
-        joins: how often the worker has joined; after another time, what it held before may be others'.
+        joins: how often the worker has joined; after another join, its samples may be leased to others.
         first_step: the lowest number that the next step should have, as of the last join.
         version: of shard 0, as of the last join.
         last_push_record: incarnation and step of the last push under this name that shard 0 knew at the first join.
@@ -97,7 +97,7 @@ class Membership:
         self._has_asked = False  # there may be a lease, whether or not the answer came
         self._loaded: pb.LoadedModel | None = None  # which this join offers in the place of the server's model
         self._load_refused = False
-        self._moved = 0.0  # when a model was last seen to get on, while joining
+        self._last_progress = 0.0  # of an upload, by any worker, while this one joins; monotonic seconds
         self._deadline = math.inf
 
     @property
@@ -105,7 +105,7 @@ class Membership:
         return all(shard.has_base for shard in self.shards)
 
     def set_deadline(self, seconds: float) -> None:
-        """Wait no longer than this from now on; a worker that is told to stop has little time."""
+        """Wait for servers no longer than this from now on."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     @property
@@ -134,14 +134,14 @@ class Membership:
         """
         with self._joining:  # a push, a fetch and a sampler may find out in three threads that they must
             seconds = self.settings.patience_seconds if self.joins else self.settings.connect_seconds
-            self._loaded, self._moved = loaded, time.monotonic()
-            seconds = min(seconds, self._deadline - self._moved)
+            self._loaded, self._last_progress = loaded, time.monotonic()
+            seconds = min(seconds, self._deadline - self._last_progress)
             if self.joins and loaded is None:
                 for shard in self.shards:
                     shard.connection.renew()
             with ProgressLine() as line:
                 while not self._try_join(seconds, line):
-                    if time.monotonic() > min(self._moved + seconds, self._deadline):
+                    if time.monotonic() > min(self._last_progress + seconds, self._deadline):
                         raise ServerNotReadyError(
                             f"{self.coordinator.address} has had no model for {seconds:.0f} s, and no worker that "
                             "uploads one has got any further; check whether one lives, or restart all shards together"
@@ -288,7 +288,7 @@ class Membership:
                 )
             except grpc.RpcError:
                 return  # the next join meets the cause
-            self._moved = time.monotonic()
+            self._last_progress = time.monotonic()
 
     def _upload(self, shard: ShardClient, joined: pb.JoinResponse, generation: int, line: ProgressLine) -> bool:
         """Send a shard its range, if it has none of this upload; False if another worker was faster: join again."""
@@ -306,14 +306,16 @@ class Membership:
         )
         behind = sum(other.span.length for other in self.shards[shard.index + 1 :])  # which are sent before
 
-        def moved(elements: int, nbytes: int) -> None:
-            self._moved = time.monotonic()
+        def note_progress(elements: int, nbytes: int) -> None:
+            self._last_progress = time.monotonic()
             self.upload_bytes += nbytes
             self.leases.uploaded = (behind + elements) / self.replica.layout.size
             line.show("uploading the model", self.leases.uploaded)
 
         try:
-            answer = shard.upload(header, self.replica, buffers, self.run_settings.chunk_bytes, moved, self.policy())
+            answer = shard.upload(
+                header, self.replica, buffers, self.run_settings.chunk_bytes, note_progress, self.policy()
+            )
         finally:
             self.leases.uploaded = 0.0
         if isinstance(answer, Rejected):

@@ -1,4 +1,4 @@
-"""What has become of the samples that a worker leases: drawn by its loader, trained in a step, acknowledged.
+"""The samples that a worker leases: drawn by its loader, trained in a step, acknowledged.
 
 A loader draws ahead of the training, in order: a step of ``n`` samples has trained the first ``n`` that were drawn and
 not trained. Its push reports them to shard 0 as finished, with those of earlier pushes that were not acknowledged.
@@ -44,7 +44,7 @@ class SampleTracker:
             self._drawn.append((dataset, pb.SampleRange(epoch=epoch, start=place, count=1)))
 
     def undraw(self, dataset: str, keep: int) -> list[pb.SampleRange]:
-        """Return what was drawn and not trained, in order, as undrawn; of the first ``keep`` a step is to come."""
+        """Return the samples that were drawn and not trained, in order; the first ``keep`` of them stay drawn."""
         with self._lock:
             drawn, self._drawn = self._drawn, deque()
             back = []
@@ -58,7 +58,7 @@ class SampleTracker:
             return back
 
     def unacked(self, dataset: str) -> SampleSet:
-        """Return what was drawn, and not acknowledged."""
+        """Return the samples that were drawn and not acknowledged."""
         with self._lock:
             drawn = sample_set(part for name, part in self._drawn if name == dataset)
             trained = {epoch: ranges for (name, epoch), ranges in self._trained.items() if name == dataset}
@@ -104,5 +104,5 @@ def sample_set(parts: Iterable[pb.SampleRange]) -> SampleSet:
 
 
 def union(left: Mapping[int, Ranges], right: Mapping[int, Ranges]) -> SampleSet:
-    """Return what is in either set."""
+    """Return the samples of both sets."""
     return {n: left.get(n, Ranges()) | right.get(n, Ranges()) for n in sorted({*left, *right})}

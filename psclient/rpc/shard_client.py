@@ -163,7 +163,7 @@ class ShardClient:
         )
 
     def open_push(self, header: pb.PushHeader, plan: list[Span], idle_seconds: float) -> None:
-        """Begin to stream a push; ``header`` lacks what this shard knows: generation, version and plan."""
+        """Begin to stream a push; ``header`` lacks generation, version and plan, which are this shard's."""
         header.generation = self.generation  # read once: a fetch on another thread may join again
         header.base_version = self.version
         header.plan.extend(pb.Group(start=group.start, length=group.length) for group in plan)
@@ -244,7 +244,7 @@ class ShardClient:
     # Pull
 
     def pull(self, identity: pb.WorkerIdentity, policy: RetryPolicy) -> PulledReply | Rejected:
-        """Ask for what the replica lacks; the reply is whole and checked, and not yet applied."""
+        """Fetch the changes that the replica lacks; the reply is whole and checked, and not yet applied."""
         with tracing.span("pull", shard=self.index) as trace, ProgressLine() as line:
 
             def attempt(seconds: float) -> PulledReply:
@@ -340,7 +340,7 @@ class ShardClient:
         moved: Callable[[int, int], None],
         policy: RetryPolicy,
     ) -> pb.UploadModelResponse | Rejected:
-        """Send the shard's span of the model, for shard 0 with packed buffers: what the server does not have yet.
+        """Send the part of the shard's span, and of the packed ``buffers``, that the server does not have yet.
 
         ``moved`` is called after each message with the elements sent until then, and the message's bytes.
         """
