@@ -51,7 +51,7 @@ class PushPull:
     @property
     def unacked(self) -> bool:
         """True while the last push has a part without an answer."""
-        return self._cluster.has_unacked
+        return bool(self._cluster.held_parts())
 
     def open(self, samples: int, rates: Rates) -> StepReport:
         """Begin the push of a new step at every shard; the last push must be answered."""

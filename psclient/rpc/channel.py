@@ -140,11 +140,16 @@ class Connection:
         """Return a second connection to the same shard."""
         return Connection(self.address, self._security, self._headers, self.locate)
 
-    def renew(self) -> None:
-        """Dial anew: a restarted pod keeps its name and changes its address.
+    def reconnect(self, *, at_once: bool = False) -> None:
+        """Dial anew, after calls without an answer at most once a second; a restarted pod changes its address.
 
+        gRPC itself resolves a lost name less and less often, and keeps a dead connection as long as the system does.
         Other threads may have calls on the channel before, so that channel is closed when the next one is replaced.
         """
+        with self._lock:
+            if self._closed or not (at_once or time.monotonic() - self._dialled > _DIAL_SECONDS):
+                return
+            self._dialled = time.monotonic()
         channel = self._open()  # outside of the lock: a lookup may take seconds
         with self._lock:
             if self._closed:
@@ -152,19 +157,8 @@ class Connection:
                 return
             retired, self._retired, self._channel = self._retired, self._channel, channel
             self.stub = ParameterServerServiceStub(channel)
-        if retired is not None:  # beside this thread: gRPC has been seen not to return from it after an interrupt
+        if retired is not None:  # in another thread: gRPC has been seen not to return from it after an interrupt
             threading.Thread(target=retired.close, name="psclient-retire", daemon=True).start()
-
-    def reconnect(self) -> None:
-        """Dial anew after a call without an answer, at most once a second.
-
-        gRPC itself resolves a lost name less and less often, and keeps a dead connection as long as the system does.
-        """
-        with self._lock:
-            if self._closed or time.monotonic() - self._dialled <= _DIAL_SECONDS:
-                return
-            self._dialled = time.monotonic()
-        self.renew()
 
     def call(self, policy: RetryPolicy, attempt: Callable[[float], Answer]) -> Answer | Rejected:
         """Make a call, again where that may help, and return the answer or the server's refusal.

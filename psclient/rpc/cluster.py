@@ -51,11 +51,6 @@ class Cluster:
         )
         self._cancelling = SerialExecutor("psclient-cut")
 
-    @property
-    def has_unacked(self) -> bool:
-        """Whether :meth:`held_parts` has any."""
-        return bool(self.held_parts())
-
     def held_parts(self) -> list[PushPart]:
         """Return the parts of the last push that have no answer, or were refused and are not restored."""
         refused = self._outcome.refused if self._outcome is not None else []

@@ -138,7 +138,7 @@ class Membership:
             seconds = min(seconds, self._deadline - self._last_progress)
             if self.joins and loaded is None:
                 for shard in self.shards:
-                    shard.connection.renew()
+                    shard.connection.reconnect(at_once=True)
             with ProgressLine() as line:
                 while not self._try_join(seconds, line):
                     if time.monotonic() > min(self._last_progress + seconds, self._deadline):

@@ -21,9 +21,9 @@ def test_a_call_that_is_under_way_outlives_one_renewal():
 
     connection._channel.close()
     connection._channel = Closing()
-    connection.renew()
+    connection.reconnect(at_once=True)
     assert not closed
-    connection.renew()
+    connection.reconnect(at_once=True)
     assert closed == [True]
     connection.close()
 
@@ -44,7 +44,7 @@ def test_a_closed_connection_stays_closed():
     connection = Connection("127.0.0.1:1", Security())
     connection.close()
     before = connection.stub
-    connection.renew()
+    connection.reconnect(at_once=True)
     assert connection.stub is before
 
 
