@@ -1,0 +1,50 @@
+"""Replies of all shards belong together: a reply whose generation a shard has left is asked for again."""
+
+from types import SimpleNamespace
+
+from psclient.rpc.cluster import Cluster
+from psclient.rpc.shard_client import PulledReply
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+
+class Shard:
+    """Answers each pull with the next of its answers: a reply of its generation, or a refusal."""
+
+    def __init__(self, index, *refusals):
+        self.index, self.generation, self.refusals, self.pulls = index, 1, list(refusals), 0
+
+    def pull(self, identity, policy):
+        self.pulls += 1
+        if self.refusals:
+            return Rejected(self.refusals.pop(), "told so")
+        return PulledReply(pb.PullHeader(), [], self.generation, 0, 0, 0.0, 0.0)
+
+
+def fetched(shards, join):
+    membership = SimpleNamespace(
+        shards=shards,
+        replica=None,
+        buffers=SimpleNamespace(only=lambda _: None),
+        identity=pb.WorkerIdentity(),
+        policy=lambda: None,
+        join=join,
+    )
+    return Cluster(membership).fetch()
+
+
+def test_a_join_that_changes_the_generation_has_every_shard_asked_again():
+    shards = (Shard(0, ErrorCode.STALE_GENERATION), Shard(1))
+
+    def join():
+        for shard in shards:
+            shard.generation = 2
+
+    assert {index: reply.generation for index, reply in fetched(shards, join).items()} == {0: 2, 1: 2}
+    assert [shard.pulls for shard in shards] == [2, 2]
+
+
+def test_a_lease_that_is_lost_at_one_shard_leaves_the_others_replies():
+    shards = (Shard(0), Shard(1, ErrorCode.LEASE_EXPIRED))
+    assert len(fetched(shards, lambda: None)) == 2
+    assert [shard.pulls for shard in shards] == [1, 2]
