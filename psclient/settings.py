@@ -33,7 +33,6 @@ Server = str | Sequence[str] | RunningServer
 """What names the servers: addresses in one string or in several, or servers of one's own."""
 
 LOCAL = "local"
-AUTO = "auto"
 
 _JOB_PREFIXES = {"JOB_COMPLETION_INDEX": "job", "SLURM_PROCID": "slurm", "RANK": "rank"}
 _JOB_NUMBERS = (*_JOB_PREFIXES, "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -124,7 +123,7 @@ class ClientSettings(LayeredSettings):
     @field_validator("value_type", "index_codec", "selector")
     @classmethod
     def _check_name(cls, name: str, field: ValidationInfo) -> str:
-        known = {"value_type": VALUE_CODECS, "index_codec": (AUTO, *INDEX_CODECS), "selector": SELECTORS}
+        known = {"value_type": VALUE_CODECS, "index_codec": ("auto", *INDEX_CODECS), "selector": SELECTORS}
         choices = known[str(field.field_name)]
         if name not in choices:
             raise ValueError(f"{name!r} is not known; use one of {', '.join(choices)}")

@@ -8,7 +8,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from psclient.buckets.trace import PushTiming
 from psclient.errors import ServerFaultError, Transient
@@ -16,7 +16,7 @@ from psclient.model.replica import Replica
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.progress_line import ProgressLine
 from psclient.rpc.stall import StreamCall
-from psclient.settings import AUTO, ClientSettings
+from psclient.settings import ClientSettings
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry import tracing
@@ -116,7 +116,8 @@ class ShardClient:
         self.timing = PushTiming.of(0)
         self.outgoing = StreamCall(settings.deadline_seconds)
         self.sent_model: tuple[int, int] | None = None
-        self._settings = settings
+        codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
+        self._form = frames.WireForm(VALUE_CODECS[settings.value_type], codec)
         self._received_bytes = 0  # of the outgoing streams, as the server has said last
         self._partial: PulledReply | None = None  # of everything
 
@@ -154,13 +155,7 @@ class ShardClient:
     @property
     def push_form(self) -> frames.WireForm:
         """How a push to this shard is written now."""
-        index = self._settings.index_codec
-        return frames.WireForm(
-            value=VALUE_CODECS[self._settings.value_type],
-            index=None if index == AUTO else INDEX_CODECS[index],
-            allowed=self.readable,
-            link_bytes_per_second=self._uplink.bytes_per_second,
-        )
+        return replace(self._form, allowed=self.readable, link_bytes_per_second=self._uplink.bytes_per_second)
 
     def open_push(self, header: pb.PushHeader, plan: list[Span], idle_seconds: float) -> None:
         """Begin to stream a push; ``header`` lacks generation, version and plan, which are this shard's."""
