@@ -163,7 +163,7 @@ class Connection:
     def call(self, policy: RetryPolicy, attempt: Callable[[float], Answer]) -> Answer | Rejected:
         """Make a call, again where that may help, and return the answer or the server's refusal.
 
-        ``attempt`` gets its deadline in seconds, and waits for the answer by :meth:`result` or in :meth:`tracked`.
+        ``attempt`` gets its deadline in seconds, and waits for the answer, by :meth:`result` or in :meth:`tracked`.
         :class:`ServerUnreachableError` where no answer comes in time, or the calling thread's job is cancelled;
         :class:`ServerFaultError` for a damaged answer.
         """

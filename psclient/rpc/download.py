@@ -130,15 +130,12 @@ def _check_places(connections: Sequence[Connection], headers: Sequence[pb.Downlo
 
 
 def _fetch(connection: Connection, patience_seconds: float, deadline_seconds: float) -> _Part:
-    policy = RetryPolicy(patience_seconds, deadline_seconds, _WAIT_LONGER)
-
     def attempt(seconds: float) -> _Part:
         call = StreamCall(seconds).start(connection.stub.DownloadModel(pb.DownloadModelRequest()))
-        with connection.tracked(call):
-            return _read(call.messages())
+        return _read(call.messages())
 
     try:
-        part = connection.call(policy, attempt)
+        part = connection.call(RetryPolicy(patience_seconds, deadline_seconds, _WAIT_LONGER), attempt)
     finally:
         connection.close()
     if isinstance(part, Rejected):
