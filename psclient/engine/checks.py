@@ -16,8 +16,8 @@ Gradients = Mapping[int, torch.Tensor]
 
 def gather(model: TrainedModel, trained: Container[torch.Tensor], positions: Iterable[int]) -> dict[int, torch.Tensor]:
     """Return the gradients of the trained parameters at these positions, as they are; costs nothing."""
-    places = ((position, model.parameters[position]) for position in positions)
-    return {n: p.grad for n, p in places if p in trained and p.grad is not None and p.numel()}
+    found = ((position, model.parameters[position]) for position in positions)
+    return {n: p.grad for n, p in found if p in trained and p.grad is not None and p.numel()}
 
 
 def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]:
@@ -61,8 +61,8 @@ def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | N
             )
 
 
-class RetryGuard:
-    """The gradients of a step that was pushed and not ended: the next call of the step must not push them again."""
+class PushedGradients:
+    """The gradients of a step that was pushed and has not ended: the step, called again, must not push them again."""
 
     def __init__(self) -> None:
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
@@ -80,6 +80,5 @@ class RetryGuard:
         if not self._pushed or self._pushed.keys() != gradients.keys():
             return False
         return all(
-            gradient is before and gradient._version == version
-            for gradient, (before, version) in ((gradients[n], pushed) for n, pushed in self._pushed.items())
+            gradients[n] is before and before._version == version for n, (before, version) in self._pushed.items()
         )

@@ -13,7 +13,6 @@ the *next* step: parameters never change under a forward or backward pass, and e
 
 import math
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -53,10 +52,8 @@ class Overlap:
         self._compressing, self._exchanging = SerialExecutor("psclient-compress"), SerialExecutor("psclient-exchange")
         self._paused = False
         self._report: StepReport | None = None  # of the push that is open
-        self._round: Job[Replies] | None = None
-        self._ack_error: ServerUnreachableError | None = None
-        self._acked = threading.Event()
-        self._acked.set()
+        self._ack: Job[None] | None = None  # of the last push, and the job after that
+        self._reply: Job[Replies] | None = None
         devices = {parameter.device for parameter in self._trained().values()}
         device = next((device for device in devices if device.type == "cuda"), None)
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -115,29 +112,23 @@ class Overlap:
 
     def launch(self, report: StepReport) -> None:
         """Begin to wait for the push's acknowledgement and to fetch its reply."""
-        self._acked.clear()
+        ack = self._ack = self._exchanging.submit(lambda: self._push_pull.await_ack(report))
 
-        def job() -> Replies:
-            try:
-                self._push_pull.await_ack(report)
-            except ServerUnreachableError as error:
-                self._ack_error = error
-                raise
-            finally:
-                self._acked.set()
+        def fetch() -> Replies:
+            ack.result()
             return self._push_pull.fetch()
 
-        self._round = self._exchanging.submit(job)
+        self._reply = self._exchanging.submit(fetch)
 
     def collect(self, seconds: float | None = None) -> Replies | None:
         """Wait for the reply to the last step's push and return it; ``None`` if none is awaited.
 
         After :class:`TimeoutError` (``seconds`` have passed, or nobody waits any longer) it is still awaited.
         """
-        if self._round is None:
+        if self._reply is None:
             return None
-        _await(self._round, seconds)
-        awaited, self._round, self._ack_error = self._round, None, None
+        _await(self._reply, seconds)
+        awaited, self._reply, self._ack = self._reply, None, None
         return awaited.result()
 
     def break_off(self, seconds: float | None = None) -> None:
@@ -224,7 +215,9 @@ class Overlap:
             return False
         report = self._opened()
         try:
-            with _after(ready, self._stream):
+            with torch.cuda.stream(self._stream):  # of None: nothing to order
+                if ready is not None and self._stream is not None:
+                    self._stream.wait_event(ready)
                 self._push_pull.send_gradients(report, number, finite(self._model, gradients), 1.0)
         except BaseException:
             self._abandon()
@@ -254,10 +247,9 @@ class Overlap:
         The error of a push before that is unanswered still is raised once, here; the next attempt has new patience.
         """
         if self._report is None:
-            self._acked.wait()
-            error, self._ack_error = self._ack_error, None
-            if error is not None:
-                self._round = None  # it has met the same
+            error = None if self._ack is None else self._ack.exception()
+            if isinstance(error, ServerUnreachableError):
+                self._ack = self._reply = None
                 raise error
             self._report = self._begin()
         return self._report
@@ -283,14 +275,3 @@ def _hook(overlap: Overlap, position: int) -> Callable[[torch.Tensor], None]:
             alive.ready(position)
 
     return hook
-
-
-@contextmanager
-def _after(ready: "torch.cuda.Event | None", stream: "torch.cuda.Stream | None") -> Iterator[None]:
-    """Run the body on a stream of its own, after an event; on the host there is nothing to order."""
-    if ready is None or stream is None:
-        yield
-        return
-    with torch.cuda.stream(stream):
-        stream.wait_event(ready)
-        yield

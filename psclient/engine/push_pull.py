@@ -48,11 +48,6 @@ class PushPull:
         """The positions of each group's tensors, in the order of sending."""
         return self.planner.groups
 
-    @property
-    def unacked(self) -> bool:
-        """True while the last push has a part without an answer."""
-        return self._cluster.has_unacked
-
     def open(self, samples: int, rates: Rates) -> StepReport:
         """Begin the push of a new step at every shard; the last push must be answered."""
         self.step = max(self.step + 1, self._cluster.membership.first_step)

@@ -43,7 +43,7 @@ class PushMark:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "PushMark":
-        """Read what :meth:`plain` wrote; raises :class:`ConfigurationError` where an earlier version wrote it."""
+        """Read a dict of :meth:`plain`; raises :class:`ConfigurationError` where an earlier version wrote it."""
         if plain.keys() != set(cls.__dataclass_fields__):
             raise ConfigurationError(f"another version of psclient has saved this state; {_MODEL_ALONE}")
         return cls(**plain)
@@ -123,13 +123,9 @@ def stale_residuals(mark: PushMark, now: PushMark, record: tuple[str, int] | Non
 
 
 def is_out_of_date(mark: PushMark, now: PushMark, record: tuple[str, int] | None, *, server_remembers: bool) -> bool:
-    """Tell whether residuals saved at ``mark`` are to be dropped, and log why.
+    """Tell whether residuals saved at ``mark`` are to be dropped, and log why; ``record`` as :func:`stale_residuals`.
 
-    Args:
-        mark: when they were saved.
-        now: where the worker stands.
-        record: the last applied push; see :func:`stale_residuals`.
-        server_remembers: whether the server's optimizer has a memory, which the state does not hold.
+    ``server_remembers``: the server's optimizer has a memory, which the state does not hold.
     """
     if server_remembers and mark.run != now.run and now.version < mark.version:
         log.warning(
@@ -164,10 +160,11 @@ def state_as_refused(
     memories: MutableMapping[torch.Tensor, State], push_pull: PushPull, state_dict: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return a state dict as if an unanswered push had been refused; the memories stay as they are."""
-    if not push_pull.unacked:
+    unacked = push_pull.unacked_parts()
+    if not unacked:
         return state_dict()
     kept = {parameter: copy.deepcopy(memory) for parameter, memory in memories.items()}
-    push_pull.restore(push_pull.unacked_parts())
+    push_pull.restore(unacked)
     state = copy.deepcopy(state_dict())
     memories.update(kept)
     return state

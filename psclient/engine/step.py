@@ -10,15 +10,15 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import torch
 
 from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.hyperparameters import MomentumAdvice
-from psclient.engine.checks import RetryGuard, finite
-from psclient.engine.loaded_model import is_intact, offer_model, written_tensor
+from psclient.engine.checks import PushedGradients, finite
 from psclient.engine.overlap import Overlap
 from psclient.engine.push_pull import PushPull
 from psclient.engine.sample_counter import SampleCounter
 from psclient.errors import (
     STEP_AGAIN,
     ConfigurationError,
+    ModelChangedError,
+    ModelLoadedError,
     NonFiniteGradientError,
     RunFinishedError,
     ServerUnreachableError,
@@ -28,6 +28,8 @@ from psclient.model.module import TrainedModel
 from psclient.report import StepReport, Totals
 from psclient.rpc.channel import suppress_errors
 from psclient.rpc.cluster import Cluster
+from pscore.names import shown
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")
 
@@ -51,12 +53,9 @@ class Stepper:
         schedule: ``None`` leaves the density to the param groups.
         rates: returns the learning rates of the next push.
         synchronous: whether updates are gathered in rounds, or go to a model of the worker's own.
-
-    Attributes:
-        local_steps: 0, since each step is pushed.
     """
 
-    local_steps = 0
+    local_steps = 0  # each step is pushed
 
     def __init__(
         self,
@@ -77,11 +76,10 @@ class Stepper:
         self._samples: SampleCounter | None = None
         self._samples_since_exchange = 0
         self._overlap: Overlap | None = None
-        self._retry_guard = RetryGuard()
+        self._pushed = PushedGradients()
         self._warned_no_gradient = False
         self._first_digest: bytes | None = None  # of the model at the beginning, until it has been compared with it
         self._end_reported = False
-        self._momentum_advice = MomentumAdvice()
 
     @property
     def overlaps(self) -> bool:
@@ -96,7 +94,7 @@ class Stepper:
     @property
     def unfinished(self) -> bool:
         """True where the gradients that are there have been pushed, by a step that has not come to its end."""
-        return not self.begun and self._retry_guard.matches(self._gather_all())
+        return not self.begun and self._pushed.matches(self._gather_all())
 
     @property
     def samples_waiting(self) -> int:
@@ -106,13 +104,10 @@ class Stepper:
     def start(self, samples: SampleCounter | None, *, overlap: bool) -> None:
         """Replace the model by the server's, after joining, and begin to count samples."""
         self._samples = samples
-        self._push_pull.count(self.report, self._cluster.pull())
+        self.report = self._fetch_and_apply(adopt_buffers=True)
         self._first_digest = self._cluster.replica.digest()
-        self.report.buffer_bytes = self._cluster.exchange_buffers(0, 0, adopt=True)
         if overlap:
-            self._overlap = self._start_overlap()
-        self.totals.add(self.report)
-        self.totals.upload_bytes = self._membership.upload_bytes
+            self._overlap = Overlap(self._model, self._groups, self._push_pull, self._gather, self._begin)
 
     def step(self, samples: int | None, scale: GradientScale) -> None:
         """Push the gradients that are there and bring the parameters up to the server's."""
@@ -129,7 +124,7 @@ class Stepper:
         if self._overlap is not None and samples is not None:
             raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
         found = self._gather_all()
-        if not self.begun and self._retry_guard.matches(found):
+        if not self.begun and self._pushed.matches(found):
             self.rest()
             self._receive(self.report)
         elif self._overlap is None:
@@ -139,7 +134,7 @@ class Stepper:
 
     def completed(self) -> None:
         """Note that the caller of a step knows of its end: the same gradients again are another step's."""
-        self._retry_guard.clear()
+        self._pushed.clear()
 
     def flush(self, samples: int = 0) -> None:
         """Push all residuals whole; ``samples``: the first of those waiting, whose steps are in the residuals."""
@@ -150,7 +145,7 @@ class Stepper:
             self._samples.leave_out(samples)
         report = self.report = self._open(samples, self._rates())
         self._push(report, lambda number: self._push_pull.send_residuals(report, number))
-        self.totals.add(report)
+        self._add(report)
 
     def flush_on_exit(self) -> None:
         """Push what is to stay behind: everything that is held."""
@@ -168,26 +163,46 @@ class Stepper:
 
         That costs next to nothing where nobody has written to the model; the first time all of it is read. Where a
         trained server refuses the model, it is dropped (``drops``) or :class:`ModelLoadedError` raised. Returns whether
-        the worker has another model than it had.
+        the worker has another model than it had. :class:`ModelChangedError` where a tensor is of another kind.
         """
         self._model.check()
-        name = written_tensor(self._cluster)
+        replica = self._cluster.replica
+        name = replica.loaded()
+        if self._cluster.buffers_travel:
+            self._cluster.buffers.now()  # raises where a buffer is of another kind
         if name is None and self._first_digest is None:
             return False
-        digest = self._cluster.replica.digest()
+        digest = replica.digest()
         changed = digest != self._first_digest
         if self._first_digest is not None:
             self._model.check_frozen()
         if changed:
             self.rest()
-            name = name or self._model.layout.parameters[0].name
-            offer_model(self._cluster, name, digest, self._membership.settings.on_load, drops=drops)
-            self._fetch_and_apply()
-            self.totals.buffer_bytes += self._cluster.exchange_buffers(self._push_pull.step, 0, adopt=True)
+            self._offer_model(name or self._model.layout.parameters[0].name, digest, drops=drops)
+            self._fetch_and_apply(adopt_buffers=True)
         else:
-            self._cluster.replica.accept()
+            replica.accept()
         self._first_digest = None
         return changed
+
+    def _offer_model(self, tensor: str, digest: bytes, *, drops: bool) -> None:
+        """Offer the parameters, of which ``tensor`` was written to, to the servers; a pull brings what is missing."""
+        membership = self._membership
+        before, on_load = membership.coordinator.generation, membership.settings.on_load
+        accepted = membership.join(pb.LoadedModel(digest=digest, replaces=on_load == "replace"))
+        if not accepted and on_load == "error" and not drops:
+            raise ModelLoadedError(tensor, membership.identity.run_id, membership.version)
+        if not accepted:
+            log.warning(
+                "the model that was loaded is dropped, as %s says: run %s goes on from its own, at version %d",
+                'on_load="server"' if on_load == "server" else "pull()",
+                shown(membership.identity.run_id),
+                membership.version,
+            )
+        self._cluster.replica.accept()
+        if membership.coordinator.generation == before or not all(shard.has_base for shard in self._cluster.shards):
+            for shard in self._cluster.shards:
+                shard.forget_base()
 
     def rest(self) -> None:
         """End what goes on in the background, and await the answer to the last push."""
@@ -210,10 +225,11 @@ class Stepper:
                 raise
             address = self._membership.coordinator.address
             raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
-        if replies is not None and is_intact(self._cluster.replica):
-            report = StepReport(self._push_pull.step)
-            self._push_pull.apply(report, replies)
-            self.totals.add(report)
+        with suppress(ModelChangedError):
+            if replies is not None and self._cluster.replica.loaded() is None:
+                report = StepReport(self._push_pull.step)
+                self._push_pull.apply(report, replies)
+                self._add(report)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """With overlap: leave the gradients of the backward passes in the body alone."""
@@ -221,14 +237,14 @@ class Stepper:
 
     def forget(self) -> None:
         """With overlap: skip a batch after its backward pass."""
-        if self._overlap is not None and self._overlap.begun and not self._overlap.in_child:
+        if self._overlap is not None and self._overlap.begun:
             self._overlap.forget()
 
     def leave(self) -> None:
         """Bring to an end what has begun, as far as that can be done in the time left, and leave the run."""
         try:
             suppress_errors(self.drain)
-            if self._samples_since_exchange and not self._push_pull.unacked:
+            if self._samples_since_exchange and not self._cluster.has_unacked:
                 suppress_errors(self._exchange_last_buffers)
         finally:
             self._close()
@@ -251,13 +267,21 @@ class Stepper:
         if self._overlap is not None:
             self._overlap.close()
 
+    def _await_unacked(self) -> None:
+        if self._cluster.has_unacked:
+            self._push_pull.await_ack(self.report)
+
     def _gather_all(self) -> dict[int, torch.Tensor]:
         return self._gather(range(len(self._model.parameters)))
 
-    def _fetch_and_apply(self) -> None:
+    def _fetch_and_apply(self, *, adopt_buffers: bool = False) -> StepReport:
+        """Make the parameters the server's, and with ``adopt_buffers`` the buffers, too."""
         report = StepReport(self._push_pull.step)
         self._push_pull.count(report, self._cluster.pull())
+        if adopt_buffers:
+            report.buffer_bytes = self._cluster.exchange_buffers(report.step, 0, adopt=True)
         self._add(report)
+        return report
 
     def _add(self, report: StepReport) -> None:
         self.totals.add(report)
@@ -271,20 +295,19 @@ class Stepper:
                 "step() has found no gradient in any of its parameters: is model= the one that the loop trains?"
             )
         gradients = finite(self._model, found)
-        self._await_unacked()
         factor = scale(list(gradients.values()), self._membership.live_workers)
         report = self.report = self._begin(samples)
-        self._retry_guard.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
+        self._pushed.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
         try:
             self._push(report, lambda number: self._push_pull.send_gradients(report, number, gradients, factor))
         except NonFiniteGradientError:
-            self._retry_guard.clear()
+            self._pushed.clear()
             raise
         self._receive(report)
 
     def _overlapped_step(self, overlap: Overlap, found: dict[int, torch.Tensor]) -> None:
         report = self.report = overlap.finish()
-        self._retry_guard.note(found)
+        self._pushed.note(found)
         with report.timed("wait"):
             replies = overlap.collect()
         if replies is not None:
@@ -293,7 +316,8 @@ class Stepper:
         self._end(report)
 
     def _begin(self, samples: int | None = None) -> StepReport:
-        """Open the push of a new step, at the density that the schedule gives it."""
+        """Open the push of a new step, at the schedule's density, once the last push is answered."""
+        self._await_unacked()
         rates = self._rates()
         if self._schedule is not None:
             self._groups.set_density(self._schedule(self._push_pull.step + 1))
@@ -333,18 +357,7 @@ class Stepper:
             self._samples_since_exchange = 0
         self._add(report)
         if not self._synchronous:
-            self._momentum_advice.check(self._membership.live_workers, self._groups.all)
+            self._groups.warn_of_momentum(self._membership.live_workers)
 
     def _exchange_last_buffers(self) -> None:
         self.totals.buffer_bytes += self._cluster.exchange_buffers(self._push_pull.step, self._samples_since_exchange)
-
-    def _await_unacked(self) -> None:
-        if self._push_pull.unacked:
-            self._push_pull.await_ack(self.report)
-
-    def _start_overlap(self) -> Overlap:
-        def begin() -> StepReport:
-            self._await_unacked()
-            return self._begin()
-
-        return Overlap(self._model, self._groups, self._push_pull, self._gather, begin)

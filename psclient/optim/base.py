@@ -21,8 +21,7 @@ from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.engine.checks import gather, refuse_averaged
-from psclient.engine.first_batches import FirstBatches
-from psclient.engine.sample_counter import SampleCounter
+from psclient.engine.sample_counter import FirstBatches, SampleCounter
 from psclient.engine.state import PushMark, from_sgd, is_out_of_date, restore_memories, split, state_as_refused
 from psclient.engine.step import GradientSource, Stepper
 from psclient.engine.worker import Worker
