@@ -83,10 +83,10 @@ class Overlap:
             self._paused = before
 
     def finish(self) -> StepReport:
-        """Send the groups that no hook has completed, commit the push, and wait until all is handed to the transport.
+        """Send the groups that no hook has completed, commit the push, and wait until the transport has all of it.
 
-        After an error the push is broken off, and what was sent of it is in the residuals. :class:`TimeoutError` where
-        nobody waits any longer; called again, this goes on.
+        After an error the push is broken off, and its groups are in the residuals. :class:`TimeoutError` where nobody
+        waits any longer; called again, this goes on.
         """
         if any(gradient._version != version for gradient, version in self._versions):
             self.forget()
@@ -97,14 +97,12 @@ class Overlap:
         for number in range(len(self._push_pull.groups)):
             if number not in self._jobs:
                 self._submit(number)
-        committed = self._committed = self._committed or self._compressing.submit(self._commit)
-        jobs: list[Job[Any]] = [*self._jobs.values(), committed]
-        for job in jobs:
-            _await(job)
-        errors = [error for job in jobs if (error := job.exception()) is not None]
+        self._committed = self._committed or self._compressing.submit(self._commit)
+        _await(self._committed)  # the last of the push's jobs
+        jobs, committed = list(self._jobs.values()), self._committed
         moments = self._reset()
-        if errors:
-            raise errors[0]
+        for job in jobs:
+            job.result()  # raises the job's error
         report = committed.result()
         assert report is not None
         self._push_pull.note_gradients(moments)

@@ -1,7 +1,7 @@
 """How many samples a step comes from: counted where a model is called, with nothing of this in the model.
 
 A hook in a module is pickled, copied, scripted and traced with the module. So calls are counted at the module's class,
-which has another ``__call__`` for as long as there is a counter.
+whose ``__call__`` is replaced for as long as there is a counter.
 """
 
 import functools
@@ -56,7 +56,7 @@ class SampleCounter:
 
     @property
     def waiting(self) -> int:
-        """Samples that have passed since the last call of :meth:`take`."""
+        """Samples since the last call of :meth:`take`."""
         return self._counts.get(self._model) or max(self._counts.values(), default=0)
 
     def take(self, *, warn: bool = True) -> int:
