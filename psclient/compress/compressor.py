@@ -170,7 +170,7 @@ class Compressor:
             state = self.memories[parameter]
             update = self._method.accumulate(state, group, step)
             self._shares[position] = update.share
-            own = None if self._groups.has_own_density(parameter) else self._planner.density_of(position)
+            own = None if self._groups.has_own_density(parameter) else self._planner.densities.get(position)
             key = (group["density"] if own is None else own, parameter.device)
             alike.setdefault(key, {})[position] = TensorUpdate(update, state, self._model.layout.span(position))
         sent: dict[int, SparseSlice] = {}

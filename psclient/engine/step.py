@@ -244,7 +244,7 @@ class Stepper:
         """Bring to an end what has begun, as far as that can be done in the time left, and leave the run."""
         try:
             suppress_errors(self.drain)
-            if self._samples_since_exchange and not self._cluster.has_unacked:
+            if self._samples_since_exchange and not self._push_pull.unacked_parts():
                 suppress_errors(self._exchange_last_buffers)
         finally:
             self._close()
@@ -268,7 +268,7 @@ class Stepper:
             self._overlap.close()
 
     def _await_unacked(self) -> None:
-        if self._cluster.has_unacked:
+        if self._push_pull.unacked_parts():
             self._push_pull.await_ack(self.report)
 
     def _gather_all(self) -> dict[int, torch.Tensor]:

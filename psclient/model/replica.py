@@ -8,7 +8,6 @@ a reply has the changes since the last one, and nothing about the rest.
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -21,14 +20,6 @@ _BLOCK = 1 << 20  # words that are summed at a time
 _ODD = 0x1E3779B97F4A7C15
 
 
-class _Known(NamedTuple):
-    """A parameter's memory at the last check; kept alive, because the values tell a copy from a change."""
-
-    values: torch.Tensor
-    pointer: int
-    strides: tuple[int, ...]
-
-
 class Replica:
     """Reads and writes a model's parameters, which are in layout order and on any devices, through flat indices."""
 
@@ -37,7 +28,8 @@ class Replica:
         self.parameters = tuple(parameters)
         self._fp32: dict[int, torch.Tensor] = {}
         """fp32 copies of half-precision parameters, by position; only in top-k mode."""
-        self._known = [_look(parameter) for parameter in self.parameters]
+        self._known = [parameter.detach() for parameter in self.parameters]
+        """Aliases of the parameters' memory when it was last checked; they tell a copy from a change."""
         self._edits = [writes_to(parameter) for parameter in self.parameters]
         """How often each parameter had been written to when the last write that is known here was done."""
 
@@ -48,9 +40,9 @@ class Replica:
         dtype, shape or device raises :class:`ModelChangedError`, here and in :meth:`accept`.
         """
         for position in self._moved():
-            if not torch.equal(self.parameters[position], self._known[position].values):
+            if not torch.equal(self.parameters[position], self._known[position]):
                 return self.layout.parameters[position].name
-            self._known[position] = _look(self.parameters[position])
+            self._known[position] = self.parameters[position].detach()
         for position, (parameter, edits) in enumerate(zip(self.parameters, self._edits, strict=True)):
             if writes_to(parameter) != edits:
                 return self.layout.parameters[position].name
@@ -64,20 +56,19 @@ class Replica:
     def accept(self) -> None:
         """Make the parameters' values and memory of now the known ones."""
         for position in self._moved():
-            self._known[position] = _look(self.parameters[position])
+            self._known[position] = self.parameters[position].detach()
         self._edits = [writes_to(parameter) for parameter in self.parameters]
 
     def _moved(self) -> Iterator[int]:
         """Yield the positions of parameters with other memory than they had."""
         for position, (parameter, known) in enumerate(zip(self.parameters, self._known, strict=True)):
-            values, pointer, strides = known
-            alike = parameter.dtype is values.dtype
-            if alike and parameter.data_ptr() == pointer and parameter.stride() == strides:
+            alike = parameter.dtype is known.dtype
+            if alike and parameter.data_ptr() == known.data_ptr() and parameter.stride() == known.stride():
                 continue
-            if not alike or parameter.shape != values.shape or parameter.device != values.device:
+            if not alike or parameter.shape != known.shape or parameter.device != known.device:
                 raise ModelChangedError(
                     self.layout.parameters[position].name,
-                    f"is {_kind(parameter)} now, and was {_kind(values)} when the optimizer was made",
+                    f"is {_kind(parameter)} now, and was {_kind(known)} when the optimizer was made",
                     "convert and move models before: change it back, or close() this optimizer and make a new one",
                 )
             yield position
@@ -141,10 +132,6 @@ class Replica:
     def _within(self, position: int, span: Span) -> slice:
         offset = self.layout.offsets[position]
         return slice(span.start - offset, span.end - offset)
-
-
-def _look(parameter: torch.Tensor) -> _Known:
-    return _Known(parameter.detach(), parameter.data_ptr(), parameter.stride())
 
 
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:
