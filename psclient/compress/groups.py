@@ -1,18 +1,37 @@
-"""Which param group each trained parameter belongs to now."""
+"""Hyper-parameters: which param group each trained parameter belongs to now, and which values are allowed."""
 
 import logging
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.compress.method import Group
+from psclient.errors import ConfigurationError
 
 log = logging.getLogger("psclient")
 
 _PUBLISHED_MOMENTUM = ((32, 0.3), (16, 0.45), (4, 0.7))
 """(workers, momentum) of the published asynchronous runs (DGS, ICPP 2020)."""
+
+
+def check_hyperparameters(defaults: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigurationError` where one is out of its range."""
+    for name in ("lr", "momentum", "weight_decay", "density"):
+        try:
+            if isinstance(defaults.get(name), str):
+                raise TypeError
+            float(defaults.get(name, 0.0))
+        except (TypeError, ValueError):
+            raise ConfigurationError(f"{name} must be a number, not {defaults[name]!r}") from None
+    for name, low, high in (("lr", 0.0, None), ("momentum", 0.0, 1.0), ("weight_decay", 0.0, None)):
+        value = float(defaults.get(name, 0.0))
+        if not low <= value < (high or math.inf):
+            bound = f"at least {low:g} and " + (f"below {high:g}" if high else "finite")
+            raise ConfigurationError(f"{name} must be {bound}, not {value}")
+    if not 0 < float(defaults.get("density", 1.0)) <= 1:
+        raise ConfigurationError(f"density must be above 0 and at most 1, not {defaults['density']}")
 
 
 class Rates(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from psclient.compress.hyperparameters import check_hyperparameters
+from psclient.compress.groups import check_hyperparameters
 from psclient.compress.method import State
 from psclient.engine.push_pull import PushPull
 from psclient.errors import ConfigurationError

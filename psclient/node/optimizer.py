@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
-from psclient.compress.groups import ParamGroups
-from psclient.compress.hyperparameters import check_hyperparameters
+from psclient.compress.groups import ParamGroups, check_hyperparameters
 from psclient.engine.checks import PushedGradients, gather
 from psclient.engine.sample_counter import SampleCounter
 from psclient.engine.state import split

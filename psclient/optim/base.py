@@ -17,8 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from psclient import settings as client_settings
 from psclient.buckets.lags import Lags
 from psclient.buckets.plan import BucketPlan
-from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.hyperparameters import check_hyperparameters
+from psclient.compress.groups import ParamGroups, Rates, check_hyperparameters
 from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.engine.checks import gather, refuse_averaged
 from psclient.engine.sample_counter import FirstBatches, SampleCounter
