@@ -52,8 +52,8 @@ class Overlap:
         self._compressing, self._exchanging = SerialExecutor("psclient-compress"), SerialExecutor("psclient-exchange")
         self._paused = False
         self._report: StepReport | None = None  # of the push that is open
-        self._ack: Job[None] | None = None  # of the last push, and the job after that
-        self._reply: Job[Replies] | None = None
+        self._ack: Job[None] | None = None  # of the last committed push
+        self._reply: Job[Replies] | None = None  # to that push
         devices = {parameter.device for parameter in self._trained().values()}
         device = next((device for device in devices if device.type == "cuda"), None)
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -132,8 +132,8 @@ class Overlap:
     def break_off(self, seconds: float | None = None) -> None:
         """Restore a push that has begun and has no commit.
 
-        Groups that were sent have their gradients in their residuals then, and the step leaves them out; those that
-        could not be sent (no server, a gradient that is not finite) are submitted again by the step.
+        The gradients of sent groups are then in the residuals, and the step omits these groups; groups that could not
+        be sent (no server, a gradient that is not finite) are submitted again by the step.
         """
         for number, job in list(self._jobs.items()):
             if job.exception(seconds) is not None or not job.result():
@@ -209,7 +209,7 @@ class Overlap:
     @torch.no_grad()
     def _send(self, number: int, gradients: Gradients, ready: "torch.cuda.Event | None") -> bool:
         """Send a group; return False where the group was left because another one has failed."""
-        if self._failed():
+        if self._has_failed():
             return False
         report = self._opened()
         try:
@@ -223,7 +223,7 @@ class Overlap:
         return True
 
     def _commit(self) -> StepReport | None:
-        if self._failed():
+        if self._has_failed():
             return None
         report = self._opened()
         self._push_pull.commit(report)
@@ -236,13 +236,13 @@ class Overlap:
             self._report = None
             self._push_pull.abandon()
 
-    def _failed(self) -> bool:
+    def _has_failed(self) -> bool:
         return any(job.finished and job.exception() is not None for job in list(self._jobs.values()))
 
     def _opened(self) -> StepReport:
-        """Return the report of the push that is open, and open one if there is none.
+        """Return the report of the open push; open one where there is none.
 
-        The error of a push before that is unanswered still is raised once, here; the next attempt has new patience.
+        The error of an earlier push without an answer is raised once, here; the next attempt has new patience.
         """
         if self._report is None:
             error = None if self._ack is None else self._ack.exception()

@@ -20,7 +20,7 @@ log = logging.getLogger("psclient")
 
 @dataclass(frozen=True, slots=True)
 class PushMark:
-    """Which method and which push of which worker's life a saved state belongs to; ``version`` is the coordinator's."""
+    """The method, the worker's incarnation and its last push at a save; ``version`` is the coordinator's."""
 
     method: str
     run: str
@@ -55,7 +55,7 @@ _MODEL_ALONE = "load the model's weights alone, and begin with an empty optimize
 def split(state_dict: Mapping[str, Any], method: str | None) -> tuple[PushMark | None, dict[str, Any]]:
     """Return the mark of a state dict (``None`` where another library saved the state), and torch's part of it.
 
-    Raises :class:`ConfigurationError` where another method than ``method`` saved it (``None``: any may have), or a
+    :class:`ConfigurationError` where another method than ``method`` saved it (``None``: any may have), or a
     hyper-parameter is out of its range.
     """
     if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("param_groups"), list):
@@ -75,11 +75,10 @@ def split(state_dict: Mapping[str, Any], method: str | None) -> tuple[PushMark |
 def from_sgd(
     state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], method: str, *, keeps_momentum: bool
 ) -> dict[str, Any]:
-    """Return a state of ``torch.optim.SGD`` as one of a method.
+    """Return a state of ``torch.optim.SGD`` as one of a method: rates, weight decay, and momentum buffers.
 
-    The method gets rates and weight decay, and momentum buffers where its recurrence is the same (``u = m·u + g``,
-    ``dampening=0``, the same ``m`` and ``nesterov``). A state without momentum leaves the method its own.
-    :class:`ConfigurationError` where the state is another optimizer's, or has momentum of another recurrence.
+    :class:`ConfigurationError` where the state is another optimizer's, or has momentum of another recurrence than
+    ``u = m·u + g`` with the method's ``m`` and ``nesterov``. A state without momentum leaves the method its own.
     """
     saved = state["param_groups"]
     if not all({"lr", "momentum", "dampening", "nesterov"} <= group.keys() for group in saved):
@@ -114,8 +113,7 @@ def from_sgd(
 def stale_residuals(mark: PushMark, now: PushMark, record: tuple[str, int] | None) -> bool:
     """Return whether residuals saved at ``mark`` were sent since.
 
-    ``record`` is (incarnation, step) of the last push under this worker's name that the server had applied when the
-    worker joined; ``None`` if it knew none.
+    ``record`` is (incarnation, step) of the last push of this worker's name that the server had applied at the join.
     """
     if now.acknowledged_step or mark.incarnation == now.incarnation:
         record = now.incarnation, now.acknowledged_step

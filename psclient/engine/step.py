@@ -40,14 +40,14 @@ Schedule = Callable[[int], float]
 """The density of a worker's step, counted from 1."""
 
 GradientSource = Callable[[range], dict[int, torch.Tensor]]
-"""Returns what tensors of the layout have to push, by position, as it is; costs nothing."""
+"""Returns the gradients (or differences) of tensors of the layout, by position, without a copy."""
 
 GradientScale = Callable[[Sequence[torch.Tensor], int], float]
 """The factor for all gradients of a step, from the gradients and the number of live workers."""
 
 
 class Stepper:
-    """Takes one worker's steps, without a reference to the optimizer around it.
+    """One worker's steps, without a reference to the optimizer around it.
 
     Args:
         schedule: ``None`` leaves the density to the param groups.
@@ -88,17 +88,17 @@ class Stepper:
 
     @property
     def begun(self) -> bool:
-        """True where the hooks of a backward pass have submitted gradients, and the step has not ended."""
+        """True where hooks have submitted gradients, and the step has not ended."""
         return self._overlap is not None and self._overlap.begun
 
     @property
     def unfinished(self) -> bool:
-        """True where the gradients that are there have been pushed, by a step that has not come to its end."""
+        """True where a step that has not ended has pushed the gradients of now."""
         return not self.begun and self._pushed.matches(self._gather_all())
 
     @property
     def samples_waiting(self) -> int:
-        """Samples that have passed through the model, and whose step is still to come."""
+        """Samples that have passed through the model since the last step."""
         return 0 if self._samples is None else self._samples.waiting
 
     def start(self, samples: SampleCounter | None, *, overlap: bool) -> None:
@@ -133,7 +133,7 @@ class Stepper:
             self._overlapped_step(self._overlap, found)
 
     def completed(self) -> None:
-        """Note that the caller of a step knows of its end: the same gradients again are another step's."""
+        """Note that the caller knows of a step's end: the same gradients again are another step's."""
         self._pushed.clear()
 
     def flush(self, samples: int = 0) -> None:
@@ -148,7 +148,7 @@ class Stepper:
         self._add(report)
 
     def flush_on_exit(self) -> None:
-        """Push what is to stay behind: everything that is held."""
+        """Push all residuals."""
         self.flush()
 
     def pull(self) -> None:
@@ -159,11 +159,11 @@ class Stepper:
         self._fetch_and_apply()
 
     def settle_load(self, *, drops: bool = False) -> bool:
-        """Bring server and worker together again where a model was loaded into the worker (docs/training.md).
+        """Offer a model that was loaded into the worker to the servers; return whether the model is another one now.
 
         That costs next to nothing where nobody has written to the model; the first time all of it is read. Where a
-        trained server refuses the model, it is dropped (``drops``) or :class:`ModelLoadedError` raised. Returns whether
-        the worker has another model than it had. :class:`ModelChangedError` where a tensor is of another kind.
+        trained server refuses the model (docs/training.md), it is dropped (``drops``) or :class:`ModelLoadedError`
+        raised. :class:`ModelChangedError` where a tensor is of another kind.
         """
         self._model.check()
         replica = self._cluster.replica
@@ -205,14 +205,14 @@ class Stepper:
                 shard.forget_base()
 
     def rest(self) -> None:
-        """End what goes on in the background, and await the answer to the last push."""
+        """Drain, and await the answer to the last push."""
         self.drain()
         self._await_unacked()
 
     def drain(self) -> None:
-        """With overlap: end what goes on in the background, and apply the reply that is awaited.
+        """With overlap: end the work in the background, and apply the reply that is awaited.
 
-        A reply to a replica that was changed meanwhile is dropped, as if it had not come: the next step reports that.
+        A reply to a replica that others have written to is dropped: the next step reports the writing.
         """
         if self._overlap is None or self._overlap.in_child:
             return
@@ -241,7 +241,7 @@ class Stepper:
             self._overlap.forget()
 
     def leave(self) -> None:
-        """Bring to an end what has begun, as far as that can be done in the time left, and leave the run."""
+        """Drain as far as possible in the time left, and leave the run."""
         try:
             suppress_errors(self.drain)
             if self._samples_since_exchange and not self._push_pull.unacked_parts():
@@ -250,7 +250,7 @@ class Stepper:
             self._close()
 
     def abandon(self) -> None:
-        """Leave the run where nobody has the optimizer any more; the model, which may be in use, stays as it is."""
+        """Leave the run after the optimizer was collected; the model, which may be in use, is not changed."""
         self._membership.set_deadline(CLOSING_SECONDS)
         try:
             if self._overlap is not None:

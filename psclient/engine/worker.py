@@ -70,7 +70,7 @@ class _Stoppable(Protocol):
 
 
 class Worker:
-    """Makes a worker's parts, does its work in a thread of its own, and ends it.
+    """Makes a worker's parts, runs its work in a thread of its own, and ends it.
 
     No call of gRPC is made in the program's thread: a signal's exception inside one leaves its locks taken.
     ``memories`` is each parameter's, as the method has it; ``agreed`` are the settings in which all workers of the run
@@ -135,12 +135,12 @@ class Worker:
         return [ShardClient(connection, index, settings) for index, connection in enumerate(connections)]
 
     def watch(self, optimizer: _Stoppable, abandon: Callable[[], None], *, flush_on_sigterm: bool) -> None:
-        """End ``optimizer`` in order from now on; ``abandon`` ends the worker of one that is collected."""
+        """End ``optimizer`` in order from now on; ``abandon`` ends the worker of a collected one."""
         leases = self.membership.leases
         self.lifecycle = Lifecycle(optimizer, self._own_server, leases, abandon, flush_on_sigterm=flush_on_sigterm)
 
     def join(self) -> None:
-        """Take this worker's place in the run."""
+        """Join the run."""
         _workers[self.server, self._name] = self.lifecycle
         try:
             self.run(self.membership.join)
@@ -158,7 +158,7 @@ class Worker:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Do work that needs a worker with a place in its run."""
+        """Do work that needs a worker that has joined and not left."""
         self.require_open()
         return self.always(work, self.membership.seconds_left)
 
