@@ -38,8 +38,8 @@ def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]
 def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | None = None) -> None:
     """Raise :class:`ConfigurationError` where ``DistributedDataParallel`` averages the gradients of these parameters.
 
-    Without modules to search (``among``) all live objects are searched, which takes a moment: such a module leaves no
-    mark on its parameters.
+    Without modules to search (``among``) all live objects are searched, which is slow: such a module leaves no mark on
+    its parameters.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
@@ -47,7 +47,7 @@ def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | N
 
     ours = {id(parameter) for parameter in parameters}
     if among is None:
-        gc.collect()  # a module that nobody has any more averages nothing
+        gc.collect()  # a module without a reference averages nothing
         among = gc.get_objects()
     for module in among:
         if not issubclass(type(module), DistributedDataParallel):  # some objects answer isinstance() with an error

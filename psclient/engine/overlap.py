@@ -85,8 +85,8 @@ class Overlap:
     def finish(self) -> StepReport:
         """Send the groups that no hook has completed, commit the push, and wait until the transport has all of it.
 
-        After an error the push is broken off, and its groups are in the residuals. :class:`TimeoutError` where nobody
-        waits any longer; called again, this goes on.
+        After an error the push is broken off, and its groups are in the residuals. After :class:`TimeoutError` (the
+        calling job is cancelled) a second call continues.
         """
         if any(gradient._version != version for gradient, version in self._versions):
             self.forget()
@@ -121,7 +121,7 @@ class Overlap:
     def collect(self, seconds: float | None = None) -> Replies | None:
         """Wait for the reply to the last step's push and return it; ``None`` if none is awaited.
 
-        After :class:`TimeoutError` (``seconds`` have passed, or nobody waits any longer) it is still awaited.
+        After :class:`TimeoutError` (``seconds`` have passed, or the calling job is cancelled) it is still awaited.
         """
         if self._reply is None:
             return None
@@ -254,7 +254,7 @@ class Overlap:
 
 
 def _await(job: Job[Any], seconds: float | None = None) -> None:
-    """Wait for a job's end; :class:`TimeoutError` after ``seconds``, or where nobody waits for the calling job."""
+    """Wait for a job's end; :class:`TimeoutError` after ``seconds``, or where the calling job is cancelled."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     while not job.wait(min(_POLL_SECONDS, end - time.monotonic())):
         if is_cancelled() or time.monotonic() >= end:

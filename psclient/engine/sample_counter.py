@@ -34,10 +34,9 @@ _restores: dict[type[torch.nn.Module], Callable[[], None]] = {}
 class SampleCounter:
     """Counts the samples that pass through a model in training mode: the first dimension of its first tensor input.
 
-    That may stand in a list, tuple or dict. A model is counted inside ``torch.compile`` and
-    ``DistributedDataParallel``, too. Until its first call in training mode, calls of its direct submodules stand for
-    those of the model: each submodule has a sum of its own, and the largest sum is the step's. ``on_batch`` is called
-    with each first tensor input.
+    That tensor may be in a list, tuple or dict. A model is counted inside ``torch.compile`` and
+    ``DistributedDataParallel``, too. Until its first call in training mode, calls of its direct submodules count
+    instead: each submodule has a sum of its own, and the largest sum is the step's. ``on_batch`` gets each such tensor.
 
     Calls within a counted call, calls without gradients (``torch.no_grad()``), calls that recompute activations in a
     backward pass, and calls that are traced are not counted.
@@ -162,7 +161,7 @@ def _report_calls(kind: type[torch.nn.Module]) -> Callable[[], None]:
                 counter.leave()
 
     def restore() -> None:
-        if kind.__dict__.get("__call__") is not __call__:  # somebody has replaced it since
+        if kind.__dict__.get("__call__") is not __call__:  # replaced again since
             return
         if before is None:
             del kind.__call__
@@ -181,7 +180,7 @@ def _enter(module: torch.nn.Module, inputs: Sequence[Any]) -> list[SampleCounter
 @functools.cache
 def _wrappers() -> tuple[type[torch.nn.Module], ...]:
     """Return the classes of modules that call the module inside in a way of their own."""
-    from torch._dynamo import OptimizedModule  # its import takes a second; making an optimizer has taken it before
+    from torch._dynamo import OptimizedModule  # a slow import, done before: by the first torch.optim.Optimizer
 
     return OptimizedModule, DataParallel, DistributedDataParallel
 

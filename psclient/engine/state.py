@@ -123,7 +123,7 @@ def stale_residuals(mark: PushMark, now: PushMark, record: tuple[str, int] | Non
 def is_out_of_date(mark: PushMark, now: PushMark, record: tuple[str, int] | None, *, server_remembers: bool) -> bool:
     """Tell whether residuals saved at ``mark`` are to be dropped, and log why; ``record`` as :func:`stale_residuals`.
 
-    ``server_remembers``: the server's optimizer has a memory, which the state does not hold.
+    ``server_remembers``: the server's optimizer has a memory, which is not in the state.
     """
     if server_remembers and mark.run != now.run and now.version < mark.version:
         log.warning(

@@ -113,7 +113,7 @@ class Stepper:
         """Push the gradients that are there and bring the parameters up to the server's."""
         if self._membership.run_finished:
             if self._overlap is not None and not self._end_reported:
-                # The loop may have looked at `finished` before the reply in the background has turned it.
+                # The loop may have read `finished` before the reply in the background changed it.
                 self._end_reported = True
                 self.drain()
                 self.forget()

@@ -135,12 +135,15 @@ def describe(
     elif not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"model= must be a torch.nn.Module, not {type(model).__name__}")
     else:
-        named = [(_plain(name), parameter) for name, parameter in model.named_parameters()]
+        names_of: dict[torch.Tensor, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names_of.setdefault(parameter, []).append(_plain(name))
+        named = [(first, parameter) for parameter, (first, *_) in names_of.items()]
+        aliases = {first: tuple(others) for first, *others in names_of.values() if others}
         buffers = _persistent_buffers(model)
-        aliases = _aliases(model)
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                places.setdefault(id(parameter), Place(module, name))
+            for name, entry in module._parameters.items():
+                places.setdefault(id(entry), Place(module, name))
         if any(id(parameter) not in places for parameter in trained):
             raise ConfigurationError("params holds a parameter that model does not have; pass the model they come from")
     tensors = [(name, place.module.get_buffer(place.name)) for name, place in buffers]
@@ -186,10 +189,3 @@ def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Place]]:
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 found.setdefault(id(tensor), (_plain(f"{prefix}.{name}" if prefix else name), Place(module, name)))
     return list(found.values())
-
-
-def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(_plain(name))
-    return {first: tuple(others) for first, *others in names.values() if others}
