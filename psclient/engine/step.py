@@ -5,7 +5,7 @@ With overlap the same goes on beside the computation (:mod:`psclient.engine.over
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 
 import torch
 
@@ -49,10 +49,8 @@ GradientScale = Callable[[Sequence[torch.Tensor], int], float]
 class Stepper:
     """One worker's steps, without a reference to the optimizer around it.
 
-    Args:
-        schedule: ``None`` leaves the density to the param groups.
-        rates: returns the learning rates of the next push.
-        synchronous: whether updates are gathered in rounds, or go to a model of the worker's own.
+    ``schedule`` is ``None`` where the param groups have the density; ``rates`` returns the learning rates of the next
+    push; ``synchronous``: updates are gathered in rounds, or go to a model of the worker's own.
     """
 
     local_steps = 0  # each step is pushed
@@ -75,21 +73,16 @@ class Stepper:
         self._membership, self._cluster, self._push_pull = cluster.membership, cluster, push_pull
         self._samples: SampleCounter | None = None
         self._samples_since_exchange = 0
-        self._overlap: Overlap | None = None
+        self.overlap: Overlap | None = None  # where gradients leave during backward
         self._pushed = PushedGradients()
         self._warned_no_gradient = False
         self._first_digest: bytes | None = None  # of the model at the beginning, until it has been compared with it
         self._end_reported = False
 
     @property
-    def overlaps(self) -> bool:
-        """Whether gradients leave during backward."""
-        return self._overlap is not None
-
-    @property
     def begun(self) -> bool:
         """True where hooks have submitted gradients, and the step has not ended."""
-        return self._overlap is not None and self._overlap.begun
+        return self.overlap is not None and self.overlap.begun
 
     @property
     def unfinished(self) -> bool:
@@ -107,30 +100,30 @@ class Stepper:
         self.report = self._fetch_and_apply(adopt_buffers=True)
         self._first_digest = self._cluster.replica.digest()
         if overlap:
-            self._overlap = Overlap(self._model, self._groups, self._push_pull, self._gather, self._begin)
+            self.overlap = Overlap(self._model, self._groups, self._push_pull, self._gather, self._begin)
 
     def step(self, samples: int | None, scale: GradientScale) -> None:
         """Push the gradients that are there and bring the parameters up to the server's."""
         if self._membership.run_finished:
-            if self._overlap is not None and not self._end_reported:
+            if self.overlap is not None and not self._end_reported:
                 # The loop may have read `finished` before the reply in the background changed it.
                 self._end_reported = True
                 self.drain()
-                self.forget()
+                self.overlap.forget()
                 return
             run_id = self._membership.identity.run_id
             raise RunFinishedError(f"run {run_id!r} is over; leave the loop when optimizer.finished is true")
         self.settle_load()
-        if self._overlap is not None and samples is not None:
+        if self.overlap is not None and samples is not None:
             raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
         found = self._gather_all()
         if not self.begun and self._pushed.matches(found):
             self.rest()
             self._receive(self.report)
-        elif self._overlap is None:
+        elif self.overlap is None:
             self._step(found, samples, scale)
         else:
-            self._overlapped_step(self._overlap, found)
+            self._overlapped_step(self.overlap, found)
 
     def completed(self) -> None:
         """Note that the caller knows of a step's end: the same gradients again are another step's."""
@@ -214,12 +207,12 @@ class Stepper:
 
         A reply to a replica that others have written to is dropped: the next step reports the writing.
         """
-        if self._overlap is None or self._overlap.in_child:
+        if self.overlap is None or self.overlap.in_child:
             return
         seconds = self._membership.seconds_left
         try:
-            self._overlap.break_off(seconds)
-            replies = self._overlap.collect(seconds)
+            self.overlap.break_off(seconds)
+            replies = self.overlap.collect(seconds)
         except TimeoutError as error:
             if isinstance(error, SparsepsError):
                 raise
@@ -230,15 +223,6 @@ class Stepper:
                 report = StepReport(self._push_pull.step)
                 self._push_pull.apply(report, replies)
                 self._add(report)
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """With overlap: leave the gradients of the backward passes in the body alone."""
-        return nullcontext() if self._overlap is None else self._overlap.accumulating()
-
-    def forget(self) -> None:
-        """With overlap: skip a batch after its backward pass."""
-        if self._overlap is not None and self._overlap.begun:
-            self._overlap.forget()
 
     def leave(self) -> None:
         """Drain as far as possible in the time left, and leave the run."""
@@ -253,10 +237,10 @@ class Stepper:
         """Leave the run after the optimizer was collected; the model, which may be in use, is not changed."""
         self._membership.set_deadline(CLOSING_SECONDS)
         try:
-            if self._overlap is not None:
+            if self.overlap is not None:
                 with suppress(TimeoutError):
-                    self._overlap.break_off(self._membership.seconds_left)
-                self._overlap.close()  # before the worker leaves: a pull under way would join again
+                    self.overlap.break_off(self._membership.seconds_left)
+                self.overlap.close()  # before the worker leaves: a pull under way would join again
         finally:
             self._close()
 
@@ -264,8 +248,8 @@ class Stepper:
         if self._samples is not None:
             self._samples.close()
         self._cluster.close()
-        if self._overlap is not None:
-            self._overlap.close()
+        if self.overlap is not None:
+            self.overlap.close()
 
     def _await_unacked(self) -> None:
         if self._push_pull.unacked_parts():
