@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.peers.task import batches, make_model
-from psclient.compress.compressor import Accumulated, Choice, compress
+from psclient.compress.compressor import Choice, TensorUpdate, select_updates
 from psclient.compress.method import State, Step
 from psclient.optim.dgs import DGS
 from psclient.report import StepReport
@@ -105,7 +105,7 @@ def push(
         said = DGS.accumulate(state, group, Step(parameter.grad.reshape(-1), None))
         report, span = StepReport(0), Span(0, parameter.numel())
         choice = Choice(selector, "tensor", _DENSE_BELOW)
-        piece = compress({0: Accumulated(said, state, span)}, density, choice, report)[0]
+        piece = select_updates({0: TensorUpdate(said, state, span)}, density, choice, report)[0]
         assert piece.offsets is not None
         parameter.view(-1)[piece.offsets] -= piece.values
         if report.wanted_entries >= 10:

@@ -1,6 +1,6 @@
-"""From gradients to what is sent: the method defines what is accumulated, the selector what is taken.
+"""From gradients to entries to send: the method describes the addition to a memory, the selector carries it out.
 
-:mod:`pscore.select.inputs` accumulates and takes in one pass over a method's memory.
+:class:`pscore.select.inputs.Memory` adds and selects in one pass over the memory.
 """
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -9,7 +9,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from psclient.compress.method import Group, Method, Sparse, State, Step, Whole, memory, restore
+from psclient.buckets.planner import BucketPlanner
+from psclient.compress.groups import ParamGroups
+from psclient.compress.method import Method, Sparse, State, Step, Whole, memory, restore
 from psclient.errors import UpdateOverflowError
 from psclient.model.module import TrainedModel
 from psclient.report import StepReport
@@ -23,8 +25,6 @@ from pscore.select.kernels.base import Taken
 from pscore.select.kernels.cuda import DeviceSelection
 from pscore.select.warm import warm
 
-SelectOver = Literal["tensor", "group"]
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -33,68 +33,66 @@ class Choice:
     Attributes:
         over: whether each tensor, or all tensors of a group together, are selected from.
         dense_below: tensors with fewer elements send every entry that is not zero.
-        on_device: returns what selects on a device without waiting for it, where there is such a thing; it stands in
-            for the warm selector over single tensors.
+        on_device: returns the asynchronous selection of a device, which stands in for the warm selector over single
+            tensors; ``None`` on the host.
     """
 
     selector: Selector
-    over: SelectOver
+    over: Literal["tensor", "group"]
     dense_below: int
     on_device: Callable[[torch.device], DeviceSelection | None] = device_selection
 
 
-class Accumulated(NamedTuple):
-    """What the method makes of one tensor, its state, and its place in the layout."""
+class TensorUpdate(NamedTuple):
+    """A method's update of one tensor, the method's state, and the tensor's place in the layout."""
 
     update: Sparse | Whole
     state: State
     span: Span
 
 
-def compress(
-    tensors: Mapping[int, Accumulated], density: float, choice: Choice, report: StepReport
+def select_updates(
+    tensors: Mapping[int, TensorUpdate], density: float, choice: Choice, report: StepReport
 ) -> dict[int, SparseSlice]:
-    """Accumulate and select for tensors of one group, which share a density and a device; return what each sends.
+    """Carry out and select from the updates of tensors on one device, by position; return what each tensor sends.
 
     The report counts ``Σ k`` and the selected entries; tensors that are sent whole do not count.
     """
     sent: dict[int, SparseSlice] = {}
     sparse: dict[int, Sparse] = {}
-    for number, (update, _, span) in tensors.items():
+    for position, (update, _, span) in tensors.items():
         if isinstance(update, Whole):
-            sent[number] = SparseSlice(span, None, update.values)
+            sent[position] = SparseSlice(span, None, update.values)
         elif update.memory.numel() < choice.dense_below:
-            sent[number] = take_whole(update, span)
+            sent[position] = take_whole(update, span)
         else:
-            sparse[number] = update
+            sparse[position] = update
     if not sparse:
         return sent
     device = choice.on_device(next(iter(sparse.values())).memory.device)
     if device is not None and choice.selector is warm and choice.over == "tensor":
-        sent |= _on_device(device, sparse, tensors, density, report)
-    else:
-        pools = [list(sparse)] if choice.over == "group" else [[number] for number in sparse]
-        for pool in pools:
-            recall = tensors[pool[0]].state.setdefault("recall", {})
-            taken = _pooled([sparse[number] for number in pool], recall, density, choice.selector, report)
-            for number, piece in zip(pool, taken, strict=True):
-                sent[number] = _finish(sparse[number], piece, tensors[number].span)
+        return sent | _on_device(device, sparse, tensors, density, report)
+    for pool in [list(sparse)] if choice.over == "group" else [[position] for position in sparse]:
+        state = tensors[pool[0]].state.setdefault("recall", {})
+        taken = _pooled([sparse[position] for position in pool], state, density, choice.selector, report)
+        for position, piece in zip(pool, taken, strict=True):
+            sent[position] = _finish(sparse[position], piece, tensors[position].span)
     return sent
 
 
 def take_whole(update: Sparse, span: Span) -> SparseSlice:
-    """Take every entry of a memory that is not zero."""
+    """Take every entry of a memory that is not zero; nothing is masked."""
     return _finish(update._replace(masked=None), take_all(_source(update)), span)
 
 
 def _pooled(
-    pool: Sequence[Sparse], recall: SelectorState, density: float, selector: Selector, report: StepReport
+    pool: Sequence[Sparse], state: SelectorState, density: float, selector: Selector, report: StepReport
 ) -> list[Taken]:
     """Select from some memories as if they were one."""
     joined = Joined([_source(update) for update in pool]) if len(pool) > 1 else None
     source = joined or _source(pool[0])
     k = entries_for(source.numel, density)
-    taken = selector(source, k, recall)
+    taken = selector(source, k, state)
     report.wanted_entries += k
     report.selected_entries += taken.offsets.numel()
     return [taken] if joined is None else joined.split(taken)
@@ -103,21 +101,21 @@ def _pooled(
 def _on_device(
     device: DeviceSelection,
     sparse: Mapping[int, Sparse],
-    tensors: Mapping[int, Accumulated],
+    tensors: Mapping[int, TensorUpdate],
     density: float,
     report: StepReport,
 ) -> dict[int, SparseSlice]:
     """Launch every selection before the first is waited for; the entries arrive on the host."""
     pending = {}
-    for number, update in sparse.items():
-        k = entries_for(update.memory.numel(), density)
-        pending[number] = device.take(update.memory, update.added, k, update.keep, tensors[number].state, update.masked)
+    for position, update in sparse.items():
+        k, state = entries_for(update.memory.numel(), density), tensors[position].state
+        pending[position] = device.take(update.memory, update.added, k, update.keep, state, update.masked)
     sent = {}
-    for number, update in sparse.items():
-        taken = pending[number].collect()
-        report.wanted_entries += pending[number].k
-        report.selected_entries += pending[number].count
-        sent[number] = SparseSlice(tensors[number].span, taken.offsets, update.unit * taken.values)
+    for position, selection in pending.items():
+        taken = selection.collect()
+        report.wanted_entries += selection.k
+        report.selected_entries += selection.count
+        sent[position] = SparseSlice(tensors[position].span, taken.offsets, sparse[position].unit * taken.values)
     return sent
 
 
@@ -134,10 +132,7 @@ def _finish(update: Sparse, taken: Taken, span: Span) -> SparseSlice:
 class Compressor:
     """Compresses a model's gradients, group by group, and restores what did not arrive.
 
-    Args:
-        memories: each parameter's state; may be replaced between two steps.
-        group_of: the hyper-parameters of a trained parameter now; ``None`` for a frozen one.
-        density_of: the density of its own that the tensor at a position has; ``None`` leaves it to its param group.
+    ``memories`` has each parameter's state; it may be replaced between two steps.
     """
 
     def __init__(
@@ -145,14 +140,14 @@ class Compressor:
         method: type[Method],
         model: TrainedModel,
         memories: MutableMapping[torch.Tensor, State],
-        group_of: Callable[[torch.Tensor], Group | None],
+        groups: ParamGroups,
         choice: Choice,
-        density_of: Callable[[int], float | None],
+        planner: BucketPlanner,
     ) -> None:
         self.memories = memories
         self._method, self._model, self._choice = method, model, choice
-        self._group_of, self._density_of = group_of, density_of
-        self._shares: dict[int, float] = {}  # of what each tensor has sent last; at most one push is under way
+        self._groups, self._planner = groups, planner
+        self._shares: dict[int, float] = {}  # of the last update of each tensor; at most one push is under way
 
     def compress(
         self, positions: Iterable[int], gradients: Mapping[int, torch.Tensor], scale: float, report: StepReport
@@ -163,10 +158,10 @@ class Compressor:
             UpdateOverflowError: gradient times learning rate has left the range of fp32; what had been selected is
                 restored, without the entries concerned.
         """
-        alike: dict[tuple[float, torch.device], dict[int, Accumulated]] = {}
+        alike: dict[tuple[float, torch.device], dict[int, TensorUpdate]] = {}
         for position in positions:
             parameter = self._model.parameters[position]
-            group = self._group_of(parameter)
+            group = self._groups.of(parameter)
             if position not in gradients or group is None:
                 continue
             decayed = parameter.detach().reshape(-1) if group.get("weight_decay") else None
@@ -175,12 +170,12 @@ class Compressor:
             state = self.memories[parameter]
             update = self._method.accumulate(state, group, step)
             self._shares[position] = update.share
-            own = self._density_of(position)
+            own = None if self._groups.has_own_density(parameter) else self._planner.densities.get(position)
             key = (group["density"] if own is None else own, parameter.device)
-            alike.setdefault(key, {})[position] = Accumulated(update, state, self._model.layout.span(position))
+            alike.setdefault(key, {})[position] = TensorUpdate(update, state, self._model.layout.span(position))
         sent: dict[int, SparseSlice] = {}
         for (density, _), tensors in alike.items():
-            sent |= compress(tensors, density, self._choice, report)
+            sent |= select_updates(tensors, density, self._choice, report)
         if not all(bool(segment.values.isfinite().all()) for segment in sent.values()):
             raise UpdateOverflowError(self._without_overflow(sent))
         return dict(sorted(sent.items()))
@@ -207,7 +202,7 @@ class Compressor:
         sent = {}
         for position in positions:
             parameter = self._model.parameters[position]
-            group = self._group_of(parameter)
+            group = self._groups.of(parameter)
             if group is None or "residual" not in self.memories.get(parameter, ()):
                 continue
             update = self._method.held(self.memories[parameter], group)

@@ -1,12 +1,37 @@
-"""Which param group each trained parameter belongs to now."""
+"""Hyper-parameters: which param group each trained parameter belongs to now, and which values are allowed."""
 
-from collections.abc import Collection, Sequence
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.compress.method import Group
+from psclient.errors import ConfigurationError
+
+log = logging.getLogger("psclient")
+
+_PUBLISHED_MOMENTUM = ((32, 0.3), (16, 0.45), (4, 0.7))
+"""(workers, momentum) of the published asynchronous runs (DGS, ICPP 2020)."""
+
+
+def check_hyperparameters(defaults: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigurationError` where one is out of its range."""
+    for name in ("lr", "momentum", "weight_decay", "density"):
+        try:
+            if isinstance(defaults.get(name), str):
+                raise TypeError
+            float(defaults.get(name, 0.0))
+        except (TypeError, ValueError):
+            raise ConfigurationError(f"{name} must be a number, not {defaults[name]!r}") from None
+    for name, low, high in (("lr", 0.0, None), ("momentum", 0.0, 1.0), ("weight_decay", 0.0, None)):
+        value = float(defaults.get(name, 0.0))
+        if not low <= value < (high or math.inf):
+            bound = f"at least {low:g} and " + (f"below {high:g}" if high else "finite")
+            raise ConfigurationError(f"{name} must be {bound}, not {value}")
+    if not 0 < float(defaults.get("density", 1.0)) <= 1:
+        raise ConfigurationError(f"density must be above 0 and at most 1, not {defaults['density']}")
 
 
 class Rates(NamedTuple):
@@ -24,13 +49,12 @@ class Rates(NamedTuple):
 class ParamGroups:
     """An optimizer's param groups, by parameter; without a reference to the optimizer.
 
-    Args:
-        groups: the optimizer's.
-        own_density: the numbers of those that a density schedule leaves alone; read anew by :meth:`assign`.
+    ``own_density`` has the numbers of the groups that a density schedule leaves alone; :meth:`assign` reads it anew.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], own_density: Collection[int] = ()) -> None:
         self._own_density = own_density
+        self._warned_at = 0  # workers, when the momentum was above the published one
         self.assign(groups)
 
     def __contains__(self, parameter: object) -> bool:
@@ -56,12 +80,27 @@ class ParamGroups:
         return Rates(float(self.all[0]["lr"]))
 
     def set_density(self, density: float) -> None:
-        """Give a density to every group that has none of its own.
-
-        Raises:
-            ConfigurationError: it is out of its range.
-        """
+        """Set the density of every group that has none of its own; :class:`ConfigurationError` out of its range."""
         check_hyperparameters({"density": density})
         for number, group in enumerate(self.all):
             if number not in self._own_density:
                 group["density"] = density
+
+    def warn_of_momentum(self, workers: int) -> None:
+        """Warn, once for each row of the published runs, where the largest momentum is above theirs.
+
+        Asynchrony adds momentum of its own (Mitliagkas et al., 2016), so these runs lower it as workers are added.
+        """
+        momentum = max((float(group.get("momentum", 0)) for group in self.all), default=0.0)
+        at, published = next((row for row in _PUBLISHED_MOMENTUM if workers >= row[0]), (0, 1.0))
+        if at <= self._warned_at or momentum <= published:
+            return
+        self._warned_at = at
+        log.warning(
+            "momentum %.2g with %d workers: asynchrony adds momentum of its own; published runs use %.2g from %d "
+            "workers on. Tune it down if the loss is unsteady",
+            momentum,
+            workers,
+            published,
+            at,
+        )

@@ -18,11 +18,9 @@ Group = Mapping[str, Any]
 
 
 class Step(NamedTuple):
-    """What a backward pass leaves for one tensor; neither is to be changed.
+    """A tensor's gradient ``[n]``, and its values ``θ`` ``[n]`` where there is weight decay; neither may be changed.
 
-    Attributes:
-        gradient: ``g``, ``[n]``, in the parameter's dtype, or in fp32 where it was scaled.
-        parameters: ``θ``, ``[n]``; ``None`` where there is no weight decay.
+    The gradient has the parameter's dtype, or fp32 where it was scaled.
     """
 
     gradient: torch.Tensor
@@ -34,9 +32,9 @@ class Sparse(NamedTuple):
 
     Attributes:
         memory: fp32 ``[n]``.
-        added: what this step adds to it; ``None`` for nothing.
+        added: this step's addition to the memory: :class:`pscore.select.inputs.Memory` adds it when it selects.
         keep: what remains in the memory of an entry that is sent, as a factor.
-        unit: what is sent is ``unit·memory``.
+        unit: ``unit·memory`` is sent.
         masked: set to zero where an entry is selected, not where a tensor is sent whole; ``None`` for nothing.
     """
 
@@ -48,17 +46,12 @@ class Sparse(NamedTuple):
 
     @property
     def share(self) -> float:
-        """What enters the memory again of what was sent and did not arrive, as a factor; 0 where nothing was sent."""
+        """The factor of a sent value that did not arrive and returns to the memory; 0 where nothing was sent."""
         return (1 - self.keep) / self.unit if self.unit else 0.0
 
 
 class Whole(NamedTuple):
-    """What a tensor sends whole.
-
-    Attributes:
-        values: fp32 ``[n]``, which the server subtracts; nothing else may refer to them.
-        unit: what is sent is ``unit`` times what was gathered.
-    """
+    """A tensor that is sent whole: ``unit`` times its memory, fp32 ``[n]``, to which nothing else may refer."""
 
     values: torch.Tensor
     unit: float = 1.0
@@ -76,7 +69,10 @@ class Method(Protocol):
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
-        """Return what the step adds to the residual; of a dense method, what is sent whole, the residual included."""
+        """Return what the step adds to the residual; of a dense method, what is sent whole, the residual included.
+
+        A :class:`Sparse` only describes the addition: the selection of the tensor's entries carries it out.
+        """
 
     @staticmethod
     def held(state: State, group: Group) -> Sparse:
@@ -92,13 +88,7 @@ def memory(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def restore(residual: torch.Tensor, share: float, piece: SparseSlice) -> None:
-    """Add to a residual what was sent and did not arrive, refused by a server or lost to quantisation.
-
-    Args:
-        residual: that of the elements of ``piece.span``.
-        share: as :attr:`Sparse.share` or :attr:`Whole.share` of what was sent.
-        piece: what did not arrive.
-    """
+    """Add ``share`` of a piece that did not arrive to the residual of its span (:attr:`Sparse.share`)."""
     values = piece.values.to(residual.device)
     if piece.offsets is None:
         residual.add_(values, alpha=share)

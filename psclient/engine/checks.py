@@ -16,8 +16,8 @@ Gradients = Mapping[int, torch.Tensor]
 
 def gather(model: TrainedModel, trained: Container[torch.Tensor], positions: Iterable[int]) -> dict[int, torch.Tensor]:
     """Return the gradients of the trained parameters at these positions, as they are; costs nothing."""
-    places = ((position, model.parameters[position]) for position in positions)
-    return {n: p.grad for n, p in places if p in trained and p.grad is not None and p.numel()}
+    found = ((position, model.parameters[position]) for position in positions)
+    return {n: p.grad for n, p in found if p in trained and p.grad is not None and p.numel()}
 
 
 def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]:
@@ -38,8 +38,8 @@ def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]
 def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | None = None) -> None:
     """Raise :class:`ConfigurationError` where ``DistributedDataParallel`` averages the gradients of these parameters.
 
-    Without modules to search (``among``) all live objects are searched, which takes a moment: such a module leaves no
-    mark on its parameters.
+    Without modules to search (``among``) all live objects are searched, which is slow: such a module leaves no mark on
+    its parameters.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return
@@ -47,7 +47,7 @@ def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | N
 
     ours = {id(parameter) for parameter in parameters}
     if among is None:
-        gc.collect()  # a module that nobody has any more averages nothing
+        gc.collect()  # a module without a reference averages nothing
         among = gc.get_objects()
     for module in among:
         if not issubclass(type(module), DistributedDataParallel):  # some objects answer isinstance() with an error
@@ -61,8 +61,8 @@ def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | N
             )
 
 
-class RetryGuard:
-    """The gradients of a step that was pushed and not ended: the next call of the step must not push them again."""
+class PushedGradients:
+    """The gradients of a step that was pushed and has not ended: the step, called again, must not push them again."""
 
     def __init__(self) -> None:
         self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
@@ -80,6 +80,5 @@ class RetryGuard:
         if not self._pushed or self._pushed.keys() != gradients.keys():
             return False
         return all(
-            gradient is before and gradient._version == version
-            for gradient, (before, version) in ((gradients[n], pushed) for n, pushed in self._pushed.items())
+            gradients[n] is before and before._version == version for n, (before, version) in self._pushed.items()
         )

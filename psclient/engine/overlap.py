@@ -13,7 +13,6 @@ the *next* step: parameters never change under a forward or backward pass, and e
 
 import math
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -53,10 +52,8 @@ class Overlap:
         self._compressing, self._exchanging = SerialExecutor("psclient-compress"), SerialExecutor("psclient-exchange")
         self._paused = False
         self._report: StepReport | None = None  # of the push that is open
-        self._round: Job[Replies] | None = None
-        self._ack_error: ServerUnreachableError | None = None
-        self._acked = threading.Event()
-        self._acked.set()
+        self._ack: Job[None] | None = None  # of the last committed push
+        self._reply: Job[Replies] | None = None  # to that push
         devices = {parameter.device for parameter in self._trained().values()}
         device = next((device for device in devices if device.type == "cuda"), None)
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -86,10 +83,10 @@ class Overlap:
             self._paused = before
 
     def finish(self) -> StepReport:
-        """Send the groups that no hook has completed, commit the push, and wait until all is handed to the transport.
+        """Send the groups that no hook has completed, commit the push, and wait until the transport has all of it.
 
-        After an error the push is broken off, and what was sent of it is in the residuals. :class:`TimeoutError` where
-        nobody waits any longer; called again, this goes on.
+        After an error the push is broken off, and its groups are in the residuals. After :class:`TimeoutError` (the
+        calling job is cancelled) a second call continues.
         """
         if any(gradient._version != version for gradient, version in self._versions):
             self.forget()
@@ -100,14 +97,12 @@ class Overlap:
         for number in range(len(self._push_pull.groups)):
             if number not in self._jobs:
                 self._submit(number)
-        committed = self._committed = self._committed or self._compressing.submit(self._commit)
-        jobs: list[Job[Any]] = [*self._jobs.values(), committed]
-        for job in jobs:
-            _await(job)
-        errors = [error for job in jobs if (error := job.exception()) is not None]
+        self._committed = self._committed or self._compressing.submit(self._commit)
+        _await(self._committed)  # the last of the push's jobs
+        jobs, committed = list(self._jobs.values()), self._committed
         moments = self._reset()
-        if errors:
-            raise errors[0]
+        for job in jobs:
+            job.result()  # raises the job's error
         report = committed.result()
         assert report is not None
         self._push_pull.note_gradients(moments)
@@ -115,36 +110,30 @@ class Overlap:
 
     def launch(self, report: StepReport) -> None:
         """Begin to wait for the push's acknowledgement and to fetch its reply."""
-        self._acked.clear()
+        ack = self._ack = self._exchanging.submit(lambda: self._push_pull.await_ack(report))
 
-        def job() -> Replies:
-            try:
-                self._push_pull.await_ack(report)
-            except ServerUnreachableError as error:
-                self._ack_error = error
-                raise
-            finally:
-                self._acked.set()
+        def fetch() -> Replies:
+            ack.result()
             return self._push_pull.fetch()
 
-        self._round = self._exchanging.submit(job)
+        self._reply = self._exchanging.submit(fetch)
 
     def collect(self, seconds: float | None = None) -> Replies | None:
         """Wait for the reply to the last step's push and return it; ``None`` if none is awaited.
 
-        After :class:`TimeoutError` (``seconds`` have passed, or nobody waits any longer) it is still awaited.
+        After :class:`TimeoutError` (``seconds`` have passed, or the calling job is cancelled) it is still awaited.
         """
-        if self._round is None:
+        if self._reply is None:
             return None
-        _await(self._round, seconds)
-        awaited, self._round, self._ack_error = self._round, None, None
+        _await(self._reply, seconds)
+        awaited, self._reply, self._ack = self._reply, None, None
         return awaited.result()
 
     def break_off(self, seconds: float | None = None) -> None:
         """Restore a push that has begun and has no commit.
 
-        Groups that were sent have their gradients in their residuals then, and the step leaves them out; those that
-        could not be sent (no server, a gradient that is not finite) are submitted again by the step.
+        The gradients of sent groups are then in the residuals, and the step omits these groups; groups that could not
+        be sent (no server, a gradient that is not finite) are submitted again by the step.
         """
         for number, job in list(self._jobs.items()):
             if job.exception(seconds) is not None or not job.result():
@@ -220,11 +209,13 @@ class Overlap:
     @torch.no_grad()
     def _send(self, number: int, gradients: Gradients, ready: "torch.cuda.Event | None") -> bool:
         """Send a group; return False where the group was left because another one has failed."""
-        if self._failed():
+        if self._has_failed():
             return False
         report = self._opened()
         try:
-            with _after(ready, self._stream):
+            with torch.cuda.stream(self._stream):  # of None: nothing to order
+                if ready is not None and self._stream is not None:
+                    self._stream.wait_event(ready)
                 self._push_pull.send_gradients(report, number, finite(self._model, gradients), 1.0)
         except BaseException:
             self._abandon()
@@ -232,7 +223,7 @@ class Overlap:
         return True
 
     def _commit(self) -> StepReport | None:
-        if self._failed():
+        if self._has_failed():
             return None
         report = self._opened()
         self._push_pull.commit(report)
@@ -245,26 +236,25 @@ class Overlap:
             self._report = None
             self._push_pull.abandon()
 
-    def _failed(self) -> bool:
+    def _has_failed(self) -> bool:
         return any(job.finished and job.exception() is not None for job in list(self._jobs.values()))
 
     def _opened(self) -> StepReport:
-        """Return the report of the push that is open, and open one if there is none.
+        """Return the report of the open push; open one where there is none.
 
-        The error of a push before that is unanswered still is raised once, here; the next attempt has new patience.
+        The error of an earlier push without an answer is raised once, here; the next attempt has new patience.
         """
         if self._report is None:
-            self._acked.wait()
-            error, self._ack_error = self._ack_error, None
-            if error is not None:
-                self._round = None  # it has met the same
+            error = None if self._ack is None else self._ack.exception()
+            if isinstance(error, ServerUnreachableError):
+                self._ack = self._reply = None
                 raise error
             self._report = self._begin()
         return self._report
 
 
 def _await(job: Job[Any], seconds: float | None = None) -> None:
-    """Wait for a job's end; :class:`TimeoutError` after ``seconds``, or where nobody waits for the calling job."""
+    """Wait for a job's end; :class:`TimeoutError` after ``seconds``, or where the calling job is cancelled."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     while not job.wait(min(_POLL_SECONDS, end - time.monotonic())):
         if is_cancelled() or time.monotonic() >= end:
@@ -283,14 +273,3 @@ def _hook(overlap: Overlap, position: int) -> Callable[[torch.Tensor], None]:
             alive.ready(position)
 
     return hook
-
-
-@contextmanager
-def _after(ready: "torch.cuda.Event | None", stream: "torch.cuda.Stream | None") -> Iterator[None]:
-    """Run the body on a stream of its own, after an event; on the host there is nothing to order."""
-    if ready is None or stream is None:
-        yield
-        return
-    with torch.cuda.stream(stream):
-        stream.wait_event(ready)
-        yield

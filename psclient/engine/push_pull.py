@@ -48,11 +48,6 @@ class PushPull:
         """The positions of each group's tensors, in the order of sending."""
         return self.planner.groups
 
-    @property
-    def unacked(self) -> bool:
-        """True while the last push has a part without an answer."""
-        return bool(self._cluster.held_parts())
-
     def open(self, samples: int, rates: Rates) -> StepReport:
         """Begin the push of a new step at every shard; the last push must be answered."""
         self.step = max(self.step + 1, self._cluster.membership.first_step)
@@ -65,7 +60,7 @@ class PushPull:
         return StepReport(self.step)
 
     def note_gradients(self, moments: Mapping[int, float]) -> None:
-        """Note when the gradients of the open push were ready, by position; left out where all were there before."""
+        """Note when the gradients of the open push were ready, by position; not called where all were ready before."""
         self._trace.ready = moments
 
     def send_gradients(
@@ -89,9 +84,9 @@ class PushPull:
             self._send(report, number, sent.values(), exact=True)
 
     def _send(self, report: StepReport, number: int, sent: Iterable[SparseSlice], *, exact: bool = False) -> None:
-        """Encode what the tensors of a group send, and hand that to the transport; quantisation errors are restored.
+        """Encode a group's entries, and pass the chunks to the transport; quantisation errors are restored.
 
-        After an error the shards know everything that was to be sent, for :meth:`abandon`.
+        After an error the shards know all of these entries, for :meth:`abandon`.
         """
         segments = _joined(self._spans[number], sent)
         waiting = [
@@ -153,7 +148,7 @@ class PushPull:
             raise from_refusal(outcome.error) from None
 
     def fetch(self) -> Replies:
-        """Get what the replica lacks from every shard, and change nothing yet."""
+        """Fetch the changes that the replica lacks from every shard; change nothing yet."""
         with self._awaited_span.active():
             return self._cluster.fetch()
 

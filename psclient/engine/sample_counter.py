@@ -1,11 +1,13 @@
 """How many samples a step comes from: counted where a model is called, with nothing of this in the model.
 
 A hook in a module is pickled, copied, scripted and traced with the module. So calls are counted at the module's class,
-which has another ``__call__`` for as long as there is a counter.
+whose ``__call__`` is replaced for as long as there is a counter.
 """
 
+import functools
 import logging
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +16,12 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from psclient.rpc.heartbeat import LeaseThread
+
 log = logging.getLogger("psclient")
+
+_FIRST_BATCHES = 4
+_MOST_ELEMENTS = 4096  # of one batch, spread over it
 
 _lock = threading.RLock()
 _counters: dict[int, tuple["SampleCounter", ...]] = {}
@@ -27,10 +34,9 @@ _restores: dict[type[torch.nn.Module], Callable[[], None]] = {}
 class SampleCounter:
     """Counts the samples that pass through a model in training mode: the first dimension of its first tensor input.
 
-    That may stand in a list, tuple or dict: a batch that is passed whole. A model is counted inside ``torch.compile``
-    and ``DistributedDataParallel``, too. Until its first call in training mode, calls of its direct submodules stand
-    for those of the model: each submodule has a sum of its own, and the largest sum is the step's. ``on_batch`` is
-    called with each first tensor input.
+    That tensor may be in a list, tuple or dict. A model is counted inside ``torch.compile`` and
+    ``DistributedDataParallel``, too. Until its first call in training mode, calls of its direct submodules count
+    instead: each submodule has a sum of its own, and the largest sum is the step's. ``on_batch`` gets each such tensor.
 
     Calls within a counted call, calls without gradients (``torch.no_grad()``), calls that recompute activations in a
     backward pass, and calls that are traced are not counted.
@@ -49,7 +55,7 @@ class SampleCounter:
 
     @property
     def waiting(self) -> int:
-        """Samples that have passed since the last call of :meth:`take`."""
+        """Samples since the last call of :meth:`take`."""
         return self._counts.get(self._model) or max(self._counts.values(), default=0)
 
     def take(self, *, warn: bool = True) -> int:
@@ -139,14 +145,13 @@ class SampleCounter:
 def _report_calls(kind: type[torch.nn.Module]) -> Callable[[], None]:
     """Replace the ``__call__`` of a class by one that reports to the counters; return what restores the class."""
     before: Callable[..., Any] | None = kind.__dict__.get("__call__")
-    wraps = kind in _wrappers()
     # Where torch.compile cannot take a wrapper as a whole, it would trace this as it is called.
     enter = torch.compiler.disable(_enter)  # type: ignore[no-untyped-call]
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         entered: Sequence[SampleCounter] = ()
         if not is_compiling():  # where torch.compile traces through this, nothing of it is in the graph
-            module = _unwrapped(self) if wraps else self
+            module = _unwrapped(self)
             if id(module) in _counters:
                 entered = enter(module, (*args, *kwargs.values()))
         try:
@@ -156,7 +161,7 @@ def _report_calls(kind: type[torch.nn.Module]) -> Callable[[], None]:
                 counter.leave()
 
     def restore() -> None:
-        if kind.__dict__.get("__call__") is not __call__:  # somebody has replaced it since
+        if kind.__dict__.get("__call__") is not __call__:  # replaced again since
             return
         if before is None:
             del kind.__call__
@@ -172,9 +177,10 @@ def _enter(module: torch.nn.Module, inputs: Sequence[Any]) -> list[SampleCounter
     return [each for each in _counters.get(id(module), ()) if each.enter(module, inputs)]
 
 
+@functools.cache
 def _wrappers() -> tuple[type[torch.nn.Module], ...]:
     """Return the classes of modules that call the module inside in a way of their own."""
-    from torch._dynamo import OptimizedModule  # its import takes a second; making an optimizer has taken it before
+    from torch._dynamo import OptimizedModule  # a slow import, done before: by the first torch.optim.Optimizer
 
     return OptimizedModule, DataParallel, DistributedDataParallel
 
@@ -194,3 +200,30 @@ def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
         if found is not None:
             return found
     return None
+
+
+class FirstBatches:
+    """Fingerprints a worker's first batches: the lease thread sends the result, and servers notice equal ones.
+
+    Inputs that are all alike, as positions or a whole data set are, show no order: they have no fingerprint. Nor have
+    inputs that cannot be read in place: in a compiled graph, or while a CUDA graph is captured.
+    """
+
+    def __init__(self, leases: LeaseThread) -> None:
+        self._leases, self._left = leases, _FIRST_BATCHES
+        self._sums: list[int] = []
+
+    def see(self, batch: torch.Tensor) -> None:
+        """Fingerprint the first tensor of a forward; after the first few this does nothing."""
+        if is_compiling() or not self._left or (batch.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self._left -= 1
+        try:
+            flat = batch.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].cpu().contiguous()
+            self._sums.append(zlib.crc32(some.view(torch.uint8).numpy().tobytes()))
+        except (RuntimeError, TypeError):  # sparse, quantised, without memory
+            self._left = 0
+            return
+        if not self._left and len(set(self._sums)) > 1:
+            self._leases.first_batches = zlib.crc32(repr(self._sums).encode())

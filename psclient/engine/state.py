@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from psclient.compress.hyperparameters import check_hyperparameters
+from psclient.compress.groups import check_hyperparameters
 from psclient.compress.method import State
 from psclient.engine.push_pull import PushPull
 from psclient.errors import ConfigurationError
@@ -20,7 +20,7 @@ log = logging.getLogger("psclient")
 
 @dataclass(frozen=True, slots=True)
 class PushMark:
-    """Which method and which push of which worker's life a saved state belongs to; ``version`` is the coordinator's."""
+    """The method, the worker's incarnation and its last push at a save; ``version`` is the coordinator's."""
 
     method: str
     run: str
@@ -43,7 +43,7 @@ class PushMark:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "PushMark":
-        """Read what :meth:`plain` wrote; raises :class:`ConfigurationError` where an earlier version wrote it."""
+        """Read a dict of :meth:`plain`; raises :class:`ConfigurationError` where an earlier version wrote it."""
         if plain.keys() != set(cls.__dataclass_fields__):
             raise ConfigurationError(f"another version of psclient has saved this state; {_MODEL_ALONE}")
         return cls(**plain)
@@ -55,7 +55,7 @@ _MODEL_ALONE = "load the model's weights alone, and begin with an empty optimize
 def split(state_dict: Mapping[str, Any], method: str | None) -> tuple[PushMark | None, dict[str, Any]]:
     """Return the mark of a state dict (``None`` where another library saved the state), and torch's part of it.
 
-    Raises :class:`ConfigurationError` where another method than ``method`` saved it (``None``: any may have), or a
+    :class:`ConfigurationError` where another method than ``method`` saved it (``None``: any may have), or a
     hyper-parameter is out of its range.
     """
     if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("param_groups"), list):
@@ -75,11 +75,10 @@ def split(state_dict: Mapping[str, Any], method: str | None) -> tuple[PushMark |
 def from_sgd(
     state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], method: str, *, keeps_momentum: bool
 ) -> dict[str, Any]:
-    """Return a state of ``torch.optim.SGD`` as one of a method.
+    """Return a state of ``torch.optim.SGD`` as one of a method: rates, weight decay, and momentum buffers.
 
-    The method gets rates and weight decay, and momentum buffers where its recurrence is the same (``u = m·u + g``,
-    ``dampening=0``, the same ``m`` and ``nesterov``). A state without momentum leaves the method its own.
-    :class:`ConfigurationError` where the state is another optimizer's, or has momentum of another recurrence.
+    :class:`ConfigurationError` where the state is another optimizer's, or has momentum of another recurrence than
+    ``u = m·u + g`` with the method's ``m`` and ``nesterov``. A state without momentum leaves the method its own.
     """
     saved = state["param_groups"]
     if not all({"lr", "momentum", "dampening", "nesterov"} <= group.keys() for group in saved):
@@ -114,8 +113,7 @@ def from_sgd(
 def stale_residuals(mark: PushMark, now: PushMark, record: tuple[str, int] | None) -> bool:
     """Return whether residuals saved at ``mark`` were sent since.
 
-    ``record`` is (incarnation, step) of the last push under this worker's name that the server had applied when the
-    worker joined; ``None`` if it knew none.
+    ``record`` is (incarnation, step) of the last push of this worker's name that the server had applied at the join.
     """
     if now.acknowledged_step or mark.incarnation == now.incarnation:
         record = now.incarnation, now.acknowledged_step
@@ -123,13 +121,9 @@ def stale_residuals(mark: PushMark, now: PushMark, record: tuple[str, int] | Non
 
 
 def is_out_of_date(mark: PushMark, now: PushMark, record: tuple[str, int] | None, *, server_remembers: bool) -> bool:
-    """Tell whether residuals saved at ``mark`` are to be dropped, and log why.
+    """Tell whether residuals saved at ``mark`` are to be dropped, and log why; ``record`` as :func:`stale_residuals`.
 
-    Args:
-        mark: when they were saved.
-        now: where the worker stands.
-        record: the last applied push; see :func:`stale_residuals`.
-        server_remembers: whether the server's optimizer has a memory, which the state does not hold.
+    ``server_remembers``: the server's optimizer has a memory, which is not in the state.
     """
     if server_remembers and mark.run != now.run and now.version < mark.version:
         log.warning(
@@ -164,10 +158,11 @@ def state_as_refused(
     memories: MutableMapping[torch.Tensor, State], push_pull: PushPull, state_dict: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return a state dict as if an unanswered push had been refused; the memories stay as they are."""
-    if not push_pull.unacked:
+    unacked = push_pull.unacked_parts()
+    if not unacked:
         return state_dict()
     kept = {parameter: copy.deepcopy(memory) for parameter, memory in memories.items()}
-    push_pull.restore(push_pull.unacked_parts())
+    push_pull.restore(unacked)
     state = copy.deepcopy(state_dict())
     memories.update(kept)
     return state

@@ -5,20 +5,20 @@ With overlap the same goes on beside the computation (:mod:`psclient.engine.over
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 
 import torch
 
 from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.hyperparameters import MomentumAdvice
-from psclient.engine.checks import RetryGuard, finite
-from psclient.engine.loaded_model import is_intact, offer_model, written_tensor
+from psclient.engine.checks import PushedGradients, finite
 from psclient.engine.overlap import Overlap
 from psclient.engine.push_pull import PushPull
 from psclient.engine.sample_counter import SampleCounter
 from psclient.errors import (
     STEP_AGAIN,
     ConfigurationError,
+    ModelChangedError,
+    ModelLoadedError,
     NonFiniteGradientError,
     RunFinishedError,
     ServerUnreachableError,
@@ -28,6 +28,8 @@ from psclient.model.module import TrainedModel
 from psclient.report import StepReport, Totals
 from psclient.rpc.channel import suppress_errors
 from psclient.rpc.cluster import Cluster
+from pscore.names import shown
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")
 
@@ -38,25 +40,20 @@ Schedule = Callable[[int], float]
 """The density of a worker's step, counted from 1."""
 
 GradientSource = Callable[[range], dict[int, torch.Tensor]]
-"""Returns what tensors of the layout have to push, by position, as it is; costs nothing."""
+"""Returns the gradients (or differences) of tensors of the layout, by position, without a copy."""
 
 GradientScale = Callable[[Sequence[torch.Tensor], int], float]
 """The factor for all gradients of a step, from the gradients and the number of live workers."""
 
 
 class Stepper:
-    """Takes one worker's steps, without a reference to the optimizer around it.
+    """One worker's steps, without a reference to the optimizer around it.
 
-    Args:
-        schedule: ``None`` leaves the density to the param groups.
-        rates: returns the learning rates of the next push.
-        synchronous: whether updates are gathered in rounds, or go to a model of the worker's own.
-
-    Attributes:
-        local_steps: 0, since each step is pushed.
+    ``schedule`` is ``None`` where the param groups have the density; ``rates`` returns the learning rates of the next
+    push; ``synchronous``: updates are gathered in rounds, or go to a model of the worker's own.
     """
 
-    local_steps = 0
+    local_steps = 0  # each step is pushed
 
     def __init__(
         self,
@@ -76,70 +73,61 @@ class Stepper:
         self._membership, self._cluster, self._push_pull = cluster.membership, cluster, push_pull
         self._samples: SampleCounter | None = None
         self._samples_since_exchange = 0
-        self._overlap: Overlap | None = None
-        self._retry_guard = RetryGuard()
+        self.overlap: Overlap | None = None  # where gradients leave during backward
+        self._pushed = PushedGradients()
         self._warned_no_gradient = False
         self._first_digest: bytes | None = None  # of the model at the beginning, until it has been compared with it
         self._end_reported = False
-        self._momentum_advice = MomentumAdvice()
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether gradients leave during backward."""
-        return self._overlap is not None
 
     @property
     def begun(self) -> bool:
-        """True where the hooks of a backward pass have submitted gradients, and the step has not ended."""
-        return self._overlap is not None and self._overlap.begun
+        """True where hooks have submitted gradients, and the step has not ended."""
+        return self.overlap is not None and self.overlap.begun
 
     @property
     def unfinished(self) -> bool:
-        """True where the gradients that are there have been pushed, by a step that has not come to its end."""
-        return not self.begun and self._retry_guard.matches(self._gather_all())
+        """True where a step that has not ended has pushed the gradients of now."""
+        return not self.begun and self._pushed.matches(self._gather_all())
 
     @property
     def samples_waiting(self) -> int:
-        """Samples that have passed through the model, and whose step is still to come."""
+        """Samples that have passed through the model since the last step."""
         return 0 if self._samples is None else self._samples.waiting
 
     def start(self, samples: SampleCounter | None, *, overlap: bool) -> None:
         """Replace the model by the server's, after joining, and begin to count samples."""
         self._samples = samples
-        self._push_pull.count(self.report, self._cluster.pull())
+        self.report = self._fetch_and_apply(adopt_buffers=True)
         self._first_digest = self._cluster.replica.digest()
-        self.report.buffer_bytes = self._cluster.exchange_buffers(0, 0, adopt=True)
         if overlap:
-            self._overlap = self._start_overlap()
-        self.totals.add(self.report)
-        self.totals.upload_bytes = self._membership.upload_bytes
+            self.overlap = Overlap(self._model, self._groups, self._push_pull, self._gather, self._begin)
 
     def step(self, samples: int | None, scale: GradientScale) -> None:
         """Push the gradients that are there and bring the parameters up to the server's."""
         if self._membership.run_finished:
-            if self._overlap is not None and not self._end_reported:
-                # The loop may have looked at `finished` before the reply in the background has turned it.
+            if self.overlap is not None and not self._end_reported:
+                # The loop may have read `finished` before the reply in the background changed it.
                 self._end_reported = True
                 self.drain()
-                self.forget()
+                self.overlap.forget()
                 return
             run_id = self._membership.identity.run_id
             raise RunFinishedError(f"run {run_id!r} is over; leave the loop when optimizer.finished is true")
         self.settle_load()
-        if self._overlap is not None and samples is not None:
+        if self.overlap is not None and samples is not None:
             raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
         found = self._gather_all()
-        if not self.begun and self._retry_guard.matches(found):
+        if not self.begun and self._pushed.matches(found):
             self.rest()
             self._receive(self.report)
-        elif self._overlap is None:
+        elif self.overlap is None:
             self._step(found, samples, scale)
         else:
-            self._overlapped_step(self._overlap, found)
+            self._overlapped_step(self.overlap, found)
 
     def completed(self) -> None:
-        """Note that the caller of a step knows of its end: the same gradients again are another step's."""
-        self._retry_guard.clear()
+        """Note that the caller knows of a step's end: the same gradients again are another step's."""
+        self._pushed.clear()
 
     def flush(self, samples: int = 0) -> None:
         """Push all residuals whole; ``samples``: the first of those waiting, whose steps are in the residuals."""
@@ -150,10 +138,10 @@ class Stepper:
             self._samples.leave_out(samples)
         report = self.report = self._open(samples, self._rates())
         self._push(report, lambda number: self._push_pull.send_residuals(report, number))
-        self.totals.add(report)
+        self._add(report)
 
     def flush_on_exit(self) -> None:
-        """Push what is to stay behind: everything that is held."""
+        """Push all residuals."""
         self.flush()
 
     def pull(self) -> None:
@@ -164,83 +152,95 @@ class Stepper:
         self._fetch_and_apply()
 
     def settle_load(self, *, drops: bool = False) -> bool:
-        """Bring server and worker together again where a model was loaded into the worker (docs/training.md).
+        """Offer a model that was loaded into the worker to the servers; return whether the model is another one now.
 
         That costs next to nothing where nobody has written to the model; the first time all of it is read. Where a
-        trained server refuses the model, it is dropped (``drops``) or :class:`ModelLoadedError` raised. Returns whether
-        the worker has another model than it had.
+        trained server refuses the model (docs/training.md), it is dropped (``drops``) or :class:`ModelLoadedError`
+        raised. :class:`ModelChangedError` where a tensor is of another kind.
         """
         self._model.check()
-        name = written_tensor(self._cluster)
+        replica = self._cluster.replica
+        name = replica.loaded()
+        if self._cluster.buffers_travel:
+            self._cluster.buffers.now()  # raises where a buffer is of another kind
         if name is None and self._first_digest is None:
             return False
-        digest = self._cluster.replica.digest()
+        digest = replica.digest()
         changed = digest != self._first_digest
         if self._first_digest is not None:
             self._model.check_frozen()
         if changed:
             self.rest()
-            name = name or self._model.layout.parameters[0].name
-            offer_model(self._cluster, name, digest, self._membership.settings.on_load, drops=drops)
-            self._fetch_and_apply()
-            self.totals.buffer_bytes += self._cluster.exchange_buffers(self._push_pull.step, 0, adopt=True)
+            self._offer_model(name or self._model.layout.parameters[0].name, digest, drops=drops)
+            self._fetch_and_apply(adopt_buffers=True)
         else:
-            self._cluster.replica.accept()
+            replica.accept()
         self._first_digest = None
         return changed
 
+    def _offer_model(self, tensor: str, digest: bytes, *, drops: bool) -> None:
+        """Offer the parameters, of which ``tensor`` was written to, to the servers; a pull brings what is missing."""
+        membership = self._membership
+        before, on_load = membership.coordinator.generation, membership.settings.on_load
+        accepted = membership.join(pb.LoadedModel(digest=digest, replaces=on_load == "replace"))
+        if not accepted and on_load == "error" and not drops:
+            raise ModelLoadedError(tensor, membership.identity.run_id, membership.version)
+        if not accepted:
+            log.warning(
+                "the model that was loaded is dropped, as %s says: run %s goes on from its own, at version %d",
+                'on_load="server"' if on_load == "server" else "pull()",
+                shown(membership.identity.run_id),
+                membership.version,
+            )
+        self._cluster.replica.accept()
+        if membership.coordinator.generation == before or not all(shard.has_base for shard in self._cluster.shards):
+            for shard in self._cluster.shards:
+                shard.forget_base()
+
     def rest(self) -> None:
-        """End what goes on in the background, and await the answer to the last push."""
+        """Drain, and await the answer to the last push."""
         self.drain()
         self._await_unacked()
 
     def drain(self) -> None:
-        """With overlap: end what goes on in the background, and apply the reply that is awaited.
+        """With overlap: end the work in the background, and apply the reply that is awaited.
 
-        A reply to a replica that was changed meanwhile is dropped, as if it had not come: the next step reports that.
+        A reply to a replica that others have written to is dropped: the next step reports the writing.
         """
-        if self._overlap is None or self._overlap.in_child:
+        if self.overlap is None or self.overlap.in_child:
             return
         seconds = self._membership.seconds_left
         try:
-            self._overlap.break_off(seconds)
-            replies = self._overlap.collect(seconds)
+            self.overlap.break_off(seconds)
+            replies = self.overlap.collect(seconds)
         except TimeoutError as error:
             if isinstance(error, SparsepsError):
                 raise
             address = self._membership.coordinator.address
             raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
-        if replies is not None and is_intact(self._cluster.replica):
-            report = StepReport(self._push_pull.step)
-            self._push_pull.apply(report, replies)
-            self.totals.add(report)
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """With overlap: leave the gradients of the backward passes in the body alone."""
-        return nullcontext() if self._overlap is None else self._overlap.accumulating()
-
-    def forget(self) -> None:
-        """With overlap: skip a batch after its backward pass."""
-        if self._overlap is not None and self._overlap.begun and not self._overlap.in_child:
-            self._overlap.forget()
+        with suppress(ModelChangedError):
+            if replies is not None and self._cluster.replica.loaded() is None:
+                report = StepReport(self._push_pull.step)
+                self._push_pull.apply(report, replies)
+                self._add(report)
 
     def leave(self) -> None:
-        """Bring to an end what has begun, as far as that can be done in the time left, and leave the run."""
+        """Drain as far as possible in the time left, and leave the run."""
         try:
             suppress_errors(self.drain)
-            if self._samples_since_exchange and not self._push_pull.unacked:
+            if self._samples_since_exchange and not self._push_pull.unacked_parts():
                 suppress_errors(self._exchange_last_buffers)
         finally:
             self._close()
 
     def abandon(self) -> None:
-        """Leave the run where nobody has the optimizer any more; the model, which may be in use, stays as it is."""
+        """Leave the run after the optimizer was collected; the model, which may be in use, is not changed."""
         self._membership.set_deadline(CLOSING_SECONDS)
         try:
-            if self._overlap is not None:
+            if self.overlap is not None:
                 with suppress(TimeoutError):
-                    self._overlap.break_off(self._membership.seconds_left)
-                self._overlap.close()  # before the worker leaves: a pull under way would join again
+                    self.overlap.break_off(self._membership.seconds_left)
+                self.overlap.close()  # before the worker leaves: a pull under way would join again
         finally:
             self._close()
 
@@ -248,16 +248,24 @@ class Stepper:
         if self._samples is not None:
             self._samples.close()
         self._cluster.close()
-        if self._overlap is not None:
-            self._overlap.close()
+        if self.overlap is not None:
+            self.overlap.close()
+
+    def _await_unacked(self) -> None:
+        if self._push_pull.unacked_parts():
+            self._push_pull.await_ack(self.report)
 
     def _gather_all(self) -> dict[int, torch.Tensor]:
         return self._gather(range(len(self._model.parameters)))
 
-    def _fetch_and_apply(self) -> None:
+    def _fetch_and_apply(self, *, adopt_buffers: bool = False) -> StepReport:
+        """Make the parameters the server's, and with ``adopt_buffers`` the buffers, too."""
         report = StepReport(self._push_pull.step)
         self._push_pull.count(report, self._cluster.pull())
+        if adopt_buffers:
+            report.buffer_bytes = self._cluster.exchange_buffers(report.step, 0, adopt=True)
         self._add(report)
+        return report
 
     def _add(self, report: StepReport) -> None:
         self.totals.add(report)
@@ -271,20 +279,19 @@ class Stepper:
                 "step() has found no gradient in any of its parameters: is model= the one that the loop trains?"
             )
         gradients = finite(self._model, found)
-        self._await_unacked()
         factor = scale(list(gradients.values()), self._membership.live_workers)
         report = self.report = self._begin(samples)
-        self._retry_guard.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
+        self._pushed.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
         try:
             self._push(report, lambda number: self._push_pull.send_gradients(report, number, gradients, factor))
         except NonFiniteGradientError:
-            self._retry_guard.clear()
+            self._pushed.clear()
             raise
         self._receive(report)
 
     def _overlapped_step(self, overlap: Overlap, found: dict[int, torch.Tensor]) -> None:
         report = self.report = overlap.finish()
-        self._retry_guard.note(found)
+        self._pushed.note(found)
         with report.timed("wait"):
             replies = overlap.collect()
         if replies is not None:
@@ -293,7 +300,8 @@ class Stepper:
         self._end(report)
 
     def _begin(self, samples: int | None = None) -> StepReport:
-        """Open the push of a new step, at the density that the schedule gives it."""
+        """Open the push of a new step, at the schedule's density, once the last push is answered."""
+        self._await_unacked()
         rates = self._rates()
         if self._schedule is not None:
             self._groups.set_density(self._schedule(self._push_pull.step + 1))
@@ -333,18 +341,7 @@ class Stepper:
             self._samples_since_exchange = 0
         self._add(report)
         if not self._synchronous:
-            self._momentum_advice.check(self._membership.live_workers, self._groups.all)
+            self._groups.warn_of_momentum(self._membership.live_workers)
 
     def _exchange_last_buffers(self) -> None:
         self.totals.buffer_bytes += self._cluster.exchange_buffers(self._push_pull.step, self._samples_since_exchange)
-
-    def _await_unacked(self) -> None:
-        if self._push_pull.unacked:
-            self._push_pull.await_ack(self.report)
-
-    def _start_overlap(self) -> Overlap:
-        def begin() -> StepReport:
-            self._await_unacked()
-            return self._begin()
-
-        return Overlap(self._model, self._groups, self._push_pull, self._gather, begin)

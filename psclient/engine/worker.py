@@ -1,9 +1,15 @@
 """One worker of a run: its parts, the thread that they work in, and its end."""
 
+import atexit
 import logging
+import os
+import signal
+import threading
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
-from typing import TypeVar
+from types import FrameType
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -13,7 +19,6 @@ from psclient.buckets.planner import BucketPlanner
 from psclient.compress.compressor import Choice, Compressor
 from psclient.compress.groups import ParamGroups
 from psclient.compress.method import Method, State
-from psclient.engine.lifecycle import Lifecycle, Stoppable, end_earlier, has_other
 from psclient.engine.push_pull import PushPull
 from psclient.engine.step import CLOSING_SECONDS
 from psclient.errors import ConfigurationError, FingerprintMismatchError, ServerUnreachableError, SparsepsError
@@ -21,7 +26,8 @@ from psclient.executor import SerialExecutor
 from psclient.model.module import TrainedModel
 from psclient.model.replica import Replica
 from psclient.rpc.cluster import Cluster
-from psclient.rpc.local_server import start_alone
+from psclient.rpc.heartbeat import LeaseThread
+from psclient.rpc.local_server import LocalServer, start_alone
 from psclient.rpc.membership import Membership
 from psclient.rpc.resolver import connect
 from psclient.rpc.shard_client import ShardClient
@@ -42,17 +48,37 @@ _ONE_SERVER_ONE_MODEL = (
     "optimizer of both, with model=torch.nn.ModuleDict(...) (docs/training.md, Several models)"
 )
 _LEAVING_SECONDS = 5.0  # for calls whose answers are of no consequence, and threads that end
+_GRACE_SECONDS = 20.0  # for the flush on SIGTERM; below Kubernetes' default grace period of 30 s
+
+_workers: "weakref.WeakValueDictionary[tuple[str, str], Lifecycle]" = weakref.WeakValueDictionary()
+"""Those of this process, by servers and worker's name."""
+
+
+class _Stoppable(Protocol):
+    """The part of an optimizer that ends."""
+
+    @property
+    def worker(self) -> str: ...
+
+    @property
+    def joined(self) -> bool: ...
+
+    def hurry(self, seconds: float) -> None: ...
+
+    def flush_on_exit(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Worker:
-    """Makes a worker's parts, does its work in a thread of its own, and ends it.
+    """Makes a worker's parts, runs its work in a thread of its own, and ends it.
 
     No call of gRPC is made in the program's thread: a signal's exception inside one leaves its locks taken.
     ``memories`` is each parameter's, as the method has it; ``agreed`` are the settings in which all workers of the run
     must agree; ``lags`` gives each layer a density of its own.
     """
 
-    lifecycle: Lifecycle
+    lifecycle: "Lifecycle"
 
     def __init__(
         self,
@@ -67,10 +93,10 @@ class Worker:
         self._name = client_settings.worker_name(settings)
         self._own_server = start_alone() if settings.server == client_settings.LOCAL else None
         self.server = settings.server if self._own_server is None else self._own_server.server
-        self._has_neighbour = has_other(self.server)
+        self._has_neighbour = any(server == self.server and other.alive for (server, _), other in _workers.items())
         self._thread = SerialExecutor("psclient-step")
         try:
-            end_earlier(self.server, self._name)
+            self._end_earlier()
             shards = self._thread.call(partial(self._reach, settings, model.layout), lambda: None)
         except BaseException:
             if self._own_server is not None:
@@ -79,7 +105,7 @@ class Worker:
         replica = Replica(model.layout, model.parameters)
         self.membership = Membership(shards, self._name, replica, model.buffers, method.name, agreed, settings)
         self.cluster = Cluster(self.membership)
-        planner = self.planner = BucketPlanner(
+        self.planner = BucketPlanner(
             model.layout,
             settings.merge,
             group_elements=settings.group_elements,
@@ -87,13 +113,17 @@ class Worker:
             dense_below=settings.dense_below,
             lags=lags,
         )
-
-        def density_of(position: int) -> float | None:
-            return None if groups.has_own_density(model.parameters[position]) else planner.density_of(position)
-
         choice = Choice(SELECTORS[settings.selector], settings.select_over, settings.dense_below)
-        self.compressor = Compressor(method, model, memories, groups.of, choice, density_of)
-        self.push_pull = PushPull(model.layout, self.cluster, self.compressor, planner)
+        self.compressor = Compressor(method, model, memories, groups, choice, self.planner)
+        self.push_pull = PushPull(model.layout, self.cluster, self.compressor, self.planner)
+
+    def _end_earlier(self) -> None:
+        """End the optimizer of this process that is this worker at these servers: a cell was run again, say."""
+        earlier = _workers.get((self.server, self._name))
+        optimizer = earlier.optimizer() if earlier is not None and earlier.alive else None
+        if optimizer is not None:
+            log.warning("an earlier optimizer of this process is worker %s too; it leaves for the new one", self._name)
+            optimizer.close()
 
     def _reach(self, settings: ClientSettings, layout: ModelLayout) -> list[ShardClient]:
         jit.announce = log.warning
@@ -106,14 +136,14 @@ class Worker:
         spans = layout.shard_spans(len(connections))
         return [ShardClient(connections[i], i, span, settings) for i, span in enumerate(spans)]
 
-    def watch(self, optimizer: Stoppable, abandon: Callable[[], None], *, flush_on_sigterm: bool) -> None:
-        """End ``optimizer`` in order from now on; ``abandon`` ends the worker of one that is collected."""
+    def watch(self, optimizer: _Stoppable, abandon: Callable[[], None], *, flush_on_sigterm: bool) -> None:
+        """End ``optimizer`` in order from now on; ``abandon`` ends the worker of a collected one."""
         leases = self.membership.leases
         self.lifecycle = Lifecycle(optimizer, self._own_server, leases, abandon, flush_on_sigterm=flush_on_sigterm)
 
     def join(self) -> None:
-        """Take this worker's place in the run."""
-        self.lifecycle.take_place(self.server, self._name)
+        """Join the run."""
+        _workers[self.server, self._name] = self.lifecycle
         try:
             self.run(self.membership.join)
         except FingerprintMismatchError as error:
@@ -130,7 +160,7 @@ class Worker:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Do work that needs a worker with a place in its run."""
+        """Do work that needs a worker that has joined and not left."""
         self.require_open()
         return self.always(work, self.membership.seconds_left)
 
@@ -146,7 +176,7 @@ class Worker:
             with torch.no_grad(), torch.cuda.stream(stream):
                 return work()
 
-        if self.lifecycle.ended or self.lifecycle.in_child:
+        if not self.lifecycle.alive:
             return body()
         try:
             return self._thread.call(body, self.cluster.cancel_unawaited, seconds)
@@ -158,7 +188,7 @@ class Worker:
 
     def close(self, leave: Callable[[], None]) -> None:
         """End the worker with ``leave``; harmless twice."""
-        if self.lifecycle.ended or self.lifecycle.in_child:
+        if not self.lifecycle.alive:
             return
         self.membership.set_deadline(CLOSING_SECONDS)
         self._thread.cancel()  # only what nobody waits for can be under way: the last call was interrupted
@@ -172,3 +202,105 @@ class Worker:
             log.warning("worker %s could not leave in time; its lease ends by itself", self._name)
         finally:
             self.lifecycle.release()
+
+
+class Lifecycle:
+    """Ends an optimizer in order: at exit, on SIGTERM, when it is collected, and never in a forked child.
+
+    On SIGTERM the worker flushes its residuals, leaves, and then ends as it would have without this library: by the
+    handler that was there before, or with status 143. A step that is under way is ended first: the step runs in a
+    thread of its own, and the handler's calls follow it.
+
+    An optimizer that is collected without having been closed leaves too, by ``leave``, which must not refer to the
+    optimizer: in the thread that kept its leases, because a finalizer must not wait.
+    """
+
+    def __init__(
+        self,
+        optimizer: _Stoppable,
+        own_server: LocalServer | None,
+        leases: LeaseThread,
+        leave: Callable[[], None],
+        *,
+        flush_on_sigterm: bool,
+    ) -> None:
+        self.ended = False
+        self.optimizer = weakref.ref(optimizer)
+        self._own_server, self._leases = own_server, leases
+        self._owner = os.getpid()
+        self._previous: signal.Handlers | int | object | None = None
+        self._handles_sigterm = flush_on_sigterm and threading.current_thread() is threading.main_thread()
+        if self._handles_sigterm:
+            self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
+        atexit.register(self._at_exit)
+        self._finalizer = weakref.finalize(optimizer, self._on_collected, leave)
+        self._finalizer.atexit = False  # _at_exit closes what is still there
+
+    @property
+    def in_child(self) -> bool:
+        """True in a process forked from the one that made the optimizer: nothing here is the child's to end."""
+        return os.getpid() != self._owner
+
+    @property
+    def alive(self) -> bool:
+        """Whether this process's worker has not left."""
+        return not self.ended and not self.in_child
+
+    def release(self) -> None:
+        """Undo the registrations, and stop the embedded server."""
+        self._finalizer.detach()
+        self._restore_handler()
+        self._release()
+
+    def _release(self) -> None:
+        atexit.unregister(self._at_exit)
+        if self._own_server is not None:
+            self._own_server.stop()
+
+    def _restore_handler(self) -> None:
+        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._previous)  # type: ignore[arg-type]
+
+    def _on_collected(self, leave: Callable[[], None]) -> None:
+        """Have the lease thread leave; called by the finalizer, in any thread and at any point of the program."""
+        if self.in_child:
+            return
+        self.ended = True
+        if threading.get_ident() == threading.main_thread().ident:  # elsewhere the handler stays, and passes signals on
+            self._restore_handler()
+
+        def end() -> None:
+            try:
+                leave()
+            finally:
+                self._release()
+
+        self._leases.hand_over(end)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if self.in_child:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        optimizer = self.optimizer()
+        if optimizer is not None and optimizer.joined and not self.ended:
+            optimizer.hurry(_GRACE_SECONDS)
+            try:
+                optimizer.flush_on_exit()
+                log.warning("SIGTERM: worker %s has pushed what it held and leaves", optimizer.worker)
+            except SparsepsError as error:
+                log.warning("SIGTERM: worker %s could not push what it held: %s", optimizer.worker, error)
+            optimizer.close()
+        if callable(self._previous):
+            self._previous(signal.SIGTERM, None)
+            return
+        raise SystemExit(128 + signal.SIGTERM)
+
+    def _at_exit(self) -> None:
+        if self.in_child:
+            return
+        optimizer = self.optimizer()
+        if optimizer is not None:
+            optimizer.close()
+        else:
+            self._leases.join(_GRACE_SECONDS)

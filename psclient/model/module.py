@@ -1,4 +1,4 @@
-"""What of a user's model is trained: names, layout, buffers; found from ``model`` or from bare parameters."""
+"""The trained part of a user's model: names, layout, buffers; found from ``model`` or from bare parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,27 +12,27 @@ from pscore.names import tensor_name_fault
 
 
 class Place(NamedTuple):
-    """Where a tensor stands: a module, and the tensor's name there."""
+    """A module, and the name of one of its tensors."""
 
     module: torch.nn.Module
     name: str
 
 
 class NamedBuffers:
-    """Buffers that are looked up when they are needed: a module may put a new tensor in the place of one."""
+    """Buffers that are looked up when they are needed: a module may replace one by another tensor."""
 
-    def __init__(self, specs: Sequence[TensorSpec], places: Sequence[Place]) -> None:
-        self.specs, self._places = tuple(specs), tuple(places)
+    def __init__(self, found: Sequence[tuple[TensorSpec, Place]]) -> None:
+        self.specs = tuple(spec for spec, _ in found)
+        self._found = found
 
     def only(self, wanted: Callable[[TensorSpec], bool]) -> "NamedBuffers":
         """Return some of them."""
-        found = [(spec, place) for spec, place in zip(self.specs, self._places, strict=True) if wanted(spec)]
-        return NamedBuffers([spec for spec, _ in found], [place for _, place in found])
+        return NamedBuffers([(spec, place) for spec, place in self._found if wanted(spec)])
 
     def now(self) -> list[torch.Tensor]:
-        """Return the tensors that stand there now; :class:`ModelChangedError` where one is not what it was."""
+        """Return the modules' tensors of now; :class:`ModelChangedError` where one is of another kind."""
         found = []
-        for spec, (module, name) in zip(self.specs, self._places, strict=True):
+        for spec, (module, name) in self._found:
             tensor = module._buffers.get(name)
             if tensor is None or tensor.dtype != spec.dtype or tensor.shape != spec.shape:
                 is_now = "is gone" if tensor is None else f"is {list(tensor.shape)} {tensor.dtype} now"
@@ -51,10 +51,10 @@ class TrainedModel:
 
     Attributes:
         parameters: every parameter that the server has, each once even if tied.
-        frozen: those that need no gradient: the server has their digests, in the layout's order.
-        frozen_writes: how often each of these had been written to when the server was told of it.
-        places: where each parameter stands; empty without a model.
-        buffers: persistent buffers, in the layout's order.
+        frozen: those that need no gradient; the server has their digests.
+        frozen_writes: how often each frozen one had been written to at the time of its digest.
+        places: of each parameter; empty without a model.
+        buffers: persistent ones.
     """
 
     layout: ModelLayout
@@ -66,9 +66,9 @@ class TrainedModel:
     module: torch.nn.Module | None
 
     def positions_of(self, group: Mapping[str, Any]) -> list[int]:
-        """Return the places in the layout of a param group's tensors, ascending; the frozen ones have none."""
-        positions = {id(parameter): position for position, parameter in enumerate(self.parameters)}
-        return sorted(positions[id(each)] for each in group["params"] if id(each) in positions)
+        """Return the positions in the layout of a param group's tensors, ascending; the frozen ones have none."""
+        members = {id(parameter) for parameter in group["params"]}
+        return [position for position, parameter in enumerate(self.parameters) if id(parameter) in members]
 
     def refuse_shared(self) -> None:
         """Raise :class:`ConfigurationError` where other processes share a parameter; on CUDA that cannot be told."""
@@ -100,15 +100,13 @@ class TrainedModel:
                     "make the optimizer anew, in a run of its own, or set upload_frozen=True (PSCLIENT_UPLOAD_FROZEN) "
                     "on all workers where parameters are to be thawed later",
                 )
-        missing = [
+        moved = [
             position
             for position, (module, name) in enumerate(self.places)
             if module._parameters.get(name) is not self.parameters[position]
         ]
-        if not missing or self.module is None:
-            return
-        present = {id(parameter) for parameter in self.module.parameters()}
-        for position in missing:
+        present = {id(parameter) for parameter in self.module.parameters()} if moved and self.module is not None else ()
+        for position in moved:
             if id(self.parameters[position]) not in present:
                 raise ModelChangedError(
                     self.layout.parameters[position].name,
@@ -123,34 +121,34 @@ def describe(
 ) -> TrainedModel:
     """Find the tensors of a model; without one, of param groups, named as they were given or by position.
 
-    With ``upload_frozen`` parameters that need no gradient are the server's, too.
-
-    Raises:
-        ConfigurationError: a trained parameter is not the model's, or one cannot be trained.
+    With ``upload_frozen`` parameters that need no gradient are the server's, too. :class:`ConfigurationError` where a
+    trained parameter is not the model's, or one cannot be trained.
     """
     trained = [parameter for group in groups for parameter in group["params"]]
     places: dict[int, Place] = {}
     buffers: list[tuple[str, Place]] = []
     aliases: dict[str, tuple[str, ...]] = {}
-    if model is not None and not isinstance(model, torch.nn.Module):
-        raise ConfigurationError(f"model= must be a torch.nn.Module, not {type(model).__name__}")
     if model is None:
         names = [name for group in groups for name in group.get("param_names", ())]
         names = names or [f"parameter_{i}" for i in range(len(trained))]
         named = list(zip(map(_plain, names), trained, strict=True))
+    elif not isinstance(model, torch.nn.Module):
+        raise ConfigurationError(f"model= must be a torch.nn.Module, not {type(model).__name__}")
     else:
-        named = [(_plain(name), parameter) for name, parameter in model.named_parameters()]
+        names_of: dict[torch.Tensor, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names_of.setdefault(parameter, []).append(_plain(name))
+        named = [(first, parameter) for parameter, (first, *_) in names_of.items()]
+        aliases = {first: tuple(others) for first, *others in names_of.values() if others}
         buffers = _persistent_buffers(model)
-        aliases = _aliases(model)
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                places.setdefault(id(parameter), Place(module, name))
+            for name, entry in module._parameters.items():
+                places.setdefault(id(entry), Place(module, name))
         if any(id(parameter) not in places for parameter in trained):
             raise ConfigurationError("params holds a parameter that model does not have; pass the model they come from")
     tensors = [(name, place.module.get_buffer(place.name)) for name, place in buffers]
-    frozen = [] if upload_frozen else [each for each in named if not each[1].requires_grad]
-    if not upload_frozen:
-        named = [each for each in named if each[1].requires_grad]
+    frozen = [(name, parameter) for name, parameter in named if not (upload_frozen or parameter.requires_grad)]
+    named = [(name, parameter) for name, parameter in named if upload_frozen or parameter.requires_grad]
     try:
         layout = layout_of(named, tensors, aliases, frozen)
     except ValueError as error:
@@ -167,7 +165,7 @@ def describe(
         frozen=tuple(parameter for _, parameter in frozen),
         frozen_writes=tuple(writes_to(parameter) for _, parameter in frozen),
         places=tuple(places[id(parameter)] for _, parameter in named) if model is not None else (),
-        buffers=NamedBuffers(layout.buffers, [place for _, place in buffers]),
+        buffers=NamedBuffers([(spec, place) for spec, (_, place) in zip(layout.buffers, buffers, strict=True)]),
         module=model,
     )
     found.refuse_shared()
@@ -180,7 +178,7 @@ def writes_to(parameter: torch.Tensor) -> int:
 
 
 def _plain(name: str) -> str:
-    """Return a tensor's name without what ``torch.compile`` puts before it: compiled or not, it is the same model."""
+    """Return a tensor's name without the prefix of ``torch.compile``: compiled or not, the model is the same."""
     return name.replace("_orig_mod.", "")
 
 
@@ -191,10 +189,3 @@ def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Place]]:
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 found.setdefault(id(tensor), (_plain(f"{prefix}.{name}" if prefix else name), Place(module, name)))
     return list(found.values())
-
-
-def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(_plain(name))
-    return {first: tuple(others) for first, *others in names.values() if others}

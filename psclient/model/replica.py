@@ -1,15 +1,13 @@
 """The replica: the model's parameters as places in the flat layout.
 
-Between replies the replica never changes: a worker does not apply its own update, which comes back from the server.
-Writing uses the parameters in place, so the user's references to them stay valid. Where the user gives a parameter
-other memory, it must hold the same values: a reply says what has changed since, and nothing about the rest.
+Between replies the replica never changes: a worker's own update returns from the server. Parameters are written in
+place, so the user's references stay valid. Where the user gives a parameter other memory, its values must be the same:
+a reply has the changes since the last one, and nothing about the rest.
 """
 
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -22,14 +20,6 @@ _BLOCK = 1 << 20  # words that are summed at a time
 _ODD = 0x1E3779B97F4A7C15
 
 
-class _Known(NamedTuple):
-    """Where a parameter lay when it was last looked at; kept alive, because it tells a copy from a change."""
-
-    values: torch.Tensor
-    pointer: int
-    strides: tuple[int, ...]
-
-
 class Replica:
     """Reads and writes a model's parameters, which are in layout order and on any devices, through flat indices."""
 
@@ -38,20 +28,21 @@ class Replica:
         self.parameters = tuple(parameters)
         self._fp32: dict[int, torch.Tensor] = {}
         """fp32 copies of half-precision parameters, by position; only in top-k mode."""
-        self._known = [_look(parameter) for parameter in self.parameters]
+        self._known = [parameter.detach() for parameter in self.parameters]
+        """Aliases of the parameters' memory when it was last checked; they tell a copy from a change."""
         self._edits = [writes_to(parameter) for parameter in self.parameters]
         """How often each parameter had been written to when the last write that is known here was done."""
 
     def loaded(self) -> str | None:
-        """Return the name of a parameter that somebody else has written to since; costs next to nothing.
+        """Return the name of a parameter that others have written to; costs next to nothing.
 
         The values may still be the same. Writing through ``parameter.data`` leaves no trace. A parameter of another
         dtype, shape or device raises :class:`ModelChangedError`, here and in :meth:`accept`.
         """
         for position in self._moved():
-            if not torch.equal(self.parameters[position], self._known[position].values):
+            if not torch.equal(self.parameters[position], self._known[position]):
                 return self.layout.parameters[position].name
-            self._known[position] = _look(self.parameters[position])
+            self._known[position] = self.parameters[position].detach()
         for position, (parameter, edits) in enumerate(zip(self.parameters, self._edits, strict=True)):
             if writes_to(parameter) != edits:
                 return self.layout.parameters[position].name
@@ -63,22 +54,21 @@ class Replica:
         return hashlib.sha256(torch.stack(sums).numpy().tobytes()).digest()
 
     def accept(self) -> None:
-        """Take the parameters for what was last written, wherever they lie."""
+        """Make the parameters' values and memory of now the known ones."""
         for position in self._moved():
-            self._known[position] = _look(self.parameters[position])
+            self._known[position] = self.parameters[position].detach()
         self._edits = [writes_to(parameter) for parameter in self.parameters]
 
     def _moved(self) -> Iterator[int]:
         """Yield the positions of parameters with other memory than they had."""
         for position, (parameter, known) in enumerate(zip(self.parameters, self._known, strict=True)):
-            values, pointer, strides = known
-            alike = parameter.dtype is values.dtype
-            if alike and parameter.data_ptr() == pointer and parameter.stride() == strides:
+            alike = parameter.dtype is known.dtype
+            if alike and parameter.data_ptr() == known.data_ptr() and parameter.stride() == known.stride():
                 continue
-            if not alike or parameter.shape != values.shape or parameter.device != values.device:
+            if not alike or parameter.shape != known.shape or parameter.device != known.device:
                 raise ModelChangedError(
                     self.layout.parameters[position].name,
-                    f"is {_kind(parameter)} now, and was {_kind(values)} when the optimizer was made",
+                    f"is {_kind(parameter)} now, and was {_kind(known)} when the optimizer was made",
                     "convert and move models before: change it back, or close() this optimizer and make a new one",
                 )
             yield position
@@ -91,23 +81,19 @@ class Replica:
 
     def write(self, segments: Sequence[SparseSlice]) -> None:
         """Write an exact reply's values over the parameters'."""
-        with self._writing():
-            for position, where, values in self._located(segments):
-                with _flat(self.parameters[position]) as flat:
-                    flat[where] = values.to(flat.device, flat.dtype)
+        for _, flat, where, values in self._written(segments):
+            flat[where] = values.to(flat.device, flat.dtype)
 
     def add(self, segments: Sequence[SparseSlice]) -> None:
         """Add a top-k reply's differences, in fp32; half-precision parameters follow their fp32 copies."""
-        with self._writing():
-            for position, where, values in self._located(segments):
-                with _flat(self.parameters[position]) as flat:
-                    master = self._fp32[position] if flat.dtype != torch.float32 else flat
-                    if isinstance(where, slice):
-                        master[where] += values.to(flat.device)
-                    else:
-                        master.index_add_(0, where, values.to(flat.device))
-                    if master is not flat:
-                        flat[where] = master[where].to(flat.dtype)
+        for position, flat, where, values in self._written(segments):
+            master = self._fp32[position] if flat.dtype != torch.float32 else flat
+            if isinstance(where, slice):
+                master[where] += values.to(flat.device)
+            else:
+                master.index_add_(0, where, values.to(flat.device))
+            if master is not flat:
+                flat[where] = master[where].to(flat.dtype)
 
     def open_fp32(self, span: Span) -> None:
         """Begin to keep fp32 copies of the half-precision parameters inside a span, equal to what they hold now."""
@@ -120,35 +106,32 @@ class Replica:
             where = self._within(position, common)
             copy[where] = flat[where].float()
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Count the body's writes as known; what others have written before stays to be told.
+    def _written(
+        self, segments: Sequence[SparseSlice]
+    ) -> Iterator[tuple[int, torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
+        """Yield (position of a tensor, its elements to write to, places in it, values) for each part of a segment.
 
-        Parameters that are parts of one tensor count their writes together.
+        The caller's writes count as known; :meth:`loaded` still reports those of others before. Parameters that are
+        parts of one tensor count their writes together.
         """
         known = [writes_to(parameter) == edits for parameter, edits in zip(self.parameters, self._edits, strict=True)]
-        yield
-        now = [writes_to(parameter) for parameter in self.parameters]
-        self._edits = [new if same else old for new, same, old in zip(now, known, self._edits, strict=True)]
-
-    def _located(self, segments: Sequence[SparseSlice]) -> Iterator[tuple[int, slice | torch.Tensor, torch.Tensor]]:
-        """Yield (position of the tensor, places in it, values) for each part of a tensor that a segment has."""
         for segment in segments:
             for position, common in self.layout.overlapping(segment.span):
                 part = segment.clip(common)
                 if part is None:
                     continue
-                within = self._within(position, part.span)
-                where = None if part.offsets is None else part.offsets + within.start
-                yield position, within if where is None else where.to(self.parameters[position].device), part.values
+                within, data = self._within(position, part.span), self.parameters[position].detach()
+                flat = data.reshape(-1)
+                where = within if part.offsets is None else (part.offsets + within.start).to(data.device)
+                yield position, flat, where, part.values
+                if not data.is_contiguous():  # then the flat elements may be a copy
+                    data.copy_(flat.view(data.shape))
+        now = [writes_to(parameter) for parameter in self.parameters]
+        self._edits = [new if same else old for new, same, old in zip(now, known, self._edits, strict=True)]
 
     def _within(self, position: int, span: Span) -> slice:
         offset = self.layout.offsets[position]
         return slice(span.start - offset, span.end - offset)
-
-
-def _look(parameter: torch.Tensor) -> _Known:
-    return _Known(parameter.detach(), parameter.data_ptr(), parameter.stride())
 
 
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:
@@ -174,15 +157,3 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-
-
-@contextmanager
-def _flat(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Give a one-dimensional view in logical order; a copy that is written back where strides do not allow a view."""
-    data = parameter.detach()
-    if data.is_contiguous():
-        yield data.view(-1)
-        return
-    copy = data.reshape(-1)
-    yield copy
-    data.copy_(copy.view(data.shape))

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
-from psclient.compress.groups import ParamGroups
-from psclient.compress.hyperparameters import check_hyperparameters
-from psclient.engine.checks import RetryGuard, gather
+from psclient.compress.groups import ParamGroups, check_hyperparameters
+from psclient.engine.checks import PushedGradients, gather
 from psclient.engine.sample_counter import SampleCounter
 from psclient.engine.state import split
 from psclient.errors import (
@@ -105,7 +104,7 @@ class NodeOptimizer(Optimizer):
         self._joined = False
         super().__init__(params, {})
         self._model = describe(module, self.param_groups, upload_frozen=resolved.upload_frozen)
-        self._interrupted = RetryGuard()  # on every process, as each has to know whether to call a closure
+        self._interrupted = PushedGradients()  # on every process, as each has to know whether to call a closure
         self._loss: Any = None
         self._uncounted = 0
         self._closed = False

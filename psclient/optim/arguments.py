@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from psclient.compress.hyperparameters import needs_closure
 from psclient.compress.method import Group
 from psclient.errors import ConfigurationError, UnknownArgumentError
 from psclient.model.module import TrainedModel
@@ -24,6 +24,12 @@ Description = str | tuple[str, Mapping[str, Any]]
 """An optimizer of ``torch.optim`` by the name of its class, or by name and options."""
 
 _UNITS = {"versions": "", "samples": " samples"}
+
+
+def needs_closure(kind: type[Optimizer]) -> bool:
+    """Return whether an optimizer of torch's recomputes the loss within a step, as LBFGS does."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def unknown_argument(kind: type, base: type, name: str) -> UnknownArgumentError:

@@ -7,7 +7,7 @@ server answers. All calls to servers are made in a thread of the optimizer's own
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
@@ -17,12 +17,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from psclient import settings as client_settings
 from psclient.buckets.lags import Lags
 from psclient.buckets.plan import BucketPlan
-from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.hyperparameters import check_hyperparameters
+from psclient.compress.groups import ParamGroups, Rates, check_hyperparameters
 from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.engine.checks import gather, refuse_averaged
-from psclient.engine.first_batches import FirstBatches
-from psclient.engine.sample_counter import SampleCounter
+from psclient.engine.sample_counter import FirstBatches, SampleCounter
 from psclient.engine.state import PushMark, from_sgd, is_out_of_date, restore_memories, split, state_as_refused
 from psclient.engine.step import GradientSource, Stepper
 from psclient.engine.worker import Worker
@@ -140,7 +138,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What ``torch.amp.GradScaler`` asks before it unscales: with overlap too late, and nothing would tell."""
-        if self._stepper.overlaps:
+        if self._stepper.overlap is not None:
             raise ConfigurationError(
                 "GradScaler unscales gradients after backward(), and with overlap=True they have left by then; leave "
                 "overlap out, or train in bf16, which needs no scaling"
@@ -279,7 +277,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         For gradient accumulation: wrap all but the last backward pass before a ``step()``. Without overlap this does
         nothing.
         """
-        return self._stepper.accumulating()
+        return nullcontext() if self._stepper.overlap is None else self._stepper.overlap.accumulating()
 
     def flush(self) -> None:
         """Push everything that this worker still holds, at density 1; :meth:`pull` brings it back into the parameters.
@@ -351,8 +349,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
         With overlap, between ``backward()`` and ``step()``: a batch is skipped. What had been handed over by then stays
         in the residuals.
         """
-        if self._stepper.begun and not self._lifecycle.in_child:
-            self._worker.always(self._stepper.forget)
+        overlap = self._stepper.overlap
+        if overlap is not None and overlap.begun and not self._lifecycle.in_child:
+            self._worker.always(overlap.forget)
         super().zero_grad(set_to_none)
 
     # State

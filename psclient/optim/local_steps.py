@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from psclient.compress.groups import ParamGroups
 from psclient.compress.method import memory
-from psclient.engine.checks import RetryGuard, finite, gather
+from psclient.engine.checks import PushedGradients, finite, gather
 from psclient.engine.step import GradientScale, Stepper
 from psclient.engine.worker import Worker
 from psclient.errors import NonFiniteGradientError, ServerUnreachableError, SparsepsError
@@ -42,7 +42,7 @@ class LocalSteps:
         self._sync_every, self._deltas, self._in_rounds = sync_every, deltas, in_rounds
         self._worker, self._stepper, self._model, self._groups = worker, stepper, model, groups
         self._trained_samples = 0  # in the local steps since the last push
-        self._retry_guard = RetryGuard()
+        self._retry_guard = PushedGradients()
         self._warned = False
         self.start = [parameter.detach().clone() for parameter in model.parameters]
 

@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.hyperparameters import check_hyperparameters, needs_closure
+from psclient.compress.groups import ParamGroups, Rates, check_hyperparameters
 from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
-from psclient.optim.arguments import Density, Description, as_json, options_of
+from psclient.optim.arguments import Density, Description, as_json, needs_closure, options_of
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.optim.local_steps import Deltas, LocalSteps
 from psclient.optim.recurrences import unscaled

@@ -7,8 +7,7 @@ from typing import Any, ClassVar, NoReturn
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.hyperparameters import check_hyperparameters
+from psclient.compress.groups import ParamGroups, Rates, check_hyperparameters
 from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError

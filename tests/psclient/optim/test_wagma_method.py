@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import psclient
-from psclient.compress.compressor import Accumulated, Choice, compress, take_whole
+from psclient.compress.compressor import Choice, TensorUpdate, select_updates, take_whole
 from psclient.compress.method import Step, memory, restore
 from psclient.errors import ConfigurationError
 from psclient.optim.wagma import WAGMA
@@ -26,8 +26,8 @@ def group(density=1.0, **options):
 def push(state, gradient, hyper, theta=None):
     """One step without an optimizer around it: what is sent."""
     said = WAGMA.accumulate(state, hyper, Step(gradient, theta))
-    tensor, choice = Accumulated(said, state, Span(0, SIZE)), Choice(SELECTORS["exact"], "tensor", 0)
-    return compress({0: tensor}, hyper["density"], choice, StepReport(0))[0]
+    tensor, choice = TensorUpdate(said, state, Span(0, SIZE)), Choice(SELECTORS["exact"], "tensor", 0)
+    return select_updates({0: tensor}, hyper["density"], choice, StepReport(0))[0]
 
 
 @pytest.mark.parametrize("options", [{"nesterov": True}, {"weight_decay": 0.1}, {"momentum": 0.0}])

@@ -71,7 +71,7 @@ def test_a_step_that_is_interrupted_behind_its_commit_counts_once(after):
 def test_a_step_that_is_interrupted_while_it_waits_for_a_reply_is_completed_by_calling_it_again():
     layer, waiting, caught = linear(), threading.Event(), threading.Event()
     with LocalServer(down_mode="exact") as server, overlapping(layer, server, psclient.ASGD, lr=1.0) as optimizer:
-        fetch, collect = optimizer._push_pull.fetch, optimizer._stepper._overlap.collect
+        fetch, collect = optimizer._push_pull.fetch, optimizer._stepper.overlap.collect
 
         def fetch_late():
             assert waiting.wait(30)
@@ -82,7 +82,7 @@ def test_a_step_that_is_interrupted_while_it_waits_for_a_reply_is_completed_by_c
         backward(layer)
         optimizer.step()
         optimizer.zero_grad()
-        optimizer._stepper._overlap.collect = lambda seconds=None: (waiting.set(), collect(seconds))[1]
+        optimizer._stepper.overlap.collect = lambda seconds=None: (waiting.set(), collect(seconds))[1]
         backward(layer)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
