@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from psclient.buckets.costs import Timeline
+
 
 @dataclass(slots=True)
 class PushTiming:
@@ -78,6 +80,17 @@ class Trace:
         """Return when the last gradient of a group was there."""
         moments = (self.ready[position] for position in self.groups[number] if position in self.ready)
         return max(moments, default=self.opening)
+
+    def timelines(self, header: float) -> list[Timeline]:
+        """Return the moments of each group after the first gradient; a header is at its server after ``header``."""
+        arrived = dict(self.done)
+        for places, timing in self.shards:
+            for number, place in places.items():
+                if timing.left[place] >= 0:
+                    arrived[number] = max(arrived[number], timing.opened + header + timing.arrived[place])
+        first = self.first_gradient
+        moments = ((self.group_ready(number), self.done[number], arrived[number]) for number in range(len(self.groups)))
+        return [Timeline(*(max(0.0, moment - first) for moment in each)) for each in moments]
 
 
 class GradientClock:

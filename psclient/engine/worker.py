@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from psclient import settings as client_settings
-from psclient.buckets.lags import Lags
+from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.planner import BucketPlanner
 from psclient.compress.compressor import Choice, Compressor
 from psclient.compress.groups import ParamGroups
@@ -48,7 +48,7 @@ class Worker:
 
     No call of gRPC is made in the program's thread: a signal's exception inside one leaves its locks taken.
     ``memories`` is each parameter's, as the method has it; ``agreed`` are the settings in which all workers of the run
-    must agree; ``lags`` gives each layer a density of its own.
+    must agree; ``layer_density`` gives each layer a density of its own.
     """
 
     lifecycle: Lifecycle
@@ -61,7 +61,7 @@ class Worker:
         memories: MutableMapping[torch.Tensor, State],
         agreed: Mapping[str, str],
         settings: ClientSettings,
-        lags: Lags | None,
+        layer_density: LayerDensity | None,
     ) -> None:
         self._name = client_settings.worker_name(settings)
         self._own_server = start_alone() if settings.server == client_settings.LOCAL else None
@@ -78,17 +78,10 @@ class Worker:
         replica = Replica(model.layout, model.parameters)
         self.membership = Membership(shards, self._name, replica, model.buffers, method.name, agreed, settings)
         self.cluster = Cluster(shards, self.membership, replica, model.buffers)
-        planner = self.planner = BucketPlanner(
-            model.layout,
-            settings.merge,
-            group_elements=settings.group_elements,
-            bucket_bytes=settings.bucket_bytes,
-            dense_below=settings.dense_below,
-            lags=lags,
-        )
+        planner = self.planner = BucketPlanner(model.layout, settings, layer_density)
 
         def density_of(position: int) -> float | None:
-            return None if groups.has_own_density(model.parameters[position]) else planner.density_of(position)
+            return None if groups.has_own_density(model.parameters[position]) else planner.densities.get(position)
 
         choice = Choice(SELECTORS[settings.selector], settings.select_over, settings.dense_below)
         self.compressor = Compressor(method, model, memories, groups.of, choice, density_of)

@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
-from psclient.buckets.lags import Lags
+from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.plan import BucketPlan
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.hyperparameters import check_hyperparameters
@@ -106,11 +106,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._model = describe(model, self.param_groups, upload_frozen=resolved.upload_frozen)
         refuse_averaged(self._model.parameters, () if model is None else model.modules())
         self._groups = ParamGroups(self.param_groups, self._own_density)
-        lags = density if isinstance(density, Lags) else None
-        if lags is not None:
-            lags.check(overlap=overlap, select_over=resolved.select_over)
+        layer_density = density if isinstance(density, LayerDensity) else None
+        if layer_density is not None:
+            layer_density.check(overlap=overlap, select_over=resolved.select_over)
         agreed_settings = self.agreed_settings()
-        self._worker = Worker(type(self), self._model, self._groups, self.state, agreed_settings, resolved, lags)
+        self._worker = Worker(
+            type(self), self._model, self._groups, self.state, agreed_settings, resolved, layer_density
+        )
         self._membership, self._cluster = self._worker.membership, self._worker.cluster
         self._push_pull = self._worker.push_pull
         gradients, rates = self.sources(self._model, self._groups)

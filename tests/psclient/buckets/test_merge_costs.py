@@ -12,7 +12,7 @@ from tests.psclient.merge_makers import COSTS, make_workload, trace_of
 
 SIZES = [2_000_000, *[500, 500, 300_000] * 15, 1_000_000]
 WORKLOAD = make_workload(SIZES)
-PLANS = [bucketing.layers(len(SIZES)), bucketing.by_size(SIZES, 1_000_000), bucketing.by_size(SIZES, 3_000_000)]
+PLANS = [bucketing.by_size(SIZES, 0), bucketing.by_size(SIZES, 1_000_000), bucketing.by_size(SIZES, 3_000_000)]
 
 
 def samples(rng, count, coefficients, noise):

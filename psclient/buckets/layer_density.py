@@ -7,7 +7,7 @@ from psclient.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class Lags:
+class LayerDensity:
     """Densities by layer (LAGS-SGD: layer-wise adaptive gradient sparsification, Shi et al., 2019).
 
     ::
@@ -48,7 +48,7 @@ class Lags:
             )
 
     def __call__(self, step: int) -> float:
-        """Return the density of layers of which nothing is known yet, at any step."""
+        """Return the density of all layers before costs are measured, at any step."""
         return self.start
 
     def densities(
