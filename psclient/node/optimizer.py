@@ -22,7 +22,6 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
 from psclient.compress.groups import ParamGroups
-from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.engine.checks import RetryGuard, gather
 from psclient.engine.sample_counter import SampleCounter
 from psclient.engine.state import split
@@ -35,9 +34,9 @@ from psclient.errors import (
 )
 from psclient.model.module import describe
 from psclient.model.replica import Replica
-from psclient.node.comm import NodeComm
+from psclient.node.comm import NodeComm, NodeStatus
 from psclient.node.group import leader_settings, unwrap_ddp
-from psclient.node.status import NodeStatus
+from psclient.optim.arguments import check_added, check_step
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
 from psclient.settings import ClientSettings, Server
@@ -190,8 +189,7 @@ class NodeOptimizer(Optimizer):
             SparsepsError: what the leader has met, on every process.
             NodeBrokenError: another process of this node is gone or silent.
         """
-        if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
-            raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
+        check_step(closure, samples)
         if closure is not None and not self._interrupted.matches(self._gradients()):
             with torch.enable_grad():
                 self._loss = closure()
@@ -250,16 +248,8 @@ class NodeOptimizer(Optimizer):
             self._own.add_param_group(param_group)
             return
         super().add_param_group(param_group)
-        if not self._joined:
-            return
-        known = {id(parameter) for parameter in self._model.parameters}
-        try:
-            check_hyperparameters(self.param_groups[-1])
-            if any(id(parameter) not in known for parameter in self.param_groups[-1]["params"]):
-                raise ConfigurationError("a parameter that is not part of the model cannot be added after joining")
-        except ConfigurationError:
-            self.param_groups.pop()
-            raise
+        if self._joined:
+            check_added(self.param_groups, self._model)
 
     # State: each process by itself, since a script saves on one and loads on all
 
@@ -269,16 +259,14 @@ class NodeOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state of the leader over; the other processes take the hyper-parameters of it."""
-        leader = self._own
-        if leader is None:
+        if self._own is None:
             _, plain = split(state_dict, None)
             super().load_state_dict(plain | {"state": {}})
         else:
-            leader.load_state_dict(state_dict)
+            self._own.load_state_dict(state_dict)
             self._share()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be copied or pickled; raises :class:`CopyRefusedError`."""
         raise CopyRefusedError(type(self).__name__)
 
     # Inner parts
@@ -317,16 +305,17 @@ class NodeOptimizer(Optimizer):
         if unfit is not None:
             raise unfit
         self._check_all_do(call, found)
-        met: Exception | None = None
+        met: Exception | None
         if self._comm.is_leader:
             met = self._lead(lambda: work(sum(number for _, number, _ in found)))
         else:
             self._status = NodeStatus.decode(self._comm.broadcast_bytes())
             met = None if self._status.error is None else self._status.error.rebuild()
-        # A process may hold anything before it has joined, and where its script has loaded a model.
+        tensors = self._tensors()
+        # Before it has joined, and where its script has loaded a model, a process may have any values.
         everything = met is None and (call in (_Call.JOIN, _Call.PULL) or any(loaded for _, _, loaded in found))
-        changed = self._status.changed
-        self._comm.broadcast_tensors([t for i, t in enumerate(self._tensors()) if everything or changed >> i & 1])
+        changed = range(len(tensors)) if everything else self._status.changed
+        self._comm.broadcast_tensors([tensors[number] for number in changed])
         if met is not None:
             raise met
         self._replica.accept()
@@ -364,7 +353,7 @@ class NodeOptimizer(Optimizer):
         except BaseException:
             self._comm.close()  # on the way out (SIGTERM, Ctrl-C): the others must know
             raise
-        changed = sum(1 << i for i, tensor in enumerate(tensors) if tensor._version != before[i])
+        changed = [number for number, tensor in enumerate(tensors) if tensor._version != before[number]]
         self._status = NodeStatus.of(self._own, changed, error)
         self._comm.broadcast_bytes(self._status.encode())
         return error
@@ -381,5 +370,4 @@ class NodeOptimizer(Optimizer):
             return
         self.defaults = self._status.defaults
         for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+            group.update(self.defaults | group)

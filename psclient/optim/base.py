@@ -18,7 +18,6 @@ from psclient import settings as client_settings
 from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.plan import BucketPlan
 from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.hyperparameters import check_hyperparameters
 from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.engine.checks import gather, refuse_averaged
 from psclient.engine.first_batches import FirstBatches
@@ -335,13 +334,12 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         has_own_density, number = "density" in param_group, len(self.param_groups)
         super().add_param_group(param_group)
-        try:
-            check_hyperparameters(self.param_groups[-1])
-            if self._joined:
-                check_added(self.param_groups[-1], self._model, self.groups_are_agreed, self._stepper.begun)
-        except ConfigurationError:
-            self.param_groups.pop()
-            raise
+        check_added(
+            self.param_groups,
+            self._model if self._joined else None,
+            are_agreed=self.groups_are_agreed,
+            step_has_begun=self._joined and self._stepper.begun,
+        )
         if has_own_density:
             self._own_density.add(number)
         if self._joined:
