@@ -75,7 +75,7 @@ class CostMeter:
     def _learn_workload(self, trace: Trace) -> None:
         gain, first = _GAIN if self.traces else 1.0, trace.first_gradient
         self._trained, ready, entries = np.zeros((3, len(self._elements)))
-        self._trained[list(trace.elements)] = 1
+        self._trained[list(trace.entries)] = 1
         ready[list(trace.ready)] = [moment - first for moment in trace.ready.values()]
         entries[list(trace.entries)] = list(trace.entries.values())
         self._ready += gain * (ready - self._ready)
@@ -86,18 +86,16 @@ class CostMeter:
 
     def _learn_selecting(self, trace: Trace) -> None:
         """A group's work begins when its gradients are there and the group before it is done."""
-        before = 0.0
+        before = trace.begun
+        self._leads.append(before - trace.opening)
         run = _Run(self._selecting)
-        for number in sorted(trace.done, key=lambda number: trace.done[number]):
+        for number, done in sorted(trace.done.items(), key=lambda group: group[1]):
             ready = trace.group_ready(number)
-            if not before:
-                self._leads.append(trace.begun[number] - trace.opening)
-                before = trace.begun[number]
             if ready > before:
                 run.end()
-            began, before = max(before, ready), trace.done[number]
-            members = [trace.elements[position] for position in trace.groups[number] if position in trace.elements]
-            run.add(1.0, len(members), sum(members), before - began)
+            elements = [self._elements[position] for position in trace.groups[number] if position in trace.entries]
+            run.add(1.0, len(elements), sum(elements), done - max(before, ready))
+            before = done
         run.end()
 
     def _learn_sending(self, timing: PushTiming) -> None:

@@ -9,26 +9,22 @@ import torch
 from psclient.buckets.costs import Timeline
 
 
-@dataclass(slots=True)
 class PushTiming:
-    """One shard's part of a push; lists are by place in its plan.
+    """One shard's part of a push; lists are by place in its plan, which has so many ``groups``.
 
     Attributes:
+        group_bytes: message bytes of each group.
         left: when a group's last message was handed over, seconds after ``opened``; negative for a group without any.
         opened: when the header was handed to the transport, :func:`time.perf_counter`.
         arrived: when a group was whole at the server, seconds after the header was there, on its clock; empty until
             answered, and after a repetition, which shows nothing.
     """
 
-    group_bytes: list[int]
-    left: list[float]
-    opened: float = 0.0
-    arrived: list[float] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, groups: int) -> "PushTiming":
-        """Return the timing of a push of so many groups."""
-        return cls([0] * groups, [-1.0] * groups)
+    def __init__(self, groups: int) -> None:
+        self.group_bytes = [0] * groups
+        self.left = [-1.0] * groups
+        self.opened = 0.0
+        self.arrived: list[float] = []
 
 
 @dataclass(slots=True)
@@ -37,22 +33,20 @@ class Trace:
 
     Attributes:
         opening: when opening it began.
-        begun: when work on a group began, by group.
+        begun: when work on the first group began.
         done: when a group was handed to the transport, by group.
         ready: when gradients were there, by position; empty where all were there before the push.
-        entries: that each tensor sent, by position.
-        elements: of each tensor that had a gradient, by position.
+        entries: that each tensor with a gradient sent, by position.
         shards: for each shard, the place of each group in its plan, and its timing.
         answered: when the last shard had answered; 0 before.
     """
 
     groups: Sequence[range]
     opening: float
-    begun: dict[int, float] = field(default_factory=dict)
+    begun: float = 0.0
     done: dict[int, float] = field(default_factory=dict)
     ready: Mapping[int, float] = field(default_factory=dict)
     entries: dict[int, int] = field(default_factory=dict)
-    elements: dict[int, int] = field(default_factory=dict)
     shards: Sequence[tuple[Mapping[int, int], PushTiming]] = ()
     answered: float = 0.0
 

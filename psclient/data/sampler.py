@@ -17,7 +17,7 @@ from pscore.wire.messages import share_to_messages
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _MOST_SIZE, _MOST_LEASE, _MOST_SEED = 1 << 48, 1 << 24, 1 << 64
-_STRETCH = 1024  # places whose samples are computed at once
+_COMPUTED_AT_ONCE = 1024  # places whose samples are
 _MOST_REJOINS = 20  # in one call; each may wait, so this is a guard against a loop, not a time limit
 
 
@@ -102,9 +102,7 @@ class ElasticSampler(Sampler[int]):
             EpochHeldUpError: others hold samples and have finished none within ``PSCLIENT_PATIENCE_SECONDS``.
             SparsepsError: as :meth:`__iter__`.
         """
-        goal = self._goal
-        if goal is None:
-            goal = self._ask(None).epoch
+        goal = self._lease(None).epoch if self._goal is None else self._goal
         while goal < count:
             pushed = self._push_all()
             more = self._await_samples(goal)
@@ -129,16 +127,15 @@ class ElasticSampler(Sampler[int]):
             ServerUnreachableError: no server within the patience; iterate again to go on, nothing is lost.
             EpochHeldUpError: others hold samples of so many earlier epochs that the server begins no other.
         """
-        self._pass += 1
-        this_pass = self._pass
+        this_pass = self._pass = self._pass + 1
         waiting = self._optimizer._stepper.samples_waiting
         self._undrawn.extendleft(reversed(self._tracker.undraw(self._dataset, waiting)))
         goal = self._goal
         if goal is None:  # begin with the run's epoch, or the one after it where nothing of it is left
-            epoch = self._ask(None).epoch
+            epoch = self._lease(None).epoch
             goal = epoch if self._undrawn else epoch + 1
         while self._replenish(goal):
-            for sample in self._stretch():
+            for sample in self._draw():
                 yield sample
                 if self._pass != this_pass:  # another loop has taken over
                     return
@@ -154,17 +151,17 @@ class ElasticSampler(Sampler[int]):
     def _replenish(self, goal: int) -> bool:
         """Lease more where nothing is undrawn; return whether there is something to draw."""
         if self._is_stale:
-            self._ask(goal, samples=0)
+            self._lease(goal, samples=0)
         if not self._undrawn:
-            granted = self._ask(goal)
-            if not self._undrawn and granted.epoch < goal and not self._optimizer.finished:
-                raise EpochHeldUpError(granted.epoch, granted.samples_elsewhere, 0.0)  # many epochs are unfinished
+            answer = self._lease(goal)
+            if not self._undrawn and answer.epoch < goal and not self._optimizer.finished:
+                raise EpochHeldUpError(answer.epoch, answer.samples_elsewhere, 0.0)  # many epochs are unfinished
         return bool(self._undrawn)
 
-    def _stretch(self) -> Iterator[int]:
-        """Draw the first places of what is undrawn, no more than their samples are computed for."""
+    def _draw(self) -> Iterator[int]:
+        """Draw the first undrawn places, as many as have their samples computed at once."""
         part = self._undrawn[0]
-        places = range(part.start, min(part.end, part.start + _STRETCH))
+        places = range(part.start, min(part.end, part.start + _COMPUTED_AT_ONCE))
         samples = list(places)
         if self._shuffle:
             samples = shuffled(self._size, self._seed, part.epoch, places.start, places.stop)
@@ -180,24 +177,23 @@ class ElasticSampler(Sampler[int]):
 
         Returns whether there were local steps.
         """
-        local = self._optimizer.local_steps > 0
-        if local:
+        has_local_steps = self._optimizer.local_steps > 0
+        if has_local_steps:
             self._optimizer.flush_on_exit()
-        for send in (self._optimizer.pull, self._optimizer.flush):
-            if not self._tracker.is_settled:
-                send()
-        return local
+        if not self._tracker.is_settled:
+            self._optimizer.pull()
+        if not self._tracker.is_settled:
+            self._optimizer.flush()
+        return has_local_steps
 
     def _await_samples(self, goal: int) -> bool:
         """Wait until there are samples of an epoch for this worker, or all that others hold are finished."""
         patience_seconds = self._membership.settings.patience_seconds
         last, since = -1, time.monotonic()
         while not self._undrawn and not self._optimizer.finished:
-            answer = self._ask(goal)
-            if self._undrawn:
+            answer = self._lease(goal)
+            if self._undrawn or not answer.samples_elsewhere:
                 break
-            if not answer.samples_elsewhere:
-                return False
             if answer.samples_elsewhere != last:
                 last, since = answer.samples_elsewhere, time.monotonic()
             elif time.monotonic() - since > patience_seconds:
@@ -205,47 +201,30 @@ class ElasticSampler(Sampler[int]):
             time.sleep(answer.retry_seconds)
         return bool(self._undrawn)
 
-    def _ask(self, goal: int | None, samples: int | None = None) -> pb.LeaseSamplesResponse:
-        """Lease more, and drop what is no longer this worker's."""
-        held = union(self._tracker.unacked(self._dataset), sample_set(self._undrawn))
+    def _lease(self, goal: int | None, samples: int | None = None) -> pb.LeaseSamplesResponse:
+        """Lease more samples, ``lease_samples`` unless told, and drop those that are no longer this worker's."""
+        leased = union(self._tracker.unacked(self._dataset), sample_set(self._undrawn))
         wanted = self._lease_samples if samples is None else samples
-        granted = self._optimizer._worker.run(lambda: self._lease(goal, wanted, held))
-        lost = sample_set(index_ranges(granted.lost))
+        answer = self._optimizer._worker.run(lambda: self._request_lease(goal, wanted, leased))
+        lost = sample_set(index_ranges(answer.lost))
         kept = [
             IndexRange(part.epoch, start, end)
             for part in self._undrawn
             for start, end in Ranges([(part.start, part.end)]) - lost.get(part.epoch, Ranges())
         ]
-        self._undrawn = deque([*kept, *index_ranges(granted.granted)])
-        return granted
+        self._undrawn = deque([*kept, *index_ranges(answer.granted)])
+        return answer
 
-    def _lease(self, epoch: int | None, samples: int, held: SampleSet) -> pb.LeaseSamplesResponse:
-        """Ask shard 0 for samples, and for what has become of those that this worker leases.
+    def _request_lease(self, epoch: int | None, samples: int, leased: SampleSet) -> pb.LeaseSamplesResponse:
+        """Ask shard 0 for samples, and for the fate of those that this worker leases; joins again where that is due.
 
         Args:
             epoch: the newest that is wanted; ``None`` for the newest that has begun.
             samples: at most so many; 0 asks only what is lost.
-            held: everything that this worker leases.
+            leased: everything that this worker leases.
         """
-        for _ in range(_MOST_REJOINS):
-            joins = self._membership.joins
-            answer = self._call(epoch, samples, held)
-            if isinstance(answer, pb.LeaseSamplesResponse):
-                self._joins = joins
-                self._membership.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
-                if any(not 0 < each.count <= self._size - each.start for each in (*answer.granted, *answer.lost)):
-                    address = self._membership.coordinator.address
-                    raise ServerFaultError(f"{address} speaks of samples that {self._dataset!r} does not have")
-                return answer
-            if answer.reason not in REJOIN_REASONS:
-                raise from_refusal(answer)
-            self._membership.join()
-        raise LeaseLostError("the server takes the worker in and refuses it samples again and again")
-
-    def _call(self, epoch: int | None, samples: int, held: SampleSet) -> pb.LeaseSamplesResponse | Rejected:
-        coordinator = self._membership.coordinator
+        membership, coordinator = self._membership, self._membership.coordinator
         request = pb.LeaseSamplesRequest(
-            identity=self._membership.identity,
             dataset=self._dataset,
             size=self._size,
             seed=self._seed,
@@ -253,10 +232,24 @@ class ElasticSampler(Sampler[int]):
             has_epoch=epoch is not None,
             epoch=epoch or 0,
             samples=samples,
-            held=share_to_messages(held),
+            held=share_to_messages(leased),
         )
-        return coordinator.connection.call(
-            self._membership.policy(coordinator),
-            lambda seconds: coordinator.connection.stub.LeaseSamples.future(request, timeout=seconds),
-            lambda call: call.result(),
-        )
+        for _ in range(_MOST_REJOINS):
+            joins = membership.joins
+            request.identity.CopyFrom(membership.identity)
+            answer: pb.LeaseSamplesResponse | Rejected = coordinator.connection.call(
+                membership.policy(coordinator),
+                lambda seconds: coordinator.connection.stub.LeaseSamples.future(request, timeout=seconds),
+                lambda call: call.result(),
+            )
+            if isinstance(answer, pb.LeaseSamplesResponse):
+                self._joins = joins
+                membership.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
+                if any(not 0 < each.count <= self._size - each.start for each in (*answer.granted, *answer.lost)):
+                    address = coordinator.address
+                    raise ServerFaultError(f"{address} speaks of samples that {self._dataset!r} does not have")
+                return answer
+            if answer.reason not in REJOIN_REASONS:
+                raise from_refusal(answer)
+            membership.join()
+        raise LeaseLostError("the server takes the worker in and refuses it samples again and again")

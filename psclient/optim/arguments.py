@@ -59,13 +59,9 @@ def check_step(closure: object, samples: object) -> None:
 def check_added(
     groups: list[dict[str, Any]], model: TrainedModel | None, *, are_agreed: bool = False, step_has_begun: bool = False
 ) -> None:
-    """Remove the last group, and raise :class:`ConfigurationError`, where it is not one for this worker.
+    """Remove the last group, and raise :class:`ConfigurationError`, where a worker cannot train it.
 
-    Args:
-        groups: the optimizer's.
-        model: of a worker that has joined its run; ``None`` before.
-        are_agreed: whether the server's optimizer has the groups, too.
-        step_has_begun: whether backward has submitted gradients.
+    ``model`` is ``None`` before the worker joins its run; the server's optimizer has groups that ``are_agreed``, too.
     """
     try:
         check_hyperparameters(groups[-1])

@@ -44,8 +44,7 @@ class DGS(ParameterServerOptimizer):
         density: Density = 0.01,
         **connection: Any,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, density, **connection)
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, density, **connection)
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse:

@@ -40,6 +40,5 @@ class GradientDropping(ParameterServerOptimizer):
     def accumulate(state: State, group: Group, step: Step) -> Sparse:
         """``r += lr·(g + wd·θ)``."""
         lr, wd = group["lr"], group["weight_decay"]
-        return Sparse(
-            memory(state, "residual", step.gradient), GradientUpdate(step.gradient, lr, step.parameters, lr * wd)
-        )
+        r = memory(state, "residual", step.gradient)
+        return Sparse(r, GradientUpdate(step.gradient, lr, step.parameters, lr * wd))

@@ -10,7 +10,7 @@ from psclient.compress.method import memory
 from psclient.engine.checks import RetryGuard, finite, gather
 from psclient.engine.step import GradientScale, Stepper
 from psclient.engine.worker import Worker
-from psclient.errors import NonFiniteGradientError, ServerUnreachableError, SparsepsError
+from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError, SparsepsError
 from psclient.model.module import TrainedModel
 
 log = logging.getLogger("psclient")
@@ -57,6 +57,8 @@ class LocalSteps:
 
     def step(self, samples: int | None, scale: GradientScale) -> None:
         """Take a local step, and after ``sync_every`` of them push."""
+        if samples is not None:
+            raise ConfigurationError("Outer counts samples at the calls of model=; leave samples out")
         gradients = self._gradients()
         self._settle()
         if self._retry_guard.matches(gradients):
@@ -77,11 +79,11 @@ class LocalSteps:
     def flush(self) -> None:
         """Push what the local steps have done so far and everything that this worker still holds, at density 1."""
         self._settle()
-        samples = self._trained_samples if self.local_steps else 0
+        samples = 0
         if self.local_steps:
-            self._into_residuals(self._ahead())
+            samples = self._trained_samples
+            self._move_to_residuals()
         self._stepper.flush(samples)
-        self._trained_samples = 0
 
     def flush_on_exit(self) -> None:
         """Push what the local steps have done so far, as after ``sync_every`` of them, and take the answer over.
@@ -134,8 +136,9 @@ class LocalSteps:
         self._worker.cluster.replica.accept()
         self.local_steps = 0
 
-    def _into_residuals(self, ahead: Deltas) -> None:
-        """Undo the local steps, and put them into the residuals."""
+    def _move_to_residuals(self) -> None:
+        """Undo the local steps, and add their differences to the residuals."""
+        ahead = self._ahead()
         try:
             finite(self._model, ahead)
         finally:

@@ -42,8 +42,9 @@ class Outer(ParameterServerOptimizer):
     mean. The default is for that; DiLoCo has ``("SGD", {"lr": 0.7, "momentum": 0.9, "nesterov": True})`` with
     ``rounds=psclient.Rounds()``.
 
-    In a training loop it stands where the inner optimizer stood. The param groups are the inner optimizer's, so a rate
-    set there is the inner one, and a scheduler may be built on either::
+    In a training loop it stands where the inner optimizer stood; samples are counted at the calls of ``model``. The
+    param groups are the inner optimizer's, so a rate set there is the inner one, and a scheduler may be built on
+    either::
 
         inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = psclient.Outer(inner, sync_every=50, model=model, server="host:50051", rounds=psclient.Rounds())
@@ -58,7 +59,10 @@ class Outer(ParameterServerOptimizer):
         **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`; ``overlap`` is not to be had.
 
     Raises:
-        ConfigurationError: a value is out of its range, or the inner optimizer cannot step without a closure.
+        ConfigurationError: a value is out of its range, or the inner optimizer cannot step without a closure; in
+            ``step()``, ``samples`` is given.
+        NonFiniteGradientError: in ``step()``: the local steps have led to a parameter that is not finite; they are
+            undone.
         RefusedError: the server does not know the outer optimizer, or torch does not take the options.
     """
 
@@ -98,7 +102,7 @@ class Outer(ParameterServerOptimizer):
                 "that learns nothing with several; pass rounds=psclient.Rounds(), or leave momentum out",
                 options["momentum"],
             )
-        self.inner_optimizer, self.sync_every = inner_optimizer, sync_every
+        self.inner_optimizer = inner_optimizer
         self._lr = float(options.get("lr", options_of(optimizer)[1]))
         self.server_remembers = optimizer != "SGD" or bool(options.get("momentum"))
         self._deltas: Deltas = {}
@@ -137,25 +141,6 @@ class Outer(ParameterServerOptimizer):
     def lr(self) -> float:
         """Learning rate of the server's step, agreed by all workers; those of ``param_groups`` are the inner ones."""
         return self._lr
-
-    def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
-        """Take a local step, and every ``sync_every`` of them push and take the server's answer over.
-
-        Args:
-            closure: recomputes the loss; see :meth:`ParameterServerOptimizer.step`.
-            samples: not to be given: samples are counted at the calls of ``model``.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            NonFiniteGradientError: the local steps have led to a parameter that is not finite; they are undone.
-            ServerUnreachableError: no server within the patience; call again to go on, nothing is lost.
-            RunFinishedError: the run was over before this push.
-        """
-        if samples is not None:
-            raise ConfigurationError("Outer counts samples at the calls of model=; leave samples out")
-        return super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outer state as any method's, and the inner optimizer's under ``inner``.

@@ -1,4 +1,4 @@
-"""What several methods' formulas share: weight decay, local momentum, and sending a tensor whole."""
+"""Formulas that several methods share: weight decay, local momentum, and sending a tensor whole."""
 
 import torch
 
@@ -16,6 +16,14 @@ def momentum(state: State, group: Group, g: torch.Tensor) -> torch.Tensor:
     """Return ``u = m·u + g``, which is the state's memory; ``g`` itself at ``m = 0``."""
     m = group["momentum"]
     return memory(state, "momentum", g).mul_(m).add_(g) if m else g
+
+
+def momentum_corrected(state: State, group: Group, step: Step) -> Sparse:
+    """Send the top ρ of ``lr·|r|`` after ``u = m·u + (g + wd·θ);  r += u`` (DGC, equation 4)."""
+    u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
+    wd, m = group["weight_decay"], group["momentum"]
+    added = GradientUpdate(step.gradient, 1.0, step.parameters, wd, momentum=u, factor=m)
+    return Sparse(r, added, unit=group["lr"])
 
 
 def whole(state: State, d: torch.Tensor, rate: float = 1.0) -> Whole:

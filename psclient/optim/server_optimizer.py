@@ -141,14 +141,13 @@ def _options(groups: Sequence[Mapping[str, Any]], known: frozenset[str]) -> list
 
 
 def _rates(groups: ParamGroups, known: frozenset[str], agreed: Sequence[Mapping[str, Any]]) -> Rates:
-    for number, (now, then) in enumerate(zip(_options(groups.all, known), agreed, strict=True)):
+    for number, (group, now, then) in enumerate(zip(groups.all, _options(groups.all, known), agreed, strict=True)):
         if now != then:
             changed = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
             raise ConfigurationError(
                 f"{', '.join(changed)} of param group {number} is not what the server's optimizer was made with, and "
                 "only lr can be changed in a run: set it back, or begin another run with it"
             )
-    for number, group in enumerate(groups.all):
         check_hyperparameters({"lr": group["lr"]})
         if not float(group["lr"]) <= LARGEST_RATE:
             raise ConfigurationError(

@@ -83,7 +83,7 @@ class WAGMA(ParameterServerOptimizer):
         """``lr·u``, whole or into the residual."""
         g = decayed(group, step)
         u = momentum(state, group, g)
-        way = g.add(u, alpha=group["momentum"]) if group["nesterov"] else u
+        direction = g.add(u, alpha=group["momentum"]) if group["nesterov"] else u
         if group["density"] < 1:
-            return Sparse(memory(state, "residual", g), GradientUpdate(group["lr"] * way, 1.0))
-        return whole(state, way, group["lr"])
+            return Sparse(memory(state, "residual", g), GradientUpdate(group["lr"] * direction, 1.0))
+        return whole(state, direction, group["lr"])

@@ -124,7 +124,7 @@ class ShardClient:
         self.unacked: PushPart | None = None
         self.readable: frozenset[int] = frozenset()
         self.downlink = Bandwidth()
-        self.timing = PushTiming.of(0)
+        self.timing = PushTiming(0)
         self.outgoing = StreamCall(settings.deadline_seconds)
         self.sent_model: tuple[int, int] | None = None
         self._settings = settings
@@ -186,7 +186,7 @@ class ShardClient:
         header.generation = self.generation  # read once: a fetch on another thread may join again
         header.base_version = self.version
         header.plan.extend(pb.Group(start=group.start, length=group.length) for group in plan)
-        self.timing = PushTiming.of(len(plan))
+        self.timing = PushTiming(len(plan))
         self.unacked = PushPart(header.generation, trace=tracing.begin("push", shard=self.index))
         self._queue = queue.SimpleQueue()
         self._streamed = self._start_push(iter(self._queue.get, None), idle_seconds, self.unacked.trace)

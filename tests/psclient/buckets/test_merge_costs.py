@@ -110,7 +110,7 @@ def test_a_link_that_becomes_slow_is_noticed_within_twenty_steps():
 def test_a_tensor_without_a_gradient_costs_nothing():
     meter = CostMeter(np.array(SIZES, dtype=float))
     trace = trace_of(PLANS[0], WORKLOAD, COSTS)
-    del trace.elements[0], trace.entries[0]
+    del trace.entries[0]
     meter.learn(trace)
     assert meter.workload.tensors[-1] == meter.workload.elements[-1] == meter.workload.nbytes[-1] == 0
 
