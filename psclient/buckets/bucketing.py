@@ -42,8 +42,8 @@ def cuts_of(groups: Sequence[range]) -> Cuts:
 def parts(elements: Floats, most: int) -> Cuts:
     """Return cuts of which there are about ``most`` at most: each tensor, or small neighbours together.
 
-    Planning takes time that grows with the square of their number, and what is lost is a cut between two tensors that
-    together are ``1/most`` of the model.
+    The time of planning grows with the square of their number; lost is a cut between two tensors that together are
+    ``1/most`` of the model.
     """
     least = elements.sum() / most if len(elements) > most else 0.0
     return cuts_of(by_size(elements[::-1].tolist(), least))

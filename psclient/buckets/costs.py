@@ -1,4 +1,4 @@
-"""What a step has to send, tensor by tensor in the order in which gradients come, and what that costs."""
+"""Costs of a push, and its workload, tensor by tensor in the order in which gradients come."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Cuts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Costs:
-    """What groups cost; seconds, and seconds an item.
+    """Costs of groups; seconds, and seconds an item.
 
     ::
 

@@ -123,13 +123,13 @@ class CostMeter:
 class RecursiveLeastSquares:
     """Fits ``y ≈ coefficients · features``, coefficients ≥ 0, to samples of which recent ones count most.
 
-    Large errors are clipped: times on a busy machine have a long tail. What is forgotten is bounded: a direction that
-    no sample shows keeps what was known of it.
+    Large errors are clipped: times on a busy machine have a long tail. Forgetting is bounded: a direction that no
+    sample shows keeps its estimate.
 
     Args:
         guess: coefficients before the first sample.
         spread: how far off each guess may be.
-        error: what a sample is off by, about, in units of ``y``: how fast the guesses are given up.
+        error: of a usual sample, in units of ``y``: how fast the guesses are given up.
     """
 
     def __init__(self, guess: Sequence[float], spread: Sequence[float], error: float) -> None:
@@ -155,7 +155,7 @@ class RecursiveLeastSquares:
         return np.asarray(np.maximum(theta, 0.0) * self._scale)
 
     def fade(self) -> None:
-        """Let what was seen so far count less: once a step, since steps differ in their number of samples."""
+        """Let earlier samples count less: once a step, since steps differ in their number of samples."""
         self._covariance = self._covariance / self._keep
         if float(self._covariance.diagonal().max()) > 1.0:
             lengths, axes = np.linalg.eigh(self._covariance)

@@ -19,17 +19,17 @@ class PlannedGroup:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What :attr:`optimizer.plan` returns; ``str(plan)`` is a table.
+    """The value of :attr:`optimizer.plan`; ``str(plan)`` is a table.
 
     Attributes:
-        rule: what made it, as in the setting ``merge``; ``elements`` while another rule still measures.
+        rule: that made it, as in the setting ``merge``; ``elements`` while another rule still measures.
         groups: in the order of sending.
         predicted_exposed: seconds from the last gradient to the answer; ``None`` before costs are measured.
         measured_exposed: median over the last steps with this plan; ``None`` before the first.
         steps: how many those are.
-        costs: what it was predicted from.
+        costs: behind the prediction.
         planned: how many times a plan was made so far.
-        planning_seconds: what making this one took.
+        planning_seconds: of making this plan.
     """
 
     rule: str

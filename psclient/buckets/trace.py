@@ -111,7 +111,7 @@ class GradientClock:
     def take(self) -> dict[int, float]:
         """Return the moments by position (:func:`time.perf_counter`), and begin with the next step.
 
-        On a GPU this waits for what was launched; call it when the gradients have been sent, so that nothing is left.
+        On a GPU this waits for all launched work; call it when the gradients have been sent, so that none is left.
         """
         moments, events = self._moments, self._events
         self._moments, self._events = {}, {}

@@ -35,7 +35,7 @@ class ElasticSampler(Sampler[int]):
 
     A worker leases places of the epoch's order from shard 0, and asks for more when they are drawn. A sample is
     finished when the push of the step that trained it is applied. What a worker that dies or leaves has not finished
-    goes to the others. ``docs/elastic.md`` says what is promised.
+    goes to the others. The promises: ``docs/elastic.md``.
 
     There is no ``len()``: how many samples come to this worker depends on the others.
 
@@ -107,7 +107,7 @@ class ElasticSampler(Sampler[int]):
             pushed = self._push_all()
             more = self._await_samples(goal)
             if (pushed or self._optimizer._rounds is not None) and not self._optimizer.finished:
-                self._optimizer.pull()  # what was flushed, and the rounds of those who had more samples
+                self._optimizer.pull()  # the flushed residuals, and the rounds of workers that had more samples
             if more:
                 self._goal = goal
                 yield goal
@@ -173,7 +173,7 @@ class ElasticSampler(Sampler[int]):
             yield sample
 
     def _push_all(self) -> bool:
-        """End the last push, and send again what was refused, so that nobody waits for this worker.
+        """End the last push, and send refused parts again, so that nobody waits for this worker.
 
         Returns whether there were local steps.
         """
@@ -216,7 +216,7 @@ class ElasticSampler(Sampler[int]):
         return answer
 
     def _request_lease(self, epoch: int | None, samples: int, leased: SampleSet) -> pb.LeaseSamplesResponse:
-        """Ask shard 0 for samples, and for the fate of those that this worker leases; joins again where that is due.
+        """Ask shard 0 for samples, and which of those leased are lost; join again where that is due.
 
         Args:
             epoch: the newest that is wanted; ``None`` for the newest that has begun.

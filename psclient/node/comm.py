@@ -1,8 +1,8 @@
 """Messages and tensors between the processes of a node.
 
 Messages travel over a gloo group of their own, with a time limit of its own: a follower waits there for as long as its
-leader waits for a server, which the group that averages gradients should not have to allow. Tensors travel in the
-latter, which can carry them on whatever device they are.
+leader waits for a server, which is too long for the group that averages gradients. Tensors travel in the latter, whose
+backend fits their device.
 """
 
 import json
@@ -52,11 +52,11 @@ class RemoteError:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """What every process of a node knows: attributes of the leader's optimizer.
+    """State that every process of a node has: attributes of the leader's optimizer, sent after each call.
 
     Attributes:
         changed: the numbers of the tensors that the call has changed.
-        error: what the call met; ``None`` where all went well.
+        error: of the call; ``None`` after a success.
     """
 
     version: int = 0

@@ -3,7 +3,7 @@
 The leader, rank 0 of the node's group, owns the optimizer that has joined; the others own the same param groups and
 nothing else. Every call that reaches the server is made by all of them together::
 
-    every process   what is called, samples of its own  ──▶  all
+    every process   the call's name, its own samples    ──▶  all
     leader          the call itself                          (the others wait)
     leader          where the run is, or the error      ──▶  the others, who raise it too
     leader          the tensors that have changed       ──▶  the others
@@ -131,12 +131,12 @@ class NodeOptimizer(Optimizer):
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks to the server."""
+        """Whether this process calls the server."""
         return self._comm.is_leader
 
     @property
     def report(self) -> StepReport:
-        """What the node's last step did."""
+        """The report of the node's last step."""
         return self._status.report
 
     @property
@@ -186,7 +186,7 @@ class NodeOptimizer(Optimizer):
             What the closure returned.
 
         Raises:
-            SparsepsError: what the leader has met, on every process.
+            SparsepsError: the leader's error, on every process.
             NodeBrokenError: another process of this node is gone or silent.
         """
         check_step(closure, samples)
@@ -211,7 +211,7 @@ class NodeOptimizer(Optimizer):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Push everything that the leader still holds; see the method's ``flush()``."""
+        """Push the leader's residuals; see the method's ``flush()``."""
         self._call(_Call.FLUSH, 0, lambda _: self._leader.flush())
 
     @torch.no_grad()
@@ -242,7 +242,7 @@ class NodeOptimizer(Optimizer):
         """Add a group, on every process; its parameters must belong to ``model``.
 
         Raises:
-            ConfigurationError: a parameter is not part of what was joined with, or a value is out of its range.
+            ConfigurationError: a parameter is not part of the model that joined, or a value is out of its range.
         """
         if self._joined and self._own is not None:
             self._own.add_param_group(param_group)
@@ -258,7 +258,7 @@ class NodeOptimizer(Optimizer):
         return super().state_dict() if self._own is None else self._own.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state of the leader over; the other processes take the hyper-parameters of it."""
+        """Load a state of the leader; the other processes load its hyper-parameters."""
         if self._own is None:
             _, plain = split(state_dict, None)
             super().load_state_dict(plain | {"state": {}})
@@ -281,11 +281,11 @@ class NodeOptimizer(Optimizer):
         return gather(self._model, ParamGroups(self.param_groups), range(len(self._model.parameters)))
 
     def _call(self, call: _Call, value: int, work: Callable[[int], None]) -> None:
-        """Make a call together; every process raises the error that the leader has met.
+        """Make a call together; every process raises the leader's error.
 
         Args:
             call: which.
-            value: for a join, what must be the same on all; for a step, what is summed over all.
+            value: for a join, the model's fingerprint, equal on all; for a step, samples, which are summed.
             work: does it, given the sum; called on the leader only.
 
         Raises:

@@ -19,7 +19,7 @@ class ASGD(ParameterServerOptimizer):
         u = m·u + (g + wd·θ)                 # m = 0: u = g + wd·θ
         send d = lr·u
 
-    What does not arrive, a refused push or a quantisation error, is carried to the next push.
+    A refused push and a quantisation error are added to the next push.
 
     Args:
         params: parameters or param groups.
@@ -39,5 +39,5 @@ class ASGD(ParameterServerOptimizer):
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Whole:
-        """``u = m·u + (g + wd·θ);  d = lr·u``, and what is carried, in the residual."""
+        """``u = m·u + (g + wd·θ);  d = lr·u``, plus the residual of earlier pushes."""
         return whole(state, momentum(state, group, decayed(group, step)), group["lr"])

@@ -44,7 +44,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         defaults: the method's hyper-parameters.
         density: see :data:`Density`. A function leaves groups alone that were given a density of their own.
         agreed: the method's settings in which all workers must agree, beside the common ones.
-        model: the module that the parameters belong to: gives tensors their names, and buffers and samples their due.
+        model: the module that the parameters belong to: names the tensors, and has the buffers and the
+            calls at which samples are counted.
             Without it, tensors have the names of ``model.named_parameters()`` where ``params`` has these, else they are
             named by position, and buffers stay local.
         server: ``HOST:PORT`` of each shard in order (a list, or one string with commas or a range as ``{0..3}``), one
@@ -54,9 +55,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
         overlap: push while backward goes on, and fetch the reply while the next step computes: every gradient is one
             step staler, and gradients must not be touched between ``backward()`` and ``step()``.
         rounds: train synchronously; the default is to apply each push as it comes.
-        on_load: what becomes of a model that the script loads into the worker later. While nobody has pushed to the
-            run, it is what the run begins with. Then ``"error"`` (the default) raises ``ModelLoadedError``,
-            ``"server"`` takes the server's parameters in its place, and ``"replace"`` gives it to all workers.
+        on_load: the rule for a model that the script loads into the worker later. The run begins with this model if
+            nobody has pushed yet. Afterwards ``"error"`` (the default) raises ``ModelLoadedError``, ``"server"``
+            replaces the loaded model by the server's, and ``"replace"`` sends it to all workers.
         settings: everything else about the connection.
 
     Raises:
@@ -67,7 +68,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
     momentum_is_torchs: ClassVar[bool] = False
     """Whether ``state[parameter]["momentum"]`` is what ``torch.optim.SGD`` keeps as ``momentum_buffer``."""
     server_remembers: bool = False
-    """Whether the server's optimizer has a memory, which no state of a worker holds."""
+    """Whether the server's optimizer has a state, which no state dict of a worker contains."""
     groups_are_agreed: ClassVar[bool] = False
     """Whether the server's optimizer has the param groups, too."""
     asynchronous: ClassVar[bool] = True
@@ -140,7 +141,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``torch.amp.GradScaler`` asks before it unscales: with overlap too late, and nothing would tell."""
+        """``torch.amp.GradScaler`` reads this before it unscales; refused where overlap has sent the gradients."""
         if self._stepper.overlaps:
             raise ConfigurationError(
                 "GradScaler unscales gradients after backward(), and with overlap=True they have left by then; leave "
@@ -167,7 +168,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return common | ({"rounds": self._rounds.agreed()} if self._rounds is not None else {}) | self._agreed
 
     def sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
-        """Return what collects a push's gradients, and what its rates; neither may refer to the optimizer."""
+        """Return the functions that collect a push's gradients and its rates; neither may refer to the optimizer."""
         return partial(gather, model, groups), groups.rates
 
     def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
@@ -181,7 +182,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     @property
     def report(self) -> StepReport:
-        """What the last step did."""
+        """The report of the last step."""
         return self._stepper.report
 
     @property
@@ -270,7 +271,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 self._loss = closure()
         self._worker.run(lambda: self._steps.step(samples, self.gradient_scale))
-        self._steps.completed()  # not in the thread: a step that ended unseen by its caller is the same still
+        self._steps.completed()  # not in the thread: a step whose end its caller has not seen must be completed again
         loss, self._loss = self._loss, None
         return loss
 
@@ -283,7 +284,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return self._stepper.accumulating()
 
     def flush(self) -> None:
-        """Push everything that this worker still holds, at density 1; :meth:`pull` brings it back into the parameters.
+        """Push all residuals whole, at density 1; :meth:`pull` brings them back into the parameters.
 
         Raises:
             ServerUnreachableError: no server within the patience.
@@ -291,7 +292,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._worker.run(self._steps.flush)
 
     def flush_on_exit(self) -> None:
-        """Push what a worker should leave behind when it goes, or waits for others: :meth:`flush`, or local steps.
+        """Push the rest before this worker leaves or waits for others: by :meth:`flush`, or the local steps.
 
         Raises:
             ServerUnreachableError: no server within the patience.
@@ -330,7 +331,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """Add a group, as for any torch optimizer; after joining, its parameters must belong to ``model``.
 
         Raises:
-            ConfigurationError: a parameter is not part of what was joined with, or a value is out of its range.
+            ConfigurationError: a parameter is not part of the model that joined, or a value is out of its range.
         """
         has_own_density, number = "density" in param_group, len(self.param_groups)
         super().add_param_group(param_group)
@@ -377,7 +378,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take residuals and hyper-parameters over.
 
-        Residuals that are older than the last push that the server has applied from this worker hold gradients that
+        Residuals that are older than the last push that the server has applied from this worker contain gradients that
         were sent since; they are dropped, with a warning. A state of ``torch.optim.SGD`` gives its rates and weight
         decay, and its momentum where the method has the same.
 
@@ -389,7 +390,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         mark, plain = split(state_dict, self.name)
         if mark is None:
             plain = self._from_torch(plain)
-        self._worker.always(self._stepper.rest)  # a push that is applied later would count beside what is loaded
+        self._worker.always(self._stepper.rest)  # a push that is applied later would count beside the loaded residuals
         super().load_state_dict(plain)
         self._groups.assign(self.param_groups)
         self._worker.compressor.memories = self.state  # torch has put a new dict in the place of the old one

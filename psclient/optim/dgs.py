@@ -48,7 +48,7 @@ class DGS(ParameterServerOptimizer):
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse:
-        """``r += lr·(g + wd·θ)``; what is sent leaves ``m`` of itself."""
+        """``r += lr·(g + wd·θ)``; ``m`` times the sent entry remains."""
         lr, wd, m = group["lr"], group["weight_decay"], group["momentum"]
         r = memory(state, "residual", step.gradient)
         return Sparse(r, GradientUpdate(step.gradient, lr, step.parameters, lr * wd), keep=m)

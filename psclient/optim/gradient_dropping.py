@@ -11,7 +11,7 @@ from pscore.select.kernels.base import GradientUpdate
 
 
 class GradientDropping(ParameterServerOptimizer):
-    """Gradient Dropping: what is not sent stays in a residual; no momentum.
+    """Gradient Dropping: unsent values stay in a residual; no momentum.
 
     Per tensor::
 

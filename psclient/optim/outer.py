@@ -32,7 +32,7 @@ class Outer(ParameterServerOptimizer):
     DiLoCo (Douillard et al., 2023; arXiv 2311.08105), and with a density below 1 SparseLoCo (arXiv 2508.15706). Per
     tensor, every ``H`` steps::
 
-        Δ = θ_start − θ_local                       # what the inner optimizer has done, as a descent direction
+        Δ = θ_start − θ_local                       # the way of the inner optimizer, as a descent direction
         e = β·e + Δ
         send s = Q(p) of p = top ρ of |e|;  e[sent] = 0
         server: one step of the outer optimizer with s (per round: the mean of s) as its gradient
@@ -55,8 +55,8 @@ class Outer(ParameterServerOptimizer):
             {"lr": 0.7})``; ``None`` for plain averaging. Momentum is for rounds.
         sync_every: ``H``, local steps from one push to the next.
         density: ``ρ``; a number, or a function of the number of the push.
-        decay: ``β``, what is left of the error of the last push; 1 loses nothing.
-        **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`; ``overlap`` is not to be had.
+        decay: ``β``, the share of the last push's error that is kept; 1 loses nothing.
+        **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`; without ``overlap``.
 
     Raises:
         ConfigurationError: a value is out of its range, or the inner optimizer cannot step without a closure; in
@@ -134,7 +134,7 @@ class Outer(ParameterServerOptimizer):
         return super().agreed_settings() | {"groups": as_json([{"tensors": trained, "options": {}}], "param groups")}
 
     def sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
-        """What is pushed are the differences, which carry no rate."""
+        """A push has the differences, which carry no rate."""
         return partial(_among, self._deltas), partial(Rates, 1.0)
 
     @property
@@ -150,7 +150,7 @@ class Outer(ParameterServerOptimizer):
         return super().state_dict() | {"inner": self.inner_optimizer.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take both optimizers' states over."""
+        """Load both optimizers' states."""
         outer = {name: value for name, value in state_dict.items() if name != "inner"}
         if "inner" not in state_dict:
             raise ConfigurationError(
@@ -188,7 +188,7 @@ def _among(deltas: Deltas, positions: range) -> dict[int, torch.Tensor]:
 
 
 def _follow(outer: "weakref.ref[Outer]", inner: Optimizer) -> None:
-    """Let an outer optimizer have the groups that its inner one has loaded."""
+    """Set the groups of an outer optimizer to those that its inner one has loaded."""
     found = outer()
     if found is not None:
         found.param_groups = inner.param_groups

@@ -24,7 +24,7 @@ _WORKERS_OWN = frozenset(
     {"params", "param_names", "name", "density", "lr_scale", "initial_lr", "max_lr", "min_lr"}
     | {"swa_lr", "fused", "foreach", "capturable", "differentiable"}
 )
-"""What a param group may have that is of no use to the server: names, what schedulers keep, how torch computes."""
+"""Keys of param groups that the server does not use: names, state of schedulers, ways to compute."""
 
 
 class ServerOptimizer(ParameterServerOptimizer):
@@ -40,7 +40,7 @@ class ServerOptimizer(ParameterServerOptimizer):
     of a sparse push are gradients of zero, so a step changes everything and replies are best cut to their largest
     differences, which the server's ``--down-mode auto`` does by itself then; ``lazy`` touches only what was sent.
 
-    The param groups have the learning rate, ``lr``, and each push takes it along: the server steps at it. So a rate set
+    The param groups have the learning rate, ``lr``, and each push carries it: the server steps at it. So a rate set
     by hand and a scheduler on the worker work as for any torch optimizer, and act on this worker's pushes; a round is
     stepped at the mean of its workers' rates. A ``scheduler`` that is named here is the server's, one for all workers;
     where a worker's rate differs from the agreed one, the scheduled rate is multiplied by the ratio of both. The other
@@ -135,7 +135,7 @@ class ServerOptimizer(ParameterServerOptimizer):
 
 
 def _options(groups: Sequence[Mapping[str, Any]], known: frozenset[str]) -> list[dict[str, Any]]:
-    """Return what each group has of its own for the server's optimizer, but for the rate."""
+    """Return each group's own options for the server's optimizer, without the rate."""
     sent = known - _WORKERS_OWN - {"lr"}
     return [{name: value for name, value in group.items() if name in sent} for group in groups]
 
