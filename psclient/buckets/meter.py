@@ -124,12 +124,8 @@ class RecursiveLeastSquares:
     """Fits ``y ≈ coefficients · features``, coefficients ≥ 0, to samples of which recent ones count most.
 
     Large errors are clipped: times on a busy machine have a long tail. Forgetting is bounded: a direction that no
-    sample shows keeps its estimate.
-
-    Args:
-        guess: coefficients before the first sample.
-        spread: how far off each guess may be.
-        error: of a usual sample, in units of ``y``: how fast the guesses are given up.
+    sample shows keeps its estimate. Before the first sample coefficients are a ``guess`` that may be off by ``spread``;
+    ``error`` of a usual sample, in units of ``y``, says how fast guesses are given up.
     """
 
     def __init__(self, guess: Sequence[float], spread: Sequence[float], error: float) -> None:

@@ -90,9 +90,8 @@ class Trace:
 class GradientClock:
     """Notes when each gradient of a step is ready; on a GPU that is later than when its hook runs.
 
-    Args:
-        device: the GPU that all gradients are on; ``None`` where they are on the host, or on several GPUs, whose clocks
-            cannot be compared: then a hook's moment stands for its gradient's.
+    ``device`` is the GPU of all gradients; ``None`` where they are on the host, or on several GPUs, whose clocks cannot
+    be compared: then a hook's moment stands for its gradient's.
     """
 
     def __init__(self, device: torch.device | None) -> None:

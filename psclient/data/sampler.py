@@ -216,12 +216,9 @@ class ElasticSampler(Sampler[int]):
         return answer
 
     def _request_lease(self, epoch: int | None, samples: int, leased: SampleSet) -> pb.LeaseSamplesResponse:
-        """Ask shard 0 for samples, and which of those leased are lost; join again where that is due.
+        """Ask shard 0 for so many samples at most, and which of those leased are lost; join again where that is due.
 
-        Args:
-            epoch: the newest that is wanted; ``None`` for the newest that has begun.
-            samples: at most so many; 0 asks only what is lost.
-            leased: everything that this worker leases.
+        ``epoch`` is the newest that is wanted; ``None`` for the newest that has begun.
         """
         membership, coordinator = self._membership, self._membership.coordinator
         request = pb.LeaseSamplesRequest(

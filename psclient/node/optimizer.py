@@ -283,14 +283,9 @@ class NodeOptimizer(Optimizer):
     def _call(self, call: _Call, value: int, work: Callable[[int], None]) -> None:
         """Make a call together; every process raises the leader's error.
 
-        Args:
-            call: which.
-            value: for a join, the model's fingerprint, equal on all; for a step, samples, which are summed.
-            work: does it, given the sum; called on the leader only.
-
-        Raises:
-            ConfigurationError: the processes make different calls, or have different models.
-            NodeBrokenError: one of them is gone, silent, or cannot take part.
+        ``value`` is the model's fingerprint for a join, samples for a step, which are summed. The leader alone calls
+        ``work``, with the sum. :class:`ConfigurationError` where the processes make different calls or have different
+        models; :class:`NodeBrokenError` where one is gone, silent, or cannot take part.
         """
         if self._closed:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")

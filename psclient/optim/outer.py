@@ -23,7 +23,6 @@ from psclient.optim.recurrences import unscaled
 log = logging.getLogger("psclient")
 
 DEFAULT_OUTER: Description = ("SGD", {"lr": 0.7})
-PLAIN_AVERAGING: Description = ("SGD", {"lr": 1.0})
 
 
 class Outer(ParameterServerOptimizer):
@@ -171,7 +170,9 @@ class Outer(ParameterServerOptimizer):
 
 def _described(outer_optimizer: Description | None) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the options of an outer optimizer."""
-    match PLAIN_AVERAGING if outer_optimizer is None else outer_optimizer:
+    match outer_optimizer:
+        case None:
+            return "SGD", {"lr": 1.0}
         case str() as name:
             return name, {}
         case (str() as name, Mapping() as options):
