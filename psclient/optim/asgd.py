@@ -6,7 +6,7 @@ from torch.optim.optimizer import ParamsT
 
 from psclient.compress.method import Group, State, Step, Whole
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import decayed, momentum, whole
+from psclient.optim.recurrences import local_momentum, send_whole, with_decay
 
 
 class ASGD(ParameterServerOptimizer):
@@ -40,4 +40,4 @@ class ASGD(ParameterServerOptimizer):
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Whole:
         """``u = m·u + (g + wd·θ);  d = lr·u``, plus the residual of earlier pushes."""
-        return whole(state, momentum(state, group, decayed(group, step)), group["lr"])
+        return send_whole(state, local_momentum(state, group, with_decay(group, step)), group["lr"])

@@ -18,7 +18,7 @@ from psclient.model.module import TrainedModel
 from psclient.optim.arguments import Density, Description, as_json, options_of
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.optim.local_steps import Deltas, LocalSteps
-from psclient.optim.recurrences import unscaled
+from psclient.optim.recurrences import send_top
 
 log = logging.getLogger("psclient")
 
@@ -165,7 +165,7 @@ class Outer(ParameterServerOptimizer):
         """``e = β·e + Δ``; at ρ = 1 all of it is sent."""
         if group["decay"] != 1 and "residual" in state:
             state["residual"].mul_(group["decay"])
-        return unscaled(state, group, step)
+        return send_top(state, group, step.gradient)
 
 
 def _described(outer_optimizer: Description | None) -> tuple[str, Mapping[str, Any]]:

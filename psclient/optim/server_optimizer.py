@@ -15,7 +15,7 @@ from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
 from psclient.optim.arguments import Density, as_json, options_of, scheduler_description, scheduler_interval
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import unscaled
+from psclient.optim.recurrences import send_top
 from pscore.wire.messages import LARGEST_RATE
 
 log = logging.getLogger("psclient")
@@ -131,7 +131,7 @@ class ServerOptimizer(ParameterServerOptimizer):
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``r += g``; at ρ = 1 all of ``r`` is sent."""
-        return unscaled(state, group, step)
+        return send_top(state, group, step.gradient)
 
 
 def _options(groups: Sequence[Mapping[str, Any]], known: frozenset[str]) -> list[dict[str, Any]]:

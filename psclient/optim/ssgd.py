@@ -7,7 +7,7 @@ from torch.optim.optimizer import ParamsT
 from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import decayed, momentum, momentum_corrected
+from psclient.optim.recurrences import local_momentum, momentum_corrected, with_decay
 from psclient.rounds import Rounds
 
 
@@ -55,7 +55,7 @@ class SSGD(ParameterServerOptimizer):
         """``u = m·u + (g + wd·θ);  r += u``; at ρ = 1 all of ``lr·r`` is sent."""
         if group["density"] < 1:
             return momentum_corrected(state, group, step)
-        u = momentum(state, group, decayed(group, step))
+        u = local_momentum(state, group, with_decay(group, step))
         if "residual" in state:
             u = state.pop("residual").add_(u)
         return Whole(group["lr"] * u, unit=group["lr"])

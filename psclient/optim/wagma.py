@@ -4,12 +4,11 @@ from typing import Any, ClassVar, Literal
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
+from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.errors import ConfigurationError
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import decayed, momentum, whole
-from pscore.select.kernels.base import GradientUpdate
+from psclient.optim.recurrences import local_momentum, send_top, with_decay
 
 
 class WAGMA(ParameterServerOptimizer):
@@ -79,9 +78,7 @@ class WAGMA(ParameterServerOptimizer):
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``lr·u``, whole or into the residual."""
-        g = decayed(group, step)
-        u = momentum(state, group, g)
+        g = with_decay(group, step)
+        u = local_momentum(state, group, g)
         direction = g.add(u, alpha=group["momentum"]) if group["nesterov"] else u
-        if group["density"] < 1:
-            return Sparse(memory(state, "residual", g), GradientUpdate(group["lr"] * direction, 1.0))
-        return whole(state, direction, group["lr"])
+        return send_top(state, group, direction, group["lr"])
