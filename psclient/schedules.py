@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from psclient.buckets.lags import Lags
+from psclient.buckets.layer_density import LayerDensity
 from psclient.errors import ConfigurationError
 from psclient.node.optimizer import NodeOptimizer
 from psclient.optim.base import ParameterServerOptimizer
@@ -35,9 +35,9 @@ def dgc_warmup(steps_per_epoch: int, final: float = 0.001) -> DensitySchedule:
     return density
 
 
-def lags(lowest: float = 0.001, highest: float = 0.1, start: float = 0.01) -> Lags:
-    """A density for each layer, as large as hides behind backward; see :class:`~psclient.buckets.lags.Lags`."""
-    return Lags(lowest, highest, start)
+def lags(lowest: float = 0.001, highest: float = 0.1, start: float = 0.01) -> LayerDensity:
+    """A density for each layer, as large as hides behind backward (docs/merging.md)."""
+    return LayerDensity(lowest, highest, start)
 
 
 @dataclass

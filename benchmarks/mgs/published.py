@@ -12,8 +12,17 @@ ENTRY_BYTES = 8
 """Of an entry on the paper's wire: a 32-bit index and a 32-bit value."""
 
 
+@dataclass(frozen=True)
+class OneStreamCosts(Costs):
+    """Costs where backward stands still while a group is selected, as where both share a stream."""
+
+    def begin(self, free: Floats, before: Floats, ready: Floats) -> Floats:
+        """Return the end of the last selection, and of the backward pass from there on."""
+        return free + (ready - before)
+
+
 @dataclass(frozen=True, kw_only=True)
-class PublishedCosts(Costs):
+class PublishedCosts(OneStreamCosts):
     """``t_s(n) = s·n·log2 n`` and ``t_c = 2(a + 4bWρn)`` on 1 Gbit/s Ethernet, of 2, 4, 8 or 16 workers ``W``."""
 
     workers: int

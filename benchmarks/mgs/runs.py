@@ -11,7 +11,6 @@ from benchmarks.mgs.models import PaperModel
 from benchmarks.mgs.quiet import QuietGate
 from benchmarks.mgs.slowlink import slow_link
 from benchmarks.workload.synthetic import Noise, SyntheticModel
-from psclient.buckets.bucketing import groups_of
 from psclient.buckets.costs import Costs
 from psclient.settings import ClientSettings
 
@@ -120,9 +119,9 @@ def compare(
                     break
                 say(f"{model.name}: round {turn + 1} of {_SETTLING_ROUNDS + rounds}")
                 for rule in _turned(RULES, turn):
-                    groups = groups_of(planner.cuts(rule))
+                    groups = planner.groups_by(rule)
                     outcomes[rule].groups = len(groups)
-                    planner.fix(groups, rule)
+                    planner.adopt(groups, rule)
                     planner.advance()
                     predicted = optimizer.plan.predicted_exposed
                     gate.wait()

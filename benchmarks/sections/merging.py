@@ -133,8 +133,8 @@ def _published() -> Table:
         elements = np.array([spec.numel for spec in model.layout.parameters], dtype=np.float64)[::-1]
         ready = backward * np.cumsum(work) / work.sum()
         load = Workload(ready, np.ones_like(ready), elements, sent_bytes(elements, _PUBLISHED_DENSITY))
-        greedy, exact = (plan(load, costs, shared=True) for plan in (bucketing.greedy, bucketing.exact))
-        seconds = [predict(cuts, load, costs, shared=True).exposed + backward for cuts in (greedy, exact)]
+        greedy, exact = (plan(load, costs) for plan in (bucketing.greedy, bucketing.exact))
+        seconds = [predict(cuts, load, costs).exposed + backward for cuts in (greedy, exact)]
         gained = 1 - seconds[1] / seconds[0]
         rows.append(
             (

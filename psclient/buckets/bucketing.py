@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from psclient.buckets.costs import Costs, Cuts, Floats, Workload
 
@@ -16,7 +15,7 @@ Groups = tuple[range, ...]
 """Positions of each group's tensors in the layout, last group first as its gradients come first."""
 
 
-def by_size(sizes: Sequence[float], least: int) -> Groups:
+def by_size(sizes: Sequence[float], least: float) -> Groups:
     """Merge neighbours, last first, until a group has this size; sizes in the order of the layout."""
     groups: list[range] = []
     end, size = len(sizes), 0.0
@@ -26,11 +25,6 @@ def by_size(sizes: Sequence[float], least: int) -> Groups:
             groups.append(range(position, end))
             end, size = position, 0.0
     return tuple(groups)
-
-
-def layers(count: int) -> Groups:
-    """Make every tensor a group of its own."""
-    return tuple(range(position, position + 1) for position in reversed(range(count)))
 
 
 def groups_of(cuts: Sequence[int]) -> Groups:
@@ -48,98 +42,71 @@ def cuts_of(groups: Sequence[range]) -> Cuts:
 def parts(elements: Floats, most: int) -> Cuts:
     """Return cuts of which there are about ``most`` at most: each tensor, or small neighbours together.
 
-    Planning takes time that grows with the square of their number, and what is lost is a cut between two tensors that
-    together are ``1/most`` of the model.
+    The time of planning grows with the square of their number; lost is a cut between two tensors that together are
+    ``1/most`` of the model.
     """
-    if len(elements) <= most:
-        return tuple(range(len(elements) + 1))
-    return cuts_of(by_size(elements[::-1].tolist(), int(elements.sum() / most) + 1))
+    least = elements.sum() / most if len(elements) > most else 0.0
+    return cuts_of(by_size(elements[::-1].tolist(), least))
 
 
-def exact(workload: Workload, costs: Costs, *, shared: bool = False) -> Cuts:
+def exact(workload: Workload, costs: Costs) -> Cuts:
     """Return the groups whose last arrival is the earliest possible under the costs, whatever functions these are.
 
     Dynamic programming over Pareto fronts: of all ways to cut the first ``j`` tensors, one that ends both selecting and
-    sending no sooner than another need not be followed. For ``shared`` see :func:`~psclient.buckets.costs.predict`.
+    sending no sooner than another need not be followed.
     """
-    count = len(workload)
-    ready = np.concatenate(([0.0], workload.ready))
-    fronts = _Fronts()
-    for end in range(1, count + 1):
-        starts, chosen, sent = fronts.starts, fronts.chosen, fronts.sent
+    ready = np.concatenate(([0.0], workload.ready, workload.ready[-1:]))
+    # States at a cut, by number: the cut, when selection goes on and sending ends there, and the state before.
+    starts = parents = np.zeros(1, dtype=np.int64)
+    free = costs.begin(np.zeros(1), ready[0], ready[1])
+    sent = np.zeros(1)
+    for end in range(1, len(workload) + 1):
         select, send = workload.group_costs(costs, starts, end)
         first = starts == 0
-        moment = chosen + (ready[end] - ready[starts]) if shared else np.maximum(chosen, ready[end])
-        moment = moment + first * costs.lead
-        selected = moment + select
-        arrived = np.maximum(np.where(first, moment + costs.message, sent), selected) + send
-        if end == count:
-            return fronts.cuts(int(arrived.argmin()), count)
-        if not shared:  # to have selected before the next gradient is there gains nothing
-            selected = np.maximum(selected, ready[end + 1])
-        fronts.extend(end, selected, arrived)
-    return (0,)
+        opened = costs.begin(free, ready[starts + 1], ready[end]) + first * costs.lead
+        selected = opened + select
+        arrived = np.maximum(np.where(first, opened + costs.message, sent), selected) + send
+        selected = costs.begin(selected, ready[end], ready[end + 1])  # to end before the next gradient gains nothing
+        front = _pareto_front(selected, arrived)
+        starts = np.concatenate((starts, np.full(front.size, end)))
+        free = np.concatenate((free, selected[front]))
+        sent = np.concatenate((sent, arrived[front]))
+        parents = np.concatenate((parents, front))
+    cuts, state = [len(workload)], len(starts) - 1  # the state of the last front that arrives first
+    while cuts[0]:
+        state = int(parents[state])
+        cuts.insert(0, int(starts[state]))
+    return tuple(cuts)
 
 
-class _Fronts:
-    """States ``(selected until, sent until)`` at each cut, and from which state each came."""
-
-    def __init__(self) -> None:
-        self.starts: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
-        self.chosen: Floats = np.zeros(1)
-        self.sent: Floats = np.zeros(1)
-        self._parents: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
-
-    def extend(self, end: int, selected: Floats, arrived: Floats) -> None:
-        """Keep the Pareto front of the states at a cut."""
-        earliest = int(arrived.argmin())
-        hopeful = np.append(np.flatnonzero(selected < selected[earliest]), earliest)
-        order = hopeful[np.lexsort((arrived[hopeful], selected[hopeful]))]
-        best = np.minimum.accumulate(arrived[order])
-        kept = order[np.concatenate(([True], arrived[order][1:] < best[:-1]))]
-        self.starts = np.concatenate((self.starts, np.full(kept.size, end)))
-        self.chosen = np.concatenate((self.chosen, selected[kept]))
-        self.sent = np.concatenate((self.sent, arrived[kept]))
-        self._parents = np.concatenate((self._parents, kept))
-
-    def cuts(self, state: int, end: int) -> Cuts:
-        """Follow a state back to the beginning."""
-        found = [end]
-        while self.starts[state]:
-            found.append(int(self.starts[state]))
-            state = int(self._parents[state])
-        return (0, *reversed(found))
+def _pareto_front(selected: Floats, arrived: Floats) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the states that no other one beats in both times; ``selected`` rises and ``arrived`` falls."""
+    earliest = int(arrived.argmin())
+    hopeful = np.append(np.flatnonzero(selected < selected[earliest]), earliest)
+    order = hopeful[np.lexsort((arrived[hopeful], selected[hopeful]))]
+    best = np.minimum.accumulate(arrived[order])
+    return order[np.concatenate(([True], arrived[order][1:] < best[:-1]))]
 
 
-def greedy(workload: Workload, costs: Costs, *, shared: bool = False) -> Cuts:
+def greedy(workload: Workload, costs: Costs) -> Cuts:
     """Return the groups of the paper's algorithm (MGS-SGD, section IV): one pass, in backward order.
 
     The next tensor joins the group where waiting for it and selecting both together costs less time than one start-up
-    saves. With ``shared`` this is the published condition; else with moments of a selection that runs beside backward.
+    saves; moments are those of the selection as the costs have it.
     """
-    ready: list[float] = [0.0, *workload.ready.tolist()]
+    ready = np.concatenate(([0.0], workload.ready))
     cuts = [0]
-    selected = sent = 0.0  # of the groups that are complete
-
-    def begins(start: int, end: int) -> float:
-        """Return when the selection of a group begins."""
-        moment = selected + ready[end] - ready[start] if shared else max(selected, ready[end])
-        return moment + (0.0 if start else costs.lead)
-
-    def cost(start: int, end: int) -> tuple[float, float]:
-        select, send = workload.group_costs(costs, np.array([start]), end)
-        return float(select[0]), float(send[0])
-
+    selected = sent = np.zeros(())  # of the groups that are complete
     for end in range(1, len(workload)):
         start = cuts[-1]
-        moment = begins(start, end)
-        select_group, send_group = cost(start, end)
-        select_next, send_next = cost(end, end + 1)
-        select_both, send_both = cost(start, end + 1)
-        alone = moment + select_group
-        free = max(sent if start else moment + costs.message, alone)
-        together = begins(start, end + 1) + select_both
-        if together - select_next - free >= send_group + send_next - send_both:
+        lead = 0.0 if start else costs.lead
+        opened, opened_both = (costs.begin(selected, ready[start], ready[last]) + lead for last in (end, end + 1))
+        select_group, send_group = workload.group_costs(costs, start, end)
+        select_next, send_next = workload.group_costs(costs, end, end + 1)
+        select_both, send_both = workload.group_costs(costs, start, end + 1)
+        alone = opened + select_group
+        link_free = max(sent if start else opened + costs.message, alone)
+        if opened_both + select_both - select_next - link_free >= send_group + send_next - send_both:
             cuts.append(end)
-            selected, sent = alone, free + send_group
+            selected, sent = alone, link_free + send_group
     return (*cuts, len(workload))

@@ -1,22 +1,22 @@
-"""What a step has to send, tensor by tensor in the order in which gradients come, and what that costs."""
+"""Costs of a push, and its workload, tensor by tensor in the order in which gradients come."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Places = NDArray[np.int64] | int
 Cuts = tuple[int, ...]
 """Where groups begin and end in backward order: ``0``, rising, up to the number of tensors."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What groups cost; seconds, and seconds an item.
+    """Costs of groups; seconds, and seconds an item.
 
     ::
 
@@ -43,6 +43,10 @@ class Costs:
         """Return ``t_c`` of groups of so many message bytes; a group that sends nothing costs nothing."""
         return np.where(nbytes > 0, self.message + self.byte * nbytes, 0.0)
 
+    def begin(self, free: Floats, before: Floats, ready: Floats) -> Floats:
+        """Return when selecting can begin that is ``free`` then and has gradients at ``ready``, after those before."""
+        return np.maximum(free, ready)
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -68,17 +72,14 @@ class Workload:
         """Sums of tensors, elements and bytes before each place, ``[L + 1]``."""
         return tuple(np.concatenate(([0.0], np.cumsum(x))) for x in (self.tensors, self.elements, self.nbytes))
 
-    def group_costs(self, costs: Costs, starts: NDArray[np.int64], end: int) -> tuple[Floats, Floats]:
-        """Return ``t_s`` and ``t_c`` of the groups that begin at ``starts`` and end before ``end``."""
-        tensors, elements, nbytes = (sums[end] - sums[starts] for sums in self._sums)
+    def group_costs(self, costs: Costs, starts: Places, ends: Places) -> tuple[Floats, Floats]:
+        """Return ``t_s`` and ``t_c`` of the groups that begin at ``starts`` and end before ``ends``."""
+        tensors, elements, nbytes = (sums[ends] - sums[starts] for sums in self._sums)
         return costs.select(tensors, elements), costs.send(nbytes)
 
     def joined(self, cuts: Sequence[int]) -> "Workload":
         """Return the same with every run of tensors between two cuts as one."""
-        if len(cuts) == len(self) + 1:
-            return self
-        starts = list(cuts[:-1])
-        sums = (np.add.reduceat(each, starts) for each in (self.tensors, self.elements, self.nbytes))
+        sums = (np.add.reduceat(each, cuts[:-1]) for each in (self.tensors, self.elements, self.nbytes))
         return Workload(self.ready[[cut - 1 for cut in cuts[1:]]], *sums)
 
 
@@ -100,22 +101,18 @@ class Prediction(NamedTuple):
     exposed: float
 
 
-def predict(cuts: Sequence[int], workload: Workload, costs: Costs, *, shared: bool = False) -> Prediction:
-    """Return when groups would be done.
-
-    Groups are selected one after the other, each once its last gradient is there, and sent one after the other, each
-    once it is selected. With ``shared`` backward stands still while a group is selected, as where both share a stream.
-    """
-    groups = []
-    chosen = sent = before = 0.0
-    for start, end in pairwise(cuts):
-        select, send = (float(each[0]) for each in workload.group_costs(costs, np.array([start]), end))
-        ready = float(workload.ready[end - 1])
-        opened = (chosen + ready - before if shared else max(chosen, ready)) + (0.0 if start else costs.lead)
-        if start == 0:
-            sent = opened + costs.message
-        chosen = opened + select
-        sent = max(sent, chosen) + send
+def predict(cuts: Sequence[int], workload: Workload, costs: Costs) -> Prediction:
+    """Return when groups would be done that are selected one after the other, and sent one after the other."""
+    select, send = workload.group_costs(costs, np.array(cuts[:-1]), np.array(cuts[1:]))
+    groups: list[Timeline] = []
+    selected = arrived = before = np.zeros(())
+    for ready, selecting, sending in zip(workload.ready[[cut - 1 for cut in cuts[1:]]], select, send, strict=True):
+        selected = costs.begin(selected, before, ready)
+        if not groups:
+            selected += costs.lead
+            arrived = selected + costs.message
+        selected += selecting
+        arrived = max(arrived, selected) + sending
         before = ready
-        groups.append(Timeline(ready, chosen, sent))
-    return Prediction(groups, sent + costs.tail - float(workload.ready[-1]))
+        groups.append(Timeline(float(ready), float(selected), float(arrived)))
+    return Prediction(groups, float(arrived + costs.tail - before))

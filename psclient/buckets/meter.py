@@ -1,5 +1,6 @@
 """Measures costs and workload of this worker and its link, step by step."""
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -21,7 +22,7 @@ _MEMORY_CALLS = 10.0  # of fade, after which a sample counts 1/e of what it did
 class CostMeter:
     """Learns costs and workload from traces; begins with guesses that the first steps replace.
 
-    ``elements`` are those of each tensor, in the order of the layout; ``traces`` is how many were learnt from.
+    ``elements`` are those of each tensor, in the order of the layout; ``traces`` counts the pushes learnt from.
     """
 
     def __init__(self, elements: Floats) -> None:
@@ -36,7 +37,7 @@ class CostMeter:
 
     @property
     def costs(self) -> Costs:
-        """As far as they are known."""
+        """The estimates of now."""
         lead, tail = (max(0.0, median(seen)) if seen else 0.0 for seen in (self._leads, self._tails))
         group, tensor, element = self._selecting.coefficients.tolist()
         message, byte = self._sending.coefficients.tolist()
@@ -44,17 +45,15 @@ class CostMeter:
 
     @property
     def workload(self) -> Workload:
-        """Of the steps so far, last tensor first."""
-        trained = self._trained[::-1]
-        ready = np.maximum.accumulate(self._ready[::-1])
-        elements, entries = self._elements[::-1], self._entries[::-1]
-        return Workload(ready, trained, trained * elements, trained * entries * self.entry_bytes)
+        """The workload of the steps so far, last tensor first."""
+        ready, trained = np.maximum.accumulate(self._ready[::-1]), self._trained
+        elements, nbytes = trained * self._elements, trained * self._entries * self.entry_bytes
+        return Workload(ready, trained[::-1], elements[::-1], nbytes[::-1])
 
     @property
     def backward_left(self) -> Floats:
         """Backward time that is ahead once each gradient is there, in the order of the layout; seconds."""
-        left: Floats = self._ready.max() - self._ready
-        return left
+        return np.asarray(self._ready.max() - self._ready)
 
     def expect(self, entries: Mapping[int, int]) -> None:
         """Replace what tensors are expected to send, by position, where their density has changed."""
@@ -74,33 +73,29 @@ class CostMeter:
         self.traces += 1
 
     def _learn_workload(self, trace: Trace) -> None:
-        count, gain = len(self._elements), _GAIN if self.traces else 1.0
-        trained, ready, entries = np.zeros((3, count))
-        trained[list(trace.elements)] = 1
-        ready[list(trace.ready)] = [moment - trace.first_gradient for moment in trace.ready.values()]
+        gain, first = _GAIN if self.traces else 1.0, trace.first_gradient
+        self._trained, ready, entries = np.zeros((3, len(self._elements)))
+        self._trained[list(trace.entries)] = 1
+        ready[list(trace.ready)] = [moment - first for moment in trace.ready.values()]
         entries[list(trace.entries)] = list(trace.entries.values())
-        self._trained = trained
         self._ready += gain * (ready - self._ready)
         self._entries += gain * (entries - self._entries)
-        total = sum(trace.entries.values())
-        if total:
-            moved = sum(sum(timing.group_bytes) for _, timing in trace.shards)
-            self.entry_bytes += gain * (moved / total - self.entry_bytes)
+        if total := entries.sum():
+            sent_bytes = sum(sum(timing.group_bytes) for _, timing in trace.shards)
+            self.entry_bytes += gain * (sent_bytes / total - self.entry_bytes)
 
     def _learn_selecting(self, trace: Trace) -> None:
         """A group's work begins when its gradients are there and the group before it is done."""
-        before = 0.0
-        run = _Run(self._selecting, 3)
-        for number in sorted(trace.done, key=lambda number: trace.done[number]):
+        before = trace.begun
+        self._leads.append(before - trace.opening)
+        run = _Run(self._selecting)
+        for number, done in sorted(trace.done.items(), key=lambda group: group[1]):
             ready = trace.group_ready(number)
-            if not before:
-                self._leads.append(trace.begun[number] - trace.opening)
-                before = trace.begun[number]
             if ready > before:
                 run.end()
-            began, before = max(before, ready), trace.done[number]
-            members = [trace.elements[position] for position in trace.groups[number] if position in trace.elements]
-            run.add((1.0, len(members), sum(members)), before - began)
+            elements = [self._elements[position] for position in trace.groups[number] if position in trace.entries]
+            run.add(1.0, len(elements), sum(elements), done - max(before, ready))
+            before = done
         run.end()
 
     def _learn_sending(self, timing: PushTiming) -> None:
@@ -111,12 +106,12 @@ class CostMeter:
         header: it shows ``byte·bytes`` alone. Between the two, it may have waited or not, and nothing is learnt.
         """
         before, rest = 0.0, max(_REST_SECONDS, 2 * self.costs.message)
-        run = _Run(self._sending, 2)
+        run = _Run(self._sending)
         for left, arrived, nbytes in sorted(zip(timing.left, timing.arrived, timing.group_bytes, strict=False)):
             if left < 0:
                 continue
             if before >= left:
-                run.add((1.0, nbytes), arrived - before)
+                run.add(1.0, nbytes, arrived - before)
             else:
                 run.end()
                 if left - before > rest:
@@ -128,18 +123,14 @@ class CostMeter:
 class RecursiveLeastSquares:
     """Fits ``y ≈ coefficients · features``, coefficients ≥ 0, to samples of which recent ones count most.
 
-    Large errors are clipped: times on a busy machine have a long tail. What is forgotten is bounded: a direction that
-    no sample shows keeps what was known of it.
-
-    Args:
-        guess: coefficients before the first sample.
-        spread: how far off each guess may be.
-        error: what a sample is off by, about, in units of ``y``: how fast the guesses are given up.
+    Large errors are clipped: times on a busy machine have a long tail. Forgetting is bounded: a direction that no
+    sample shows keeps its estimate. Before the first sample coefficients are a ``guess`` that may be off by ``spread``;
+    ``error`` of a usual sample, in units of ``y``, says how fast guesses are given up.
     """
 
     def __init__(self, guess: Sequence[float], spread: Sequence[float], error: float) -> None:
-        self._scale = np.array(spread, dtype=np.float64)  # coefficients are kept in these units, all alike
-        self._theta = np.array(guess, dtype=np.float64) / self._scale
+        self._scale = np.array(spread)  # coefficients are kept in these units, all alike
+        self._theta = np.array(guess) / self._scale
         self._covariance = np.eye(len(self._scale))
         self._own, self._keep = error**2, 1 - 1 / _MEMORY_CALLS
         self._usual, self._samples = 0.0, 0
@@ -157,29 +148,25 @@ class RecursiveLeastSquares:
             covariance = covariance - np.outer(along, covariance[lowest])
             theta[lowest] = 0.0
             covariance[lowest, lowest] = 1.0
-        found: Floats = np.maximum(theta, 0.0) * self._scale
-        return found
+        return np.asarray(np.maximum(theta, 0.0) * self._scale)
 
     def fade(self) -> None:
-        """Let what was seen so far count less: once a step, since steps differ in their number of samples."""
+        """Let earlier samples count less: once a step, since steps differ in their number of samples."""
         self._covariance = self._covariance / self._keep
         if float(self._covariance.diagonal().max()) > 1.0:
             lengths, axes = np.linalg.eigh(self._covariance)
             self._covariance = (axes * np.minimum(lengths, 1.0)) @ axes.T
 
-    def observe(self, features: Sequence[float], value: float) -> None:
+    def observe(self, features: Sequence[float] | Floats, value: float) -> None:
         """Learn from one sample."""
-        phi = np.array(features, dtype=np.float64) * self._scale
-        predicted = float(phi @ self._theta)
+        phi = np.array(features) * self._scale
         along = self._covariance @ phi
         variance = float(phi @ along) + self._own
-        error = value - predicted
-        if self._samples >= _TRUSTED:
-            bound = _CLIP * self._usual
-            error = min(max(error, -bound), bound)
+        error = value - float(phi @ self._theta)
+        bound = _CLIP * self._usual if self._samples >= _TRUSTED else math.inf
         self._samples += 1
-        self._usual += max(_ERROR_GAIN, 1 / self._samples) * (abs(value - predicted) - self._usual)
-        self._theta = self._theta + along * (error / variance)
+        self._usual += max(_ERROR_GAIN, 1 / self._samples) * (abs(error) - self._usual)
+        self._theta = self._theta + along * (min(max(error, -bound), bound) / variance)
         gain = np.eye(len(phi)) - np.outer(along / variance, phi)
         self._covariance = gain @ self._covariance @ gain.T + np.outer(along, along) * (self._own / variance**2)
 
@@ -187,15 +174,14 @@ class RecursiveLeastSquares:
 class _Run:
     """Groups that followed one another without a pause: one sample, since what one is late the next makes up for."""
 
-    def __init__(self, fit: RecursiveLeastSquares, features: int) -> None:
+    def __init__(self, fit: RecursiveLeastSquares) -> None:
         self._fit = fit
-        self._features, self._seconds = np.zeros(features), 0.0
+        self._sums = np.zeros(0)  # features, then seconds
 
-    def add(self, features: Sequence[float], seconds: float) -> None:
-        self._features += features
-        self._seconds += seconds
+    def add(self, *features_and_seconds: float) -> None:
+        self._sums = np.array(features_and_seconds) + (self._sums if self._sums.size else 0.0)
 
     def end(self) -> None:
-        if self._features.any():
-            self._fit.observe(self._features.tolist(), self._seconds)
-        self._features, self._seconds = np.zeros(len(self._features)), 0.0
+        if self._sums.size:
+            self._fit.observe(self._sums[:-1], float(self._sums[-1]))
+        self._sums = np.zeros(0)

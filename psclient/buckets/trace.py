@@ -6,27 +6,25 @@ from dataclasses import dataclass, field
 
 import torch
 
+from psclient.buckets.costs import Timeline
 
-@dataclass(slots=True)
+
 class PushTiming:
-    """One shard's part of a push; lists are by place in its plan.
+    """One shard's part of a push; lists are by place in its plan, which has so many ``groups``.
 
     Attributes:
+        group_bytes: message bytes of each group.
         left: when a group's last message was handed over, seconds after ``opened``; negative for a group without any.
         opened: when the header was handed to the transport, :func:`time.perf_counter`.
         arrived: when a group was whole at the server, seconds after the header was there, on its clock; empty until
             answered, and after a repetition, which shows nothing.
     """
 
-    group_bytes: list[int]
-    left: list[float]
-    opened: float = 0.0
-    arrived: list[float] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, groups: int) -> "PushTiming":
-        """Return the timing of a push of so many groups."""
-        return cls([0] * groups, [-1.0] * groups)
+    def __init__(self, groups: int) -> None:
+        self.group_bytes = [0] * groups
+        self.left = [-1.0] * groups
+        self.opened = 0.0
+        self.arrived: list[float] = []
 
 
 @dataclass(slots=True)
@@ -35,22 +33,20 @@ class Trace:
 
     Attributes:
         opening: when opening it began.
-        begun: when work on a group began, by group.
+        begun: when work on the first group began.
         done: when a group was handed to the transport, by group.
         ready: when gradients were there, by position; empty where all were there before the push.
-        entries: that each tensor sent, by position.
-        elements: of each tensor that had a gradient, by position.
+        entries: that each tensor with a gradient sent, by position.
         shards: for each shard, the place of each group in its plan, and its timing.
         answered: when the last shard had answered; 0 before.
     """
 
     groups: Sequence[range]
     opening: float
-    begun: dict[int, float] = field(default_factory=dict)
+    begun: float = 0.0
     done: dict[int, float] = field(default_factory=dict)
     ready: Mapping[int, float] = field(default_factory=dict)
     entries: dict[int, int] = field(default_factory=dict)
-    elements: dict[int, int] = field(default_factory=dict)
     shards: Sequence[tuple[Mapping[int, int], PushTiming]] = ()
     answered: float = 0.0
 
@@ -79,13 +75,23 @@ class Trace:
         moments = (self.ready[position] for position in self.groups[number] if position in self.ready)
         return max(moments, default=self.opening)
 
+    def timelines(self, header: float) -> list[Timeline]:
+        """Return the moments of each group after the first gradient; a header is at its server after ``header``."""
+        arrived = dict(self.done)
+        for places, timing in self.shards:
+            for number, place in places.items():
+                if timing.left[place] >= 0:
+                    arrived[number] = max(arrived[number], timing.opened + header + timing.arrived[place])
+        first = self.first_gradient
+        moments = ((self.group_ready(number), self.done[number], arrived[number]) for number in range(len(self.groups)))
+        return [Timeline(*(max(0.0, moment - first) for moment in each)) for each in moments]
+
 
 class GradientClock:
     """Notes when each gradient of a step is ready; on a GPU that is later than when its hook runs.
 
-    Args:
-        device: the GPU that all gradients are on; ``None`` where they are on the host, or on several GPUs, whose clocks
-            cannot be compared: then a hook's moment stands for its gradient's.
+    ``device`` is the GPU of all gradients; ``None`` where they are on the host, or on several GPUs, whose clocks cannot
+    be compared: then a hook's moment stands for its gradient's.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -104,7 +110,7 @@ class GradientClock:
     def take(self) -> dict[int, float]:
         """Return the moments by position (:func:`time.perf_counter`), and begin with the next step.
 
-        On a GPU this waits for what was launched; call it when the gradients have been sent, so that nothing is left.
+        On a GPU this waits for all launched work; call it when the gradients have been sent, so that none is left.
         """
         moments, events = self._moments, self._events
         self._moments, self._events = {}, {}

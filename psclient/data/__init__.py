@@ -1,1 +1,1 @@
-"""Samples: the elastic sampler, what has become of its samples, and the count of a step's samples."""
+"""Samples: the elastic sampler, and the order of an epoch."""

@@ -23,7 +23,7 @@ from pscore.wire.messages import share_to_messages
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _MOST_SIZE, _MOST_LEASE, _MOST_SEED = 1 << 48, 1 << 24, 1 << 64
-_STRETCH = 1024  # places whose samples are computed at once
+_COMPUTED_AT_ONCE = 1024  # places whose samples are
 _MOST_REJOINS = 20  # in one call; each may wait, so this is a guard against a loop, not a time limit
 
 
@@ -41,7 +41,7 @@ class ElasticSampler(Sampler[int]):
 
     A worker leases places of the epoch's order from shard 0, and asks for more when they are drawn. A sample is
     finished when the push of the step that trained it is applied. What a worker that dies or leaves has not finished
-    goes to the others. ``docs/elastic.md`` says what is promised.
+    goes to the others. The promises: ``docs/elastic.md``.
 
     There is no ``len()``: how many samples come to this worker depends on the others.
 
@@ -108,14 +108,12 @@ class ElasticSampler(Sampler[int]):
             EpochHeldUpError: others hold samples and have finished none within ``PSCLIENT_PATIENCE_SECONDS``.
             SparsepsError: as :meth:`__iter__`.
         """
-        goal = self._goal
-        if goal is None:
-            goal = self._ask(None).epoch
+        goal = self._lease(None).epoch if self._goal is None else self._goal
         while goal < count:
             pushed = self._push_all()
             more = self._await_samples(goal)
             if (pushed or self._optimizer._rounds is not None) and not self._optimizer.finished:
-                self._optimizer.pull()  # what was flushed, and the rounds of those who had more samples
+                self._optimizer.pull()  # the flushed residuals, and the rounds of workers that had more samples
             if more:
                 self._goal = goal
                 yield goal
@@ -135,16 +133,15 @@ class ElasticSampler(Sampler[int]):
             ServerUnreachableError: no server within the patience; iterate again to go on, nothing is lost.
             EpochHeldUpError: others hold samples of so many earlier epochs that the server begins no other.
         """
-        self._pass += 1
-        this_pass = self._pass
+        this_pass = self._pass = self._pass + 1
         waiting = self._optimizer._stepper.samples_waiting
         self._undrawn.extendleft(reversed(self._tracker.undraw(self._dataset, waiting)))
         goal = self._goal
         if goal is None:  # begin with the run's epoch, or the one after it where nothing of it is left
-            epoch = self._ask(None).epoch
+            epoch = self._lease(None).epoch
             goal = epoch if self._undrawn else epoch + 1
         while self._replenish(goal):
-            for sample in self._stretch():
+            for sample in self._draw():
                 yield sample
                 if self._pass != this_pass:  # another loop has taken over
                     return
@@ -160,17 +157,17 @@ class ElasticSampler(Sampler[int]):
     def _replenish(self, goal: int) -> bool:
         """Lease more where nothing is undrawn; return whether there is something to draw."""
         if self._is_stale:
-            self._ask(goal, samples=0)
+            self._lease(goal, samples=0)
         if not self._undrawn:
-            granted = self._ask(goal)
-            if not self._undrawn and granted.epoch < goal and not self._optimizer.finished:
-                raise EpochHeldUpError(granted.epoch, granted.samples_elsewhere, 0.0)  # many epochs are unfinished
+            answer = self._lease(goal)
+            if not self._undrawn and answer.epoch < goal and not self._optimizer.finished:
+                raise EpochHeldUpError(answer.epoch, answer.samples_elsewhere, 0.0)  # many epochs are unfinished
         return bool(self._undrawn)
 
-    def _stretch(self) -> Iterator[int]:
-        """Draw the first places of what is undrawn, no more than their samples are computed for."""
+    def _draw(self) -> Iterator[int]:
+        """Draw the first undrawn places, as many as have their samples computed at once."""
         part = self._undrawn[0]
-        places = range(part.start, part.start + min(part.count, _STRETCH))
+        places = range(part.start, part.start + min(part.count, _COMPUTED_AT_ONCE))
         samples = list(places)
         if self._shuffle:
             samples = shuffled(self._size, self._seed, part.epoch, places.start, places.stop)
@@ -182,28 +179,27 @@ class ElasticSampler(Sampler[int]):
             yield sample
 
     def _push_all(self) -> bool:
-        """End the last push, and send again what was refused, so that nobody waits for this worker.
+        """End the last push, and send refused parts again, so that nobody waits for this worker.
 
         Returns whether there were local steps.
         """
-        local = self._optimizer.local_steps > 0
-        if local:
+        has_local_steps = self._optimizer.local_steps > 0
+        if has_local_steps:
             self._optimizer.flush_on_exit()
-        for send in (self._optimizer.pull, self._optimizer.flush):
-            if not self._tracker.is_settled:
-                send()
-        return local
+        if not self._tracker.is_settled:
+            self._optimizer.pull()
+        if not self._tracker.is_settled:
+            self._optimizer.flush()
+        return has_local_steps
 
     def _await_samples(self, goal: int) -> bool:
         """Wait until there are samples of an epoch for this worker, or all that others hold are finished."""
         patience_seconds = self._membership.settings.patience_seconds
         last, since = -1, time.monotonic()
         while not self._undrawn and not self._optimizer.finished:
-            answer = self._ask(goal)
-            if self._undrawn:
+            answer = self._lease(goal)
+            if self._undrawn or not answer.samples_elsewhere:
                 break
-            if not answer.samples_elsewhere:
-                return False
             if answer.samples_elsewhere != last:
                 last, since = answer.samples_elsewhere, time.monotonic()
             elif time.monotonic() - since > patience_seconds:
@@ -211,47 +207,28 @@ class ElasticSampler(Sampler[int]):
             time.sleep(answer.retry_seconds)
         return bool(self._undrawn)
 
-    def _ask(self, goal: int | None, samples: int | None = None) -> pb.LeaseSamplesResponse:
-        """Lease more, and drop what is no longer this worker's."""
-        held = union(self._tracker.unacked(self._dataset), sample_set(self._undrawn))
+    def _lease(self, goal: int | None, samples: int | None = None) -> pb.LeaseSamplesResponse:
+        """Lease more samples, ``lease_samples`` unless told, and drop those that are no longer this worker's."""
+        leased = union(self._tracker.unacked(self._dataset), sample_set(self._undrawn))
         wanted = self._lease_samples if samples is None else samples
-        granted = self._optimizer._worker.run(lambda: self._lease(goal, wanted, held))
-        lost = sample_set(granted.lost)
+        answer = self._optimizer._worker.run(lambda: self._request_lease(goal, wanted, leased))
+        lost = sample_set(answer.lost)
         kept = [
             pb.SampleRange(epoch=part.epoch, start=start, count=end - start)
             for part in self._undrawn
             for start, end in Ranges([(part.start, part.start + part.count)]) - lost.get(part.epoch, Ranges())
         ]
-        self._undrawn = deque([*kept, *granted.granted])
-        return granted
+        self._undrawn = deque([*kept, *answer.granted])
+        return answer
 
-    def _lease(self, epoch: int | None, samples: int, held: SampleSet) -> pb.LeaseSamplesResponse:
-        """Ask shard 0 for samples, and for what has become of those that this worker leases.
+    def _request_lease(self, epoch: int | None, samples: int, leased: SampleSet) -> pb.LeaseSamplesResponse:
+        """Ask shard 0 for so many samples at most, and which of those leased are lost; join again where that is due.
 
-        Args:
-            epoch: the newest that is wanted; ``None`` for the newest that has begun.
-            samples: at most so many; 0 asks only what is lost.
-            held: everything that this worker leases.
+        ``epoch`` is the newest that is wanted; ``None`` for the newest that has begun.
         """
-        for _ in range(_MOST_REJOINS):
-            joins = self._membership.joins
-            answer = self._call(epoch, samples, held)
-            if isinstance(answer, pb.LeaseSamplesResponse):
-                self._joins = joins
-                self._membership.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
-                if any(not 0 < each.count <= self._size - each.start for each in (*answer.granted, *answer.lost)):
-                    address = self._membership.coordinator.address
-                    raise ServerFaultError(f"{address} speaks of samples that {self._dataset!r} does not have")
-                return answer
-            if answer.reason not in REJOIN_REASONS:
-                raise from_refusal(answer)
-            self._membership.join()
-        raise LeaseLostError("the server takes the worker in and refuses it samples again and again")
-
-    def _call(self, epoch: int | None, samples: int, held: SampleSet) -> pb.LeaseSamplesResponse | Rejected:
-        connection = self._membership.coordinator.connection
+        membership = self._membership
+        connection = membership.coordinator.connection
         request = pb.LeaseSamplesRequest(
-            identity=self._membership.identity,
             dataset=self._dataset,
             size=self._size,
             seed=self._seed,
@@ -259,9 +236,23 @@ class ElasticSampler(Sampler[int]):
             has_epoch=epoch is not None,
             epoch=epoch or 0,
             samples=samples,
-            held=share_to_messages(held),
+            held=share_to_messages(leased),
         )
-        return connection.call(
-            self._membership.policy(),
-            lambda seconds: connection.result(connection.stub.LeaseSamples.future(request, timeout=seconds)),
-        )
+        for _ in range(_MOST_REJOINS):
+            joins = membership.joins
+            request.identity.CopyFrom(membership.identity)
+            answer: pb.LeaseSamplesResponse | Rejected = connection.call(
+                membership.policy(),
+                lambda seconds: connection.result(connection.stub.LeaseSamples.future(request, timeout=seconds)),
+            )
+            if isinstance(answer, pb.LeaseSamplesResponse):
+                self._joins = joins
+                membership.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
+                if any(not 0 < each.count <= self._size - each.start for each in (*answer.granted, *answer.lost)):
+                    address = membership.coordinator.address
+                    raise ServerFaultError(f"{address} speaks of samples that {self._dataset!r} does not have")
+                return answer
+            if answer.reason not in REJOIN_REASONS:
+                raise from_refusal(answer)
+            membership.join()
+        raise LeaseLostError("the server takes the worker in and refuses it samples again and again")

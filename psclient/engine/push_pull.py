@@ -67,13 +67,12 @@ class PushPull:
         self, report: StepReport, number: int, gradients: Mapping[int, torch.Tensor], scale: float
     ) -> None:
         """Accumulate the gradients of a group (finite, by position) times ``scale``, select, and send the selected."""
-        self._trace.begun[number] = time.perf_counter()
+        self._trace.begun = self._trace.begun or time.perf_counter()
         with self._opened_span.active():
             with report.timed("select"):
                 sent = self._compressor.compress(self.groups[number], gradients, scale, report)
             self._send(report, number, sent.values())
         self._trace.entries.update((position, segment.entries) for position, segment in sent.items())
-        self._trace.elements.update((position, gradients[position].numel()) for position in sent)
         self._trace.done[number] = time.perf_counter()
 
     def send_residuals(self, report: StepReport, number: int) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from psclient import settings as client_settings
-from psclient.buckets.lags import Lags
+from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.planner import BucketPlanner
 from psclient.compress.compressor import Choice, Compressor
 from psclient.compress.groups import ParamGroups
@@ -75,7 +75,7 @@ class Worker:
 
     No call of gRPC is made in the program's thread: a signal's exception inside one leaves its locks taken.
     ``memories`` is each parameter's, as the method has it; ``agreed`` are the settings in which all workers of the run
-    must agree; ``lags`` gives each layer a density of its own.
+    must agree; ``layer_density`` gives each layer a density of its own.
     """
 
     lifecycle: "Lifecycle"
@@ -88,7 +88,7 @@ class Worker:
         memories: MutableMapping[torch.Tensor, State],
         agreed: Mapping[str, str],
         settings: ClientSettings,
-        lags: Lags | None,
+        layer_density: LayerDensity | None,
     ) -> None:
         self._name = client_settings.worker_name(settings)
         self._own_server = start_alone() if settings.server == client_settings.LOCAL else None
@@ -105,14 +105,7 @@ class Worker:
         replica = Replica(model.layout, model.parameters)
         self.membership = Membership(shards, self._name, replica, model.buffers, method.name, agreed, settings)
         self.cluster = Cluster(self.membership)
-        self.planner = BucketPlanner(
-            model.layout,
-            settings.merge,
-            group_elements=settings.group_elements,
-            bucket_bytes=settings.bucket_bytes,
-            dense_below=settings.dense_below,
-            lags=lags,
-        )
+        self.planner = BucketPlanner(model.layout, settings, layer_density)
         choice = Choice(SELECTORS[settings.selector], settings.select_over, settings.dense_below)
         self.compressor = Compressor(method, model, memories, groups, choice, self.planner)
         self.push_pull = PushPull(model.layout, self.cluster, self.compressor, self.planner)

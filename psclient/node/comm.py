@@ -1,26 +1,101 @@
 """Messages and tensors between the processes of a node.
 
 Messages travel over a gloo group of their own, with a time limit of its own: a follower waits there for as long as its
-leader waits for a server, which the group that averages gradients should not have to allow. Tensors travel in the
-latter, which can carry them on whatever device they are.
+leader waits for a server, which is too long for the group that averages gradients. Tensors travel in the latter, whose
+backend fits their device.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from psclient.errors import NodeBrokenError
+from psclient import errors
+from psclient.errors import NodeBrokenError, SparsepsError
+from psclient.optim.base import ParameterServerOptimizer
+from psclient.report import StepReport, Totals
 
+_COPIED = ("version", "finished", "unfinished", "live_workers", "worker", "run_id", "server", "report", "defaults")
 _SMALL_BYTES = 1 << 16  # below it tensors travel together: a message for each bias would cost more than copying it
-_BUCKET_BYTES = 1 << 20  # at most so much of them in one message
+_SMALL_TOGETHER = 16  # at most so many of them in one message
+
+
+@dataclass(frozen=True)
+class RemoteError:
+    """An error as it travels: the name of its class, its text, and those of its attributes that are plain values."""
+
+    kind: str
+    message: str
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: BaseException) -> "RemoteError":
+        """Describe an error."""
+        plain = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float)}
+        return cls(type(error).__name__, str(error), plain)
+
+    def rebuild(self) -> SparsepsError:
+        """Return an error of the same class; :class:`NodeBrokenError` for one that is not this library's."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, SparsepsError)):
+            return NodeBrokenError(f"the process that speaks to the server ended with {self.kind}: {self.message}")
+        error: SparsepsError = kind.__new__(kind, self.message)  # each class has a constructor of its own
+        error.args = (self.message,)
+        vars(error).update(self.attributes)
+        return error
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """State that every process of a node has: attributes of the leader's optimizer, sent after each call.
+
+    Attributes:
+        changed: the numbers of the tensors that the call has changed.
+        error: of the call; ``None`` after a success.
+    """
+
+    version: int = 0
+    finished: bool = False
+    unfinished: bool = False
+    live_workers: int = 0
+    worker: str = ""
+    run_id: str = ""
+    server: str = ""
+    report: StepReport = field(default_factory=lambda: StepReport(0))
+    totals: Totals = field(default_factory=Totals)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    changed: list[int] = field(default_factory=list)
+    error: RemoteError | None = None
+
+    @classmethod
+    def of(cls, leader: ParameterServerOptimizer | None, changed: list[int], error: Exception | None) -> "NodeStatus":
+        """Describe the leader's optimizer after a call; without one, the call's outcome alone."""
+        told = None if error is None else RemoteError.of(error)
+        if leader is None:
+            return cls(changed=changed, error=told)
+        copied = {name: getattr(leader, name) for name in _COPIED}
+        return cls(**copied, totals=replace(leader.totals), changed=changed, error=told)
+
+    def encode(self) -> bytes:
+        """Return JSON."""
+        return json.dumps(asdict(self), default=float).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "NodeStatus":
+        """Read what :meth:`encode` wrote."""
+        plain = json.loads(data)
+        plain["report"], plain["totals"] = StepReport(**plain["report"]), Totals(**plain["totals"])
+        plain["error"] = plain["error"] and RemoteError(**plain["error"])
+        return cls(**plain)
 
 
 class NodeComm:
-    """One process's way to the others of its node, made by all of them; rank 0 of the group is the leader."""
+    """Connects one process to the others of its node; made by all of them; rank 0 of the group is the leader."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -56,21 +131,31 @@ class NodeComm:
 
     @torch.no_grad()
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the leader's tensors over everybody's; all have the same ones, in the same order."""
-        under_way = []
+        """Write the leader's tensors over everybody's; all have the same ones, in the same order.
+
+        They travel as bytes, which every backend can send and which stay the same bits. Their versions stay, too: a
+        change would be a loaded model to the leader's optimizer.
+        """
+        memories = [tensor.data.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        small = [memory for memory in memories if 0 < memory.numel() < _SMALL_BYTES]
         with self._guarded("pass the parameters on"):
-            for bucket in _buckets(tensors):
-                in_place = len(bucket) == 1 and bucket[0].is_contiguous()
-                flat = _bytes(bucket[0]) if in_place else torch.cat([_bytes(tensor) for tensor in bucket])
-                work: Any = dist.broadcast(flat, group=self._group, async_op=True, group_src=0)
-                under_way.append((work, flat, [] if in_place or self.is_leader else bucket))
-            for work, flat, copied in under_way:
+            under_way: list[Any] = [
+                dist.broadcast(memory, group=self._group, async_op=True, group_src=0)
+                for memory in memories
+                if memory.numel() >= _SMALL_BYTES
+            ]
+            for start in range(0, len(small), _SMALL_TOGETHER):
+                bucket = small[start : start + _SMALL_TOGETHER]
+                joined = torch.cat([memory.to(bucket[0].device) for memory in bucket])
+                dist.broadcast(joined, group=self._group, group_src=0)
+                for memory, part in zip(bucket, joined.split([memory.numel() for memory in bucket]), strict=True):
+                    memory.copy_(part)
+            for work in under_way:
                 work.wait()
-                start = 0
-                for tensor in copied:
-                    part = flat[start : start + tensor.nbytes].clone()  # which may be unaligned
-                    tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
-                    start += tensor.nbytes
+        if not self.is_leader:
+            for tensor, memory in zip(tensors, memories, strict=True):
+                if not tensor.is_contiguous():
+                    tensor.copy_(memory.view(tensor.dtype).view(tensor.shape))
 
     def close(self) -> None:
         """End the connections; processes that wait for this one then get an error at once."""
@@ -90,24 +175,3 @@ class NodeComm:
                 f"rank {self.rank} of {self.size} on this node wanted to {doing}, and another process of the "
                 f"node is gone or has said nothing for {self._seconds:.0f} s ({str(error).splitlines()[0]})"
             ) from error
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors that travel in one message: large ones alone, small ones of one device together."""
-    small: list[torch.Tensor] = []
-    for tensor in tensors:
-        if tensor.nbytes >= _SMALL_BYTES:
-            yield [tensor]
-        elif tensor.numel():
-            total = tensor.nbytes + sum(other.nbytes for other in small)
-            if small and (small[0].device != tensor.device or total > _BUCKET_BYTES):
-                yield small
-                small = []
-            small.append(tensor)
-    if small:
-        yield small
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's memory, copied if not contiguous: bytes travel by every backend, and stay the same bits."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

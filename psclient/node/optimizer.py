@@ -3,7 +3,7 @@
 The leader, rank 0 of the node's group, owns the optimizer that has joined; the others own the same param groups and
 nothing else. Every call that reaches the server is made by all of them together::
 
-    every process   what is called, samples of its own  ──▶  all
+    every process   the call's name, its own samples    ──▶  all
     leader          the call itself                          (the others wait)
     leader          where the run is, or the error      ──▶  the others, who raise it too
     leader          the tensors that have changed       ──▶  the others
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
-from psclient.compress.groups import ParamGroups, check_hyperparameters
+from psclient.compress.groups import ParamGroups
 from psclient.engine.checks import PushedGradients, gather
 from psclient.engine.sample_counter import SampleCounter
 from psclient.engine.state import split
@@ -34,9 +34,9 @@ from psclient.errors import (
 )
 from psclient.model.module import describe
 from psclient.model.replica import Replica
-from psclient.node.comm import NodeComm
+from psclient.node.comm import NodeComm, NodeStatus
 from psclient.node.group import leader_settings, unwrap_ddp
-from psclient.node.status import NodeStatus
+from psclient.optim.arguments import check_added, check_step
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
 from psclient.settings import ClientSettings, Server
@@ -131,12 +131,12 @@ class NodeOptimizer(Optimizer):
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks to the server."""
+        """Whether this process calls the server."""
         return self._comm.is_leader
 
     @property
     def report(self) -> StepReport:
-        """What the node's last step did."""
+        """The report of the node's last step."""
         return self._status.report
 
     @property
@@ -186,11 +186,10 @@ class NodeOptimizer(Optimizer):
             What the closure returned.
 
         Raises:
-            SparsepsError: what the leader has met, on every process.
+            SparsepsError: the leader's error, on every process.
             NodeBrokenError: another process of this node is gone or silent.
         """
-        if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
-            raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
+        check_step(closure, samples)
         if closure is not None and not self._interrupted.matches(self._gradients()):
             with torch.enable_grad():
                 self._loss = closure()
@@ -212,7 +211,7 @@ class NodeOptimizer(Optimizer):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Push everything that the leader still holds; see the method's ``flush()``."""
+        """Push the leader's residuals; see the method's ``flush()``."""
         self._call(_Call.FLUSH, 0, lambda _: self._leader.flush())
 
     @torch.no_grad()
@@ -243,22 +242,14 @@ class NodeOptimizer(Optimizer):
         """Add a group, on every process; its parameters must belong to ``model``.
 
         Raises:
-            ConfigurationError: a parameter is not part of what was joined with, or a value is out of its range.
+            ConfigurationError: a parameter is not part of the model that joined, or a value is out of its range.
         """
         if self._joined and self._own is not None:
             self._own.add_param_group(param_group)
             return
         super().add_param_group(param_group)
-        if not self._joined:
-            return
-        known = {id(parameter) for parameter in self._model.parameters}
-        try:
-            check_hyperparameters(self.param_groups[-1])
-            if any(id(parameter) not in known for parameter in self.param_groups[-1]["params"]):
-                raise ConfigurationError("a parameter that is not part of the model cannot be added after joining")
-        except ConfigurationError:
-            self.param_groups.pop()
-            raise
+        if self._joined:
+            check_added(self.param_groups, self._model)
 
     # State: each process by itself, since a script saves on one and loads on all
 
@@ -267,17 +258,15 @@ class NodeOptimizer(Optimizer):
         return super().state_dict() if self._own is None else self._own.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state of the leader over; the other processes take the hyper-parameters of it."""
-        leader = self._own
-        if leader is None:
+        """Load a state of the leader; the other processes load its hyper-parameters."""
+        if self._own is None:
             _, plain = split(state_dict, None)
             super().load_state_dict(plain | {"state": {}})
         else:
-            leader.load_state_dict(state_dict)
+            self._own.load_state_dict(state_dict)
             self._share()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be copied or pickled; raises :class:`CopyRefusedError`."""
         raise CopyRefusedError(type(self).__name__)
 
     # Inner parts
@@ -292,16 +281,11 @@ class NodeOptimizer(Optimizer):
         return gather(self._model, ParamGroups(self.param_groups), range(len(self._model.parameters)))
 
     def _call(self, call: _Call, value: int, work: Callable[[int], None]) -> None:
-        """Make a call together; every process raises the error that the leader has met.
+        """Make a call together; every process raises the leader's error.
 
-        Args:
-            call: which.
-            value: for a join, what must be the same on all; for a step, what is summed over all.
-            work: does it, given the sum; called on the leader only.
-
-        Raises:
-            ConfigurationError: the processes make different calls, or have different models.
-            NodeBrokenError: one of them is gone, silent, or cannot take part.
+        ``value`` is the model's fingerprint for a join, samples for a step, which are summed. The leader alone calls
+        ``work``, with the sum. :class:`ConfigurationError` where the processes make different calls or have different
+        models; :class:`NodeBrokenError` where one is gone, silent, or cannot take part.
         """
         if self._closed:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
@@ -316,16 +300,17 @@ class NodeOptimizer(Optimizer):
         if unfit is not None:
             raise unfit
         self._check_all_do(call, found)
-        met: Exception | None = None
+        met: Exception | None
         if self._comm.is_leader:
             met = self._lead(lambda: work(sum(number for _, number, _ in found)))
         else:
             self._status = NodeStatus.decode(self._comm.broadcast_bytes())
             met = None if self._status.error is None else self._status.error.rebuild()
-        # A process may hold anything before it has joined, and where its script has loaded a model.
+        tensors = self._tensors()
+        # Before it has joined, and where its script has loaded a model, a process may have any values.
         everything = met is None and (call in (_Call.JOIN, _Call.PULL) or any(loaded for _, _, loaded in found))
-        changed = self._status.changed
-        self._comm.broadcast_tensors([t for i, t in enumerate(self._tensors()) if everything or changed >> i & 1])
+        changed = range(len(tensors)) if everything else self._status.changed
+        self._comm.broadcast_tensors([tensors[number] for number in changed])
         if met is not None:
             raise met
         self._replica.accept()
@@ -363,7 +348,7 @@ class NodeOptimizer(Optimizer):
         except BaseException:
             self._comm.close()  # on the way out (SIGTERM, Ctrl-C): the others must know
             raise
-        changed = sum(1 << i for i, tensor in enumerate(tensors) if tensor._version != before[i])
+        changed = [number for number, tensor in enumerate(tensors) if tensor._version != before[number]]
         self._status = NodeStatus.of(self._own, changed, error)
         self._comm.broadcast_bytes(self._status.encode())
         return error
@@ -380,5 +365,4 @@ class NodeOptimizer(Optimizer):
             return
         self.defaults = self._status.defaults
         for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+            group.update(self.defaults | group)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from psclient.compress.method import Group
+from psclient.compress.groups import check_hyperparameters
 from psclient.errors import ConfigurationError, UnknownArgumentError
 from psclient.model.module import TrainedModel
 from psclient.rounds import Rounds
@@ -63,20 +63,32 @@ def check_step(closure: object, samples: object) -> None:
         raise ConfigurationError(f"step() takes a closure or nothing, not {closure!r}")
 
 
-def check_added(group: Group, model: TrainedModel, groups_are_agreed: bool, step_has_begun: bool) -> None:
-    """Raise :class:`ConfigurationError` where a param group cannot join those of a worker that has joined its run."""
-    if not {id(parameter) for parameter in group["params"]} <= {id(known) for known in model.parameters}:
-        raise ConfigurationError(
-            "a parameter that was not part of the model, or was frozen, cannot be added after joining a server; to "
-            "thaw parameters later, set upload_frozen=True (PSCLIENT_UPLOAD_FROZEN) on all workers"
-        )
-    if groups_are_agreed:
-        raise ConfigurationError(
-            "the server's optimizer has the param groups that it was made with, and would leave others alone; "
-            "a run that trains them too is another one"
-        )
-    if step_has_begun:
-        raise ConfigurationError("a group cannot be added between backward() and step() with overlap=True")
+def check_added(
+    groups: list[dict[str, Any]], model: TrainedModel | None, *, are_agreed: bool = False, step_has_begun: bool = False
+) -> None:
+    """Remove the last group, and raise :class:`ConfigurationError`, where a worker cannot train it.
+
+    ``model`` is ``None`` before the worker joins its run; the server's optimizer has groups that ``are_agreed``, too.
+    """
+    try:
+        check_hyperparameters(groups[-1])
+        if model is None:
+            return
+        if not {id(parameter) for parameter in groups[-1]["params"]} <= {id(known) for known in model.parameters}:
+            raise ConfigurationError(
+                "a parameter that was not part of the model, or was frozen, cannot be added after joining a server; to "
+                "thaw parameters later, set upload_frozen=True (PSCLIENT_UPLOAD_FROZEN) on all workers"
+            )
+        if are_agreed:
+            raise ConfigurationError(
+                "the server's optimizer has the param groups that it was made with, and would leave others alone; "
+                "a run that trains them too is another one"
+            )
+        if step_has_begun:
+            raise ConfigurationError("a group cannot be added between backward() and step() with overlap=True")
+    except ConfigurationError:
+        groups.pop()
+        raise
 
 
 def warn_without_model(groups: Sequence[Mapping[str, Any]]) -> None:

@@ -6,7 +6,7 @@ from torch.optim.optimizer import ParamsT
 
 from psclient.compress.method import Group, State, Step, Whole
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import decayed, momentum, whole
+from psclient.optim.recurrences import local_momentum, send_whole, with_decay
 
 
 class ASGD(ParameterServerOptimizer):
@@ -19,7 +19,7 @@ class ASGD(ParameterServerOptimizer):
         u = m·u + (g + wd·θ)                 # m = 0: u = g + wd·θ
         send d = lr·u
 
-    What does not arrive, a refused push or a quantisation error, is carried to the next push.
+    A refused push and a quantisation error are added to the next push.
 
     Args:
         params: parameters or param groups.
@@ -39,5 +39,5 @@ class ASGD(ParameterServerOptimizer):
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Whole:
-        """``u = m·u + (g + wd·θ);  d = lr·u``, and what is carried, in the residual."""
-        return whole(state, momentum(state, group, decayed(group, step)), group["lr"])
+        """``u = m·u + (g + wd·θ);  d = lr·u``, plus the residual of earlier pushes."""
+        return send_whole(state, local_momentum(state, group, with_decay(group, step)), group["lr"])

@@ -15,9 +15,9 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from psclient import settings as client_settings
-from psclient.buckets.lags import Lags
+from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.plan import BucketPlan
-from psclient.compress.groups import ParamGroups, Rates, check_hyperparameters
+from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.engine.checks import gather, refuse_averaged
 from psclient.engine.sample_counter import FirstBatches, SampleCounter
@@ -43,7 +43,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         defaults: the method's hyper-parameters.
         density: see :data:`Density`. A function leaves groups alone that were given a density of their own.
         agreed: the method's settings in which all workers must agree, beside the common ones.
-        model: the module that the parameters belong to: gives tensors their names, and buffers and samples their due.
+        model: the module that the parameters belong to: names the tensors, and has the buffers and the
+            calls at which samples are counted.
             Without it, tensors have the names of ``model.named_parameters()`` where ``params`` has these, else they are
             named by position, and buffers stay local.
         server: ``HOST:PORT`` of each shard in order (a list, or one string with commas or a range as ``{0..3}``), one
@@ -53,9 +54,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
         overlap: push while backward goes on, and fetch the reply while the next step computes: every gradient is one
             step staler, and gradients must not be touched between ``backward()`` and ``step()``.
         rounds: train synchronously; the default is to apply each push as it comes.
-        on_load: what becomes of a model that the script loads into the worker later. While nobody has pushed to the
-            run, it is what the run begins with. Then ``"error"`` (the default) raises ``ModelLoadedError``,
-            ``"server"`` takes the server's parameters in its place, and ``"replace"`` gives it to all workers.
+        on_load: the rule for a model that the script loads into the worker later. The run begins with this model if
+            nobody has pushed yet. Afterwards ``"error"`` (the default) raises ``ModelLoadedError``, ``"server"``
+            replaces the loaded model by the server's, and ``"replace"`` sends it to all workers.
         settings: everything else about the connection.
 
     Raises:
@@ -66,7 +67,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
     momentum_is_torchs: ClassVar[bool] = False
     """Whether ``state[parameter]["momentum"]`` is what ``torch.optim.SGD`` keeps as ``momentum_buffer``."""
     server_remembers: bool = False
-    """Whether the server's optimizer has a memory, which no state of a worker holds."""
+    """Whether the server's optimizer has a state, which no state dict of a worker contains."""
     groups_are_agreed: ClassVar[bool] = False
     """Whether the server's optimizer has the param groups, too."""
     asynchronous: ClassVar[bool] = True
@@ -104,11 +105,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._model = describe(model, self.param_groups, upload_frozen=resolved.upload_frozen)
         refuse_averaged(self._model.parameters, () if model is None else model.modules())
         self._groups = ParamGroups(self.param_groups, self._own_density)
-        lags = density if isinstance(density, Lags) else None
-        if lags is not None:
-            lags.check(overlap=overlap, select_over=resolved.select_over)
+        layer_density = density if isinstance(density, LayerDensity) else None
+        if layer_density is not None:
+            layer_density.check(overlap=overlap, select_over=resolved.select_over)
         agreed_settings = self.agreed_settings()
-        self._worker = Worker(type(self), self._model, self._groups, self.state, agreed_settings, resolved, lags)
+        self._worker = Worker(
+            type(self), self._model, self._groups, self.state, agreed_settings, resolved, layer_density
+        )
         self._membership, self._cluster = self._worker.membership, self._worker.cluster
         self._push_pull = self._worker.push_pull
         gradients, rates = self.sources(self._model, self._groups)
@@ -137,7 +140,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``torch.amp.GradScaler`` asks before it unscales: with overlap too late, and nothing would tell."""
+        """``torch.amp.GradScaler`` reads this before it unscales; refused where overlap has sent the gradients."""
         if self._stepper.overlap is not None:
             raise ConfigurationError(
                 "GradScaler unscales gradients after backward(), and with overlap=True they have left by then; leave "
@@ -164,7 +167,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return common | ({"rounds": self._rounds.agreed()} if self._rounds is not None else {}) | self._agreed
 
     def sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
-        """Return what collects a push's gradients, and what its rates; neither may refer to the optimizer."""
+        """Return the functions that collect a push's gradients and its rates; neither may refer to the optimizer."""
         return partial(gather, model, groups), groups.rates
 
     def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
@@ -178,7 +181,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     @property
     def report(self) -> StepReport:
-        """What the last step did."""
+        """The report of the last step."""
         return self._stepper.report
 
     @property
@@ -267,7 +270,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 self._loss = closure()
         self._worker.run(lambda: self._steps.step(samples, self.gradient_scale))
-        self._steps.completed()  # not in the thread: a step that ended unseen by its caller is the same still
+        self._steps.completed()  # not in the thread: a step whose end its caller has not seen must be completed again
         loss, self._loss = self._loss, None
         return loss
 
@@ -280,7 +283,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return nullcontext() if self._stepper.overlap is None else self._stepper.overlap.accumulating()
 
     def flush(self) -> None:
-        """Push everything that this worker still holds, at density 1; :meth:`pull` brings it back into the parameters.
+        """Push all residuals whole, at density 1; :meth:`pull` brings them back into the parameters.
 
         Raises:
             ServerUnreachableError: no server within the patience.
@@ -288,7 +291,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._worker.run(self._steps.flush)
 
     def flush_on_exit(self) -> None:
-        """Push what a worker should leave behind when it goes, or waits for others: :meth:`flush`, or local steps.
+        """Push the rest before this worker leaves or waits for others: by :meth:`flush`, or the local steps.
 
         Raises:
             ServerUnreachableError: no server within the patience.
@@ -327,17 +330,16 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """Add a group, as for any torch optimizer; after joining, its parameters must belong to ``model``.
 
         Raises:
-            ConfigurationError: a parameter is not part of what was joined with, or a value is out of its range.
+            ConfigurationError: a parameter is not part of the model that joined, or a value is out of its range.
         """
         has_own_density, number = "density" in param_group, len(self.param_groups)
         super().add_param_group(param_group)
-        try:
-            check_hyperparameters(self.param_groups[-1])
-            if self._joined:
-                check_added(self.param_groups[-1], self._model, self.groups_are_agreed, self._stepper.begun)
-        except ConfigurationError:
-            self.param_groups.pop()
-            raise
+        check_added(
+            self.param_groups,
+            self._model if self._joined else None,
+            are_agreed=self.groups_are_agreed,
+            step_has_begun=self._joined and self._stepper.begun,
+        )
         if has_own_density:
             self._own_density.add(number)
         if self._joined:
@@ -376,7 +378,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take residuals and hyper-parameters over.
 
-        Residuals that are older than the last push that the server has applied from this worker hold gradients that
+        Residuals that are older than the last push that the server has applied from this worker contain gradients that
         were sent since; they are dropped, with a warning. A state of ``torch.optim.SGD`` gives its rates and weight
         decay, and its momentum where the method has the same.
 
@@ -388,7 +390,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         mark, plain = split(state_dict, self.name)
         if mark is None:
             plain = self._from_torch(plain)
-        self._worker.always(self._stepper.rest)  # a push that is applied later would count beside what is loaded
+        self._worker.always(self._stepper.rest)  # a push that is applied later would count beside the loaded residuals
         super().load_state_dict(plain)
         self._groups.assign(self.param_groups)
         self._worker.compressor.memories = self.state  # torch has put a new dict in the place of the old one

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import Group, Sparse, State, Step, memory
+from psclient.compress.method import Group, Sparse, State, Step
 from psclient.errors import ConfigurationError
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
-from pscore.select.kernels.base import GradientUpdate
+from psclient.optim.recurrences import momentum_corrected
 
 
 class DGC(ParameterServerOptimizer):
@@ -71,12 +71,9 @@ class DGC(ParameterServerOptimizer):
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse:
         """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is selected."""
-        u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
-        wd, m = group["weight_decay"], group["momentum"]
-        added = GradientUpdate(step.gradient, 1.0, step.parameters, wd, momentum=u, factor=m)
-        return Sparse(r, added, unit=group["lr"], masked=u)
+        return momentum_corrected(state, group, step)._replace(masked=state["momentum"])
 
     @staticmethod
     def held(state: State, group: Group) -> Sparse:
-        """Return the residual; the momentum that is left would be new movement and stays unsent."""
+        """Return the residual; the momentum left would be new movement and stays unsent."""
         return Sparse(state["residual"], unit=group["lr"])

@@ -44,12 +44,11 @@ class DGS(ParameterServerOptimizer):
         density: Density = 0.01,
         **connection: Any,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, defaults, density, **connection)
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, density, **connection)
 
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse:
-        """``r += lr·(g + wd·θ)``; what is sent leaves ``m`` of itself."""
+        """``r += lr·(g + wd·θ)``; ``m`` times the sent entry remains."""
         lr, wd, m = group["lr"], group["weight_decay"], group["momentum"]
         r = memory(state, "residual", step.gradient)
         return Sparse(r, GradientUpdate(step.gradient, lr, step.parameters, lr * wd), keep=m)

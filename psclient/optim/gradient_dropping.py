@@ -11,7 +11,7 @@ from pscore.select.kernels.base import GradientUpdate
 
 
 class GradientDropping(ParameterServerOptimizer):
-    """Gradient Dropping: what is not sent stays in a residual; no momentum.
+    """Gradient Dropping: unsent values stay in a residual; no momentum.
 
     Per tensor::
 
@@ -40,6 +40,5 @@ class GradientDropping(ParameterServerOptimizer):
     def accumulate(state: State, group: Group, step: Step) -> Sparse:
         """``r += lr·(g + wd·θ)``."""
         lr, wd = group["lr"], group["weight_decay"]
-        return Sparse(
-            memory(state, "residual", step.gradient), GradientUpdate(step.gradient, lr, step.parameters, lr * wd)
-        )
+        r = memory(state, "residual", step.gradient)
+        return Sparse(r, GradientUpdate(step.gradient, lr, step.parameters, lr * wd))

@@ -1,4 +1,4 @@
-"""Steps on this machine, and the push of what they have done."""
+"""Steps on this machine, and the push of their difference."""
 
 import logging
 
@@ -10,7 +10,7 @@ from psclient.compress.method import memory
 from psclient.engine.checks import PushedGradients, finite, gather
 from psclient.engine.step import GradientScale, Stepper
 from psclient.engine.worker import Worker
-from psclient.errors import NonFiniteGradientError, ServerUnreachableError, SparsepsError
+from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError, SparsepsError
 from psclient.model.module import TrainedModel
 
 log = logging.getLogger("psclient")
@@ -20,10 +20,10 @@ Deltas = dict[int, torch.Tensor]
 
 
 class LocalSteps:
-    """Takes the steps of ``inner`` on this machine, and pushes after each ``sync_every``; in the worker's thread.
+    """Runs the steps of ``inner`` on this machine, and pushes after each ``sync_every``; in the worker's thread.
 
-    ``stepper`` pushes ``deltas``, which are filled here and empty between two pushes; ``in_rounds`` the server takes
-    the mean of the workers' differences, else it adds them up. ``local_steps`` counts those since the last push.
+    ``stepper`` pushes ``deltas``, which are filled here and empty between two pushes; ``in_rounds`` the server averages
+    the workers' differences, else it adds them up. ``local_steps`` counts those since the last push.
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class LocalSteps:
         self._trained_samples = 0  # in the local steps since the last push
         self._retry_guard = PushedGradients()
         self._warned = False
-        self.start = [parameter.detach().clone() for parameter in model.parameters]
+        trained = {n: parameter for n, parameter in enumerate(model.parameters) if parameter in groups}
+        self._start = {position: parameter.detach().clone() for position, parameter in trained.items()}
 
     @property
     def unfinished(self) -> bool:
@@ -57,6 +58,8 @@ class LocalSteps:
 
     def step(self, samples: int | None, scale: GradientScale) -> None:
         """Take a local step, and after ``sync_every`` of them push."""
+        if samples is not None:
+            raise ConfigurationError("Outer counts samples at the calls of model=; leave samples out")
         gradients = self._gradients()
         self._settle()
         if self._retry_guard.matches(gradients):
@@ -72,38 +75,38 @@ class LocalSteps:
         self.local_steps += 1
         self._trained_samples = max(1, self._stepper.samples_waiting)
         if self.local_steps >= self._sync_every:
-            self._push_ahead()
+            self._push(self._differences())
 
     def flush(self) -> None:
-        """Push what the local steps have done so far and everything that this worker still holds, at density 1."""
+        """Push the local steps so far and all residuals, at density 1."""
         self._settle()
-        samples = self._trained_samples if self.local_steps else 0
+        samples = 0
         if self.local_steps:
-            self._into_residuals(self._ahead())
+            samples = self._trained_samples
+            self._move_to_residuals()
         self._stepper.flush(samples)
-        self._trained_samples = 0
 
     def flush_on_exit(self) -> None:
-        """Push what the local steps have done so far, as after ``sync_every`` of them, and take the answer over.
+        """Push the local steps so far as after ``sync_every`` of them, and apply the answer.
 
-        The error stays here. It may hold the same way several times over, since each period begins without what was
-        not sent: all of it at once can lead beyond where any worker has been.
+        The error stays here: it may be several times the same way, since each period begins without what was not sent,
+        and all of it at once can lead beyond where any worker has been.
         """
         self._settle()
         if self.local_steps:
-            self._push_ahead()
+            self._push(self._differences())
 
     def pull(self) -> None:
         """Bring the parameters up to the server's; the local steps since the last push stay, on top of them."""
         self._settle(drops=True)
-        ahead, steps = self._ahead(), self.local_steps
+        differences, steps = self._differences(), self.local_steps
         self._undo()
         try:
             self._stepper.pull()
-        finally:  # also where it failed: what has come of it by then is the server's, and no step of this worker
+        finally:  # also after an error: parameters that have arrived by then are the server's, no step of this worker
             self._begin_here()
             self.local_steps = steps
-            for position, delta in ahead.items():
+            for position, delta in differences.items():
                 parameter = self._model.parameters[position]
                 parameter.sub_(delta.to(parameter.dtype))
             self._worker.cluster.replica.accept()
@@ -112,45 +115,45 @@ class LocalSteps:
         return gather(self._model, self._groups, range(len(self._model.parameters)))
 
     def _settle(self, *, drops: bool = False) -> None:
-        """Bring an earlier push to its end, and what was loaded to the server, or the server's model here."""
+        """End an earlier push, and agree with the server on one model where the script has loaded another."""
         if self._deltas:
-            self._push()
+            self._push({})
         if self._stepper.settle_load(drops=drops):
             self._begin_here()
-            self.local_steps = 0
 
-    def _ahead(self) -> Deltas:
-        return {
-            position: start.float() - parameter.float()
-            for position, (parameter, start) in enumerate(zip(self._model.parameters, self.start, strict=True))
-            if parameter in self._groups and parameter.numel()
-        }
+    def _begin_here(self) -> None:
+        """Count local steps from these parameters."""
+        for position, start in self._start.items():
+            start.copy_(self._model.parameters[position])
+        self.local_steps = 0
+
+    def _differences(self) -> Deltas:
+        """Return the way of the local steps so far, as a descent direction."""
+        parameters = self._model.parameters
+        return {n: start.float() - parameters[n].float() for n, start in self._start.items() if start.numel()}
 
     def _undo(self) -> None:
         """Undo the local steps, so that the parameters are what the server knows."""
-        for parameter, start in zip(self._model.parameters, self.start, strict=True):
-            if parameter in self._groups:
-                parameter.copy_(start)
+        for position, start in self._start.items():
+            self._model.parameters[position].copy_(start)
         self._worker.cluster.replica.accept()
         self.local_steps = 0
 
-    def _into_residuals(self, ahead: Deltas) -> None:
-        """Undo the local steps, and put them into the residuals."""
+    def _move_to_residuals(self) -> None:
+        """Undo the local steps, and add their differences to the residuals."""
+        differences = self._differences()
         try:
-            finite(self._model, ahead)
+            finite(self._model, differences)
         finally:
             self._undo()
-        for position, delta in ahead.items():
+        for position, delta in differences.items():
             parameter = self._model.parameters[position]
             memory(self._worker.compressor.memories[parameter], "residual", parameter).add_(delta.reshape(-1))
 
-    def _push_ahead(self) -> None:
-        self._deltas.update(self._ahead())
-        self._push()
-
-    def _push(self) -> None:
-        """Push the differences, or bring a push of them to its end that a lost server has interrupted."""
-        if self.local_steps:  # they are in the differences
+    def _push(self, differences: Deltas) -> None:
+        """Push the differences of local steps; without any, end a push that a lost server has interrupted."""
+        if differences:
+            self._deltas.update(differences)
             self._undo()
         try:
             self._stepper.step(None, lambda gradients, live_workers: 1.0)
@@ -171,7 +174,3 @@ class LocalSteps:
                 "pass rounds=psclient.Rounds(), or a lower lr (of Outer) and no momentum",
                 live_workers,
             )
-
-    def _begin_here(self) -> None:
-        for parameter, start in zip(self._model.parameters, self.start, strict=True):
-            start.copy_(parameter)

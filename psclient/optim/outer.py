@@ -17,12 +17,11 @@ from psclient.model.module import TrainedModel
 from psclient.optim.arguments import Density, Description, as_json, needs_closure, options_of
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.optim.local_steps import Deltas, LocalSteps
-from psclient.optim.recurrences import unscaled
+from psclient.optim.recurrences import send_top
 
 log = logging.getLogger("psclient")
 
 DEFAULT_OUTER: Description = ("SGD", {"lr": 0.7})
-PLAIN_AVERAGING: Description = ("SGD", {"lr": 1.0})
 
 
 class Outer(ParameterServerOptimizer):
@@ -31,7 +30,7 @@ class Outer(ParameterServerOptimizer):
     DiLoCo (Douillard et al., 2023; arXiv 2311.08105), and with a density below 1 SparseLoCo (arXiv 2508.15706). Per
     tensor, every ``H`` steps::
 
-        Δ = θ_start − θ_local                       # what the inner optimizer has done, as a descent direction
+        Δ = θ_start − θ_local                       # the way of the inner optimizer, as a descent direction
         e = β·e + Δ
         send s = Q(p) of p = top ρ of |e|;  e[sent] = 0
         server: one step of the outer optimizer with s (per round: the mean of s) as its gradient
@@ -41,8 +40,9 @@ class Outer(ParameterServerOptimizer):
     mean. The default is for that; DiLoCo has ``("SGD", {"lr": 0.7, "momentum": 0.9, "nesterov": True})`` with
     ``rounds=psclient.Rounds()``.
 
-    In a training loop it stands where the inner optimizer stood. The param groups are the inner optimizer's, so a rate
-    set there is the inner one, and a scheduler may be built on either::
+    In a training loop it stands where the inner optimizer stood; samples are counted at the calls of ``model``. The
+    param groups are the inner optimizer's, so a rate set there is the inner one, and a scheduler may be built on
+    either::
 
         inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
         optimizer = psclient.Outer(inner, sync_every=50, model=model, server="host:50051", rounds=psclient.Rounds())
@@ -53,11 +53,14 @@ class Outer(ParameterServerOptimizer):
             {"lr": 0.7})``; ``None`` for plain averaging. Momentum is for rounds.
         sync_every: ``H``, local steps from one push to the next.
         density: ``ρ``; a number, or a function of the number of the push.
-        decay: ``β``, what is left of the error of the last push; 1 loses nothing.
-        **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`; ``overlap`` is not to be had.
+        decay: ``β``, the share of the last push's error that is kept; 1 loses nothing.
+        **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`; without ``overlap``.
 
     Raises:
-        ConfigurationError: a value is out of its range, or the inner optimizer cannot step without a closure.
+        ConfigurationError: a value is out of its range, or the inner optimizer cannot step without a closure; in
+            ``step()``, ``samples`` is given.
+        NonFiniteGradientError: in ``step()``: the local steps have led to a parameter that is not finite; they are
+            undone.
         RefusedError: the server does not know the outer optimizer, or torch does not take the options.
     """
 
@@ -97,7 +100,7 @@ class Outer(ParameterServerOptimizer):
                 "that learns nothing with several; pass rounds=psclient.Rounds(), or leave momentum out",
                 options["momentum"],
             )
-        self.inner_optimizer, self.sync_every = inner_optimizer, sync_every
+        self.inner_optimizer = inner_optimizer
         self._lr = float(options.get("lr", options_of(optimizer)[1]))
         self.server_remembers = optimizer != "SGD" or bool(options.get("momentum"))
         self._deltas: Deltas = {}
@@ -129,32 +132,13 @@ class Outer(ParameterServerOptimizer):
         return super().agreed_settings() | {"groups": as_json([{"tensors": trained, "options": {}}], "param groups")}
 
     def sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
-        """What is pushed are the differences, which carry no rate."""
+        """A push has the differences, which carry no rate."""
         return partial(_among, self._deltas), partial(Rates, 1.0)
 
     @property
     def lr(self) -> float:
         """Learning rate of the server's step, agreed by all workers; those of ``param_groups`` are the inner ones."""
         return self._lr
-
-    def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
-        """Take a local step, and every ``sync_every`` of them push and take the server's answer over.
-
-        Args:
-            closure: recomputes the loss; see :meth:`ParameterServerOptimizer.step`.
-            samples: not to be given: samples are counted at the calls of ``model``.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            NonFiniteGradientError: the local steps have led to a parameter that is not finite; they are undone.
-            ServerUnreachableError: no server within the patience; call again to go on, nothing is lost.
-            RunFinishedError: the run was over before this push.
-        """
-        if samples is not None:
-            raise ConfigurationError("Outer counts samples at the calls of model=; leave samples out")
-        return super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outer state as any method's, and the inner optimizer's under ``inner``.
@@ -164,7 +148,7 @@ class Outer(ParameterServerOptimizer):
         return super().state_dict() | {"inner": self.inner_optimizer.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take both optimizers' states over."""
+        """Load both optimizers' states."""
         outer = {name: value for name, value in state_dict.items() if name != "inner"}
         if "inner" not in state_dict:
             raise ConfigurationError(
@@ -180,12 +164,14 @@ class Outer(ParameterServerOptimizer):
         """``e = β·e + Δ``; at ρ = 1 all of it is sent."""
         if group["decay"] != 1 and "residual" in state:
             state["residual"].mul_(group["decay"])
-        return unscaled(state, group, step)
+        return send_top(state, group, step.gradient)
 
 
 def _described(outer_optimizer: Description | None) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the options of an outer optimizer."""
-    match PLAIN_AVERAGING if outer_optimizer is None else outer_optimizer:
+    match outer_optimizer:
+        case None:
+            return "SGD", {"lr": 1.0}
         case str() as name:
             return name, {}
         case (str() as name, Mapping() as options):
@@ -202,7 +188,7 @@ def _among(deltas: Deltas, positions: range) -> dict[int, torch.Tensor]:
 
 
 def _follow(outer: "weakref.ref[Outer]", inner: Optimizer) -> None:
-    """Let an outer optimizer have the groups that its inner one has loaded."""
+    """Set the groups of an outer optimizer to those that its inner one has loaded."""
     found = outer()
     if found is not None:
         found.param_groups = inner.param_groups

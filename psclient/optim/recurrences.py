@@ -1,4 +1,4 @@
-"""What several methods' formulas share: weight decay, local momentum, and sending a tensor whole."""
+"""Formulas that several methods share: weight decay, local momentum, and sending a tensor whole."""
 
 import torch
 
@@ -6,26 +6,34 @@ from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
 from pscore.select.kernels.base import GradientUpdate
 
 
-def decayed(group: Group, step: Step) -> torch.Tensor:
+def with_decay(group: Group, step: Step) -> torch.Tensor:
     """Return ``g + wd·θ`` in fp32; the step's own gradient where that is the same."""
     g = step.gradient.float()
     return g if step.parameters is None else g.add(step.parameters.float(), alpha=group["weight_decay"])
 
 
-def momentum(state: State, group: Group, g: torch.Tensor) -> torch.Tensor:
+def local_momentum(state: State, group: Group, g: torch.Tensor) -> torch.Tensor:
     """Return ``u = m·u + g``, which is the state's memory; ``g`` itself at ``m = 0``."""
     m = group["momentum"]
     return memory(state, "momentum", g).mul_(m).add_(g) if m else g
 
 
-def whole(state: State, d: torch.Tensor, rate: float = 1.0) -> Whole:
+def momentum_corrected(state: State, group: Group, step: Step) -> Sparse:
+    """Send the top ρ of ``lr·|r|`` after ``u = m·u + (g + wd·θ);  r += u`` (DGC, equation 4)."""
+    u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
+    wd, m = group["weight_decay"], group["momentum"]
+    added = GradientUpdate(step.gradient, 1.0, step.parameters, wd, momentum=u, factor=m)
+    return Sparse(r, added, unit=group["lr"])
+
+
+def send_whole(state: State, d: torch.Tensor, rate: float = 1.0) -> Whole:
     """Send ``rate·d`` whole, with what earlier pushes left in the residual."""
     sent = rate * d
     return Whole(sent.add_(state.pop("residual")) if "residual" in state else sent)
 
 
-def unscaled(state: State, group: Group, step: Step) -> Sparse | Whole:
-    """Send the top ρ of ``|r|`` after ``r += g``; at ρ = 1 all of ``r``."""
+def send_top(state: State, group: Group, d: torch.Tensor, rate: float = 1.0) -> Sparse | Whole:
+    """Send the top ρ of ``|r|`` after ``r += rate·d``; at ρ = 1 all of ``r``."""
     if group["density"] < 1:
-        return Sparse(memory(state, "residual", step.gradient), GradientUpdate(step.gradient, 1.0))
-    return whole(state, step.gradient.float())
+        return Sparse(memory(state, "residual", d), GradientUpdate(d, rate))
+    return send_whole(state, d.float(), rate)

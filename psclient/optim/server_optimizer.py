@@ -14,7 +14,7 @@ from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
 from psclient.optim.arguments import Density, as_json, options_of, scheduler_description, scheduler_interval
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import unscaled
+from psclient.optim.recurrences import send_top
 from pscore.wire.messages import LARGEST_RATE
 
 log = logging.getLogger("psclient")
@@ -23,7 +23,7 @@ _WORKERS_OWN = frozenset(
     {"params", "param_names", "name", "density", "lr_scale", "initial_lr", "max_lr", "min_lr"}
     | {"swa_lr", "fused", "foreach", "capturable", "differentiable"}
 )
-"""What a param group may have that is of no use to the server: names, what schedulers keep, how torch computes."""
+"""Keys of param groups that the server does not use: names, state of schedulers, ways to compute."""
 
 
 class ServerOptimizer(ParameterServerOptimizer):
@@ -39,7 +39,7 @@ class ServerOptimizer(ParameterServerOptimizer):
     of a sparse push are gradients of zero, so a step changes everything and replies are best cut to their largest
     differences, which the server's ``--down-mode auto`` does by itself then; ``lazy`` touches only what was sent.
 
-    The param groups have the learning rate, ``lr``, and each push takes it along: the server steps at it. So a rate set
+    The param groups have the learning rate, ``lr``, and each push carries it: the server steps at it. So a rate set
     by hand and a scheduler on the worker work as for any torch optimizer, and act on this worker's pushes; a round is
     stepped at the mean of its workers' rates. A ``scheduler`` that is named here is the server's, one for all workers;
     where a worker's rate differs from the agreed one, the scheduled rate is multiplied by the ratio of both. The other
@@ -130,24 +130,23 @@ class ServerOptimizer(ParameterServerOptimizer):
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``r += g``; at ρ = 1 all of ``r`` is sent."""
-        return unscaled(state, group, step)
+        return send_top(state, group, step.gradient)
 
 
 def _options(groups: Sequence[Mapping[str, Any]], known: frozenset[str]) -> list[dict[str, Any]]:
-    """Return what each group has of its own for the server's optimizer, but for the rate."""
+    """Return each group's own options for the server's optimizer, without the rate."""
     sent = known - _WORKERS_OWN - {"lr"}
     return [{name: value for name, value in group.items() if name in sent} for group in groups]
 
 
 def _rates(groups: ParamGroups, known: frozenset[str], agreed: Sequence[Mapping[str, Any]]) -> Rates:
-    for number, (now, then) in enumerate(zip(_options(groups.all, known), agreed, strict=True)):
+    for number, (group, now, then) in enumerate(zip(groups.all, _options(groups.all, known), agreed, strict=True)):
         if now != then:
             changed = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
             raise ConfigurationError(
                 f"{', '.join(changed)} of param group {number} is not what the server's optimizer was made with, and "
                 "only lr can be changed in a run: set it back, or begin another run with it"
             )
-    for number, group in enumerate(groups.all):
         check_hyperparameters({"lr": group["lr"]})
         if not float(group["lr"]) <= LARGEST_RATE:
             raise ConfigurationError(

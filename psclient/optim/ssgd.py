@@ -4,12 +4,11 @@ from typing import Any, ClassVar
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
+from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import decayed, momentum
+from psclient.optim.recurrences import local_momentum, momentum_corrected, with_decay
 from psclient.rounds import Rounds
-from pscore.select.kernels.base import GradientUpdate
 
 
 class SSGD(ParameterServerOptimizer):
@@ -55,11 +54,8 @@ class SSGD(ParameterServerOptimizer):
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``u = m·u + (g + wd·θ);  r += u``; at ρ = 1 all of ``lr·r`` is sent."""
         if group["density"] < 1:
-            wd, m = group["weight_decay"], group["momentum"]
-            u, r = memory(state, "momentum", step.gradient), memory(state, "residual", step.gradient)
-            added = GradientUpdate(step.gradient, 1.0, step.parameters, wd, momentum=u, factor=m)
-            return Sparse(r, added, unit=group["lr"])
-        u = momentum(state, group, decayed(group, step))
+            return momentum_corrected(state, group, step)
+        u = local_momentum(state, group, with_decay(group, step))
         if "residual" in state:
             u = state.pop("residual").add_(u)
         return Whole(group["lr"] * u, unit=group["lr"])

@@ -4,12 +4,11 @@ from typing import Any, ClassVar, Literal
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import Group, Sparse, State, Step, Whole, memory
+from psclient.compress.method import Group, Sparse, State, Step, Whole
 from psclient.errors import ConfigurationError
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import decayed, momentum, whole
-from pscore.select.kernels.base import GradientUpdate
+from psclient.optim.recurrences import local_momentum, send_top, with_decay
 
 
 class WAGMA(ParameterServerOptimizer):
@@ -21,9 +20,8 @@ class WAGMA(ParameterServerOptimizer):
         W' = θ − lr·u                        # nesterov: θ − lr·(g + wd·θ + m·u)
         θ = average of W' over my group      # every τ + 1 iterations: over all live workers, who wait for each other
 
-    The server keeps ``θ``; the worker sends its change and takes ``θ`` back after the average. Nobody waits for a slow
-    member of a group beyond a short grace: its last model stands in for it, and what it gets when it comes is the rule
-    for the late.
+    The server keeps ``θ``; the worker sends its change and pulls ``θ`` after the average. Nobody waits for a slow
+    member of a group beyond a short grace: its last model stands in for it, and ``late`` decides about its next one.
 
     With ``density < 1`` the changes are sparse, with error feedback: ``r += lr·u; send p = top ρ of |r|; r −= p``. Then
     models differ only where something was sent since they last were equal, and replies are as sparse as that.
@@ -37,9 +35,8 @@ class WAGMA(ParameterServerOptimizer):
         nesterov: Nesterov's form of the momentum.
         group_size: workers in a group, ``S``; 0 for the power of two nearest ``√W``.
         tau: ``τ``: every ``τ + 1`` iterations all live workers average and wait for each other; 0 for each iteration.
-        late: what a worker gets that comes when its group's average over ``n`` models has been taken:
-            ``"replace"``: its model takes the place of the old one that stood in for it; ``"paper"``: it is added,
-            ``(sum + W') / (n + 1)``.
+        late: the rule for a worker whose model comes after its group's average over ``n`` models: ``"replace"``: the
+            model replaces the old one that stood in for it; ``"paper"``: it is added, ``(sum + W') / (n + 1)``.
         density: ``ρ``, the share of a tensor's entries that is sent; a number, or a function of the step.
         **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`.
 
@@ -81,9 +78,7 @@ class WAGMA(ParameterServerOptimizer):
     @staticmethod
     def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
         """``lr·u``, whole or into the residual."""
-        g = decayed(group, step)
-        u = momentum(state, group, g)
-        way = g.add(u, alpha=group["momentum"]) if group["nesterov"] else u
-        if group["density"] < 1:
-            return Sparse(memory(state, "residual", g), GradientUpdate(group["lr"] * way, 1.0))
-        return whole(state, way, group["lr"])
+        g = with_decay(group, step)
+        u = local_momentum(state, group, g)
+        direction = g.add(u, alpha=group["momentum"]) if group["nesterov"] else u
+        return send_top(state, group, direction, group["lr"])

@@ -113,7 +113,7 @@ class ShardClient:
         self.unacked: PushPart | None = None
         self.readable: frozenset[int] = frozenset()
         self.downlink, self._uplink = Bandwidth(), Bandwidth()
-        self.timing = PushTiming.of(0)
+        self.timing = PushTiming(0)
         self.outgoing = StreamCall(settings.deadline_seconds)
         self.sent_model: tuple[int, int] | None = None
         codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
@@ -162,7 +162,7 @@ class ShardClient:
         header.generation = self.generation  # read once: a fetch on another thread may join again
         header.base_version = self.version
         header.plan.extend(pb.Group(start=group.start, length=group.length) for group in plan)
-        self.timing = PushTiming.of(len(plan))
+        self.timing = PushTiming(len(plan))
         part = self.unacked = PushPart(header.generation, tracing.begin("push", shard=self.index))
         part.first_attempt = self._start_push(iter(part.outbox.get, None), idle_seconds, part.trace)
         self.timing.opened = time.perf_counter()

@@ -31,7 +31,7 @@ def trace_of(groups, workload, costs, noise=None):
     begin, count = 1000.0, len(workload)
     trace = Trace(groups, opening=begin)
     trace.ready = {count - 1 - place: begin + moment for place, moment in enumerate(workload.ready)}
-    timing = PushTiming.of(len(groups))
+    timing = PushTiming(len(groups))
     free, busy = begin, 0.0
     cuts = cuts_of(groups)
     for number, (start, end) in enumerate(pairwise(cuts)):
@@ -43,14 +43,13 @@ def trace_of(groups, workload, costs, noise=None):
             trace.opening = began
             began += costs.lead
             timing.opened, busy = began, began + costs.message
-        trace.begun[number] = began
+            trace.begun = began
         free = trace.done[number] = began + select
         busy = max(busy, free) + send
         timing.left[number] = free - timing.opened
         timing.arrived.append(busy - timing.opened - costs.message)
         timing.group_bytes[number] = int(workload.nbytes[start:end].sum())
         for place in range(start, end):
-            trace.elements[count - 1 - place] = int(workload.elements[place])
             trace.entries[count - 1 - place] = int(workload.nbytes[place] / ENTRY_BYTES)
     trace.shards = (({number: number for number in range(len(groups))}, timing),)
     trace.answered = busy + costs.tail

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.mgs.picture import draw
 from psclient.buckets import bucketing
-from psclient.buckets.lags import Lags
+from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.planner import BucketPlanner
 from psclient.errors import ConfigurationError
 from psclient.schedules import lags
@@ -21,8 +21,12 @@ WORKLOAD = make_workload(SIZES)
 LAYOUT = make_layout(SIZES)
 
 
-def make_planner(rule="pareto", **options):
-    return BucketPlanner(LAYOUT, rule, group_elements=1_000_000, bucket_bytes=25 << 20, **options)
+LAYERS = bucketing.by_size(SIZES, 0)
+
+
+def make_planner(rule="pareto", layer_density=None):
+    settings = ClientSettings(merge=rule, group_elements=1_000_000, dense_below=4096)
+    return BucketPlanner(LAYOUT, settings, layer_density)
 
 
 def train(planner, steps, costs=COSTS):
@@ -43,7 +47,7 @@ def test_a_worker_begins_with_groups_by_elements_and_plans_after_a_few_steps():
     planner = make_planner()
     used = train(planner, 12)
     assert used[0] == used[1] == bucketing.by_size(SIZES, 1_000_000)
-    assert bucketing.layers(len(SIZES)) in used
+    assert LAYERS in used
     assert exposed(planner.groups, WORKLOAD) <= 1.03 * best()
     assert planner.plan.rule == "pareto"
     assert planner.plan.planned == 1
@@ -85,7 +89,7 @@ def test_after_some_hundred_steps_it_looks_again(monkeypatch):
     planner = make_planner()
     used = train(planner, 70)
     assert planner.plan.planned == 2
-    assert bucketing.layers(len(SIZES)) in used[50:]
+    assert LAYERS in used[50:]
     assert len(set(used[-10:])) == 1
 
 
@@ -128,12 +132,12 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
         draw(make_planner().plan, tmp_path / "plan.svg")
 
 
-def test_fixed_groups_stay(monkeypatch):
-    monkeypatch.setattr("psclient.buckets.planner._PERIOD_STEPS", 50)
-    planner = make_planner()
-    planner.fix(bucketing.layers(len(SIZES)), "layers")
+def test_adopted_groups_are_used_from_the_next_step_on_and_stay():
+    planner = make_planner("buckets")
+    planner.adopt(LAYERS, "layers")
     planner.advance()
-    assert set(train(planner, 70)) == {bucketing.layers(len(SIZES))}
+    assert set(train(planner, 70)) == {LAYERS}
+    assert planner.plan.rule == "layers"
 
 
 # LAGS
@@ -147,7 +151,7 @@ numbers = st.floats(0, 10, allow_nan=False)
     st.floats(0, 1e-6),
 )
 def test_lags_densities_are_in_range_and_rise_with_the_time_that_is_left(layers, message, byte):
-    chosen = Lags(0.002, 0.2)
+    chosen = LayerDensity(0.002, 0.2)
     found = chosen.densities([slack for slack, _ in layers], [size for _, size in layers], message, byte)
     assert all(0.002 <= density <= 0.2 for density in found)
     more = chosen.densities([slack + 0.1 for slack, _ in layers], [size for _, size in layers], message, byte)
@@ -160,10 +164,10 @@ def test_lags_densities_are_those_of_the_formula():
 
 
 def test_lags_gives_layers_densities_of_their_own_once_costs_are_measured():
-    planner = make_planner("layers", lags=lags(0.001, 0.3), dense_below=4096)
-    assert planner.density_of(0) is None
+    planner = make_planner("layers", lags(0.001, 0.3))
+    assert planner.densities == {}
     train(planner, 12)
-    first, last = planner.density_of(0), planner.density_of(len(SIZES) - 1)
+    first, last = planner.densities[0], planner.densities[len(SIZES) - 1]
     assert first == 0.001  # nothing of backward is left when the first tensor's gradient comes, at the end
     assert last > 0.05
 

@@ -62,7 +62,7 @@ class Worker:
 
     def held(self):
         """How many samples the server has in this worker's hands."""
-        answer = self.sampler._lease(self.sampler.epoch, 0, {})
+        answer = self.sampler._request_lease(self.sampler.epoch, 0, {})
         return sum(each.count for each in answer.granted)
 
     def __enter__(self):

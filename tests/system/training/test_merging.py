@@ -53,7 +53,7 @@ def test_what_was_accumulated_is_applied_or_held_through_plans_that_change_at_ev
         ) as optimizer,
     ):
         for number, groups in enumerate(shuffled):
-            optimizer._worker.planner.fix(groups, "layers")
+            optimizer._worker.planner.adopt(groups, "layers")
             inputs = make_inputs(generator)
             for total, x in zip(accumulated, inputs, strict=True):
                 total += 0.5 * x

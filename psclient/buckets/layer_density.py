@@ -7,7 +7,7 @@ from psclient.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class Lags:
+class LayerDensity:
     """Densities by layer (LAGS-SGD: layer-wise adaptive gradient sparsification, Shi et al., 2019).
 
     ::
@@ -15,13 +15,8 @@ class Lags:
         ρ_l = clip((slack_l − a) / (8·β·n_l), lowest, highest)
 
     with the backward time ahead once the layer's gradient is there (``slack_l``), and the measured start-up ``a`` of a
-    message and time ``β`` of a byte (docs/merging.md). An object of this class is a density for any sparse method; it
-    needs ``overlap=True``, since without it nothing is ahead.
-
-    Args:
-        lowest: ρ where nothing can be hidden.
-        highest: ρ where everything could be.
-        start: ρ of all layers until costs are measured, in the first steps.
+    message and time ``β`` of a byte (docs/merging.md); ``start`` until these are measured. An object of this class is a
+    density for any sparse method; it needs ``overlap=True``, since without overlap nothing is ahead.
     """
 
     lowest: float = 0.001
@@ -48,7 +43,7 @@ class Lags:
             )
 
     def __call__(self, step: int) -> float:
-        """Return the density of layers of which nothing is known yet, at any step."""
+        """Return the density of all layers before costs are measured, at any step."""
         return self.start
 
     def densities(
