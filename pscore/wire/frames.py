@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.codecs.format import MAX_ENTRIES, ValueFormat, Values
 from pscore.wire.codecs.index import INDEX_FORMATS, choose, decode_offsets
-from pscore.wire.codecs.limits import MAX_ENTRIES
 from pscore.wire.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, decode_values, host_values
-from pscore.wire.codecs.values.format import ValueFormat, Values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 

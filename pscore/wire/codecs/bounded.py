@@ -17,15 +17,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pscore.wire.codecs.limits import is_compiled
-from pscore.wire.codecs.values import loops
-from pscore.wire.codecs.values.format import ValueFormat, Values
+from pscore.wire.codecs import bounded_loops as loops
+from pscore.wire.codecs.format import ValueFormat, Values, is_compiled
 from pscore.wire.errors import ErrorCode, Rejected
 
 BLOCK = 512
 """Values that share bounds: 64 bits a block are 1/8 bit a value."""
 
-_BOUND_BYTES = 8
 _STEPS8, _STEPS4 = 127, 7
 _RATIOS8, _RATIOS4 = np.arange(_STEPS8 + 1) / _STEPS8, np.arange(_STEPS4 + 1) / _STEPS4
 
@@ -146,5 +144,5 @@ def _levels4(bounds: Values) -> Values:
     return np.concatenate([magnitudes, -magnitudes], axis=1)
 
 
-INT8 = ValueFormat("int8", 8, False, _write8, _read8, BLOCK, _BOUND_BYTES)
-INT4 = ValueFormat("int4", 4, False, _write4, _read4, BLOCK, _BOUND_BYTES)
+INT8 = ValueFormat("int8", 8, False, _write8, _read8, BLOCK, bound_bytes=8)
+INT4 = ValueFormat("int4", 4, False, _write4, _read4, BLOCK, bound_bytes=8)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pscore.jit import compiled
-from pscore.wire.codecs.index.format import Offsets
+from pscore.wire.codecs.format import Offsets
 
 Octets = NDArray[np.uint8]
 
