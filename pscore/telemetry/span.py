@@ -18,7 +18,7 @@ class TracingError(Exception):
 
 
 class TraceSpan:
-    """A span that has begun and not ended. This one belongs to no trace and does nothing."""
+    """A span that has begun and not ended; this one belongs to no trace and has no effect."""
 
     @property
     def headers(self) -> Headers | None:
@@ -31,7 +31,8 @@ class TraceSpan:
 
     def run(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call a function with this span as the parent of those that begin in it."""
-        return function(*arguments)
+        with self.active():
+            return function(*arguments)
 
     def note(self, **attributes: str | int | float) -> None:
         """Add attributes, which are named ``sparseps.…``."""

@@ -34,7 +34,6 @@ class IndexFormat:
     """How strictly increasing offsets in ``[0, length)`` are written, for a length of at most 2³².
 
     Attributes:
-        name: in settings and reports.
         encode: offsets and length to bytes.
         read: bytes, count and length to offsets that rise strictly. Raises :class:`Rejected` (``BAD_CHUNK``) for other
             bytes, before allocating more than a small multiple of the bytes or of the count.
@@ -65,7 +64,6 @@ class ValueFormat:
     same fp32 values bit for bit on any machine, and the sender knows the error.
 
     Attributes:
-        name: in settings and reports.
         bits: of each value, without the bounds.
         exact: True where decoding restores every finite fp32 value.
         write: contiguous finite values to bytes; a magnitude beyond the format's largest becomes the largest.

@@ -71,11 +71,8 @@ INDEX_FORMATS: dict[int, IndexFormat] = {
 def choose(count: int, length: int, link_bytes_per_second: float | None, allowed: Collection[int]) -> int:
     """Return the codec that arrives first: bytes over the link's rate, plus the time to write and to read them.
 
-    Args:
-        count: entries at random places, at least 1.
-        length: elements of the span, at least ``count``.
-        link_bytes_per_second: ``None`` or 0 where the rate is not known.
-        allowed: codecs that the peer reads, as numbers of the proto; RAW32 is returned if none of them is known here.
+    For ``1 ≤ count ≤ length`` entries at random places. The rate is ``None`` or 0 where it is not known. ``allowed``
+    are codecs that the peer reads; RAW32 is returned if none of them is known here.
     """
     rate = link_bytes_per_second or ASSUMED_LINK
 
