@@ -16,7 +16,7 @@ import torch
 from pscore.names import shown
 
 PARAMETER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What a parameter may be on a worker. The server's master copy is fp32, so fp64 would lose bits and is refused."""
+"""Dtypes of parameters on a worker. The server's master copy is fp32, so fp64 would lose bits and is refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ _SHOWN = 100  # characters of a wrong address in a message
 
 
 class AddressError(ValueError):
-    """An address has none of the forms; the message says what to write instead."""
+    """An address has none of the forms; the message names the right form."""
 
 
 def expand(server: str) -> tuple[str, ...]:

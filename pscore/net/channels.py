@@ -22,7 +22,7 @@ Headers = Sequence[tuple[str, str]]
 
 
 class ChannelError(Exception):
-    """A channel cannot be secured as asked; the message says what to change."""
+    """A channel cannot be secured as asked; the message names the setting to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ _ADVICE = {
     "(PSCLIENT_TLS_CERT, PSCLIENT_TLS_KEY)",
     "Failed parsing HTTP/2": "it does not speak gRPC: is this the port for workers (--listen), or that of the metrics?",
 }
-"""What to change, by a part of gRPC's words."""
+"""Advice by a part of gRPC's words."""
 
 
 def advice(detail: str) -> str:

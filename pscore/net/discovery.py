@@ -18,7 +18,7 @@ from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 
 class DiscoveryError(Exception):
-    """Not all shards behind a name were found; the message says which, and why."""
+    """Shards behind a name are missing; the message names the shards and the reasons."""
 
 
 def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ...], Security]:
@@ -70,10 +70,10 @@ class DiscoveryResult:
         if self.num_shards:
             several = len(self.missing) > 1
             numbers = ", ".join(map(str, self.missing))
-            what = f"shard{'s' * several} {numbers} of {self.num_shards} {'are' if several else 'is'} missing"
+            missing = f"shard{'s' * several} {numbers} of {self.num_shards} {'are' if several else 'is'} missing"
         else:
-            what = "no shard is found"
-        return f"{what}; {'; '.join(self.troubles)}" if self.troubles else what
+            missing = "no shard is found"
+        return "; ".join([missing, *self.troubles])
 
 
 class Service:
@@ -89,7 +89,7 @@ class Service:
         self._lookup: queue.SimpleQueue[list[str] | OSError] | None = None
 
     def discover(self, seconds: float) -> DiscoveryResult:
-        """Resolve the name and ask every address; each of the two takes at most ``seconds``."""
+        """Resolve the name and ask every address; at most ``seconds`` for each of the two."""
         try:
             found = self.resolve(seconds)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a selector selects from: a residual, a difference, or several of them end to end.
+"""The inputs of selectors: a residual, a difference, or several of them end to end.
 
 A selector asks for statistics and takes entries by a threshold. A step's gradient is added to a residual by the first
 call; where that call is :meth:`SelectionInput.take`, in the same pass over memory.
@@ -44,7 +44,7 @@ class SelectionInput(ABC):
     def magnitude(self) -> tuple[float, float]:
         """Return mean and largest magnitude; one reading pass."""
         found = [kernels_for(array).magnitude(array) for array in self.arrays()]
-        return sum(total for total, _ in found) / max(1, self.numel), max(largest for _, largest in found)
+        return sum(total for total, _ in found) / self.numel, max(largest for _, largest in found)
 
     def stride_sample(self, step: int, first: int) -> torch.Tensor:
         """Return every ``step``-th element from ``first`` on, ``first < step``."""

@@ -21,8 +21,7 @@ from pscore.select.kernels.base import Taken, ThresholdResult
 _LEVEL_GAIN, _DRIFT_GAIN = 0.6, 0.3
 _RISING = 0.9  # of a drift that is kept where it goes up
 _RANKED_STEPS = 16
-_ROOM = 3  # capacity of the pass, as a multiple of k: what a surplus may be without another pass
-
+_ROOM = 3  # capacity of the pass, as a multiple of k: a surplus up to there needs no other pass
 _MOST_PASSES = 8
 _UNTIL_ZERO = 3
 _LARGEST = float(np.finfo(np.float32).max)
@@ -34,27 +33,25 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
         return take_all(inputs)
     if state.get("ranked", 0) > 0:
         return _rank(inputs, k, state, state["ranked"] - 1)
-    expected = state.get("threshold")
+    threshold = state.get("threshold")
     search = TailSearch(k)
-    if expected is None:
+    if threshold is None:
         first = laplace_threshold(inputs, k)
         if first == 0:
             return take_all(inputs)
-        expected = search.run(inputs, first)
-        if expected is None:
+        threshold = search.run(inputs, first)
+        if threshold is None:
             return _rank(inputs, k, state, _RANKED_STEPS)
     capacity = _ROOM * k
-    result = inputs.take(expected, capacity)
-    threshold: float | None = expected
+    result = inputs.take(threshold, capacity)
     lacks = result.count_above < (1 - TOLERANCE) * k and threshold != 0  # at 0 there is no more to be had
     if lacks or result.count_above > capacity:
         inputs.put_back(result.taken)
-        search.update(expected, result.count_above, result.sum_above)
+        search.update(threshold, result.count_above, result.sum_above)
         threshold = search.run(inputs)
         if threshold is None:
             return _rank(inputs, k, state, _RANKED_STEPS)
         result = inputs.take(threshold, capacity)
-    assert threshold is not None
     _predict(state, threshold, result, k)
     if result.count_above > (1 + TOLERANCE) * k:
         return keep_largest(inputs, result.taken, k)
@@ -135,8 +132,8 @@ class TailSearch:
     def run(self, inputs: SelectionInput, first: float | None = None) -> float | None:
         """Return a threshold, searched from ``first`` or, for ``None``, from the last pass.
 
-        It is 0 where no more than ``k`` entries are not zero. ``None`` where the passes did not suffice: equal
-        magnitudes lie on both sides of ``k``, or a few are out of all proportion to the rest.
+        The threshold is 0 where no more than ``k`` entries are not zero, and ``None`` where the passes did not suffice:
+        equal magnitudes lie on both sides of ``k``, or a few are out of all proportion to the rest.
         """
         if first is not None:
             self.update(first, *inputs.count_above(first))

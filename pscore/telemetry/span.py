@@ -1,4 +1,4 @@
-"""What a span is, without OpenTelemetry."""
+"""The interface of a span, without OpenTelemetry."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +14,7 @@ TRACEPARENT = "traceparent"
 
 
 class TracingError(Exception):
-    """Tracing is asked for and cannot begin; the message says what to do."""
+    """Tracing is asked for and cannot begin; the message contains a remedy."""
 
 
 class TraceSpan:

@@ -90,7 +90,7 @@ class Rejected(Exception):  # noqa: N818 - the protocol's word: the raising side
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a failed call carries; no reason where the call was not refused, or this version does not know the reason.
+    """The details of a failed call; no reason where the call was not refused, or this version does not know the reason.
 
     Unprintable characters of the metadata are escaped.
     """

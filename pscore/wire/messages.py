@@ -39,11 +39,7 @@ def place_of(index: int, num_shards: int) -> str:
 
 
 def layout_to_message(layout: ModelLayout) -> pb.ModelLayout:
-    """Write a layout with its fingerprint.
-
-    Raises:
-        ValueError: a tensor has a dtype that the protocol cannot carry.
-    """
+    """Write a layout with its fingerprint; raises ``ValueError`` for a dtype that the protocol cannot carry."""
 
     def write(spec: TensorSpec) -> pb.TensorSpec:
         if spec.dtype not in DATA_TYPES:
@@ -62,10 +58,9 @@ def layout_to_message(layout: ModelLayout) -> pb.ModelLayout:
 
 
 def layout_from_message(message: pb.ModelLayout) -> ModelLayout:
-    """Read a peer's layout, check its names and that it has the fingerprint which it states.
+    """Read a peer's layout; raises :class:`Rejected` (``BAD_REQUEST``), naming the tensor that is malformed.
 
-    Raises:
-        Rejected: ``BAD_REQUEST``, naming the tensor that is malformed.
+    The names and the stated fingerprint are checked too.
     """
     specs = [*message.parameters, *message.buffers, *(each.spec for each in message.frozen)]
     for what, count in (("tensors", len(specs)), ("aliases", sum(len(spec.aliases) for spec in specs))):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class GradientUpdate:
-    """What a step adds to a memory before entries are selected from the memory.
+    """The update that a step adds to a memory before entries are selected from the memory.
 
     With ``d = scale·g + decay·θ``::
 

@@ -236,6 +236,6 @@ def _arguments(added: GradientUpdate) -> tuple[Any, ...]:
 
 
 def _slot(block: int, density: float) -> int:
-    """Return how many hits a block's slot holds: four times what is expected, and room for chance; a power of two."""
+    """Return the room of a block's slot: four times the expected hits, and room for chance; a power of two."""
     wanted = min(block, 64 + math.ceil(4 * density * block))
     return 1 << (wanted - 1).bit_length()
