@@ -1,4 +1,4 @@
-"""What worker and server must agree on: layout, codecs, frames, stubs."""
+"""The agreements of worker and server: layout, codecs, frames, stubs."""
 
 import os
 

@@ -21,14 +21,10 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 class LayeredSettings(BaseSettings):
-    """Base of a program's settings; a subclass sets ``env_prefix``, :attr:`failure` and its fields.
-
-    Raises:
-        failure: a setting is unknown, its value cannot be, or the YAML file cannot be read.
-    """
+    """Base of a program's settings; a subclass sets ``env_prefix``, :attr:`failure` and its fields."""
 
     failure: ClassVar[type[Exception]]
-    """The type of all errors."""
+    """Raised where a setting is unknown, its value cannot be, or the YAML file cannot be read."""
 
     config: Path | None = Field(None, description="YAML file with any of these settings")
 
@@ -59,10 +55,9 @@ class LayeredSettings(BaseSettings):
     def _form_of(cls, name: str, given: dict[str, Any]) -> Callable[[str], str]:
         """Return how the source of a setting writes names."""
         prefix = str(cls.model_config["env_prefix"])
-        variables = {variable.upper() for variable in os.environ}
         if name in given:
             return cls.explicit
-        if prefix + name.upper() in variables:
+        if prefix + name.upper() in map(str.upper, os.environ):
             return lambda each: prefix + each.upper()
         config = given.get("config") or os.environ.get(f"{prefix}CONFIG")
         return lambda each: f"{each} in {config}" if each == name else each
@@ -99,17 +94,16 @@ class LayeredSettings(BaseSettings):
 def unknown_variables(prefix: str, names: Iterable[str]) -> list[str]:
     """Return a line for each variable of the environment that begins like a setting and is none.
 
-    Variables that Kubernetes sets for a Service whose name begins like the prefix (``PSSERVICE_SERVICE_HOST``,
-    ``PSSERVICE_PORT=tcp://…``) are ignored.
-    ``prefix`` is in capitals, ``names`` of the settings in small letters.
+    ``prefix`` is in capitals, ``names`` in small letters. Variables that Kubernetes sets for a Service whose name
+    begins like the prefix (``PSSERVICE_SERVICE_HOST``, ``PSSERVICE_PORT=tcp://…``) are ignored.
     """
     known = [*names]
     lines = []
     for variable, value in sorted(os.environ.items()):
         name = variable.upper().removeprefix(prefix)
-        if not variable.upper().startswith(prefix) or name.lower() in known or _is_service_link(name, value):
-            continue
-        lines.append(_unknown(name.lower(), known, lambda each: prefix + each.upper()))
+        is_link = _SERVICE_LINK.fullmatch(name) or (name.endswith("PORT") and _SERVICE_URL.match(value))
+        if variable.upper().startswith(prefix) and name.lower() not in known and not is_link:
+            lines.append(_unknown(name.lower(), known, lambda each: prefix + each.upper()))
     return lines
 
 
@@ -118,7 +112,3 @@ def _unknown(name: str, known: Iterable[str], form: Callable[[str], str]) -> str
     nearest = difflib.get_close_matches(name, [*known], n=1)
     hint = f"did you mean {form(nearest[0])}?" if nearest else "docs/settings.md lists those there are"
     return f"{form(name)}: there is no such setting; {hint}"
-
-
-def _is_service_link(name: str, value: str) -> bool:
-    return bool(_SERVICE_LINK.fullmatch(name) or (name.endswith("PORT") and _SERVICE_URL.match(value)))

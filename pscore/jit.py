@@ -24,14 +24,11 @@ _logged: set[str] = set()
 
 
 class compiled(Generic[P, R]):  # noqa: N801 - a decorator
-    """Makes a function a loop that numba compiles, once for each combination of argument types.
+    """Makes a module-level function a loop that numba compiles, once for each combination of argument types.
 
     A loop runs without the GIL. It is cached on disk, beside the source or in numba's cache directory; where the cache
-    can be neither written nor read it is compiled all the same, and a warning says so once.
-
-    Args:
-        function: module-level function in the subset of Python that numba takes. Its constants must stand in its own
-            file: the cache on disk notices changes there and nowhere else.
+    can be neither written nor read it is compiled all the same, and a warning says so once. Constants of a loop must
+    stand in its own file: the cache notices changes there and nowhere else.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:

@@ -13,12 +13,11 @@ from benchmarks.workload import captured
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
+from pscore.wire.codecs.format import Offsets, Values
 from pscore.wire.codecs.index import INDEX_FORMATS
-from pscore.wire.codecs.index.format import Offsets
-from pscore.wire.codecs.index.rice import RICE
 from pscore.wire.codecs.names import VALUE_CODECS
+from pscore.wire.codecs.rice import RICE
 from pscore.wire.codecs.values import VALUE_FORMATS
-from pscore.wire.codecs.values.format import Values
 
 KEY, TITLE = "bytes", "Bits an entry, by codec"
 

@@ -16,7 +16,7 @@ import torch
 from pscore.names import shown
 
 PARAMETER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What a parameter may be on a worker. The server's master copy is fp32, so fp64 would lose bits and is refused."""
+"""Dtypes of parameters on a worker. The server's master copy is fp32, so fp64 would lose bits and is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     def describe(self) -> str:
-        """Return name, shape and dtype in one phrase, for messages."""
+        """Return name, shape and dtype, for messages."""
         return f"{shown(self.name)} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
@@ -60,7 +60,7 @@ class Span:
 
     @property
     def length(self) -> int:
-        """Elements in the span."""
+        """Number of elements."""
         return self.end - self.start
 
     def intersect(self, other: "Span") -> "Span":
@@ -71,15 +71,9 @@ class Span:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The tensors of a model in order.
+    """The tensors of a model: trained parameters, which are laid out flat, persistent buffers, and frozen parameters.
 
-    Args:
-        parameters: trained; laid out flat in this order.
-        buffers: persistent ones; not part of the flat layout (see :mod:`pscore.model.buffers`).
-        frozen: parameters that are not trained; only compared.
-
-    Raises:
-        ValueError: a name occurs twice, or a parameter has a dtype outside :data:`PARAMETER_DTYPES`.
+    Raises ``ValueError`` where a name occurs twice or a parameter has a dtype outside :data:`PARAMETER_DTYPES`.
     """
 
     parameters: tuple[TensorSpec, ...]

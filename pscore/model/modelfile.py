@@ -37,10 +37,9 @@ def assemble(layout: ModelLayout, flat: torch.Tensor, buffers: Iterable[torch.Te
 
 
 def flatten(layout: ModelLayout, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Lay a state dict's parameters flat, as fp32 ``[n]``; aliases of tied weights are looked up too.
+    """Lay a state dict's parameters flat, as fp32 ``[n]``, also from aliases of tied weights.
 
-    Raises:
-        ModelFileError: a tensor is missing or has another shape.
+    Raises :class:`ModelFileError` where a tensor is missing or has another shape.
     """
     pieces = []
     for spec in layout.parameters:
@@ -54,11 +53,7 @@ def flatten(layout: ModelLayout, state: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write contiguous tensors on the host as a safetensors file.
-
-    Raises:
-        OSError: the file cannot be written, in place of the library's own error.
-    """
+    """Write contiguous tensors on the host as a safetensors file; raises ``OSError``, not the library's own error."""
     try:
         save_file(dict(tensors), path, None if metadata is None else dict(metadata))
     except SafetensorError as error:
@@ -98,21 +93,16 @@ def write_part(
     path: Path, layout: ModelLayout, span: Span, flat: torch.Tensor, buffers: StateDict, metadata: Mapping[str, str]
 ) -> None:
     """Write the piece ``flat`` (fp32, ``[span.length]``) of the layout, and the shard's buffers."""
-    pieces = {
-        f"{layout.parameters[i].name}@{common.start - layout.offsets[i]}": piece.to(layout.parameters[i].dtype)
-        for i, common in layout.overlapping(span)
-        for piece in [flat[common.start - span.start : common.end - span.start]]
-    }
+    pieces = {}
+    for i, common in layout.overlapping(span):
+        spec, piece = layout.parameters[i], flat[common.start - span.start : common.end - span.start]
+        pieces[f"{spec.name}@{common.start - layout.offsets[i]}"] = piece.to(spec.dtype)
     shapes = {spec.name: list(spec.shape) for spec in layout.parameters}
     write(path, {**pieces, **buffers}, {**metadata, "shapes": json.dumps(shapes)})
 
 
 def read(path: Path) -> StateDict:
-    """Read a whole model file.
-
-    Raises:
-        ModelFileError: it is missing, damaged, or a part of a sharded model.
-    """
+    """Read a whole model file; raises :class:`ModelFileError` where it is missing, damaged, or a shard's part."""
     state, metadata = _read(path)
     if "shapes" in metadata:
         raise ModelFileError(f"{path} is one shard's part; join all parts with `psclient merge`")
@@ -126,11 +116,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_parts(paths: Iterable[Path]) -> StateDict:
-    """Join the parts of all shards into one state dict.
-
-    Raises:
-        ModelFileError: a part is missing, damaged, or of another run.
-    """
+    """Join the parts of all shards; raises :class:`ModelFileError` where one is missing, damaged, or of another run."""
     runs: set[str] = set()
     pieces: dict[str, dict[int, torch.Tensor]] = {}
     whole: StateDict = {}

@@ -1,6 +1,7 @@
 """Sets of positions as sorted ranges, such as the samples of an epoch that a worker has leased."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 
 class Ranges:
@@ -53,17 +54,10 @@ class Ranges:
         return Ranges(found)
 
     def __sub__(self, other: "Ranges") -> "Ranges":
-        found, theirs = [], 0
-        for start, end in self.pairs:
-            while theirs < len(other.pairs) and other.pairs[theirs][1] <= start:
-                theirs += 1
-            place = theirs
-            while place < len(other.pairs) and other.pairs[place][0] < end:
-                found.append((start, other.pairs[place][0]))
-                start = other.pairs[place][1]
-                place += 1
-            found.append((start, end))
-        return Ranges(found)
+        if not self.pairs:
+            return self
+        edges = [self.pairs[0][0], *chain.from_iterable(other.pairs), self.pairs[-1][1]]
+        return self & Ranges(zip(edges[::2], edges[1::2], strict=True))  # the gaps of the other
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(self.pairs)

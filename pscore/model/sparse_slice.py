@@ -11,10 +11,9 @@ from pscore.model.layout import Span
 
 @dataclass(frozen=True, slots=True)
 class SparseSlice:
-    """Some or all elements of a span, with a value each.
+    """Some or all elements of a span of the flat layout, with a value each.
 
     Attributes:
-        span: place in the flat layout.
         offsets: int64 ``[k]``, strictly increasing, counted from ``span.start``; ``None`` means every element.
         values: ``[k]``, floating point; on the same device as ``offsets``.
     """

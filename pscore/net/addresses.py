@@ -19,7 +19,7 @@ _SHOWN = 100  # characters of a wrong address in a message
 
 
 class AddressError(ValueError):
-    """An address has none of the forms; the message says what to write instead."""
+    """An address has none of the forms; the message names the right form."""
 
 
 def expand(server: str) -> tuple[str, ...]:
@@ -55,31 +55,21 @@ def is_service(address: str) -> bool:
 
 
 def split(address: str) -> tuple[str, int]:
-    """Return host, without brackets, and port.
-
-    Raises:
-        AddressError: it is not ``HOST:PORT``.
-    """
+    """Return host, without brackets, and port; raises :class:`AddressError` where it is not ``HOST:PORT``."""
     host, colon, port = address.removeprefix(SERVICE_PREFIX).rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
-        raise AddressError(
-            f"server address {_short(address)} is not HOST:PORT with a port of 1 to 65535; "
-            "workers are served on port 50051 unless --listen says otherwise"
-        )
+        advice = "workers are served on port 50051 unless --listen says otherwise"
+        raise _error(address, f" is not HOST:PORT with a port of 1 to 65535; {advice}")
     if host.startswith("[") and host.endswith("]") and "%" not in host:
         try:
             return str(ipaddress.IPv6Address(host[1:-1])), int(port)
         except ValueError:
-            raise AddressError(f"server address {_short(address)}: between the brackets is no IPv6 address") from None
+            raise _error(address, ": between the brackets is no IPv6 address") from None
     if ":" in host and not {"/", "%"} & {*host}:
-        raise AddressError(
-            f"server address {_short(address)} is not HOST:PORT; write an IPv6 address in brackets: [{host}]:{port}"
-        )
+        raise _error(address, f" is not HOST:PORT; write an IPv6 address in brackets: [{host}]:{port}")
     if len(host) > _LONGEST_NAME or not _NAME.fullmatch(host):
-        raise AddressError(
-            f"server address {_short(address)} is not HOST:PORT; a host is a DNS name, an IPv4 address, or an IPv6 "
-            "address in brackets"
-        )
+        advice = "a host is a DNS name, an IPv4 address, or an IPv6 address in brackets"
+        raise _error(address, f" is not HOST:PORT; {advice}")
     return host, int(port)
 
 
@@ -100,24 +90,20 @@ def _expand_range(address: str) -> list[str]:
         return [address]
     ranges = list(_RANGE.finditer(address))
     if len(ranges) != 1 or address.count("{") != 1 or address.count("}") != 1:
-        raise AddressError(
-            f"server address {_short(address)}: one range of whole numbers in braces is possible, as in "
-            "ps-{0..3}.ps:50051"
-        )
+        raise _error(address, ": one range of whole numbers in braces is possible, as in ps-{0..3}.ps:50051")
     ends = _ENDS.fullmatch(ranges[0][1])
     if ends is None:
-        raise AddressError(
-            f"server address {_short(address)}: write the first and the last number in the braces, as in {{0..3}} for "
-            "four shards"
-        )
+        raise _error(address, ": write the first and the last number in the braces, as in {0..3} for four shards")
     first, last = int(ends[1]), int(ends[2])
     if not first <= last < first + MOST_SHARDS:
-        raise AddressError(
-            f"server address {_short(address)}: a range goes upwards and names at most {MOST_SHARDS} shards; for four "
-            "write {0..3}"
-        )
+        limit = f"names at most {MOST_SHARDS} shards"
+        raise _error(address, f": a range goes upwards and {limit}; for four write {{0..3}}")
     before, after = address[: ranges[0].start()], address[ranges[0].end() :]
     return [f"{before}{number}{after}" for number in range(first, last + 1)]
+
+
+def _error(address: str, fault: str) -> AddressError:
+    return AddressError(f"server address {_short(address)}{fault}")
 
 
 def _short(text: str) -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -22,19 +22,16 @@ Headers = Sequence[tuple[str, str]]
 
 
 class ChannelError(Exception):
-    """A channel cannot be secured as asked; the message says what to change."""
+    """A channel cannot be secured as asked; the message names the setting to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Security:
     """How a caller protects a channel and identifies itself.
 
-    Attributes:
-        ca: certificates that the server's must descend from, PEM; ``None`` for plaintext.
-        cert, key: the caller's own, PEM, for mutual TLS.
-        server_name: the name in the server's certificate, where the address has another.
-        token: a bearer token; never shown.
-        token_file: a file with the token, read anew for each channel; wins over ``token``.
+    Without ``ca``, from which the server's certificate must descend, the channel is plaintext. ``cert`` and ``key`` are
+    the caller's own, for mutual TLS; ``server_name`` is that of the server's certificate, where the address has
+    another. ``token_file`` is read anew for each channel and wins over ``token``. All files are PEM but the token's.
     """
 
     ca: Path | None = None
@@ -74,7 +71,7 @@ _ADVICE = {
     "(PSCLIENT_TLS_CERT, PSCLIENT_TLS_KEY)",
     "Failed parsing HTTP/2": "it does not speak gRPC: is this the port for workers (--listen), or that of the metrics?",
 }
-"""What to change, by a part of gRPC's words."""
+"""Advice by a part of gRPC's words."""
 
 
 def advice(detail: str) -> str:
@@ -99,13 +96,7 @@ def is_loopback(host: str) -> bool:
 
 
 def open_channel(address: str, security: Security, options: OptionPairs = (), headers: Headers = ()) -> grpc.Channel:
-    """Open a channel to ``HOST:PORT``; nothing is dialled yet.
-
-    Args:
-        address: of the server.
-        security: how the channel is protected.
-        options: gRPC's.
-        headers: metadata of every call.
+    """Open a channel to ``HOST:PORT``, with gRPC's options and metadata of every call; nothing is dialled yet.
 
     Raises:
         ChannelError: a file cannot be read or is not what it should be, or a token would travel in plaintext beyond
@@ -171,17 +162,6 @@ def _check_files(ca: Path, cert: Path | None, key: Path | None) -> None:
             ) from error
 
 
-class _Call(NamedTuple):
-    """Details of a call as gRPC reads them (its own class has no constructor)."""
-
-    method: str
-    timeout: float | None
-    metadata: Headers | None
-    credentials: grpc.CallCredentials | None
-    wait_for_ready: bool | None
-    compression: Any
-
-
 class _Headers(
     grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
@@ -194,9 +174,8 @@ class _Headers(
         self._headers = tuple(headers)
 
     def _add(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
-        fields = {name: getattr(details, name) for name in _Call._fields}
-        fields["metadata"] = [*(details.metadata or ()), *self._headers]
-        return continuation(_Call(**fields), request)
+        metadata = [*(details.metadata or ()), *self._headers]
+        return continuation(details._replace(metadata=metadata), request)  # gRPC's details are a named tuple
 
     intercept_unary_unary = _add  # type: ignore[assignment]
     intercept_unary_stream = _add  # type: ignore[assignment]

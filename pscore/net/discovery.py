@@ -18,16 +18,14 @@ from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 
 class DiscoveryError(Exception):
-    """Not all shards behind a name were found; the message says which, and why."""
+    """Shards behind a name are missing; the message names the shards and the reasons."""
 
 
 def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ...], Security]:
     """Return every shard's address and the security of its channel; one name for all shards is looked up once.
 
-    Args:
-        server: in any form of :func:`pscore.net.addresses.expand`.
-        security: of the channels.
-        seconds: time for the name, and again for the servers, to answer.
+    ``server`` has any form of :func:`pscore.net.addresses.expand`. The name has so many ``seconds`` to answer, and the
+    servers as many again.
 
     Raises:
         AddressError, ChannelError: see :mod:`pscore.net.addresses` and :mod:`pscore.net.channels`.
@@ -45,13 +43,9 @@ def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ..
 
 @dataclass(frozen=True)
 class DiscoveryResult:
-    """What asking all addresses of a name has found.
+    """The address of each shard that has answered and is in no doubt, obstacles in words, and failed calls by address.
 
-    Attributes:
-        shards: address by shard, without those that are in doubt.
-        num_shards: expected; 0 where no server has answered.
-        troubles: obstacles, for a person.
-        errors: failed calls, by address.
+    ``num_shards`` is the number expected; 0 where no server has answered.
     """
 
     shards: Mapping[int, str]
@@ -76,19 +70,16 @@ class DiscoveryResult:
         if self.num_shards:
             several = len(self.missing) > 1
             numbers = ", ".join(map(str, self.missing))
-            what = f"shard{'s' * several} {numbers} of {self.num_shards} {'are' if several else 'is'} missing"
+            missing = f"shard{'s' * several} {numbers} of {self.num_shards} {'are' if several else 'is'} missing"
         else:
-            what = "no shard is found"
-        return f"{what}; {'; '.join(self.troubles)}" if self.troubles else what
+            missing = "no shard is found"
+        return "; ".join([missing, *self.troubles])
 
 
 class Service:
-    """All shards of a run, behind one name.
+    """All shards of a run, behind one name ``dns:///HOST:PORT``.
 
-    Args:
-        address: ``dns:///HOST:PORT``.
-        security: of the channels. With TLS, each certificate must have the service's name, or
-            ``security.server_name``.
+    With TLS, each certificate must have the service's name, or ``security.server_name``.
     """
 
     def __init__(self, address: str, security: Security) -> None:
@@ -98,7 +89,7 @@ class Service:
         self._lookup: queue.SimpleQueue[list[str] | OSError] | None = None
 
     def discover(self, seconds: float) -> DiscoveryResult:
-        """Resolve the name and ask every address; each of the two takes at most ``seconds``."""
+        """Resolve the name and ask every address; at most ``seconds`` for each of the two."""
         try:
             found = self.resolve(seconds)
         except OSError as error:
@@ -123,10 +114,7 @@ class Service:
     def ask(self, addresses: Sequence[str], seconds: float, num_shards: int = 0) -> DiscoveryResult:
         """Ask addresses, all at once, which shard they are; raises :class:`ChannelError` as :func:`open_channel` does.
 
-        Args:
-            addresses: ``HOST:PORT`` each.
-            seconds: time for the answers.
-            num_shards: of the run, where it is known; a server with another number belongs to another run.
+        Where ``num_shards`` of the run is known, a server with another number belongs to another run.
         """
         channels: list[grpc.Channel] = []
         calls: list[grpc._CallFuture[pb.GetStatusResponse]] = []
@@ -172,14 +160,14 @@ def _sort(
             troubles.append(f"{address} is shard {index} of {answer.num_shards}, of another run")
         elif index not in shards:
             shards[index] = address
-        elif not _is_the_same(shards[index], answers[shards[index]], address, answer):
+        elif not _is_one_server(shards[index], answers[shards[index]], address, answer):
             doubtful.add(index)
             troubles.append(f"{shards[index]} and {address} are both shard {index}; stop one of them")
     return DiscoveryResult({i: a for i, a in shards.items() if i not in doubtful}, total, troubles, errors)
 
 
-def _is_the_same(one: str, of_one: pb.GetStatusResponse, other: str, of_other: pb.GetStatusResponse) -> bool:
-    """Tell whether two addresses are one server's: its IPv4 and its IPv6 address."""
+def _is_one_server(one: str, of_one: pb.GetStatusResponse, other: str, of_other: pb.GetStatusResponse) -> bool:
+    """Tell whether two addresses are the IPv4 and the IPv6 address of one server."""
     families_differ = one.startswith("[") != other.startswith("[")
     return families_differ and (of_one.run_id, of_one.generation) == (of_other.run_id, of_other.generation)
 

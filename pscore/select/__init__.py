@@ -1,11 +1,7 @@
-"""Selectors: which entries of a tensor, of a merged group, or of a difference are sent; one file each."""
+"""Selectors: which entries of a tensor, of a merged group, or of a difference are sent."""
 
-from pscore.select.base import TOLERANCE, Selector, SelectorState
-from pscore.select.exact import exact
-from pscore.select.research.ldte import ldte
-from pscore.select.research.reuse import reuse
-from pscore.select.research.sampled import sampled
-from pscore.select.research.trimmed import trimmed
+from pscore.select.base import TOLERANCE, Selector, SelectorState, exact
+from pscore.select.research import ldte, reuse, sampled, trimmed
 from pscore.select.warm import warm
 
 __all__ = [

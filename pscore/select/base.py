@@ -1,4 +1,4 @@
-"""The interface of a selector, and functions that several of them share."""
+"""The interface of a selector, exact selection, and functions that several selectors share."""
 
 from typing import Protocol
 
@@ -16,21 +16,24 @@ TOLERANCE = 0.1
 
 
 class Selector(Protocol):
-    """Takes about the ``k`` entries of greatest magnitude out of its input."""
+    """Takes about the ``k`` entries of greatest magnitude out of its input, but never a zero."""
 
     def __call__(self, inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
-        """Take them, but never a zero.
-
-        Args:
-            inputs: fp32 ``[n]``, finite.
-            k: ``1 ≤ k ≤ n``.
-            state: of these inputs, changed in place.
-        """
+        """Take them out of finite inputs, ``1 ≤ k ≤ n``; ``state`` belongs to these inputs and changes."""
 
 
 def take_all(inputs: SelectionInput) -> Taken:
     """Take every entry that is not zero."""
     return inputs.take(0.0, inputs.numel).taken
+
+
+def exact(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
+    """Take the ``k`` largest; of equal ones the first, so it is deterministic. About five passes over memory."""
+    if k >= inputs.numel:
+        return take_all(inputs)
+    x = inputs.stride_sample(1, 0)
+    offsets = largest(x, k)
+    return inputs.take_at(offsets[x[offsets] != 0])
 
 
 def nothing(like: torch.Tensor) -> Taken:
@@ -43,7 +46,7 @@ def keep_largest(inputs: SelectionInput, taken: Taken, k: int) -> Taken:
     if taken.values.numel() <= k:
         return taken
     chosen = largest(taken.values, k)
-    back = torch.ones(taken.values.numel(), dtype=torch.bool, device=taken.values.device)
+    back = torch.ones_like(taken.values, dtype=torch.bool)
     back[chosen] = False
     inputs.put_back(Taken(taken.offsets[back], taken.values[back]))
     return Taken(taken.offsets[chosen], taken.values[chosen])

@@ -1,9 +1,10 @@
-"""What a selector selects from: a residual, a difference, or several of them end to end.
+"""The inputs of selectors: a residual, a difference, or several of them end to end.
 
 A selector asks for statistics and takes entries by a threshold. A step's gradient is added to a residual by the first
 call; where that call is :meth:`SelectionInput.take`, in the same pass over memory.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -37,13 +38,13 @@ class SelectionInput(ABC):
 
     def count_above(self, threshold: float) -> tuple[int, float]:
         """Count the magnitudes above the threshold, and sum what they exceed it by; one reading pass."""
-        found = [kernels_for(array).count_above(array, threshold) for array in self.arrays()]
-        return sum(count for count, _ in found), sum(excess for _, excess in found)
+        found = [kernels_for(array).copy_above(array, None, threshold, 0) for array in self.arrays()]
+        return sum(each.count_above for each in found), sum(each.sum_above for each in found)
 
     def magnitude(self) -> tuple[float, float]:
         """Return mean and largest magnitude; one reading pass."""
         found = [kernels_for(array).magnitude(array) for array in self.arrays()]
-        return sum(total for total, _ in found) / max(1, self.numel), max(largest for _, largest in found)
+        return sum(total for total, _ in found) / self.numel, max(largest for _, largest in found)
 
     def stride_sample(self, step: int, first: int) -> torch.Tensor:
         """Return every ``step``-th element from ``first`` on, ``first < step``."""
@@ -55,12 +56,9 @@ class SelectionInput(ABC):
 
 
 class Memory(SelectionInput):
-    """A residual, and the update that this step adds to it.
+    """A residual (fp32 ``[n]``, contiguous; changed in place), and the update that this step adds to the residual.
 
-    Args:
-        tensor: fp32 ``[n]``, contiguous; changed in place.
-        added: the step's update; ``None`` for none.
-        keep: factor of an entry that is taken and stays in the residual.
+    ``keep`` is the factor of an entry that is taken and stays.
     """
 
     def __init__(self, tensor: torch.Tensor, added: GradientUpdate | None = None, keep: float = 0.0) -> None:
@@ -88,18 +86,12 @@ class Memory(SelectionInput):
     def arrays(self) -> list[torch.Tensor]:
         """The first call adds the update."""
         if self._added is not None:
-            kernels_for(self.tensor).accumulate(self.tensor, self._added)
-            self._added = None
+            self.take(math.inf, 0)
         return [self.tensor]
 
 
 class Difference(SelectionInput):
-    """``a − b``; taking changes neither.
-
-    Args:
-        a: fp32 ``[n]``, contiguous.
-        b: likewise, on the same device.
-    """
+    """``a − b`` (fp32 ``[n]``, contiguous, on one device); taking changes neither."""
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
         self.numel = a.numel()
@@ -108,7 +100,7 @@ class Difference(SelectionInput):
 
     def take(self, threshold: float, capacity: int) -> ThresholdResult:
         """Copy the entries."""
-        return kernels_for(self._a).take_difference(self._a, self._b, threshold, capacity)
+        return kernels_for(self._a).copy_above(self._a, self._b, threshold, capacity)
 
     def take_at(self, offsets: torch.Tensor) -> Taken:
         """Copy the entries."""
@@ -125,11 +117,7 @@ class Difference(SelectionInput):
 
 
 class Joined(SelectionInput):
-    """Several inputs laid end to end: one threshold over a merged group.
-
-    Args:
-        parts: at least one, on one device.
-    """
+    """Several inputs on one device, laid end to end: one threshold over a merged group."""
 
     def __init__(self, parts: Sequence[SelectionInput]) -> None:
         self.parts = tuple(parts)

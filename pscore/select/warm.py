@@ -3,53 +3,55 @@
 The threshold is known before the step, so one pass accumulates and takes. The count that the pass finds moves the
 threshold for the next step, by the tail's own scale. Where the count misses ``k`` by more than the tolerance, it is
 corrected within the step: a surplus is put back (no pass over the memory), a lack costs counting passes and a second
-take. The first step starts at the Laplace estimate (see :mod:`pscore.select.research.ldte`).
+take. The first step starts at the Laplace estimate (see :mod:`pscore.select.research`).
 
 The threshold does not follow the learning rate: when that falls, the entries near the threshold still consist of steps
 at the old rate. The threshold drifts down as these are taken, and the drift is predicted.
 """
 
 import math
+from dataclasses import dataclass
 
-from pscore.select.base import TOLERANCE, SelectorState, keep_largest, nothing, take_all
-from pscore.select.exact import exact
+import numpy as np
+
+from pscore.select.base import TOLERANCE, SelectorState, exact, keep_largest, take_all
 from pscore.select.inputs import SelectionInput
 from pscore.select.kernels.base import Taken, ThresholdResult
-from pscore.select.search import TailSearch, laplace_threshold
 
 _LEVEL_GAIN, _DRIFT_GAIN = 0.6, 0.3
 _RISING = 0.9  # of a drift that is kept where it goes up
 _RANKED_STEPS = 16
-_ROOM = 3  # capacity of the pass, as a multiple of k: what a surplus may be without another pass
+_ROOM = 3  # capacity of the pass, as a multiple of k: a surplus up to there needs no other pass
+_MOST_PASSES = 8
+_UNTIL_ZERO = 3
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
-    """Take ``k`` entries within the tolerance; ``state`` has the threshold."""
+    """Take ``k`` entries within the tolerance."""
     if k >= inputs.numel:
         return take_all(inputs)
     if state.get("ranked", 0) > 0:
         return _rank(inputs, k, state, state["ranked"] - 1)
-    expected = state.get("threshold")
+    threshold = state.get("threshold")
     search = TailSearch(k)
-    if expected is None:
-        mean, largest = inputs.magnitude()
-        if largest == 0:
-            return nothing(inputs.stride_sample(1, 0))
-        expected = search.run(inputs, min(largest, laplace_threshold(mean, inputs.numel, k)))
-        if expected is None:
+    if threshold is None:
+        first = laplace_threshold(inputs, k)
+        if first == 0:
+            return take_all(inputs)
+        threshold = search.run(inputs, first)
+        if threshold is None:
             return _rank(inputs, k, state, _RANKED_STEPS)
     capacity = _ROOM * k
-    result = inputs.take(expected, capacity)
-    threshold: float | None = expected
+    result = inputs.take(threshold, capacity)
     lacks = result.count_above < (1 - TOLERANCE) * k and threshold != 0  # at 0 there is no more to be had
     if lacks or result.count_above > capacity:
         inputs.put_back(result.taken)
-        search.update(expected, result.count_above, result.sum_above)
+        search.update(threshold, result.count_above, result.sum_above)
         threshold = search.run(inputs)
         if threshold is None:
             return _rank(inputs, k, state, _RANKED_STEPS)
         result = inputs.take(threshold, capacity)
-    assert threshold is not None
     _predict(state, threshold, result, k)
     if result.count_above > (1 + TOLERANCE) * k:
         return keep_largest(inputs, result.taken, k)
@@ -86,3 +88,83 @@ def _predict(state: SelectorState, threshold: float, result: ThresholdResult, k:
     drift += _DRIFT_GAIN * (level - expected)
     state["drift"] = drift
     state["threshold"] = max(best / 2, level + drift)
+
+
+def laplace_threshold(inputs: SelectionInput, k: int) -> float:
+    """Return ``b·ln(n/k)``, at most the largest magnitude: the threshold of Laplace magnitudes with their mean ``b``.
+
+    ``k < n``; 0 only where every number is 0.
+    """
+    mean, largest = inputs.magnitude()
+    return min(largest, mean * math.log(inputs.numel / k))
+
+
+@dataclass(slots=True)
+class TailSearch:
+    """Finds a threshold above which ``k`` entries lie, by the secant of the count's logarithm.
+
+    Counts fall exponentially in the tail. With ``c`` entries above ``t`` and ``s`` the sum of their excess, the tail's
+    scale is ``β = s/c`` at first, then ``β = (t − t′)/ln(c′/c)`` between two passes, and the next threshold
+    ``t + β·ln(c/k)``. Where that leaves the known bracket, the bracket is halved, geometrically: magnitudes may span
+    sixty orders. ``count`` entries lie above the last ``threshold`` tried.
+    """
+
+    k: int
+    threshold: float = 0.0
+    count: int = -1
+    _low: float = 0.0
+    _high: float = math.inf
+    _scale: float = 0.0
+    _plunge: int = 1
+
+    def update(self, threshold: float, count: int, excess: float) -> None:
+        """Account for a counting pass."""
+        if self.count > 0 and count > 0 and count != self.count and threshold != self.threshold:
+            self._scale = (threshold - self.threshold) / math.log(self.count / count)
+        elif count > 0:
+            self._scale = excess / count
+        self.threshold, self.count = threshold, count
+        if count > self.k:
+            self._low = max(self._low, threshold)
+        elif count < self.k:
+            self._high = min(self._high, threshold)
+
+    def run(self, inputs: SelectionInput, first: float | None = None) -> float | None:
+        """Return a threshold, searched from ``first`` or, for ``None``, from the last pass.
+
+        The threshold is 0 where no more than ``k`` entries are not zero, and ``None`` where the passes did not suffice:
+        equal magnitudes lie on both sides of ``k``, or a few are out of all proportion to the rest.
+        """
+        if first is not None:
+            self.update(first, *inputs.count_above(first))
+        if math.isinf(self._high) and self.count > self.k:
+            self._high = inputs.magnitude()[1]
+        tried = 0
+        while abs(self.count - self.k) > TOLERANCE * self.k:
+            tried += 1
+            following = self._next()
+            if tried == _UNTIL_ZERO and self._low == 0:
+                following = 0.0  # still too few: perhaps there are no more that are not zero
+            elif tried > _MOST_PASSES or not self._low < following < self._high:
+                return None
+            self.update(following, *inputs.count_above(following))
+            if following == 0 and self.count <= self.k:
+                return 0.0
+        return self.threshold
+
+    def _next(self) -> float:
+        """Return the next threshold, in fp32 as the kernels compare."""
+        if self.count > 0 and self._scale > 0:
+            following = _single(self.threshold + self._scale * math.log(self.count / self.k))
+            if self._low < following < self._high:
+                return following
+        if math.isinf(self._high):
+            return _single(2 * self.threshold)
+        if self._low > 0:
+            return _single(math.sqrt(self._low) * math.sqrt(self._high))
+        self._plunge *= 2  # nothing is known below: fall faster and faster
+        return _single(self._high * 2.0 ** (-self._plunge / 2))
+
+
+def _single(x: float) -> float:
+    return float(np.float32(min(x, _LARGEST)))

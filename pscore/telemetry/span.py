@@ -1,4 +1,4 @@
-"""What a span is, without OpenTelemetry."""
+"""The interface of a span, without OpenTelemetry."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,11 +14,11 @@ TRACEPARENT = "traceparent"
 
 
 class TracingError(Exception):
-    """Tracing is asked for and cannot begin; the message says what to do."""
+    """Tracing is asked for and cannot begin; the message contains a remedy."""
 
 
 class TraceSpan:
-    """A span that has begun and not ended. This one belongs to no trace and does nothing."""
+    """A span that has begun and not ended; this one belongs to no trace and has no effect."""
 
     @property
     def headers(self) -> Headers | None:
@@ -31,7 +31,8 @@ class TraceSpan:
 
     def run(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call a function with this span as the parent of those that begin in it."""
-        return function(*arguments)
+        with self.active():
+            return function(*arguments)
 
     def note(self, **attributes: str | int | float) -> None:
         """Add attributes, which are named ``sparseps.…``."""

@@ -1,10 +1,9 @@
 """Spans of OpenTelemetry; only :func:`pscore.telemetry.tracing.start` imports this module."""
 
 import atexit
-import contextvars
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
@@ -17,7 +16,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from pscore.telemetry.span import NO_SPAN, TRACEPARENT, Headers, Result, TraceSpan, TracingError
+from pscore.telemetry.span import NO_SPAN, TRACEPARENT, Headers, TraceSpan, TracingError
 from pscore.version import __version__
 
 Attributes = Mapping[str, str | int | float]
@@ -93,9 +92,8 @@ class _OpenSpan(TraceSpan):
 
     @property
     def headers(self) -> Headers | None:
-        """The ``traceparent`` alone: the rest of a trace's baggage is not for the servers."""
         carrier: dict[str, str] = {}
-        _PROPAGATOR.inject(carrier, self._context)
+        _PROPAGATOR.inject(carrier, self._context)  # the rest of a trace's baggage is not for the servers
         return ((TRACEPARENT, carrier[TRACEPARENT]),)
 
     @contextmanager
@@ -105,11 +103,6 @@ class _OpenSpan(TraceSpan):
             yield
         finally:
             contexts.detach(token)
-
-    def run(self, function: Callable[..., Result], *arguments: object) -> Result:
-        context = contextvars.copy_context()
-        context.run(contexts.attach, self._context)
-        return context.run(function, *arguments)
 
     def note(self, **attributes: str | int | float) -> None:
         self._span.set_attributes(_named(attributes))

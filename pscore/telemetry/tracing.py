@@ -27,16 +27,10 @@ _starting = threading.Lock()
 
 
 def start(service: str, instance: str) -> None:
-    """Trace from now on; once a process, later calls do nothing.
+    """Trace from now on; once a process, later calls do nothing. OpenTelemetry's variables apply (docs/tracing.md).
 
-    OpenTelemetry's own variables say where spans go (docs/tracing.md).
-
-    Args:
-        service: ``service.name``, where ``OTEL_SERVICE_NAME`` names no other.
-        instance: ``service.instance.id``.
-
-    Raises:
-        TracingError: OpenTelemetry is not installed, or its variables make no sense.
+    ``service`` is the ``service.name`` where ``OTEL_SERVICE_NAME`` names no other; ``instance`` the
+    ``service.instance.id``. Raises :class:`TracingError` where OpenTelemetry is missing or its variables are wrong.
     """
     global _spans
     with _starting:
@@ -103,11 +97,9 @@ def traced(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Param
 
 
 def carried(job: Callable[[], Result], waiting: str = "") -> Callable[[], Result]:
-    """Return a job for another thread that is part of the span that is current here.
+    """Return a job, to be called once in another thread, that is part of the span that is current here.
 
-    Args:
-        job: to be called once.
-        waiting: name of a span from now until the job begins; empty for none.
+    ``waiting`` names a span from now until the job begins; empty for none.
     """
     if _spans is None:
         return job

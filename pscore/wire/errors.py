@@ -10,7 +10,7 @@ from enum import Enum
 from typing import cast
 
 import grpc
-from google.protobuf.any_pb2 import Any
+from google.protobuf import any as any_message
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
@@ -62,12 +62,12 @@ class ErrorCode(Enum):
 
     @property
     def wire_name(self) -> str:
-        """The name in the proto's ``RefusalReason``."""
+        """Name in the proto's ``RefusalReason``."""
         return f"REFUSAL_REASON_{self.name}"
 
     @classmethod
     def from_wire_name(cls, wire_name: str) -> "ErrorCode | None":
-        """Return the reason with this wire name; ``None`` for one that this version does not know."""
+        """Return the reason with this wire name; ``None`` where this version does not know the reason."""
         return cls.__members__.get(wire_name.removeprefix("REFUSAL_REASON_"))
 
 
@@ -75,7 +75,6 @@ class Rejected(Exception):  # noqa: N818 - the protocol's word: the raising side
     """A call is refused and nothing was changed.
 
     Attributes:
-        reason: why.
         detail: what exactly was wrong, for a person.
         metadata: machine-readable particulars, for instance ``{"tensor": "fc.weight"}``.
         retry_seconds: delay before the next attempt, for back-pressure.
@@ -91,12 +90,9 @@ class Rejected(Exception):  # noqa: N818 - the protocol's word: the raising side
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What a failed call carries.
+    """The details of a failed call; no reason where the call was not refused, or this version does not know the reason.
 
-    Attributes:
-        reason: ``None`` where the call was not refused, or for a reason that this version does not know.
-        metadata: of the reason, with unprintable characters escaped.
-        retry_seconds: delay before the next attempt, where the server states one.
+    Unprintable characters of the metadata are escaped.
     """
 
     reason: ErrorCode | None = None
@@ -106,11 +102,11 @@ class Details:
 
 def to_status(refusal: Rejected) -> grpc.Status:
     """Return the status of a refused call."""
-    details = [_packed(ErrorInfo(reason=refusal.reason.wire_name, domain=DOMAIN, metadata=refusal.metadata))]
+    details = [any_message.pack(ErrorInfo(reason=refusal.reason.wire_name, domain=DOMAIN, metadata=refusal.metadata))]
     if refusal.retry_seconds is not None:
         delay = Duration()
         delay.FromNanoseconds(int(refusal.retry_seconds * 1e9))
-        details.append(_packed(RetryInfo(retry_delay=delay)))
+        details.append(any_message.pack(RetryInfo(retry_delay=delay)))
     code = grpc.StatusCode[refusal.reason.status_name]
     return rpc_status.to_status(Status(code=code.value[0], message=str(refusal), details=details))
 
@@ -127,9 +123,3 @@ def details_of(error: grpc.RpcError) -> Details:
         elif detail.Is(RetryInfo.DESCRIPTOR) and detail.Unpack(retry):
             retry_seconds = retry.retry_delay.ToNanoseconds() / 1e9
     return Details(reason, metadata, retry_seconds)
-
-
-def _packed(message: ErrorInfo | RetryInfo) -> Any:
-    packed = Any()
-    packed.Pack(message)
-    return packed

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.codecs.format import MAX_ENTRIES, ValueFormat, Values
 from pscore.wire.codecs.index import INDEX_FORMATS, choose, decode_offsets
-from pscore.wire.codecs.limits import MAX_ENTRIES
 from pscore.wire.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, decode_values, host_values
-from pscore.wire.codecs.values.format import ValueFormat, Values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -32,9 +31,7 @@ class Checksum:
     """Counts chunks, their entries, and a CRC-32 over index and value bytes."""
 
     def __init__(self) -> None:
-        self.chunks = 0
-        self.entries = 0
-        self.crc32 = 0
+        self.chunks = self.entries = self.crc32 = 0
 
     def add(self, chunk: pb.Chunk) -> None:
         """Count one chunk."""
@@ -47,11 +44,7 @@ class Checksum:
         return pb.Commit(chunks=self.chunks, entries=self.entries, crc32=self.crc32)
 
     def verify(self, commit: pb.Commit) -> None:
-        """Compare with the sender's own count.
-
-        Raises:
-            Rejected: ``BAD_COMMIT``, naming what differs.
-        """
+        """Compare with the sender's own count; raises :class:`Rejected` (``BAD_COMMIT``), naming what differs."""
         for what in ("chunks", "entries", "crc32"):
             ours, theirs = getattr(self, what), getattr(commit, what)
             if ours != theirs:
@@ -64,9 +57,7 @@ class WireForm:
 
     Attributes:
         value: value codec, by its number in the proto; ``None`` for the one that writes the values' dtype exactly.
-        index: index codec; ``None`` to choose one for each chunk.
-        allowed: index codecs that the peer reads, for that choice.
-        link_bytes_per_second: rate of the link, for that choice; ``None`` or 0 where it is not known.
+        index: index codec; ``None`` to choose one of the ``allowed`` for each chunk, by the rate of the link.
     """
 
     value: int | None = None
@@ -86,13 +77,10 @@ class Encoded(NamedTuple):
 
 
 def encode(segment: SparseSlice, form: WireForm = WireForm(), *, chunk_bytes: int, group: int = 0) -> Iterator[Encoded]:
-    """Cut a segment into chunks of at most ``chunk_bytes`` of payload, and of one entry at least.
+    """Cut a segment into chunks of at most ``chunk_bytes`` (at least 64) of payload, and of one entry at least.
 
-    Args:
-        segment: values in fp32, fp16 or bf16 on any device, finite where the value codec is not exact.
-        form: how indices and values are written.
-        chunk_bytes: at least 64.
-        group: number of the chunks' group in the header's plan.
+    The values are fp32, fp16 or bf16 on any device, finite where the value codec is not exact. ``group`` is the number
+    of the chunks' group in the header's plan.
 
     Raises:
         Rejected: ``NON_FINITE``, by a lossy codec with bounds; the receiver would refuse the others' bytes.
@@ -112,10 +100,11 @@ def encode(segment: SparseSlice, form: WireForm = WireForm(), *, chunk_bytes: in
     while first < offsets.size:
         positions = offsets[first : first + step]
         positions = positions[: int(positions.searchsorted(int(positions[0]) + _MAX_CHUNK_SPAN))]
-        index, indices = _write_offsets(positions, form)
-        while positions.size > 1 and len(indices) + VALUE_FORMATS[value].size(positions.size) > chunk_bytes:
-            positions = positions[: positions.size // 2]  # a codec that suits these offsets badly
+        while True:
             index, indices = _write_offsets(positions, form)
+            if positions.size == 1 or len(indices) + VALUE_FORMATS[value].size(positions.size) <= chunk_bytes:
+                break
+            positions = positions[: positions.size // 2]  # a codec that suits these offsets badly
         span = Span(start + int(positions[0]), start + int(positions[-1]) + 1)
         yield _chunk(group, span, value, values[first : first + positions.size], index, indices)
         first += positions.size
@@ -164,8 +153,8 @@ def decode(chunk: pb.Chunk, within: Span) -> SparseSlice:
     """
     span = Span(chunk.start, chunk.start + chunk.length)
     if not (within.start <= span.start and span.end <= within.end):
-        where = f"[{span.start}, {span.end}) lies outside [{within.start}, {within.end})"
-        raise Rejected(ErrorCode.BAD_CHUNK, f"chunk {where}")
+        outside = f"chunk [{span.start}, {span.end}) lies outside [{within.start}, {within.end})"
+        raise Rejected(ErrorCode.BAD_CHUNK, outside)
     if not 0 < chunk.count <= chunk.length:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{chunk.count} entries in a span of {chunk.length} elements")
     values = torch.from_numpy(decode_values(chunk.value_codec, chunk.values, chunk.count))
@@ -178,15 +167,10 @@ def decode(chunk: pb.Chunk, within: Span) -> SparseSlice:
 
 
 class ChunkReader:
-    """Decodes the chunks of one ascending sequence and checks their order.
+    """Decodes the chunks of one ascending sequence ``within`` a span, and checks their order.
 
-    Args:
-        within: where the chunks must lie.
-        checksum: counts what is read, for the commit; shared where a stream has several sequences.
-
-    Attributes:
-        segments: what has been read.
-        position: index behind it.
+    ``checksum`` counts for the commit; a stream of several sequences has one. ``position`` is the index behind the
+    ``segments`` read so far.
     """
 
     def __init__(self, within: Span, checksum: Checksum | None = None) -> None:

@@ -20,16 +20,9 @@ SHARD_HEADER = "sparseps-shard"
 """Metadata of a call: the shard that the call is for, as :func:`place_of` writes it."""
 
 DATA_TYPES: dict[torch.dtype, "pb.DataType.ValueType"] = {
-    torch.float32: pb.DATA_TYPE_FLOAT32,
-    torch.float16: pb.DATA_TYPE_FLOAT16,
-    torch.bfloat16: pb.DATA_TYPE_BFLOAT16,
-    torch.float64: pb.DATA_TYPE_FLOAT64,
-    torch.int64: pb.DATA_TYPE_INT64,
-    torch.int32: pb.DATA_TYPE_INT32,
-    torch.int16: pb.DATA_TYPE_INT16,
-    torch.int8: pb.DATA_TYPE_INT8,
-    torch.uint8: pb.DATA_TYPE_UINT8,
-    torch.bool: pb.DATA_TYPE_BOOL,
+    getattr(torch, name.removeprefix("DATA_TYPE_").lower()): code
+    for name, code in pb.DataType.items()
+    if code != pb.DATA_TYPE_UNSPECIFIED
 }
 _DTYPES = {code: dtype for dtype, code in DATA_TYPES.items()}
 
@@ -46,11 +39,7 @@ def place_of(index: int, num_shards: int) -> str:
 
 
 def layout_to_message(layout: ModelLayout) -> pb.ModelLayout:
-    """Write a layout with its fingerprint.
-
-    Raises:
-        ValueError: a tensor has a dtype that the protocol cannot carry.
-    """
+    """Write a layout with its fingerprint; raises ``ValueError`` for a dtype that the protocol cannot carry."""
 
     def write(spec: TensorSpec) -> pb.TensorSpec:
         if spec.dtype not in DATA_TYPES:
@@ -69,10 +58,9 @@ def layout_to_message(layout: ModelLayout) -> pb.ModelLayout:
 
 
 def layout_from_message(message: pb.ModelLayout) -> ModelLayout:
-    """Read a peer's layout, check its names and that it has the fingerprint which it states.
+    """Read a peer's layout; raises :class:`Rejected` (``BAD_REQUEST``), naming the tensor that is malformed.
 
-    Raises:
-        Rejected: ``BAD_REQUEST``, naming the tensor that is malformed.
+    The names and the stated fingerprint are checked too.
     """
     specs = [*message.parameters, *message.buffers, *(each.spec for each in message.frozen)]
     for what, count in (("tensors", len(specs)), ("aliases", sum(len(spec.aliases) for spec in specs))):
@@ -89,11 +77,7 @@ def layout_from_message(message: pb.ModelLayout) -> ModelLayout:
 
 
 def kept_layout_from_message(message: pb.ModelLayout) -> ModelLayout:
-    """Read a layout that this side has written, perhaps by an older release, which allowed other names.
-
-    Raises:
-        Rejected: ``BAD_REQUEST``, naming the tensor that is malformed.
-    """
+    """As :func:`layout_from_message`, for a layout that an older release may have written, with names it allowed."""
     try:
         layout = ModelLayout(
             tuple(map(_spec_from_message, message.parameters)),

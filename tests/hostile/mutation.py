@@ -11,8 +11,8 @@ from google.protobuf import text_format
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
+from pscore.wire.codecs.format import MAX_ENTRIES
 from pscore.wire.codecs.index import INDEX_FORMATS
-from pscore.wire.codecs.limits import MAX_ENTRIES
 from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.errors import Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb

@@ -9,9 +9,10 @@ import numpy as np
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
-from pscore.wire.codecs import limits
-from pscore.wire.codecs.index import INDEX_FORMATS, rice, rice_loops
-from pscore.wire.codecs.limits import MAX_ENTRIES
+from pscore.wire.codecs import format as codec_format
+from pscore.wire.codecs import rice, rice_loops
+from pscore.wire.codecs.format import MAX_ENTRIES
+from pscore.wire.codecs.index import INDEX_FORMATS
 from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -86,7 +87,7 @@ def decode_alike(chunk: pb.Chunk, within: Span = ANYWHERE) -> None:
     """See that compiled loops, numpy and, for few Rice codes, the loops as Python (which checks every place) agree."""
     outcomes = []
     for most in (0, 1 << 62):
-        with patch.object(limits, "COMPILED_FROM", most):
+        with patch.object(codec_format, "COMPILED_FROM", most):
             outcomes.append(_outcome(_segment_or_refusal(chunk, within)))
     if chunk.index_codec == pb.INDEX_CODEC_RICE:
         for steps in (rice_reference, INTERPRETED) if chunk.count <= _FEW else (rice_reference,):

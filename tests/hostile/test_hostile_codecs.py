@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pscore.wire.codecs.format import MAX_ENTRIES
 from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets
-from pscore.wire.codecs.limits import MAX_ENTRIES
 from pscore.wire.codecs.values import VALUE_FORMATS, decode_values
 from pscore.wire.errors import Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb

@@ -14,8 +14,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FEEDS = ("plain", "decay", "momentum", "momentum and decay", "half", "bfloat", "none")
 
 
-def selection(block=256, **options):
-    return DeviceSelection(DEVICE, block=block, **options)
+def selection(block=256):
+    return DeviceSelection(DEVICE, block=block)
 
 
 def randn(n, seed=0):

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from pscore.wire.codecs.index.format import Offsets
-from pscore.wire.codecs.index.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER, Gaps, Octets, Words
+from pscore.wire.codecs.format import Offsets
+from pscore.wire.codecs.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER, Gaps, Octets, Words
 
 
 def _bits_of(words: Words) -> Octets:

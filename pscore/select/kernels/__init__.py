@@ -2,13 +2,11 @@
 
 import logging
 from functools import cache
-from typing import TYPE_CHECKING, cast
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from pscore.select.kernels.base import Kernels
-    from pscore.select.kernels.cuda import DeviceSelection
+from pscore.select.kernels import cpu, cuda, reference
+from pscore.select.kernels.base import Kernels
 
 log = logging.getLogger("pscore")
 
@@ -16,21 +14,18 @@ _COMPILED_FROM = 16_384
 """Elements below which torch operations are used: no slower there, and a small model never waits for the compiler."""
 
 
-def kernels_for(tensor: "torch.Tensor") -> "Kernels":
+def kernels_for(tensor: torch.Tensor) -> Kernels:
     """Return the kernels for such tensors: compiled loops for large ones on the host, torch operations elsewhere."""
-    from pscore.select.kernels import cpu, reference
-
-    on_host = tensor.device.type == "cpu" and tensor.numel() >= _COMPILED_FROM
-    return cast("Kernels", cpu if on_host else reference)
+    if tensor.device.type == "cpu" and tensor.numel() >= _COMPILED_FROM:
+        return cpu
+    return reference
 
 
 @cache
-def device_selection(device: "torch.device") -> "DeviceSelection | None":
-    """Return what selects on a CUDA device without waiting for it; ``None`` on the host, or where Triton is missing."""
+def device_selection(device: torch.device) -> cuda.DeviceSelection | None:
+    """Return a selection that never waits for a CUDA device; ``None`` on the host, or where Triton is missing."""
     if device.type != "cuda":
         return None
-    from pscore.select.kernels import cuda
-
     if not cuda.available():
         log.warning("Triton is not installed: entries are selected by plain torch operations, which is slower")
         return None

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class GradientUpdate:
-    """What a step adds to a memory before it is selected from.
+    """The update that a step adds to a memory before entries are selected from the memory.
 
     With ``d = scale·g + decay·θ``::
 
@@ -19,11 +19,8 @@ class GradientUpdate:
 
     Attributes:
         gradient: ``g``, ``[n]``, floating point, on the memory's device.
-        scale: factor of the gradient.
         parameters: ``θ``, ``[n]``, floating point; ``None`` where ``decay`` is 0.
-        decay: factor of the parameters.
         momentum: ``u``, fp32 ``[n]``, changed in place.
-        factor: of the momentum.
     """
 
     gradient: torch.Tensor
@@ -35,25 +32,14 @@ class GradientUpdate:
 
 
 class Taken(NamedTuple):
-    """What was taken out of a memory.
-
-    Attributes:
-        offsets: int64 ``[c]``, strictly increasing.
-        values: fp32 ``[c]``: what the memory held there when it was taken.
-    """
+    """Entries taken out of a memory: int64 ``[c]``, strictly increasing, and the memory's fp32 values before."""
 
     offsets: torch.Tensor
     values: torch.Tensor
 
 
 class ThresholdResult(NamedTuple):
-    """What a pass has found.
-
-    Attributes:
-        taken: no more entries than the capacity.
-        count_above: entries above the threshold.
-        sum_above: ``Σ (|x| − threshold)`` over these entries.
-    """
+    """The entries that a pass has taken, the number of all entries above the threshold, and ``Σ (|x| − threshold)``."""
 
     taken: Taken
     count_above: int
@@ -63,19 +49,16 @@ class ThresholdResult(NamedTuple):
 class Kernels(Protocol):
     """A backend: a module with these functions."""
 
-    def accumulate(self, memory: torch.Tensor, added: GradientUpdate) -> None:
-        """Add ``added`` to ``memory``, in place, and bring its momentum up to date."""
-
     def take(
         self, memory: torch.Tensor, added: GradientUpdate | None, threshold: float, keep: float, capacity: int
     ) -> ThresholdResult:
         """Accumulate, take out the first ``capacity`` entries above the threshold, leave ``keep·value`` behind."""
 
-    def take_difference(self, a: torch.Tensor, b: torch.Tensor, threshold: float, capacity: int) -> ThresholdResult:
-        """Copy out ``a − b`` where its magnitude is above the threshold (the first ``capacity``)."""
+    def copy_above(self, a: torch.Tensor, b: torch.Tensor | None, threshold: float, capacity: int) -> ThresholdResult:
+        """Copy the first ``capacity`` entries of ``a − b``, or of ``a``, above the threshold."""
 
-    def count_above(self, x: torch.Tensor, threshold: float) -> tuple[int, float]:
-        """Count the magnitudes above the threshold, and sum what they exceed it by."""
+    def magnitude(self, x: torch.Tensor) -> tuple[float, float]:
+        """Return sum and largest of ``|x|``; ``(0, 0)`` of an empty tensor."""
 
     def subtract_at(self, x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
         """``x[offsets] −= values``; offsets int64, each once."""
@@ -88,15 +71,7 @@ class Kernels(Protocol):
         ends: NDArray[np.int64],
         bounds: NDArray[np.float32],
     ) -> torch.Tensor:
-        """Return those of ``offsets`` where ``|a − b|`` exceeds the bound of its tensor, as int64.
+        """Return those of ``offsets`` (ascending) where ``|a − b|`` exceeds the bound of its tensor, as int64.
 
-        Args:
-            a: fp32 ``[n]``.
-            b: likewise.
-            offsets: int32 or int64, ascending.
-            ends: the end of each tensor, ascending; the last is ``n``.
-            bounds: one for each tensor.
+        ``ends`` are the ends of the tensors, ascending; the last is the length of ``a`` and ``b``.
         """
-
-    def magnitude(self, x: torch.Tensor) -> tuple[float, float]:
-        """Return sum and largest of ``|x|``; ``(0, 0)`` of an empty tensor."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,41 +24,21 @@ Result = TypeVar("Result")
 _SMALLEST_RANGE = 1 << 17  # elements; below it a thread costs more than it saves
 
 
-def accumulate(memory: torch.Tensor, added: GradientUpdate) -> None:
-    """Add ``added`` to ``memory``, in place."""
-    take(memory, added, np.inf, 0.0, 0)
-
-
 def take(
     memory: torch.Tensor, added: GradientUpdate | None, threshold: float, keep: float, capacity: int
 ) -> ThresholdResult:
     """Accumulate, take out the first ``capacity`` entries above the threshold, and leave ``keep`` times them behind."""
-    arrays: list[Array | None] = [memory.numpy(), None, None, None, None]
-    factors = np.zeros(3, np.float32)
-    if added is not None:
-        arrays[2] = added.gradient.detach().float().numpy()
-        if added.decay and added.parameters is not None:
-            arrays[3] = added.parameters.detach().float().numpy()
-        if added.momentum is not None:
-            arrays[4] = added.momentum.numpy()
-        factors[:] = added.scale, added.decay, added.factor
-    result = _sift(arrays, factors, threshold, keep, capacity)
+    result = _sift(memory, None, added, threshold, keep, capacity)
     offsets, values = result.taken
     if offsets.numel() > capacity:  # each range had room for all
         memory[offsets[capacity:]] = values[capacity:]
     return result._replace(taken=Taken(offsets[:capacity], values[:capacity]))
 
 
-def take_difference(a: torch.Tensor, b: torch.Tensor, threshold: float, capacity: int) -> ThresholdResult:
-    """Copy the first ``capacity`` entries of ``a − b`` above the threshold."""
-    result = _sift([a.numpy(), b.numpy(), None, None, None], np.zeros(3, np.float32), threshold, 0.0, capacity)
+def copy_above(a: torch.Tensor, b: torch.Tensor | None, threshold: float, capacity: int) -> ThresholdResult:
+    """Copy the first ``capacity`` entries of ``a − b``, or of ``a``, above the threshold."""
+    result = _sift(a, b, None, threshold, 1.0, capacity)
     return result._replace(taken=Taken(result.taken.offsets[:capacity], result.taken.values[:capacity]))
-
-
-def count_above(x: torch.Tensor, threshold: float) -> tuple[int, float]:
-    """Count the magnitudes above the threshold, and sum what they exceed it by."""
-    result = _sift([x.numpy(), None, None, None, None], np.zeros(3, np.float32), threshold, 0.0, 0)
-    return result.count_above, result.sum_above
 
 
 def magnitude(x: torch.Tensor) -> tuple[float, float]:
@@ -82,32 +62,36 @@ def exceeding(
     return torch.from_numpy(found[:count].copy())
 
 
-class _Part(NamedTuple):
-    """The entries of one range: offsets from the start of the tensor, values, and the two sums."""
+def _sift(
+    x: torch.Tensor,
+    b: torch.Tensor | None,
+    added: GradientUpdate | None,
+    threshold: float,
+    keep: float,
+    capacity: int,
+) -> ThresholdResult:
+    """Run the loop over all ranges; each may take as many as ``capacity``. ``x`` changes unless ``keep`` is 1."""
+    gradient = parameters = momentum = None
+    factors = np.zeros(3, np.float32)
+    if added is not None:
+        gradient, momentum = added.gradient.detach().float(), added.momentum
+        if added.decay and added.parameters is not None:
+            parameters = added.parameters.detach().float()
+        factors[:] = added.scale, added.decay, added.factor
+    arrays = [None if each is None else each.numpy() for each in (x, b, gradient, parameters, momentum)]
 
-    offsets: NDArray[np.int64]
-    values: Array
-    count_above: int
-    sum_above: float
-
-
-def _sift(arrays: list[Array | None], factors: Array, threshold: float, keep: float, capacity: int) -> ThresholdResult:
-    """Run the loop over all ranges; each may take as many as ``capacity``."""
-
-    def loop(part: slice) -> _Part:
+    def loop(part: slice) -> tuple[NDArray[np.int64], Array, int, float]:
         room = min(capacity, part.stop - part.start)
         offsets, values = np.empty(room, np.int64), np.empty(room, np.float32)
         views = (None if array is None else array[part] for array in arrays)
         arguments = (*views, *factors, np.float32(threshold), np.float32(keep), offsets, values)
         count, excess = cpu_loops.take(*arguments)
         size = min(count, room)
-        return _Part(offsets[:size] + part.start, values[:size], count, excess)
+        return offsets[:size] + part.start, values[:size], count, excess
 
-    assert arrays[0] is not None
-    parts = _over_ranges(arrays[0].size, loop)
-    offsets, values = np.concatenate([part.offsets for part in parts]), np.concatenate([part.values for part in parts])
-    taken = Taken(torch.from_numpy(offsets), torch.from_numpy(values))
-    return ThresholdResult(taken, sum(part.count_above for part in parts), sum(part.sum_above for part in parts))
+    offsets, values, counts, excesses = zip(*_over_ranges(x.numel(), loop), strict=True)
+    taken = Taken(torch.from_numpy(np.concatenate(offsets)), torch.from_numpy(np.concatenate(values)))
+    return ThresholdResult(taken, sum(counts), sum(excesses))
 
 
 def _over_ranges(size: int, loop: Callable[[slice], Result]) -> list[Result]:

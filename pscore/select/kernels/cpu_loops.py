@@ -20,9 +20,8 @@ def take(x, b, g, theta, u, scale, decay, factor, threshold, keep, offsets, valu
     comparisons are joined before one branch is taken: at the usual densities most runs have no entry, and the compiler
     makes vector instructions of the rest.
 
-    Returns:
-        How many entries are above, and the sum of their excess. Entries that do not fit into ``offsets`` are counted
-        and stay.
+    Returns how many entries are above, and the sum of their excess. Entries that do not fit into ``offsets`` are
+    counted and stay.
     """
     count, capacity, excess = 0, offsets.size, 0.0
     runs = x.size // RUN

@@ -5,22 +5,28 @@ at once where that was good enough, and one pass over the hits (docs/kernels.md)
 """
 
 import math
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from pscore.select.kernels.base import GradientUpdate, Taken
-from pscore.select.kernels.side_stream import SideStream
 
 LARGEST = 1 << 30
 """A tensor has fewer elements than this."""
 
+CORRECTIONS = 3
+"""How many sifts may follow the first one of a step."""
+
+_COLD_CORRECTIONS = 6
+_TOLERANCE = 0.1  # share of k by which the number of hits may be off before it is corrected
 _HEADER = 8  # words of int32, then as many of fp32; which is which stands in triton_kernels
 _HITS, _EMITTED, _PASSES, _THRESHOLD = 1, 2, 4, 0
 _TURN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, spread evenly however many there are
 _TILE = 2048
+_NO_UPDATE = (None, None, None, 0.0, 0.0, 0.0)
 
 
 def available() -> bool:
@@ -28,25 +34,53 @@ def available() -> bool:
     return find_spec("triton") is not None
 
 
-class _Output(NamedTuple):
-    """The layout of a selection's output in one int32 tensor, so that one copy brings all of it to the host."""
+class SideStream:
+    """A stream of its own on CUDA; on any other device there is one order of work, and this does nothing."""
 
-    capacity: int
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    @property
-    def words(self) -> int:
-        """Length of that tensor."""
-        return 2 * _HEADER + 2 * self._room
+    @contextmanager
+    def entered(self, *used: torch.Tensor | None) -> Iterator[None]:
+        """Launch in this stream, after the work that the current stream has now; that stream goes on meanwhile.
 
-    def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the header's int32 and fp32 parts, the offsets and the values."""
-        whole, real = packed[:_HEADER], packed[_HEADER : 2 * _HEADER]
-        offsets, values = packed[2 * _HEADER :].view(2, self._room)
-        return whole, real.view(torch.float32), offsets, values.view(torch.float32)
+        The memory of ``used``, tensors of the current stream that are read or written here, is not reused before this
+        stream is done with it, even if they are freed at once.
+        """
+        if self._stream is None:
+            yield
+            return
+        for tensor in used:
+            if tensor is not None:
+                tensor.record_stream(self._stream)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
 
-    @property
-    def _room(self) -> int:
-        return -(-self.capacity // 4) * 4  # 16 bytes: Triton compiles one kernel for aligned and another for the rest
+    def copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Start copying a tensor of this stream to pinned memory; call it inside :meth:`entered`.
+
+        Returns:
+            The host tensor, and the event after which it is complete; ``None`` where it is.
+        """
+        if self._stream is None:
+            return tensor.clone(), None
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return host, self._stream.record_event()
+
+    def share(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a finished tensor of this stream for the current one; its memory is kept until that is done."""
+        if self._stream is not None:
+            tensor.record_stream(torch.cuda.current_stream(self._stream.device))
+        return tensor
+
+
+def _parts(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return int32 and fp32 header, offsets and values of an output; in one tensor, one copy brings all to the host."""
+    whole, real = packed[:_HEADER], packed[_HEADER : 2 * _HEADER]
+    offsets, values = packed[2 * _HEADER :].view(2, -1)
+    return whole, real.view(torch.float32), offsets, values.view(torch.float32)
 
 
 class PendingTaken:
@@ -65,10 +99,9 @@ class PendingTaken:
     passes: int
     threshold: float
 
-    def __init__(self, k: int, output: _Output, packed: torch.Tensor, stream: SideStream) -> None:
+    def __init__(self, k: int, packed: torch.Tensor, stream: SideStream) -> None:
         """Start the copy to the host; the side stream must be entered."""
         self.k = k
-        self._output = output
         self._packed = packed
         self._stream = stream
         self._host, self._copied = stream.copy_to_host(packed)
@@ -77,7 +110,7 @@ class PendingTaken:
         """Wait for this selection, and nothing that was launched after it; return the entries on the host."""
         if self._copied is not None:
             self._copied.synchronize()
-        whole, real, _, _ = self._output.parts(self._host)
+        whole, real, _, _ = _parts(self._host)
         self.hits, self.count, self.passes = int(whole[_HITS]), int(whole[_EMITTED]), int(whole[_PASSES])
         self.threshold = float(real[_THRESHOLD])
         return self._cut(self._host)
@@ -88,7 +121,7 @@ class PendingTaken:
 
     def _cut(self, packed: torch.Tensor) -> Taken:
         # Copies, because the packed tensor is as long as the capacity, and on the host it is pinned.
-        _, _, offsets, values = self._output.parts(packed)
+        _, _, offsets, values = _parts(packed)
         return Taken(offsets[: self.count].to(torch.int64), values[: self.count].clone())
 
 
@@ -103,29 +136,15 @@ class DeviceSelection:
 
     Args:
         device: a CUDA device; under Triton's interpreter the CPU.
-        tolerance: how far, as a share of ``k``, the number of hits may be off before it is corrected.
-        corrections: how many sifts may follow the first one.
-        cold_corrections: the same for a cold start.
         block: elements a program works on; a power of two.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        tolerance: float = 0.1,
-        corrections: int = 3,
-        cold_corrections: int = 6,
-        block: int = 4096,
-    ) -> None:
+    def __init__(self, device: torch.device, *, block: int = 4096) -> None:
         from pscore.select.kernels import triton_kernels
 
         self._kernels: Any = triton_kernels  # Triton's launchers have no types
         self._device = device
         self._stream = SideStream(device)
-        self._tolerance = tolerance
-        self._corrections = corrections
-        self._cold_corrections = cold_corrections
         self._block = block
 
     def take(
@@ -136,8 +155,11 @@ class DeviceSelection:
         keep: float,
         state: MutableMapping[str, Any],
         masked: torch.Tensor | None = None,
+        subtracted: torch.Tensor | None = None,
     ) -> PendingTaken:
         """Accumulate, take about the ``k`` largest entries, and leave ``keep·value`` where one was taken.
+
+        Scratch tensors go back to the side stream's memory, which keeps them in order.
 
         Args:
             memory: fp32 ``[n]``, contiguous.
@@ -146,67 +168,53 @@ class DeviceSelection:
             keep: factor of an entry that is taken and stays.
             state: of this memory.
             masked: fp32 ``[n]``, becomes 0 where an entry is taken.
+            subtracted: fp32 ``[n]``; entries are those of ``memory − subtracted``, and the memory does not change.
         """
-        return self._select(memory, None, added, keep, masked, k, state)
+        n = memory.numel()
+        if not 0 < n < LARGEST or k < 1:
+            raise ValueError(f"{k} of {n} elements: at least 1, of a tensor with fewer than {LARGEST}")
+        update = _NO_UPDATE if added is None else _arguments(added)
+        with self._stream.entered(memory, subtracted, masked, *update[:3], state.get("threshold")):
+            if k < n:
+                start, corrections, turn = self._start(state)
+            else:
+                start, corrections, turn = self._empty(1, torch.float32).zero_(), 0, 0.0
+            capacity = min(n, math.ceil(1.25 * k))
+            # Multiples of 16 bytes: Triton compiles one kernel for aligned memory and another for the rest.
+            packed = self._empty(2 * _HEADER + 2 * (-(-capacity // 4) * 4), torch.int32)
+            whole, real, offsets, values = _parts(packed)
+            blocks = -(-n // self._block)
+            slot = _slot(self._block, min(k, n) / n)
+            counts, places = self._empty((2, blocks), torch.int32)
+            excess, peaks = self._empty((2, blocks), torch.float32)
+            slot_offsets = self._empty(blocks * slot, torch.int32)
+            slot_values = self._empty(blocks * slot, torch.float32)
+            found = (counts, excess, peaks, slot_offsets, slot_values)
+            shape = {"BLOCK": self._block, "SLOT": slot, "num_warps": 8, "enable_fp_fusion": False}
+            for sift in range(1 + corrections):
+                opening = sift == 0
+                self._kernels.sift[(blocks,)](
+                    memory, subtracted, *(update if opening else _NO_UPDATE),
+                    start, whole, real, *found, n, OPENING=opening, **shape,
+                )  # fmt: skip
+                self._kernels.settle[(1,)](
+                    start, whole, real, counts, excess, peaks, places, blocks, min(k, n), capacity,
+                    _TOLERANCE, turn, OPENING=opening, REMAINING=corrections - sift, TILE=_TILE,
+                )  # fmt: skip
+            self._kernels.emit[(blocks,)](
+                memory, subtracted, whole, real, counts, places, slot_offsets, slot_values, offsets, values,
+                memory if subtracted is None else None, masked, float(keep), n, **shape,
+            )  # fmt: skip
+            return PendingTaken(k, packed, self._stream)
 
     def take_difference(
         self, a: torch.Tensor, b: torch.Tensor, k: int, state: MutableMapping[str, Any]
     ) -> PendingTaken:
         """Find about the ``k`` largest entries of ``a − b``, fp32 ``[n]`` both; nothing is written to either."""
-        return self._select(a, b, None, 0.0, None, k, state)
+        return self.take(a, None, k, 0.0, state, subtracted=b)
 
-    def _select(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor | None,
-        added: GradientUpdate | None,
-        keep: float,
-        masked: torch.Tensor | None,
-        k: int,
-        state: MutableMapping[str, Any],
-    ) -> PendingTaken:
-        """Launch every pass. Scratch tensors go back to the side stream's memory, which keeps them in order."""
-        n = a.numel()
-        if not 0 < n < LARGEST or k < 1:
-            raise ValueError(f"{k} of {n} elements: at least 1, of a tensor with fewer than {LARGEST}")
-        update = () if added is None else (added.gradient, added.parameters, added.momentum)
-        with self._stream.entered(a, b, masked, *update, state.get("threshold")):
-            if k < n:
-                start, corrections, turn = self._start(state)
-            else:
-                start, corrections, turn = self._zero(), 0, 0.0
-            output = _Output(min(n, math.ceil(1.25 * k)))
-            packed = torch.empty(output.words, dtype=torch.int32, device=self._device)
-            whole, real, offsets, values = output.parts(packed)
-            blocks = -(-n // self._block)
-            slot = _slot(self._block, min(k, n) / n)
-            counts, places = torch.empty((2, blocks), dtype=torch.int32, device=self._device)
-            excess, peaks = torch.empty((2, blocks), dtype=torch.float32, device=self._device)
-            slot_offsets = torch.empty(blocks * slot, dtype=torch.int32, device=self._device)
-            slot_values = torch.empty(blocks * slot, dtype=torch.float32, device=self._device)
-            found = (counts, excess, peaks, slot_offsets, slot_values)
-            shape = {"BLOCK": self._block, "SLOT": slot, "num_warps": 8, "enable_fp_fusion": False}
-            for sift in range(1 + corrections):
-                opening = sift == 0
-                if opening and added is not None:  # floats: an int argument would compile another kernel
-                    self._kernels.accumulate_and_sift[(blocks,)](
-                        a, added.gradient, added.parameters, added.momentum,
-                        float(added.scale), float(added.decay), float(added.factor), start, *found, n, **shape,
-                    )  # fmt: skip
-                else:
-                    self._kernels.sift[(blocks,)](a, b, start, whole, real, *found, n, OPENING=opening, **shape)
-                self._kernels.settle[(1,)](
-                    start, whole, real, counts, excess, peaks, places, blocks, min(k, n), output.capacity,
-                    self._tolerance, turn, OPENING=opening, REMAINING=corrections - sift, TILE=_TILE,
-                )  # fmt: skip
-            self._kernels.emit[(blocks,)](
-                a, b, whole, real, counts, places, slot_offsets, slot_values, offsets, values,
-                a if b is None else None, masked, float(keep), n, **shape,
-            )  # fmt: skip
-            return PendingTaken(k, output, packed, self._stream)
-
-    def _zero(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float32, device=self._device)
+    def _empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _start(self, state: MutableMapping[str, Any]) -> tuple[torch.Tensor, int, float]:
         """Return the threshold of the first sift, how many may follow it, and where filling starts if room is short.
@@ -216,13 +224,18 @@ class DeviceSelection:
         """
         cold = "threshold" not in state
         if cold:
-            state["threshold"] = self._zero()
+            state["threshold"] = torch.zeros((), dtype=torch.float32, device=self._device)
         state["turn"] = state.get("turn", 0) + 1
-        corrections = self._cold_corrections if cold else self._corrections
+        corrections = _COLD_CORRECTIONS if cold else CORRECTIONS
         return state["threshold"], corrections, state["turn"] * _TURN % 1.0
 
 
+def _arguments(added: GradientUpdate) -> tuple[Any, ...]:
+    factors = added.scale, added.decay, added.factor  # floats: an int argument would compile another kernel
+    return added.gradient, added.parameters, added.momentum, *map(float, factors)
+
+
 def _slot(block: int, density: float) -> int:
-    """Return how many hits a block's slot holds: four times what is expected, and room for chance; a power of two."""
+    """Return the room of a block's slot: four times the expected hits, and room for chance; a power of two."""
     wanted = min(block, 64 + math.ceil(4 * density * block))
     return 1 << (wanted - 1).bit_length()

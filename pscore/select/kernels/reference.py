@@ -27,29 +27,25 @@ def take(
     """Accumulate, take out the first ``capacity`` entries above the threshold, leave ``keep·value`` behind."""
     if added is not None:
         accumulate(memory, added)
-    result = take_difference(memory, None, threshold, capacity)
+    result = copy_above(memory, None, threshold, capacity)
     memory[result.taken.offsets] = result.taken.values * keep
     return result
 
 
-def count_above(x: torch.Tensor, threshold: float) -> tuple[int, float]:
-    """Return how many |x| lie above the threshold, and ``Σ(|x| − threshold)`` over them."""
-    magnitude = x.abs()
-    above = magnitude[magnitude > threshold]
-    return above.numel(), float((above - threshold).sum(dtype=torch.float64))
+def copy_above(a: torch.Tensor, b: torch.Tensor | None, threshold: float, capacity: int) -> ThresholdResult:
+    """Copy the first ``capacity`` entries of ``a − b``, or of ``a``, above the threshold."""
+    x = a if b is None else a - b
+    magnitudes = x.abs()
+    above = (magnitudes > threshold).nonzero().view(-1)
+    excess = float((magnitudes[above] - threshold).sum(dtype=torch.float64))
+    offsets = above[:capacity]
+    return ThresholdResult(Taken(offsets, x[offsets]), above.numel(), excess)
 
 
 def magnitude(x: torch.Tensor) -> tuple[float, float]:
     """Return sum and largest of |x|; zeros for an empty tensor."""
     absolute = x.abs()
     return float(absolute.sum(dtype=torch.float64)), float(absolute.max()) if x.numel() else 0.0
-
-
-def take_difference(a: torch.Tensor, b: torch.Tensor | None, threshold: float, capacity: int) -> ThresholdResult:
-    """Copy out the first ``capacity`` entries of ``a − b``, or of ``a``, above the threshold."""
-    x = a if b is None else a - b
-    offsets = (x.abs() > threshold).nonzero().view(-1)[:capacity]
-    return ThresholdResult(Taken(offsets, x[offsets]), *count_above(x, threshold))
 
 
 def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:

@@ -52,37 +52,15 @@ def _load(a, b, index, inside):
 
 
 @triton.jit
-def accumulate_and_sift(
-    memory, gradient, parameters, momentum, scale, decay, factor,
-    start, counts, excess, peaks, slot_offsets, slot_values, n,
-    BLOCK: tl.constexpr, SLOT: tl.constexpr,
-):  # fmt: skip
-    """Add the update to the memory and sift it at the threshold ``start``; each element is read and written once.
-
-    ``parameters`` is None without decay, ``momentum`` without momentum.
-    """
-    block = tl.program_id(0)
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    inside = index < n
-    step = tl.load(gradient + index, mask=inside, other=0.0).to(tl.float32) * scale
-    if parameters is not None:
-        step += tl.load(parameters + index, mask=inside, other=0.0).to(tl.float32) * decay
-    if momentum is not None:
-        step += tl.load(momentum + index, mask=inside, other=0.0) * factor
-        tl.store(momentum + index, step, mask=inside)
-    x = tl.load(memory + index, mask=inside, other=0.0) + step
-    tl.store(memory + index, x, mask=inside)
-    _store_hits(x, index, tl.load(start), block, counts, excess, peaks, slot_offsets, slot_values, SLOT)
-
-
-@triton.jit
 def sift(
-    a, b, start, whole, real, counts, excess, peaks, slot_offsets, slot_values, n,
+    a, b, gradient, parameters, momentum, scale, decay, factor,
+    start, whole, real, counts, excess, peaks, slot_offsets, slot_values, n,
     OPENING: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Sift ``a``, or ``a − b`` where there is a ``b``; changes neither.
+    """Add the update to ``a`` where there is a gradient, and sift ``a``, or ``a − b`` where there is a ``b``.
 
-    An ``OPENING`` sift uses the threshold ``start``; any other the one in the header, and returns if that is settled.
+    Each element is read and written once. ``parameters`` is None without decay, ``momentum`` without momentum. An
+    ``OPENING`` sift uses the threshold ``start``; any other the one in the header, and returns if that is settled.
     """
     if OPENING:
         threshold = tl.load(start)
@@ -92,7 +70,17 @@ def sift(
         threshold = tl.load(real + THRESHOLD)
     block = tl.program_id(0)
     index = block * BLOCK + tl.arange(0, BLOCK)
-    x = _load(a, b, index, index < n)
+    inside = index < n
+    x = _load(a, b, index, inside)
+    if gradient is not None:
+        step = tl.load(gradient + index, mask=inside, other=0.0).to(tl.float32) * scale
+        if parameters is not None:
+            step += tl.load(parameters + index, mask=inside, other=0.0).to(tl.float32) * decay
+        if momentum is not None:
+            step += tl.load(momentum + index, mask=inside, other=0.0) * factor
+            tl.store(momentum + index, step, mask=inside)
+        x += step
+        tl.store(a + index, x, mask=inside)
     _store_hits(x, index, threshold, block, counts, excess, peaks, slot_offsets, slot_values, SLOT)
 
 
@@ -105,24 +93,11 @@ def settle(
 
     The threshold moves by the tail secant: above ``t`` the number of hits falls like ``exp(−t/β)``, where β is the
     hits' mean excess, or, once two thresholds have been tried, what their counts say. Where that leads out of the
-    bracket, bisect. Concluding writes to ``start`` where the next step begins.
+    bracket, bisect. Concluding writes to ``start`` where the next step begins, and to ``places`` the rank of each
+    block's first hit.
 
-    Args:
-        start: the threshold kept from step to step.
-        whole: int32 part of the header.
-        real: fp32 part of the header.
-        counts: hits of each block.
-        excess: their excess.
-        peaks: the largest |x| of each block.
-        places: output, the rank of each block's first hit.
-        blocks: number of blocks.
-        k: hits wanted.
-        capacity: hits that fit in the output.
-        tolerance: share of ``k`` by which their number may be off.
-        turn: where filling starts if they do not fit, as a share of the hits.
-        OPENING: whether the last sift was the first of this step.
-        REMAINING: further sifts that are launched.
-        TILE: blocks read at a time.
+    ``whole`` and ``real`` are the header. Where more hits than ``capacity`` are found, filling starts at the share
+    ``turn`` of them. ``OPENING``: the last sift was the first of this step; ``REMAINING``: sifts still to be launched.
     """
     if OPENING:
         threshold = tl.load(start)

@@ -12,4 +12,4 @@ READABLE_VALUE_CODECS: tuple["pb.ValueCodec.ValueType", ...] = tuple(VALUE_FORMA
 
 PLAIN_INDEX_CODECS: frozenset[int] = frozenset({pb.INDEX_CODEC_DENSE, pb.INDEX_CODEC_RAW32})
 PLAIN_VALUE_CODECS: frozenset[int] = frozenset({pb.VALUE_CODEC_FP32, pb.VALUE_CODEC_FP16, pb.VALUE_CODEC_BF16})
-"""What a worker reads that lists no codecs when it joins."""
+"""The codecs of a worker that lists none when the worker joins."""

@@ -16,19 +16,19 @@ COUNTS = ("n", "k", "blocks", "capacity")
 SCALARS = ("scale", "decay", "factor", "tolerance", "turn", "keep")
 
 
-def type_of(name, gradient):
+def type_of(name, dtype):
     if name in COUNTS:
         return "i32"
     if name in SCALARS:
         return "fp32"
     if name in ("gradient", "parameters"):
-        return f"*{gradient}"
+        return f"*{dtype}"
     return "*i32" if name in INTEGERS else "*fp32"
 
 
-def machine_code(kernel, capability, gradient="fp32", warps=8, **constants):
+def machine_code(kernel, capability, dtype="fp32", warps=8, **constants):
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else type_of(name, gradient) for name in names}
+    signature = {name: "constexpr" if name in constants else type_of(name, dtype) for name in names}
     source = ASTSource(kernel, signature, constants)
     options = {"num_warps": warps, "enable_fp_fusion": False}
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -36,13 +36,14 @@ def machine_code(kernel, capability, gradient="fp32", warps=8, **constants):
 
 def main(capability):
     shape = {"BLOCK": 4096, "SLOT": 256}
+    unfed = {"gradient": None, "parameters": None, "momentum": None}
     fed = [
-        machine_code(kernels.accumulate_and_sift, capability, gradient, **absent, **shape)
-        for gradient in ("fp32", "fp16", "bf16")
+        machine_code(kernels.sift, capability, dtype, OPENING=True, b=None, **absent, **shape)
+        for dtype in ("fp32", "fp16", "bf16")
         for absent in ({}, {"parameters": None, "momentum": None})
     ]
     read = [
-        machine_code(kernels.sift, capability, OPENING=opening, **absent, **shape)
+        machine_code(kernels.sift, capability, OPENING=opening, **unfed, **absent, **shape)
         for opening in (True, False)
         for absent in ({}, {"b": None})
     ]

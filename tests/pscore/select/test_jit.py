@@ -46,7 +46,7 @@ def in_a_fresh_process(code, *, whole=False, **environment):
 
 
 def test_where_compiling_is_switched_off_loops_are_functions():
-    code = "from pscore.wire.codecs.index.rice_loops import plan; print(plan.dispatcher is plan.function)"
+    code = "from pscore.wire.codecs.rice_loops import plan; print(plan.dispatcher is plan.function)"
     assert in_a_fresh_process(code, NUMBA_DISABLE_JIT="1") == "True"
 
 
@@ -55,7 +55,7 @@ def test_without_a_directory_for_the_cache_it_compiles_all_the_same():
 import numba.core.caching
 import numpy
 numba.core.caching.CacheImpl._locator_classes = []  # as where no directory can be written
-from pscore.wire.codecs.index.rice_loops import plan
+from pscore.wire.codecs.rice_loops import plan
 print(plan(numpy.arange(5), numpy.empty(5, numpy.uint32), numpy.zeros(1, numpy.uint8)))
 """
     assert in_a_fresh_process(code) == "(5, 0, 0)"

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.select import DEFAULT_DENSE_BELOW, SELECTORS, entries_for
-from pscore.select.base import take_all
-from pscore.select.exact import exact
+from pscore.select.base import exact, take_all
 from pscore.select.inputs import Difference, Joined, Memory
 from pscore.select.kernels import cpu, reference
 from pscore.select.kernels.base import GradientUpdate
@@ -208,11 +207,11 @@ def test_the_compiled_pass_has_the_bits_of_the_reference(kind, n, threshold, roo
     assert mine is None or torch.equal(mine, yours)
     assert found.count_above == expected.count_above
     assert found.sum_above == pytest.approx(expected.sum_above, rel=1e-4, abs=1e-4)
-    for one, two in ((cpu.take_difference(r, g, threshold, room), reference.take_difference(r, g, threshold, room)),):
-        assert torch.equal(one.taken.offsets, two.taken.offsets)
-        assert torch.equal(one.taken.values, two.taken.values)
-        assert one.count_above == two.count_above
-    assert cpu.count_above(r, threshold)[0] == reference.count_above(r, threshold)[0]
+    one, two = cpu.copy_above(r, g, threshold, room), reference.copy_above(r, g, threshold, room)
+    assert torch.equal(one.taken.offsets, two.taken.offsets)
+    assert torch.equal(one.taken.values, two.taken.values)
+    assert one.count_above == two.count_above
+    assert cpu.copy_above(r, None, threshold, 0).count_above == reference.copy_above(r, None, threshold, 0).count_above
     assert cpu.magnitude(r) == pytest.approx(reference.magnitude(r), rel=1e-5)
 
 
@@ -223,7 +222,8 @@ def test_the_result_does_not_depend_on_the_number_of_threads():
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             r = x.clone()
-            found.append((cpu.take(r, GradientUpdate(g, 0.1), 3.0, 0.5, 20_000).taken, r, cpu.count_above(x, 2.0)[0]))
+            taken = cpu.take(r, GradientUpdate(g, 0.1), 3.0, 0.5, 20_000).taken
+            found.append((taken, r, cpu.copy_above(x, None, 2.0, 0).count_above))
     finally:
         torch.set_num_threads(before)
     for taken, r, count in found[1:]:

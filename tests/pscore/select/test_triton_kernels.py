@@ -24,6 +24,7 @@ from tests.pscore.kernel_makers import (
 
 pytest.importorskip("triton")
 
+from pscore.select.kernels import cuda
 from pscore.select.kernels.base import GradientUpdate
 from pscore.select.kernels.cuda import available
 
@@ -68,13 +69,19 @@ def test_the_same_calls_give_the_same_bits():
         assert torch.equal(one, other)
 
 
-def test_what_does_not_fit_stays():
+@pytest.fixture
+def without_corrections(monkeypatch):
+    """The first sift of a warm start stands, however many hits it has."""
+    monkeypatch.setattr(cuda, "CORRECTIONS", 0)
+
+
+def test_what_does_not_fit_stays(without_corrections):
     n, k = 3000, 40
     for turn in range(5):
         state = {"threshold": torch.tensor(0.5, device=DEVICE), "turn": turn}
         memory = randn(n)
         before = memory.clone()
-        pending = check_against_reference(selection(corrections=0), memory, None, None, k, 0.0, state)
+        pending = check_against_reference(selection(), memory, None, None, k, 0.0, state)
         assert pending.count == capacity_of(n, k) < pending.hits
         taken = pending.collect()
         restored = memory.cpu()
@@ -82,9 +89,9 @@ def test_what_does_not_fit_stays():
         assert same_bits(restored, before)
 
 
-def test_the_place_where_filling_starts_goes_round():
+def test_the_place_where_filling_starts_goes_round(without_corrections):
     n, k = 1000, 100
-    select, state = selection(corrections=0), {}
+    select, state = selection(), {}
     memory = torch.ones(n, device=DEVICE)
     for _ in range(4 * n // capacity_of(n, k)):
         state["threshold"] = torch.tensor(0.5, device=DEVICE)
@@ -92,12 +99,12 @@ def test_the_place_where_filling_starts_goes_round():
     assert float(memory.max()) <= 2 * n / capacity_of(n, k), "an entry has been passed over for long"
 
 
-def test_a_block_with_more_hits_than_its_slot_holds_is_read_again():
+def test_a_block_with_more_hits_than_its_slot_holds_is_read_again(without_corrections):
     n, k = 16 * 256, 200
     memory = torch.zeros(n, device=DEVICE)
     memory[5 * 256 : 6 * 256] = randn(256) + 10
     state = {"threshold": torch.tensor(1.0, device=DEVICE)}
-    pending = check_against_reference(selection(corrections=0), memory, None, None, k, 0.5, state)
+    pending = check_against_reference(selection(), memory, None, None, k, 0.5, state)
     assert pending.hits == 256
     assert pending.count == 250
 

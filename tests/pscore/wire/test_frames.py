@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, merge
 from pscore.wire import frames
+from pscore.wire.codecs.format import MAX_ENTRIES
 from pscore.wire.codecs.index import INDEX_FORMATS
-from pscore.wire.codecs.limits import MAX_ENTRIES
 from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets, rice, rice_loops
-from pscore.wire.codecs.index.rice import decode, encode
-from pscore.wire.codecs.index.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER
-from pscore.wire.codecs.limits import MAX_ENTRIES
+from pscore.wire.codecs import rice, rice_loops
+from pscore.wire.codecs.format import MAX_ENTRIES
+from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets
+from pscore.wire.codecs.rice import RICE
+from pscore.wire.codecs.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.pscore import rice_reference
@@ -125,7 +126,7 @@ def cost(gaps, parameter):
 @given(gap_lists(huge=2**31))
 @many
 def test_each_block_gets_its_cheapest_parameter(gaps):
-    data = using(rice_reference, encode, offsets_of(gaps), 0)
+    data = using(rice_reference, RICE.encode, offsets_of(gaps), 0)
     for block, parameter in enumerate(data[4 : 4 + -(-len(gaps) // BLOCK)]):
         part = gaps[block * BLOCK : (block + 1) * BLOCK]
         assert parameter == min(range(MAX_PARAMETER + 1), key=lambda candidate: cost(part, candidate))
@@ -136,10 +137,10 @@ def test_each_block_gets_its_cheapest_parameter(gaps):
 def test_loops_and_numpy_write_the_same_rice_bytes_and_read_each_other(gaps):
     offsets = offsets_of(gaps)
     length = length_of(offsets)
-    data = using(rice_reference, encode, offsets, length)
-    assert using(rice_loops, encode, offsets, length) == data
+    data = using(rice_reference, RICE.encode, offsets, length)
+    assert using(rice_loops, RICE.encode, offsets, length) == data
     for steps in (rice_reference, rice_loops):
-        assert using(steps, decode, data, len(gaps), length).tolist() == offsets.tolist()
+        assert using(steps, RICE.decode, data, len(gaps), length).tolist() == offsets.tolist()
 
 
 @given(gap_lists(), st.data())
@@ -147,13 +148,13 @@ def test_loops_and_numpy_write_the_same_rice_bytes_and_read_each_other(gaps):
 def test_loops_and_numpy_refuse_the_same_rice_bytes(gaps, data):
     offsets = offsets_of(gaps)
     length = length_of(offsets)
-    raw = bytearray(using(rice_reference, encode, offsets, length))
+    raw = bytearray(using(rice_reference, RICE.encode, offsets, length))
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     answers = []
     for steps in (rice_reference, rice_loops):
         try:
-            answers.append(using(steps, decode, bytes(raw), len(gaps), length).tolist())
+            answers.append(using(steps, RICE.decode, bytes(raw), len(gaps), length).tolist())
         except Rejected as refusal:
             answers.append(refusal.detail)
     assert answers[0] == answers[1]
@@ -161,7 +162,7 @@ def test_loops_and_numpy_refuse_the_same_rice_bytes(gaps, data):
 
 def test_the_layout_of_rice_bytes_is_the_documented_one():
     """Gaps 0, 5, 3, 2 and a long one: b = 1 is the cheapest; quotients 0, 2, 1, 1 and an escape."""
-    data = using(rice_reference, encode, offsets_of([0, 5, 3, 2, 1_000_000]), 0)
+    data = using(rice_reference, RICE.encode, offsets_of([0, 5, 3, 2, 1_000_000]), 0)
     quotient_bytes, b = [4, 0, 0, 0], [1]
     quotients = [0b10_10_100_1, 0, 0, 0b1]
     low_bits, escaped = [0b0110], [0x40, 0x42, 0x0F, 0x00]

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.wire.codecs import limits
-from pscore.wire.codecs.limits import MAX_ENTRIES
+from pscore.wire.codecs import format as codec_format
+from pscore.wire.codecs.bounded import BLOCK
+from pscore.wire.codecs.format import MAX_ENTRIES
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, decode_values, host_values
-from pscore.wire.codecs.values.bounded import BLOCK
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.pscore.codec_makers import each_value_format, squared_error, tail
@@ -201,7 +201,7 @@ def test_compiled_and_vectorised_give_the_same_bytes_and_values(name, seed, coun
     form = VALUE_FORMATS[VALUE_CODECS[name]]
     fast = form.encode(values)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(limits, "COMPILED_FROM", count + 1)
+        patched.setattr(codec_format, "COMPILED_FROM", count + 1)
         slow = form.encode(values)
     assert fast[0] == slow[0]
     assert fast[1].tobytes() == slow[1].tobytes()

@@ -11,6 +11,7 @@ from psclient.rpc.local_server import LocalServer
 from pscore.select.kernels import reference
 from pscore.select.kernels.base import GradientUpdate
 from pscore.select.kernels.cuda import DeviceSelection
+from tests.pscore.kernel_makers import sift
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 pytestmark = pytest.mark.cuda
@@ -118,7 +119,9 @@ def test_device_selection_has_the_bits_of_the_reference(dtype, momentum, no_wait
         taken = pending.collect()
         turn = state["turn"] * (5**0.5 - 1) / 2 % 1.0
         feed = GradientUpdate(gradient, 0.1, parameters, 1e-4, twin_u, 0.9)
-        expected, hits, _ = reference.take(twin, feed, pending.threshold, 0.5, int(1.25 * k), turn)
+        reference.accumulate(twin, feed)
+        expected, hits = sift(twin, pending.threshold, int(1.25 * k), turn)
+        twin[expected.offsets] = expected.values * 0.5
         if twin_u is not None:
             twin_u[expected.offsets] = 0
         assert torch.equal(taken.offsets, expected.offsets.cpu()), step
@@ -149,7 +152,9 @@ def test_device_selection_follows_its_inputs_and_waits_for_nothing_later(no_wait
     taken = pending.collect()
     assert not later.query(), "collecting waited for work that was launched after the selection"
     turn = state["turn"] * (5**0.5 - 1) / 2 % 1.0
-    expected = reference.take(twin, GradientUpdate(kept, 2.0), pending.threshold, 0.0, int(1.25 * k), turn).taken
+    reference.accumulate(twin, GradientUpdate(kept, 2.0))
+    expected, _ = sift(twin, pending.threshold, int(1.25 * k), turn)
+    twin[expected.offsets] = 0
     assert torch.equal(taken.offsets, expected.offsets.cpu())
     assert torch.equal(taken.values, expected.values.cpu())
     assert torch.equal(memory, twin)

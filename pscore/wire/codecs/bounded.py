@@ -17,24 +17,20 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pscore.wire.codecs.limits import is_compiled
-from pscore.wire.codecs.values import loops
-from pscore.wire.codecs.values.format import ValueFormat, Values
+from pscore.wire.codecs import bounded_loops as loops
+from pscore.wire.codecs.format import ValueFormat, Values, is_compiled
 from pscore.wire.errors import ErrorCode, Rejected
 
 BLOCK = 512
 """Values that share bounds: 64 bits a block are 1/8 bit a value."""
 
-_BOUND_BYTES = 8
 _STEPS8, _STEPS4 = 127, 7
 _RATIOS8, _RATIOS4 = np.arange(_STEPS8 + 1) / _STEPS8, np.arange(_STEPS4 + 1) / _STEPS4
 
 Real = TypeVar("Real", np.float32, np.float64)
-Codes = NDArray[np.uint8]
 
 
 def _bounds_of(values: Values) -> Values:
-    """Return fp32 ``[blocks, 2]``; raises :class:`Rejected` (``NON_FINITE``)."""
     bounds = np.empty((-(-values.size // BLOCK), 2), np.float32)
     if is_compiled(values.size):
         loops.find_bounds(values.view(np.int32), BLOCK, bounds.view(np.int32))
@@ -46,7 +42,6 @@ def _bounds_of(values: Values) -> Values:
 
 
 def _read_bounds(data: bytes, count: int) -> Values:
-    """Read the bounds before ``count`` values; raises :class:`Rejected` where they can be none."""
     bounds = np.frombuffer(data, "<f4", 2 * -(-count // BLOCK)).astype(np.float32).reshape(-1, 2)
     _check_finite(bounds)
     if np.signbit(bounds).any() or (bounds[:, 0] > bounds[:, 1]).any():
@@ -59,19 +54,15 @@ def _check_finite(bounds: Values) -> None:
         raise Rejected(ErrorCode.NON_FINITE, "a bound of magnitudes is not finite")
 
 
-def _codes(values: Values, bounds: Values, ends: NDArray[Real], steps: int, rooted: bool) -> Codes:
-    """Return the nearest level of each value, and the sign in the bit above.
+def _codes(values: Values, bounds: Values, ends: NDArray[Real], steps: int, rooted: bool) -> NDArray[np.uint8]:
+    """Return the nearest level of each value, from 0 to ``steps``, and the sign in the bit above.
 
-    Args:
-        values: fp32 ``[count]``.
-        bounds: of the magnitudes.
-        ends: the bounds on the scale on which levels are evenly spaced, in the dtype of the arithmetic.
-        steps: levels less one.
-        rooted: whether that scale is the fourth root.
+    Levels are evenly spaced between the ``ends``: the bounds or, where ``rooted``, their fourth roots. The dtype of the
+    ends is that of the arithmetic.
     """
     low, spread = np.ascontiguousarray(ends[:, 0]), ends[:, 1] - ends[:, 0]
     scale = np.divide(steps, spread, out=np.zeros_like(low), where=spread > 0)
-    codes: Codes = np.empty(values.size, np.uint8)
+    codes = np.empty(values.size, np.uint8)
     if is_compiled(values.size):
         loops.write_levels(values, bounds, low, scale, low.dtype.type(steps), rooted or None, BLOCK, codes)
         return codes
@@ -84,8 +75,7 @@ def _codes(values: Values, bounds: Values, ends: NDArray[Real], steps: int, root
 
 
 def _fourth_root(magnitudes: NDArray[Real]) -> NDArray[Real]:
-    root: NDArray[Real] = np.sqrt(np.sqrt(magnitudes))
-    return root
+    return np.sqrt(np.sqrt(magnitudes))
 
 
 def _by_value(of_blocks: NDArray[Real], count: int) -> NDArray[Real]:
@@ -146,5 +136,5 @@ def _levels4(bounds: Values) -> Values:
     return np.concatenate([magnitudes, -magnitudes], axis=1)
 
 
-INT8 = ValueFormat("int8", 8, False, _write8, _read8, BLOCK, _BOUND_BYTES)
-INT4 = ValueFormat("int4", 4, False, _write4, _read4, BLOCK, _BOUND_BYTES)
+INT8 = ValueFormat("int8", 8, False, _write8, _read8, BLOCK, bound_bytes=8)
+INT4 = ValueFormat("int4", 4, False, _write4, _read4, BLOCK, bound_bytes=8)

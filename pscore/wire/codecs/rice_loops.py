@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pscore.jit import compiled
-from pscore.wire.codecs.index.format import Offsets
+from pscore.wire.codecs.format import Offsets
 
 Octets = NDArray[np.uint8]
 
@@ -37,8 +37,7 @@ _PLACES[[(_DE_BRUIJN << place & 0xFFFFFFFF) >> 27 for place in range(32)]] = ran
 def plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, int]:
     """Fill in the gaps and each block's cheapest parameter (the lowest of equals).
 
-    Returns:
-        Bits of the quotients, bits of the low parts, and escapes.
+    Returns bits of the quotients, bits of the low parts, and escapes.
     """
     previous = np.int64(-1)
     for i in range(offsets.size):
@@ -111,8 +110,7 @@ def write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes:
 def read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tuple[int, int]:
     """Fill in the quotients (16 for escaped ones); the section must have as many 1 bits as there are entries.
 
-    Returns:
-        Bits of the low parts and escapes; (-1, -1) where a quotient exceeds 16.
+    Returns bits of the low parts and escapes; (-1, -1) where a quotient exceeds 16.
     """
     previous = np.int64(-1)
     entry = 0

@@ -9,15 +9,13 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pscore.wire.codecs.index import rice_loops as steps
-from pscore.wire.codecs.index.format import IndexFormat, Offsets, check_end
-from pscore.wire.codecs.index.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER, Octets, Words
-from pscore.wire.codecs.limits import is_compiled
+from pscore.wire.codecs import rice_loops as steps
+from pscore.wire.codecs.format import IndexFormat, Offsets, is_compiled
+from pscore.wire.codecs.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER, Octets, Words
 from pscore.wire.errors import ErrorCode, Rejected
 
 
-def encode(offsets: Offsets, length: int) -> bytes:
-    """Write offsets."""
+def _encode(offsets: Offsets, length: int) -> bytes:
     gaps = np.empty(offsets.size, np.uint32)
     parameters = np.zeros(-(-offsets.size // BLOCK), np.uint8)
     unary_bits, low_bits, escaped = steps.plan(np.ascontiguousarray(offsets), gaps, parameters)
@@ -29,8 +27,7 @@ def encode(offsets: Offsets, length: int) -> bytes:
     return b"".join((*sections, _bytes_of(low, -(-low_bits // 8)), escapes.astype("<u4").tobytes()))
 
 
-def decode(data: bytes, count: int, length: int) -> Offsets:
-    """Read offsets; raises :class:`Rejected` (``BAD_CHUNK``) for whatever :func:`encode` could not have written."""
+def _read(data: bytes, count: int, length: int) -> Offsets:
     blocks = -(-count // BLOCK)
     if len(data) < 4 + blocks:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{len(data)} index bytes for {blocks} blocks of Rice codes")
@@ -57,7 +54,6 @@ def decode(data: bytes, count: int, length: int) -> Offsets:
     escapes = np.frombuffer(data, "<u4", escaped, len(data) - 4 * escaped).astype(np.uint32)
     if not steps.join(offsets, parameters, _words_of(rest[:low_size]), escapes):
         raise Rejected(ErrorCode.BAD_CHUNK, "an escaped gap is short enough not to be escaped")
-    check_end(offsets, length)
     return offsets
 
 
@@ -86,4 +82,4 @@ def _nanoseconds(count: int, length: int) -> float:
     return 2e4 + 9.0 * count if is_compiled(count) else 2e5 + 70.0 * count
 
 
-RICE = IndexFormat("rice", encode, decode, _bits, _nanoseconds)
+RICE = IndexFormat("rice", _encode, _read, _bits, _nanoseconds)

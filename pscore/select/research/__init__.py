@@ -1,1 +1,0 @@
-"""Selectors of the published comparison with LDTE-BS (docs/ldte.md); none of them is a default."""

@@ -1,0 +1,105 @@
+"""The interfaces of index and value codecs, and the limits that all codecs share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pscore.wire.errors import ErrorCode, Rejected
+
+Offsets = NDArray[np.int64]
+"""int64 ``[count]``, strictly increasing, from 0."""
+
+Values = NDArray[np.float32]
+"""fp32 ``[count]``."""
+
+MAX_ENTRIES = 1 << 22
+"""Entries in one chunk. Some codecs need a bit an entry or less, so the bytes alone do not bound the memory.
+
+4 Mi entries are 16 MiB of fp32 values and 32 MiB of int64 offsets; a chunk of 2 MiB with 4-bit values has as many.
+"""
+
+COMPILED_FROM = 256
+"""Entries from which compiled loops are worth their start: below, a small model shall never wait for the compiler."""
+
+
+def is_compiled(count: int) -> bool:
+    """Tell whether compiled loops write and read a chunk of ``count`` entries."""
+    return count >= COMPILED_FROM
+
+
+@dataclass(frozen=True, slots=True)
+class IndexFormat:
+    """How strictly increasing offsets in ``[0, length)`` are written, for a length of at most 2³².
+
+    Attributes:
+        encode: offsets and length to bytes.
+        read: bytes, count and length to offsets that rise strictly. Raises :class:`Rejected` (``BAD_CHUNK``) for other
+            bytes, before allocating more than a small multiple of the bytes or of the count.
+        bits: estimate of the bits that ``count`` entries at random places of ``length`` need, from both numbers.
+        nanoseconds: estimate of encoding plus decoding them on one core; measured as docs/wire-format.md says.
+    """
+
+    name: str
+    encode: Callable[[Offsets, int], bytes]
+    read: Callable[[bytes, int, int], Offsets]
+    bits: Callable[[int, int], float]
+    nanoseconds: Callable[[int, int], float]
+
+    def decode(self, data: bytes, count: int, length: int) -> Offsets:
+        """Read ``count`` offsets; raises :class:`Rejected` (``BAD_CHUNK``)."""
+        _check_count(count)
+        offsets = self.read(data, count, length)
+        if offsets.size and int(offsets[-1]) >= length:
+            raise Rejected(ErrorCode.BAD_CHUNK, f"index {int(offsets[-1])} lies outside a span of {length} elements")
+        return offsets
+
+
+@dataclass(frozen=True, slots=True)
+class ValueFormat:
+    """How values are written, in blocks that share their bounds.
+
+    A decoder uses correctly rounded operations only (no exp, no fused multiply-add). Sender and receiver then get the
+    same fp32 values bit for bit on any machine, and the sender knows the error.
+
+    Attributes:
+        bits: of each value, without the bounds.
+        exact: True where decoding restores every finite fp32 value.
+        write: contiguous finite values to bytes; a magnitude beyond the format's largest becomes the largest.
+        read: bytes of the right length, and the count, to values.
+        block: values that share bounds; 1 where there are none.
+        bound_bytes: bytes of a block's bounds.
+    """
+
+    name: str
+    bits: int
+    exact: bool
+    write: Callable[[Values], bytes]
+    read: Callable[[bytes, int], Values]
+    block: int = 1
+    bound_bytes: int = 0
+
+    def size(self, count: int) -> int:
+        """Bytes that ``count`` values need."""
+        return -(-count // self.block) * self.bound_bytes + -(-count * self.bits // 8)
+
+    def encode(self, values: Values) -> tuple[bytes, Values]:
+        """Write finite values; return the bytes and the values that the receiver will decode from them."""
+        data = self.write(np.ascontiguousarray(values))
+        return data, values if self.exact else self.read(data, values.size)
+
+    def decode(self, data: bytes, count: int) -> Values:
+        """Read ``count`` finite values; raises :class:`Rejected` (``BAD_CHUNK`` before allocating; ``NON_FINITE``)."""
+        _check_count(count)
+        if len(data) != self.size(count):
+            raise Rejected(ErrorCode.BAD_CHUNK, f"{len(data)} value bytes, {count} entries in {self.name} need others")
+        values = self.read(data, count)
+        if not np.isfinite(values).all():
+            raise Rejected(ErrorCode.NON_FINITE, f"a {self.name} value is not finite")
+        return values
+
+
+def _check_count(count: int) -> None:
+    if not 0 <= count <= MAX_ENTRIES:
+        raise Rejected(ErrorCode.BAD_CHUNK, f"{count} entries in one chunk, at most {MAX_ENTRIES} are taken")

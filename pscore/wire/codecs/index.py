@@ -1,0 +1,90 @@
+"""Index codecs by their number in the proto, and the choice between them; a test asserts that none is missing.
+
+RAW32: little-endian uint32 offsets, which every peer reads.
+BITMAP: one bit an element of the span, lowest bit of the first byte first. For densities from a third up.
+RICE: :mod:`pscore.wire.codecs.rice`. DENSE has no bytes and no format.
+"""
+
+from collections.abc import Collection
+
+import numpy as np
+
+from pscore.wire.codecs.format import IndexFormat, Offsets
+from pscore.wire.codecs.rice import RICE
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+ASSUMED_LINK = 12.5e6
+"""Bytes a second of a link of unknown rate: 100 Mbit/s. At this rate the fewest bytes nearly always win."""
+
+
+def _encode_raw32(offsets: Offsets, length: int) -> bytes:
+    return offsets.astype("<u4").tobytes()
+
+
+def _read_raw32(data: bytes, count: int, length: int) -> Offsets:
+    if len(data) != 4 * count:
+        raise Rejected(ErrorCode.BAD_CHUNK, f"{len(data)} index bytes for {count} entries of 4 bytes")
+    offsets = np.frombuffer(data, "<u4").astype(np.int64)
+    if not (offsets[1:] > offsets[:-1]).all():
+        raise Rejected(ErrorCode.BAD_CHUNK, "indices are unsorted or repeated")
+    return offsets
+
+
+def _encode_bitmap(offsets: Offsets, length: int) -> bytes:
+    present = np.zeros(length, np.uint8)
+    present[offsets] = 1
+    return np.packbits(present, bitorder="little").tobytes()
+
+
+def _read_bitmap(data: bytes, count: int, length: int) -> Offsets:
+    if len(data) != -(-length // 8):
+        raise Rejected(ErrorCode.BAD_CHUNK, f"{len(data)} index bytes for a bitmap of {length} elements")
+    packed = np.frombuffer(data, np.uint8)
+    if length % 8 and packed[-1] >> length % 8:
+        raise Rejected(ErrorCode.BAD_CHUNK, "a bitmap has bits beyond its span")
+    present = int(np.bitwise_count(packed).sum(dtype=np.int64))
+    if present != count:
+        raise Rejected(ErrorCode.BAD_CHUNK, f"a bitmap has {present} entries, the chunk says {count}")
+    return np.flatnonzero(np.unpackbits(packed, bitorder="little").view(np.bool_))
+
+
+INDEX_FORMATS: dict[int, IndexFormat] = {
+    pb.INDEX_CODEC_RAW32: IndexFormat(
+        "raw32",
+        _encode_raw32,
+        _read_raw32,
+        bits=lambda count, length: 32.0 * count,
+        nanoseconds=lambda count, length: 3e3 + 1.4 * count,
+    ),
+    pb.INDEX_CODEC_BITMAP: IndexFormat(
+        "bitmap",
+        _encode_bitmap,
+        _read_bitmap,
+        bits=lambda count, length: float(length),
+        nanoseconds=lambda count, length: 5e3 + 1.0 * count + 1.0 * length,
+    ),
+    pb.INDEX_CODEC_RICE: RICE,
+}
+
+
+def choose(count: int, length: int, link_bytes_per_second: float | None, allowed: Collection[int]) -> int:
+    """Return the codec that arrives first: bytes over the link's rate, plus the time to write and to read them.
+
+    For ``1 ≤ count ≤ length`` entries at random places. The rate is ``None`` or 0 where it is not known. ``allowed``
+    are codecs that the peer reads; RAW32 is returned if none of them is known here.
+    """
+    rate = link_bytes_per_second or ASSUMED_LINK
+
+    def seconds(codec: int) -> float:
+        form = INDEX_FORMATS[codec]
+        return form.bits(count, length) / 8 / rate + form.nanoseconds(count, length) * 1e-9
+
+    return min((codec for codec in INDEX_FORMATS if codec in allowed), key=seconds, default=pb.INDEX_CODEC_RAW32)
+
+
+def decode_offsets(codec: int, data: bytes, count: int, length: int) -> Offsets:
+    """Read ``count`` offsets, which rise strictly and stay below ``length``; raises :class:`Rejected`."""
+    if codec not in INDEX_FORMATS:
+        raise Rejected(ErrorCode.UNKNOWN_CODEC, f"index codec {codec} is not known")
+    return INDEX_FORMATS[codec].decode(data, count, length)

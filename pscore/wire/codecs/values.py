@@ -1,0 +1,107 @@
+"""Value codecs by their number in the proto; a test asserts that none is missing.
+
+FP32, FP16, BF16: floating-point numbers, little-endian, rounded to nearest even.
+INT8, INT4: :mod:`pscore.wire.codecs.bounded`.
+SIGN_MEAN: one bit a value and one mean magnitude a block (sparse ternary compression, Sattler et al. 2019). The fp32
+means come first; then a bit a value, set for negative ones. Every value of a block is read as plus or minus the mean,
+a zero too, so another codec suits a dense tensor of many zeros better.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pscore.wire.codecs.bounded import INT4, INT8
+from pscore.wire.codecs.format import ValueFormat, Values
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+_SERIAL = 1 << 14  # elements that torch converts in the calling thread; for more it would start threads of its own
+_SIGN_BLOCK = 512
+
+
+def _write_16_bits(values: Values, dtype: torch.dtype) -> bytes:
+    largest = torch.finfo(dtype).max
+    parts = (part.clamp(-largest, largest).to(dtype) for part in torch.split(torch.from_numpy(values), _SERIAL))
+    return b"".join(part.view(torch.uint16).numpy().astype("<u2", copy=False).tobytes() for part in parts)
+
+
+def _read_fp32(data: bytes, count: int) -> Values:
+    # A copy: protobuf's bytes are read-only, and torch wants memory that it may write.
+    return np.frombuffer(data, "<f4").astype(np.float32)
+
+
+def _read_fp16(data: bytes, count: int) -> Values:
+    return np.frombuffer(data, "<f2").astype(np.float32)
+
+
+def _widen_bf16(bits: NDArray[np.uint16]) -> Values:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _write_signs(values: Values) -> bytes:
+    starts = np.arange(0, values.size, _SIGN_BLOCK)
+    if not starts.size:
+        return b""
+    sums = np.add.reduceat(np.abs(values), starts, dtype=np.float64)
+    means = (sums / np.diff(starts, append=values.size)).astype("<f4")
+    return means.tobytes() + np.packbits(np.signbit(values), bitorder="little").tobytes()
+
+
+def _read_signs(data: bytes, count: int) -> Values:
+    means = np.frombuffer(data, "<f4", -(-count // _SIGN_BLOCK)).astype(np.float32)
+    if not np.isfinite(means).all():
+        raise Rejected(ErrorCode.NON_FINITE, "a mean magnitude is not finite")
+    if np.signbit(means).any():
+        raise Rejected(ErrorCode.BAD_CHUNK, "a mean magnitude is negative")
+    packed = np.frombuffer(data, np.uint8, -1, means.nbytes)
+    if count % 8 and packed[-1] >> count % 8:
+        raise Rejected(ErrorCode.BAD_CHUNK, "bits behind the last value are not zero")
+    values = means.repeat(_SIGN_BLOCK)[:count]
+    values.view(np.uint32)[:] |= np.unpackbits(packed, count=count, bitorder="little").astype(np.uint32) << 31
+    return values
+
+
+VALUE_FORMATS: dict[int, ValueFormat] = {
+    pb.VALUE_CODEC_FP32: ValueFormat(
+        "fp32", 32, True, lambda values: values.astype("<f4", copy=False).tobytes(), _read_fp32
+    ),
+    pb.VALUE_CODEC_FP16: ValueFormat(
+        "fp16", 16, False, lambda values: _write_16_bits(values, torch.float16), _read_fp16
+    ),
+    pb.VALUE_CODEC_BF16: ValueFormat(
+        "bf16",
+        16,
+        False,
+        lambda values: _write_16_bits(values, torch.bfloat16),
+        lambda data, count: _widen_bf16(np.frombuffer(data, "<u2")),
+    ),
+    pb.VALUE_CODEC_INT8: INT8,
+    pb.VALUE_CODEC_INT4: INT4,
+    pb.VALUE_CODEC_SIGN_MEAN: ValueFormat("sign_mean", 1, False, _write_signs, _read_signs, _SIGN_BLOCK, 4),
+}
+
+CODEC_OF_DTYPE: dict[torch.dtype, int] = {
+    torch.float32: pb.VALUE_CODEC_FP32,
+    torch.float16: pb.VALUE_CODEC_FP16,
+    torch.bfloat16: pb.VALUE_CODEC_BF16,
+}
+"""The codec that writes each dtype exactly."""
+
+
+def host_values(values: torch.Tensor) -> Values:
+    """Return fp32, fp16 or bf16 values as fp32 on the host, exactly; fp32 ones there already share their memory.
+
+    In numpy: for many values torch would start a pool of threads for each thread that calls it.
+    """
+    tensor = values.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return _widen_bf16(tensor.contiguous().view(torch.uint16).numpy())
+    return tensor.numpy().astype("float32", copy=False)
+
+
+def decode_values(codec: int, data: bytes, count: int) -> Values:
+    """Read ``count`` finite values as fp32; raises :class:`Rejected`."""
+    if codec not in VALUE_FORMATS:
+        raise Rejected(ErrorCode.UNKNOWN_CODEC, f"value codec {codec} is not known")
+    return VALUE_FORMATS[codec].decode(data, count)
