@@ -10,6 +10,8 @@ from collections import deque
 import numpy as np
 import torch
 
+from pscore.model.sparse_slice import SparseSlice
+
 ChangedIndices = torch.Tensor | None
 """Offsets within the shard (int32 or int64, strictly increasing), or ``None`` for every element."""
 
@@ -17,6 +19,13 @@ _MOST_VERSIONS = 100_000  # a bound on what empty pushes may cost; real ones rea
 ALMOST_ALL = 0.8
 """Share of n from which on a change counts as one of everything: values alone are fewer bytes than with offsets."""
 _SCAN_FROM = 1 / 6  # share of n from which marking and scanning n bytes beats sorting the entries (measured)
+
+
+def changed_by(push: SparseSlice | None) -> ChangedIndices:
+    """Return the indices that a push over a shard's whole span names."""
+    if push is None:
+        return torch.empty(0, dtype=torch.int32)
+    return None if push.offsets is None else push.offsets.to(offset_dtype(push.span.length))
 
 
 def offset_dtype(length: int) -> torch.dtype:

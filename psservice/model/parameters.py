@@ -5,7 +5,8 @@ on no other, so each sees, and leaves behind, exactly one version.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,12 +15,11 @@ from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.changelog import ChangedIndices, ChangeLog, offset_dtype, union
-from psservice.model.rounds import Round
+from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by, union
+from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog, compensated
-from psservice.model.update.base import PLAIN, PushContext, RuleContext, RuleState
-from psservice.model.update.reshard import RuleMemory
+from psservice.model.update.base import PLAIN, PortableState, PushContext, RuleState
 from psservice.settings import ShardSettings
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class ModelShard:
         version: int,
         settings: ShardSettings,
         mode: TrainingMode,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layout, self.span, self.theta = layout, span, values
         self.generation, self.version = generation, version
@@ -65,10 +66,9 @@ class ModelShard:
         limit = max(1, int(settings.ledger_multiple * span.length))
         self.changelog = ChangeLog(span.length, limit, version)
         self.densified = False
-        self.round = Round(span, values.device) if mode.rounds is not None else None
-        self._rule = mode.rule(RuleContext(layout, span, values))
+        self.round = SynchronousRound(span, values.device, clock) if mode.rounds is not None else None
+        self._rule = mode.rule(layout, span, values)
         self._undo_log = UndoLog(limit) if settings.delay_compensation else None
-        self._offset_dtype = offset_dtype(span.length)
 
     @traced("apply")
     def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:
@@ -77,13 +77,13 @@ class ModelShard:
         ``push`` is over the shard's span (``None``: no entries); ``step`` matters where each worker has its own model.
         Raises :class:`Rejected` (``NON_FINITE``, ``BAD_REQUEST``); nothing is changed then.
         """
-        brought, agreed = context.group_rates or self._rule.rates, self._rule.rates
-        if len(brought) != len(agreed):
+        rates, agreed = context.group_rates or self._rule.rates, self._rule.rates
+        if len(rates) != len(agreed):
             raise Rejected(
                 ErrorCode.BAD_REQUEST,
-                f"a push brings {len(brought)} group_rates; the run's update rule has {len(agreed)}",
+                f"a push brings {len(rates)} group_rates; the run's update rule has {len(agreed)}",
             )
-        context = replace(context, group_rates=brought)
+        context = replace(context, group_rates=rates)
         if push is not None:
             push = self._corrected(push, context)
         if self.round is None:
@@ -110,7 +110,7 @@ class ModelShard:
             version = self.apply(*self.round.close())
         except Rejected as error:
             log.error("a round was dropped", extra={"version": self.version + 1, "why": str(error)})
-            version = self._advance(self.changed_by(None))
+            version = self._advance(changed_by(None))
         self.round.open_next()
         return version
 
@@ -138,21 +138,10 @@ class ModelShard:
     def finish(self) -> None:
         """End the run."""
 
-    def changed_by(self, push: SparseSlice | None) -> ChangedIndices:
-        """Return the indices that a push names, as the log of changes keeps them."""
-        if push is None:
-            return torch.empty(0, dtype=self._offset_dtype)
-        return None if push.offsets is None else push.offsets.to(self._offset_dtype)
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether pushes are applied to one model as they come, so that staleness has its usual meaning."""
-        return self.round is None
-
     @property
     def versions_are_pushes(self) -> bool:
         """Whether each version is one push and changed what that push names."""
-        return self.round is None and not self._rule.densifies
+        return self.mode.is_asynchronous and not self._rule.densifies
 
     def export(self) -> RuleState:
         """Copy everything that later versions depend on beside the parameters."""
@@ -175,15 +164,15 @@ class ModelShard:
                 on_device = {n: t.to(self.theta.device) if t.dim() else t for n, t in tensors.items()}
                 part.restore(RuleState(state.plain[name], on_device))
 
-    def export_portable(self) -> RuleMemory:
-        """Return the update rule's memory for shards with other borders."""
+    def export_portable(self) -> PortableState:
+        """Return the update rule's state for shards with other borders."""
         return self._rule.export_portable()
 
-    def import_portable(self, memories: Sequence[RuleMemory]) -> bool:
-        """Import the memories of all shards of another run; False where their update rule is another one."""
-        if {memory.kind for memory in memories} != {self._rule.export_portable().kind}:
+    def import_portable(self, states: Sequence[PortableState]) -> bool:
+        """Import the states of all shards of another run; False where their update rule is another one."""
+        if {state.kind for state in states} != {self._rule.kind}:
             return False
-        self._rule.import_portable(memories)
+        self._rule.import_portable(states)
         return True
 
     def difference(self, early_version: int, early: ChangedIndices) -> Difference:
@@ -232,7 +221,7 @@ class ModelShard:
         if push is not None and (push.offsets is None or self._rule.densifies):
             return Overwritten(self.version + 1, None, self.theta.clone())
         values = self.theta[push.offsets] if push is not None else self.theta[:0]
-        return Overwritten(self.version + 1, self.changed_by(push), values)
+        return Overwritten(self.version + 1, changed_by(push), values)
 
     def _corrected(self, push: SparseSlice, context: PushContext) -> SparseSlice:
         values = push.values if context.factor == 1 else push.values * context.factor

@@ -9,7 +9,7 @@ import torch
 from pscore.model import modelfile
 from pscore.model.layout import ModelLayout, digest_of
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.update.reshard import RuleMemory
+from psservice.model.update.base import PortableState
 from psservice.recovery import export
 from psservice.sampling.dataset import Datasets
 
@@ -27,7 +27,7 @@ class Start:
     tensors: modelfile.StateDict
     version: int = 0
     samples: int = 0
-    memories: Sequence[RuleMemory] = ()
+    memories: Sequence[PortableState] = ()
     layout: ModelLayout | None = None
     datasets: Datasets = field(default_factory=Datasets)
     buffer_weight: float = 0.0

@@ -77,6 +77,7 @@ def _make_model(shard: Shard, layout: ModelLayout, values: torch.Tensor, generat
         version=version,
         settings=shard.settings.shard,
         mode=shard.mode,
+        clock=shard.environment.monotonic,
     )
 
 

@@ -7,7 +7,7 @@ for every one of them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -102,7 +102,7 @@ class StepTimes:
         """Drop a worker."""
         self._times.pop(worker, None)
 
-    def grace_seconds(self, workers: Sequence[str]) -> float:
+    def grace_seconds(self, workers: Collection[str]) -> float:
         """Return how long the first of a group waits for the others: ``min(0.25·mean step, 2·jitter)``; 0 at first."""
         known = [self._times[worker] for worker in workers if worker in self._times]
         if not known:

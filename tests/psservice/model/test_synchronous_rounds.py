@@ -12,7 +12,7 @@ from pscore.model.ranges import Ranges
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
 from psservice.cluster.run import RunState
-from psservice.model.rounds import Round, RoundSettings
+from psservice.model.synchronous_rounds import RoundSettings, SynchronousRound
 from psservice.observability.metrics import Metrics
 from psservice.sampling.dataset import Plan, Wish
 from psservice.shard.buffers_and_samples import lease_samples
@@ -263,7 +263,7 @@ pushes = st.lists(
 def test_the_mean_is_that_of_the_dense_updates(pushes, again):
     """Sparse, dense and empty ones, whatever the order; and a closed round leaves nothing behind."""
     span = Span(0, 50)
-    gathered = Round(span, torch.device("cpu"))
+    gathered = SynchronousRound(span, torch.device("cpu"), Clock())
     for batch in (pushes, again):
         expected, names = torch.zeros(50, dtype=torch.float64), set()
         for worker, density, seed in batch:
@@ -291,7 +291,7 @@ def test_the_mean_is_that_of_the_dense_updates(pushes, again):
     age=st.floats(0, 3),
 )
 def test_a_round_is_due_exactly_when_its_rule_says(live, contributors, quorum, seconds, age):
-    due = RoundSettings(quorum, seconds).is_due(contributors, live, age, first=False)
+    due = RoundSettings(quorum, seconds, 1).is_due(contributors, live, age, first=False)
     enough = live <= contributors or (quorum and len(contributors) >= quorum) or (seconds and age >= seconds)
     assert due == bool(contributors and enough)
 
