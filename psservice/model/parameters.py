@@ -7,7 +7,7 @@ on no other, so each sees, and leaves behind, exactly one version.
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -26,15 +26,6 @@ log = logging.getLogger(__name__)
 
 _SPARSE = 0.25
 """Share of the elements up to which a push is one whose answer should not be dense."""
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The values of a shard at one version (fp32 ``[k]``), wherever they may differ from an older one."""
-
-    version: int
-    changed: ChangedIndices
-    values: torch.Tensor
 
 
 class ModelShard:
@@ -175,17 +166,13 @@ class ModelShard:
         self._rule.import_portable(states)
         return True
 
-    def difference(self, early_version: int, early: ChangedIndices) -> Difference:
-        """Read the values at the current version wherever they changed since a base version.
-
-        ``early`` is the union of the changes up to ``early_version``, prepared off the writer thread.
-        """
-        changed = early
-        late = self.changelog.since(early_version)
-        if changed is not None and late != []:
-            changed = None if late is None else union([changed, *late], self.span.length)
-        values = self.theta.clone() if changed is None else self.theta[changed.to(self.theta.device)]
-        return Difference(self.version, changed, values)
+    def changed_values(self, changes: list[ChangedIndices] | None) -> SparseSlice:
+        """Copy the values at the indices of changes; ``None`` for all."""
+        changed = None if changes is None else union(changes, self.span.length)
+        if changed is None:
+            return SparseSlice(self.span, None, self.theta.clone())
+        offsets = changed.long()
+        return SparseSlice(self.span, offsets, self.theta[offsets.to(self.theta.device)])
 
     def rounded(self) -> torch.Tensor:
         """Return a copy of the parameters rounded to their own dtypes, as fp32: the values of an exact replica."""

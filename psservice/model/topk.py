@@ -7,6 +7,9 @@ same. Where too few exceed the bound, that tensor is searched whole; its bound f
 """
 
 import sys
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +26,39 @@ from pscore.select.kernels.cuda import PendingTaken
 from pscore.select.warm import warm
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.changelog import ChangedIndices, sorted_distinct
-from psservice.model.image_budget import ImageBudget
 
 _FEW = 0.75
 """Share of ``k`` below which a tensor is searched whole."""
 
 _WORTH_IT = 1 / 40
 """Changed entries over elements from which one search of everything is cheaper: it reads in order (measured)."""
+
+
+class ImageBudget:
+    """Bytes that images may occupy together, on the device of the parameters; 0 for no image. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.bytes = 0
+        self._lock = threading.RLock()  # garbage collection may free an image's room under the lock
+
+    def make(self, nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """Make an image, whose room is free again with its last reference; ``None`` where there is no room."""
+        with self._lock:
+            if self.bytes + nbytes > self.most:
+                return None
+            self.bytes += nbytes
+        try:
+            image = make()
+        except BaseException:
+            self._free(nbytes)
+            raise
+        weakref.finalize(image, self._free, nbytes)
+        return image
+
+    def _free(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes -= nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +83,10 @@ class TopKSettings:
 
 @dataclass(slots=True)
 class DifferenceSelection:
-    """The state of one worker's image from reply to reply; ``searches`` counts tensors, for tests."""
+    """The state of one worker's image from reply to reply."""
 
     settings: TopKSettings
     version: int | None = None
-    searches: dict[str, int] = field(default_factory=lambda: {"whole": 0, "changed": 0})
     _bounds: dict[int, float] = field(default_factory=dict)
     _recalls: dict[int, dict[str, Any]] = field(default_factory=dict)
     _rounded: torch.Tensor | None = None
@@ -83,8 +111,6 @@ class DifferenceSelection:
         }
         among = self._among(theta, changed)
         found = {} if among is None else self._from_changed(theta, image, spans, among)
-        self.searches["changed"] += len(found)
-        self.searches["whole"] += len(spans) - len(found)
         found |= self._from_all(theta, image, {i: part for i, part in spans.items() if i not in found})
         self.version = version
         pieces = [found[position] for position in spans]

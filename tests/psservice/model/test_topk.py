@@ -92,25 +92,31 @@ def test_among_what_changed_the_largest_are_found(sizes, history, selector, roun
         image[taken.offsets] += arrived
 
 
-def test_few_changes_are_looked_at_alone_and_many_are_not():
+def test_few_changes_are_looked_at_alone_and_many_are_not(monkeypatch):
     layout = layout_of([10_000, 5_000])
     theta, image = torch.randn(15_000), torch.zeros(15_000)
     selection = DifferenceSelection(TopKSettings(0.01, 0, SELECTORS["warm"]))
 
     def select(version, changed):
-        before = dict(selection.searches)
         taken = selection.select(theta, image, layout, Span(0, 15_000), version, changed)
         image[taken.offsets] += taken.values
         selection.sent(taken, taken.values)
-        return {kind: selection.searches[kind] - before[kind] for kind in before}
+        return searched_whole.pop()
 
-    assert select(1, None) == {"whole": 2, "changed": 0}
+    search_whole, searched_whole = DifferenceSelection._from_all, []
+
+    def counted(selection, theta, image, spans):
+        searched_whole.append(len(spans))
+        return search_whole(selection, theta, image, spans)
+
+    monkeypatch.setattr(DifferenceSelection, "_from_all", counted)
+    assert select(1, None) == 2
     support = torch.arange(0, 15_000, 50)
     theta[support] += 10
-    assert select(2, [support.int()]) == {"whole": 0, "changed": 2}
-    assert select(3, [None]) == {"whole": 2, "changed": 0}
-    assert select(4, [torch.arange(15_000)]) == {"whole": 2, "changed": 0}
-    assert select(5, []) == {"whole": 2, "changed": 0}, "nothing exceeds the bound, so it must fall"
+    assert select(2, [support.int()]) == 0
+    assert select(3, [None]) == 2
+    assert select(4, [torch.arange(15_000)]) == 2
+    assert select(5, []) == 2, "nothing exceeds the bound, so it must fall"
 
 
 @pytest.mark.parametrize("value", ["fp32", "int4"])

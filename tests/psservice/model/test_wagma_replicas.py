@@ -153,7 +153,7 @@ def test_with_sparse_changes_the_news_are_the_union_since_models_were_alike():
     all_push(shard, "ab", 1, {"a": sparse({1: 1.0, 3: 1.0}), "b": sparse({3: 2.0, 7: 4.0})})
     for worker in "ab":
         own = shard.replicas[worker].model
-        assert own.difference(0, torch.empty(0, dtype=torch.int32)).changed.tolist() == [1, 3, 7]
+        assert own.changed_values(own.changelog.since(0)).offsets.tolist() == [1, 3, 7]
         assert own.theta.tolist() == [0, -0.5, 0, -1.5, 0, 0, 0, -2.0, 0, 0]
 
 
