@@ -6,6 +6,7 @@ version is enough, because a reply sends values, not differences.
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ class ChangeLog:
         self._size, self._entry_limit = size, entry_limit
         self._changes: deque[tuple[int, ChangedIndices]] = deque()
         self._entries = 0
-        self._covered_from = self._dropped_to = version
+        self._covered_from = version
         self._lock = threading.Lock()
 
     def append(self, version: int, changed: ChangedIndices) -> None:
@@ -53,7 +54,7 @@ class ChangeLog:
             while self._entries > self._entry_limit or len(self._changes) > _MOST_VERSIONS:
                 dropped, old = self._changes.popleft()
                 self._entries -= 0 if old is None else old.numel()
-                self._covered_from = self._dropped_to = dropped
+                self._covered_from = dropped
 
     @property
     def covered_from(self) -> int:
@@ -96,17 +97,12 @@ class ChangeLog:
                 count += 1
             return [self._changes[position][1] for position in range(-count, 0)]
 
-    def has_dropped(self, version: int) -> bool:
-        """Tell whether changes after a version were dropped for want of room."""
-        with self._lock:
-            return version < self._dropped_to
 
-
-def union(changes: list[ChangedIndices], size: int) -> ChangedIndices:
+def union(changes: Sequence[ChangedIndices], size: int) -> ChangedIndices:
     """Return the sorted union of changes within a shard of ``size`` elements."""
-    known = [changed for changed in changes if changed is not None and changed.numel()]
     if any(changed is None for changed in changes):
         return None
+    known = [changed for changed in changes if changed is not None and changed.numel()]
     if not known:
         return torch.empty(0, dtype=torch.int64)
     if len(known) == 1:
@@ -120,13 +116,8 @@ def union(changes: list[ChangedIndices], size: int) -> ChangedIndices:
         mark = np.zeros(size, dtype=np.bool_)
         mark[offsets] = True
         return torch.from_numpy(np.flatnonzero(mark).astype(offsets.dtype))
-    return torch.from_numpy(sorted_distinct(offsets))
-
-
-def sorted_distinct(offsets: np.ndarray) -> np.ndarray:
-    """Sort in place and drop repeats; ``numpy.unique`` hashes, which takes a hundred times as long on 10^6 offsets."""
-    offsets.sort()
+    offsets.sort()  # numpy.unique hashes, which takes a hundred times as long on 10^6 offsets
     first = np.empty(offsets.size, dtype=np.bool_)
     first[:1] = True
     np.not_equal(offsets[1:], offsets[:-1], out=first[1:])
-    return offsets[first]
+    return torch.from_numpy(offsets[first])

@@ -7,7 +7,7 @@ on no other, so each sees, and leaves behind, exactly one version.
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
@@ -19,7 +19,7 @@ from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by, uni
 from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog, compensated
-from psservice.model.update.base import PLAIN, PortableState, PushContext, RuleState
+from psservice.model.update.base import PLAIN, PortableState, PushContext, RuleState, UpdateRule
 from psservice.settings import ShardSettings
 
 log = logging.getLogger(__name__)
@@ -28,38 +28,38 @@ _SPARSE = 0.25
 """Share of the elements up to which a push is one whose answer should not be dense."""
 
 
+@dataclass(eq=False)
 class ModelShard:
     """Parameters of one span, their version, and their recent history.
 
-    ``values`` are fp32 ``[span.length]`` on the shard's device, not copied; versions count from ``version``. Raises
-    :class:`Rejected` (``BAD_REQUEST``) where mode and model do not go together.
+    Raises :class:`Rejected` (``BAD_REQUEST``) where mode and model do not go together.
 
     Attributes:
-        round: the open round; ``None`` where training is asynchronous.
+        theta: fp32 ``[span.length]`` on the shard's device, not copied.
+        version: counts from the version given.
+        clock: seconds, of the round.
+        round: the open round; ``None`` where training is asynchronous, and in groups.
         densified: whether the last update was sparse and changed everything.
     """
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        span: Span,
-        values: torch.Tensor,
-        *,
-        generation: int,
-        version: int,
-        settings: ShardSettings,
-        mode: TrainingMode,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.layout, self.span, self.theta = layout, span, values
-        self.generation, self.version = generation, version
-        self.settings, self.mode = settings, mode
-        limit = max(1, int(settings.ledger_multiple * span.length))
-        self.changelog = ChangeLog(span.length, limit, version)
+    layout: ModelLayout
+    span: Span
+    theta: torch.Tensor
+    _: KW_ONLY
+    generation: int
+    version: int
+    settings: ShardSettings
+    mode: TrainingMode
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        limit = max(1, int(self.settings.ledger_multiple * self.span.length))
+        self.changelog = ChangeLog(self.span.length, limit, self.version)
         self.densified = False
-        self.round = SynchronousRound(span, values.device, clock) if mode.rounds is not None else None
-        self._rule = mode.rule(layout, span, values)
-        self._undo_log = UndoLog(limit) if settings.delay_compensation else None
+        rounds = self.mode.rounds
+        self.round = None if rounds is None else SynchronousRound(rounds, self.span, self.theta.device, self.clock)
+        self._rule = self.mode.rule(self.layout, self.span, self.theta)
+        self._undo_log = UndoLog(limit) if self.settings.delay_compensation else None
 
     @traced("apply")
     def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:
@@ -136,24 +136,24 @@ class ModelShard:
 
     def export(self) -> RuleState:
         """Copy everything that later versions depend on beside the parameters."""
-        parts = {"rule": self._rule.export()}
-        if self.round is not None:
-            parts["round"] = self.round.export()
-        if self._undo_log is not None:
-            parts["past"] = self._undo_log.export()
+        states = {name: part.export() for name, part in self._parts().items()}
         return RuleState(
-            {name: dict(state.plain) for name, state in parts.items()},
-            {f"{name}.{key}": tensor for name, state in parts.items() for key, tensor in state.tensors.items()},
+            {name: dict(state.plain) for name, state in states.items()},
+            {f"{name}.{key}": tensor for name, state in states.items() for key, tensor in state.tensors.items()},
         )
 
     def restore(self, state: RuleState) -> None:
-        """Restore what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
-        for name, part in (("rule", self._rule), ("round", self.round), ("past", self._undo_log)):
-            if part is not None and name in state.plain:
+        """Restore an exported state; raises ``ValueError`` or ``KeyError`` where the state does not fit."""
+        for name, part in self._parts().items():
+            if name in state.plain:
                 tensors = {n.removeprefix(f"{name}."): t for n, t in state.tensors.items() if n.startswith(f"{name}.")}
                 # Counters stay on the host, where torch's optimizers keep them.
                 on_device = {n: t.to(self.theta.device) if t.dim() else t for n, t in tensors.items()}
                 part.restore(RuleState(state.plain[name], on_device))
+
+    def _parts(self) -> dict[str, UpdateRule | SynchronousRound | UndoLog]:
+        parts = {"rule": self._rule, "round": self.round, "past": self._undo_log}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def export_portable(self) -> PortableState:
         """Return the update rule's state for shards with other borders."""

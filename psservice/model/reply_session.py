@@ -11,7 +11,6 @@ import torch
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, entries
-from pscore.select import entries_for
 from pscore.telemetry.tracing import traced
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
@@ -190,7 +189,7 @@ class ReplyMaker:
         self.reserve(reserved)
         early: ChangedIndices = None if changes is None else union(changes, size)
         density = None if early is None or lacking.length else early.numel() / size
-        if early is None and base is not None and (model.densified or model.changelog.has_dropped(base)):
+        if base is not None and (changes is None or (early is None and model.densified)):
             density = 1.0  # sparse pushes have changed everything: the replies need not be dense because of that
         opens_image = self.session.rule.wants_topk(density, in_topk=False)
 
@@ -280,9 +279,7 @@ class ReplyMaker:
 
     def _topk_entries(self) -> int:
         """Count the entries of a top-k reply; a selector that takes about k may take a few more."""
-        topk = self.topk
-        lengths = [common.length for _, common in self.model.layout.overlapping(self.model.span)]
-        return sum(n if n < topk.dense_below else entries_for(n, topk.density) for n in lengths)
+        return sum(self.topk.entries(common.length) for _, common in self.model.layout.overlapping(self.model.span))
 
     def _image_bytes(self) -> int:
         """Return the bytes of an image: fp32 values, and the pending reply."""

@@ -52,26 +52,6 @@ class RoundSettings:
         except ValidationError as error:
             raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of rounds make no sense: {text}") from error
 
-    def is_due(
-        self,
-        contributors: Collection[str],
-        live: Collection[str],
-        age_seconds: float,
-        *,
-        first: bool,
-        dropped: Collection[str] = (),
-    ) -> bool:
-        """Tell whether a round closes; ``age_seconds`` since its first contribution, ``first`` of the run."""
-        if not contributors:
-            return False
-        if first and len({*live, *contributors}) < self.start_workers:
-            return False
-        if self.seconds and age_seconds >= self.seconds:
-            return True
-        if self.quorum and len(contributors) >= self.quorum:
-            return True
-        return all(name in contributors or name in dropped for name in live)
-
 
 class SynchronousRound:
     """The open round of a shard: the sum of its updates, and its contributors; ``clock`` returns seconds.
@@ -81,8 +61,8 @@ class SynchronousRound:
         is_empty: whether no update at all is in the round.
     """
 
-    def __init__(self, span: Span, device: torch.device, clock: Callable[[], float]) -> None:
-        self._span, self._clock = span, clock
+    def __init__(self, settings: RoundSettings, span: Span, device: torch.device, clock: Callable[[], float]) -> None:
+        self._settings, self._span, self._clock = settings, span, clock
         self._sum = torch.zeros(span.length, dtype=torch.float32, device=device)
         self._touched = torch.zeros(span.length, dtype=torch.bool, device=device)
         self._opened = 0.0
@@ -92,15 +72,21 @@ class SynchronousRound:
         self.dropped: set[str] = set()
         self.is_empty = True
 
-    @property
-    def age_seconds(self) -> float:
-        """Since the first contribution."""
-        return self._clock() - self._opened if self.contributors else 0.0
+    def is_due(self, live: Collection[str], *, is_first: bool) -> bool:
+        """Tell whether the round closes, given the live workers; from any thread. ``is_first`` of the run."""
+        settings, contributors = self._settings, self.contributors
+        if not contributors or (is_first and len({*live, *contributors}) < settings.start_workers):
+            return False
+        if settings.seconds and self._clock() - self._opened >= settings.seconds:
+            return True
+        if settings.quorum and len(contributors) >= settings.quorum:
+            return True
+        return all(name in contributors or name in self.dropped for name in live)
 
     @property
     def retry_seconds(self) -> float:
         """When to ask again: a share of the time waited already."""
-        return poll_seconds(POLL_SHARE * self.age_seconds)
+        return poll_seconds(POLL_SHARE * (self._clock() - self._opened))
 
     def add(self, worker: str, update: SparseSlice | None, context: PushContext = PLAIN) -> None:
         """Add a contribution (``NON_FINITE``); several of one worker count as one, a flush (no samples) as none."""

@@ -25,7 +25,7 @@ from pscore.select.kernels.base import Taken
 from pscore.select.kernels.cuda import PendingTaken
 from pscore.select.warm import warm
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.model.changelog import ChangedIndices, sorted_distinct
+from psservice.model.changelog import ChangedIndices, union
 
 _FEW = 0.75
 """Share of ``k`` below which a tensor is searched whole."""
@@ -79,6 +79,10 @@ class TopKSettings:
     value: int = pb.VALUE_CODEC_FP32
     chunk_bytes: int = 1 << 20
     images: ImageBudget = field(default_factory=lambda: ImageBudget(sys.maxsize))
+
+    def entries(self, length: int) -> int:
+        """Return the entries that are sent of a tensor with so many."""
+        return length if length < self.dense_below else entries_for(length, self.density)
 
 
 @dataclass(slots=True)
@@ -141,7 +145,8 @@ class DifferenceSelection:
         ends = np.array([part.stop for part in spans.values()], dtype=np.int64)
         bounds = np.array([self._bounds[position] for position in spans], dtype=np.float32)
         kernels = kernels_for(theta)
-        offsets = _joined([kernels.exceeding(theta, image, each, ends, bounds) for each in among])
+        offsets = union([kernels.exceeding(theta, image, each, ends, bounds) for each in among], theta.numel())
+        assert offsets is not None
         values = theta[offsets] - image[offsets]
         cuts = [0, *np.searchsorted(offsets.numpy(), ends).tolist()]
         found = {}
@@ -150,7 +155,7 @@ class DifferenceSelection:
             taken = Taken(offsets[part], values[part])
             size = whole.stop - whole.start
             if size >= self.settings.dense_below:
-                k = entries_for(size, self.settings.density)
+                k = self.settings.entries(size)
                 if taken.offsets.numel() < _FEW * k:
                     continue
                 if taken.offsets.numel() > k:
@@ -166,8 +171,7 @@ class DifferenceSelection:
         pending: dict[int, Taken | PendingTaken] = {}
         for position, part in spans.items():
             a, b = theta[part], image[part]
-            k = entries_for(a.numel(), self.settings.density)
-            recall = self._recalls.setdefault(position, {})
+            k, recall = self.settings.entries(a.numel()), self._recalls.setdefault(position, {})
             if a.numel() < self.settings.dense_below:
                 pending[position] = take_all(Difference(a, b))
             elif device is not None:
@@ -184,12 +188,3 @@ class DifferenceSelection:
             self._bounds[position] = 0.0 if small or not taken.values.numel() else float(taken.values.abs().min())
             found[position] = Taken(taken.offsets + part.start, taken.values)
         return found
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Join ascending offsets into ascending offsets without repeats."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.from_numpy(
-        sorted_distinct(np.concatenate([part.numpy() for part in parts])) if parts else np.empty(0, np.int64)
-    )

@@ -12,7 +12,7 @@ from psservice.cluster.leases import Leases
 from psservice.cluster.member import Member
 from psservice.limits import MOST_STEP_AHEAD
 from psservice.model.parameters import ModelShard
-from psservice.model.synchronous_rounds import RoundSettings, SynchronousRound
+from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.wagma.group_rounds import Decision
 from psservice.model.wagma.replicas import GroupedShard, Replica
 from psservice.observability.metrics import Metrics
@@ -63,15 +63,14 @@ class Coordinator:
 class RoundCoordinator(Coordinator):
     """Synchronous rounds: closed by a push, by the death of the worker that a round waits for, or by the clock."""
 
-    def __init__(self, model: ModelShard, open_round: SynchronousRound, settings: RoundSettings, parts: Parts) -> None:
+    def __init__(self, model: ModelShard, open_round: SynchronousRound, parts: Parts) -> None:
         super().__init__(model)
-        self._round, self._settings, self._parts = open_round, settings, parts
+        self._round, self._parts = open_round, parts
 
     def is_due(self) -> bool:
         """Apply the rule of the run's settings."""
         live = [member.identity.worker_id for member in self._parts.leases.members() if not member.has_no_samples]
-        now, first = self._round, self.model.version == 0
-        return self._settings.is_due(now.contributors, live, now.age_seconds, first=first, dropped=now.dropped)
+        return self._round.is_due(live, is_first=self.model.version == 0)
 
     def close_if_due(self) -> None:
         """Close the round where it is due."""
@@ -170,6 +169,6 @@ def coordinator_for(model: ModelShard, parts: Parts) -> Coordinator:
     """Return the form of coordination that a model needs."""
     if isinstance(model, GroupedShard):
         return WagmaCoordinator(model, parts)
-    if model.round is not None and model.mode.rounds is not None:
-        return RoundCoordinator(model, model.round, model.mode.rounds, parts)
+    if model.round is not None:
+        return RoundCoordinator(model, model.round, parts)
     return Coordinator(model)

@@ -6,7 +6,8 @@ Everything here that reads raises :class:`Rejected` (``BAD_REQUEST``).
 import inspect
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,10 +117,8 @@ class OptimizerSpec:
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Make the optimizer over param groups."""
-        try:
+        with _torch_accepts(f"torch.optim.{self.name} does not take that"):
             return optimizers()[self.name](groups, **self.options)
-        except TORCH_ERRORS as error:
-            raise bad(f"torch.optim.{self.name} does not take that: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +157,19 @@ class SchedulerSpec:
         inner = [spec.make(optimizer) for spec in self.inner]
         kind: Any = schedulers()[self.name]
         arguments = [inner] if self.name == "ChainedScheduler" else [optimizer, *([inner] if inner else [])]
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                made: lr_scheduler.LRScheduler = kind(*arguments, **self.options)
-                return made
-        except TORCH_ERRORS as error:
-            raise bad(f"lr_scheduler.{self.name} does not take that: {error}") from error
+        with _torch_accepts(f"lr_scheduler.{self.name} does not take that"):
+            made: lr_scheduler.LRScheduler = kind(*arguments, **self.options)
+            return made
+
+
+@contextmanager
+def _torch_accepts(what: str) -> Iterator[None]:
+    """Turn torch's errors into :func:`bad`."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    except TORCH_ERRORS as error:
+        raise bad(f"{what}: {error}") from error
 
 
 def sane_rate(rate: Any) -> float:
@@ -199,13 +205,10 @@ def _try_out(spec: OptimizerSpec, groups: Sequence[Mapping[str, Any]], scheduler
         elements[number].grad = torch.ones(1, 1)
     made = spec.make([{**own, "params": [element]} for own, element in zip(groups, elements, strict=True)])
     schedule = scheduler.make(made) if scheduler is not None else None
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            made.step()
-            if schedule is not None:
-                schedule.step()
-    except TORCH_ERRORS as error:
-        raise bad(f"torch.optim.{spec.name}, or its scheduler, cannot be stepped: {error}") from error
+    with _torch_accepts(f"torch.optim.{spec.name}, or its scheduler, cannot be stepped"):
+        made.step()
+        if schedule is not None:
+            schedule.step()
 
 
 def _checked(name: str, options: object) -> dict[str, Any]:

@@ -4,14 +4,12 @@ A worker's own model is an ordinary :class:`ModelShard`: pushes of the worker an
 and pulls of the worker are answered from it. The run's model is the mean of all, computed on demand.
 """
 
-import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
 from psservice.model.changelog import ALMOST_ALL, offset_dtype
@@ -19,7 +17,6 @@ from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.model.update.base import PLAIN, PushContext, RuleState
 from psservice.model.wagma.group_rounds import Decision, Frozen, GroupRounds
-from psservice.settings import ShardSettings
 
 
 class OtherModels(NamedTuple):
@@ -53,24 +50,13 @@ class GroupedShard(ModelShard):
     Delays are not compensated.
     """
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        span: Span,
-        values: torch.Tensor,
-        *,
-        generation: int,
-        version: int,
-        settings: ShardSettings,
-        mode: TrainingMode,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        assert mode.groups is not None
-        settings = replace(settings, delay_compensation=0.0)
-        super().__init__(layout, span, values, generation=generation, version=version, settings=settings, mode=mode)
-        self._replaces = mode.groups.late == "replace"
+    def __post_init__(self) -> None:
+        assert self.mode.groups is not None
+        self.settings = replace(self.settings, delay_compensation=0.0)
+        super().__post_init__()
         self.replicas: dict[str, Replica] = {}
-        self.rounds = GroupRounds(mode.groups, clock)
+        self.rounds = GroupRounds(self.mode.groups, self.clock)
+        self._replaces = self.mode.groups.late == "replace"
         self._replacements = 0
         self._is_over = False
 

@@ -263,7 +263,7 @@ pushes = st.lists(
 def test_the_mean_is_that_of_the_dense_updates(pushes, again):
     """Sparse, dense and empty ones, whatever the order; and a closed round leaves nothing behind."""
     span = Span(0, 50)
-    gathered = SynchronousRound(span, torch.device("cpu"), Clock())
+    gathered = SynchronousRound(RoundSettings(0, 0, 1), span, torch.device("cpu"), Clock())
     for batch in (pushes, again):
         expected, names = torch.zeros(50, dtype=torch.float64), set()
         for worker, density, seed in batch:
@@ -291,7 +291,12 @@ def test_the_mean_is_that_of_the_dense_updates(pushes, again):
     age=st.floats(0, 3),
 )
 def test_a_round_is_due_exactly_when_its_rule_says(live, contributors, quorum, seconds, age):
-    due = RoundSettings(quorum, seconds, 1).is_due(contributors, live, age, first=False)
+    clock = Clock()
+    current = SynchronousRound(RoundSettings(quorum, seconds, 1), Span(0, 1), torch.device("cpu"), clock)
+    for worker in contributors:
+        current.add(worker, None)
+    clock.now += age
+    due = current.is_due(live, is_first=False)
     enough = live <= contributors or (quorum and len(contributors) >= quorum) or (seconds and age >= seconds)
     assert due == bool(contributors and enough)
 
