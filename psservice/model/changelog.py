@@ -35,13 +35,16 @@ def offset_dtype(length: int) -> torch.dtype:
 
 
 class ChangeLog:
-    """The changes of recent versions, at most ``entry_limit`` offsets, oldest dropped first. Thread-safe."""
+    """The changes of recent versions, at most ``entry_limit`` offsets, oldest dropped first. Thread-safe.
+
+    Every change after version ``covered_from`` is recorded.
+    """
 
     def __init__(self, size: int, entry_limit: int, version: int = 0) -> None:
         self._size, self._entry_limit = size, entry_limit
         self._changes: deque[tuple[int, ChangedIndices]] = deque()
         self._entries = 0
-        self._covered_from = version
+        self.covered_from = version
         self._lock = threading.Lock()
 
     def append(self, version: int, changed: ChangedIndices) -> None:
@@ -54,19 +57,12 @@ class ChangeLog:
             while self._entries > self._entry_limit or len(self._changes) > _MOST_VERSIONS:
                 dropped, old = self._changes.popleft()
                 self._entries -= 0 if old is None else old.numel()
-                self._covered_from = dropped
-
-    @property
-    def covered_from(self) -> int:
-        """The version from which on every change is recorded."""
-        with self._lock:
-            return self._covered_from
+                self.covered_from = dropped
 
     @property
     def room(self) -> int:
         """Entries that may still be added without dropping others."""
-        with self._lock:
-            return self._entry_limit - self._entries
+        return self._entry_limit - self._entries
 
     def all(self) -> list[tuple[int, ChangedIndices]]:
         """Return all recorded versions, in order, and what they changed."""
@@ -79,16 +75,16 @@ class ChangeLog:
             for version, changed in reversed(changes):
                 size = 0 if changed is None else changed.numel()
                 room = self._entries + size <= self._entry_limit and len(self._changes) < _MOST_VERSIONS
-                if version != self._covered_from or not room:
+                if version != self.covered_from or not room:
                     return
                 self._changes.appendleft((version, changed))
                 self._entries += size
-                self._covered_from = version - 1
+                self.covered_from = version - 1
 
     def since(self, version: int) -> list[ChangedIndices] | None:
         """Return the changes of every version after ``version``; ``None`` if some of them are dropped."""
         with self._lock:
-            if version < self._covered_from:
+            if version < self.covered_from:
                 return None
             count = 0
             for recorded, _ in reversed(self._changes):

@@ -6,7 +6,7 @@ on no other, so each sees, and leaves behind, exactly one version.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by, uni
 from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog, compensated
-from psservice.model.update.base import PLAIN, PortableState, PushContext, RuleState, UpdateRule
+from psservice.model.update.base import PLAIN, PushContext, RuleState, UpdateRule
 from psservice.settings import ShardSettings
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ModelShard:
         self.densified = False
         rounds = self.mode.rounds
         self.round = None if rounds is None else SynchronousRound(rounds, self.span, self.theta.device, self.clock)
-        self._rule = self.mode.rule(self.layout, self.span, self.theta)
+        self.rule = self.mode.rule(self.layout, self.span, self.theta)
         self._undo_log = UndoLog(limit) if self.settings.delay_compensation else None
 
     @traced("apply")
@@ -68,7 +68,7 @@ class ModelShard:
         ``push`` is over the shard's span (``None``: no entries); ``step`` matters where each worker has its own model.
         Raises :class:`Rejected` (``NON_FINITE``, ``BAD_REQUEST``); nothing is changed then.
         """
-        rates, agreed = context.group_rates or self._rule.rates, self._rule.rates
+        rates, agreed = context.group_rates or self.rule.rates, self.rule.rates
         if len(rates) != len(agreed):
             raise Rejected(
                 ErrorCode.BAD_REQUEST,
@@ -85,8 +85,8 @@ class ModelShard:
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> int:
         """Apply one update over the shard's span (``None``: it has no entries) and return the new version."""
         before = self._overwritten(push) if self._undo_log is not None else None
-        changed = self._rule.apply(push, context)
-        self.densified = self._rule.densifies and push is not None and push.entries <= _SPARSE * self.span.length
+        changed = self.rule.apply(push, context)
+        self.densified = self.rule.densifies and push is not None and push.entries <= _SPARSE * self.span.length
         if self._undo_log is not None and before is not None:
             self._undo_log.append(before)
         return self._advance(changed)
@@ -132,7 +132,7 @@ class ModelShard:
     @property
     def versions_are_pushes(self) -> bool:
         """Whether each version is one push and changed what that push names."""
-        return self.mode.is_asynchronous and not self._rule.densifies
+        return self.mode.is_asynchronous and not self.rule.densifies
 
     def export(self) -> RuleState:
         """Copy everything that later versions depend on beside the parameters."""
@@ -152,19 +152,8 @@ class ModelShard:
                 part.restore(RuleState(state.plain[name], on_device))
 
     def _parts(self) -> dict[str, UpdateRule | SynchronousRound | UndoLog]:
-        parts = {"rule": self._rule, "round": self.round, "past": self._undo_log}
+        parts = {"rule": self.rule, "round": self.round, "past": self._undo_log}
         return {name: part for name, part in parts.items() if part is not None}
-
-    def export_portable(self) -> PortableState:
-        """Return the update rule's state for shards with other borders."""
-        return self._rule.export_portable()
-
-    def import_portable(self, states: Sequence[PortableState]) -> bool:
-        """Import the states of all shards of another run; False where their update rule is another one."""
-        if {state.kind for state in states} != {self._rule.kind}:
-            return False
-        self._rule.import_portable(states)
-        return True
 
     def changed_values(self, changes: list[ChangedIndices] | None) -> SparseSlice:
         """Copy the values at the indices of changes; ``None`` for all."""
@@ -205,7 +194,7 @@ class ModelShard:
 
     def _overwritten(self, push: SparseSlice | None) -> Overwritten:
         """Copy the values that an update will overwrite."""
-        if push is not None and (push.offsets is None or self._rule.densifies):
+        if push is not None and (push.offsets is None or self.rule.densifies):
             return Overwritten(self.version + 1, None, self.theta.clone())
         values = self.theta[push.offsets] if push is not None else self.theta[:0]
         return Overwritten(self.version + 1, changed_by(push), values)

@@ -54,7 +54,6 @@ class PullRequest:
     Attributes:
         base_version: ``None`` if the worker has nothing.
         acknowledged: number of the last reply that the worker has applied.
-        replica_is_image: the request's ``image`` field.
         base_end: index from which on the worker has nothing; 0 where it has all of ``base_version``.
     """
 

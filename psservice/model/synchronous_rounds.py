@@ -1,8 +1,6 @@
-"""Synchronous rounds: gather one update from every live worker, apply their mean once.
+"""Synchronous rounds: gather one update from every live worker, apply their mean once (docs/protocol.md).
 
-A worker contributes with an ordinary push. The round closes when every live worker has contributed, or the first ``q``
-of them (backup workers; Chen et al. 2016), or some time after the first; the mean is over the contributors. A push for
-a closed round is too stale: its payload goes back into the worker's residual. Pulls of contributors wait for the close.
+Backup workers: Chen et al. 2016.
 """
 
 import math

@@ -1,9 +1,8 @@
 """Selecting from the difference between a shard and the image of a replica, among what changed where that is less.
 
-After a selection every entry that was not sent differs by no more than the smallest one that was: the tensor's *bound*.
-An entry that no push has touched since cannot differ by more. So the next selection searches only the entries that the
-log of changes names (and those sent rounded) for values that exceed the bound: a search of everything would find the
-same. Where too few exceed the bound, that tensor is searched whole; its bound falls.
+After a selection no entry that was not sent differs by more than the smallest one that was: the tensor's *bound*. So
+the next selection finds the same entries among those that the log of changes names, and those sent rounded, as among
+all, if enough of them exceed the bound. Otherwise that tensor is searched whole, and its bound falls.
 """
 
 import sys

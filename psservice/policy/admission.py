@@ -1,13 +1,6 @@
-"""Which pushes are admitted, by staleness, by the worker's lead and by norm; each rule is off at 0.
-
-The *cut-off* refuses a push that is too stale; its payload goes back into the worker's residual. The *bound* is that of
-stale synchronous parallel training (SSP; Ho et al. 2013): with clocks ``c`` that count pushes, a worker may push while
-``c + 1 − min(c of the others) ≤ s``, and must ask again later beyond that. The *norm cap* refuses an update whose L2
-norm is above it.
-"""
+"""Which pushes are admitted, by staleness, lead and norm; each rule is off at 0 (docs/protocol.md, *Admission*)."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +11,6 @@ from pscore.wire.errors import ErrorCode, Rejected
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.02, 1.0
 _POLL_SHARE = 0.25
 _NORM_BLOCK = 1 << 16
-
-
-def first_clock(live: Iterable[int]) -> int:
-    """Return a new worker's clock: that of the slowest live one, so that nobody waits for the new worker's past."""
-    return min(live, default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def read(path: Path, checkpoint: str) -> Start:
         export.state_of(brought, exact=True),
         max(history.model.version for history in brought),
         first.samples,
-        [history.model.export_portable() for history in brought],
+        [history.model.rule.export_portable() for history in brought],
         first.layout,
         first.datasets,
         first.buffers.weight if first.buffers else 0.0,

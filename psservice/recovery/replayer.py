@@ -29,7 +29,6 @@ from psservice.model.training_mode import TrainingMode
 from psservice.model.update.base import PushContext, RuleState
 from psservice.model.wagma.group_rounds import Decision
 from psservice.model.wagma.replicas import GroupedShard, shard_kind
-from psservice.policy.admission import first_clock
 from psservice.policy.staleness import OwnVersions
 from psservice.recovery.records import Kind, messages_in
 from psservice.sampling.codec import brought_back, finished_of, redo
@@ -261,7 +260,7 @@ class LogReplayer:
             request = pb.JoinRequest.FromString(messages_in(record.body)[0])
             identity = identity_from_message(request.identity)
             others = (live.clock for name, live in self.workers.items() if name != identity.worker_id)
-            self.workers[identity.worker_id] = Live(identity, frozenset(request.index_codecs), first_clock(others))
+            self.workers[identity.worker_id] = Live(identity, frozenset(request.index_codecs), min(others, default=0))
         elif record.kind == Kind.LEFT:
             identity = identity_from_message(pb.LeaveRequest.FromString(messages_in(record.body)[0]).identity)
             known = self.workers.get(identity.worker_id)

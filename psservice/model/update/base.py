@@ -97,8 +97,9 @@ class UpdateRule(Protocol):
         """Return the rule's state by entries of the layout."""
         return PortableState(self.kind)
 
-    def import_portable(self, states: Sequence[PortableState]) -> None:
-        """Import the states of all shards of another run with a rule of the same kind."""
+    def import_portable(self, states: Sequence[PortableState]) -> bool:
+        """Import the states of all shards of another run; False where their rule is of another kind."""
+        return {state.kind for state in states} == {self.kind}
 
 
 RuleMaker = Callable[[ModelLayout, Span, torch.Tensor], UpdateRule]

@@ -92,8 +92,10 @@ class TorchOptimizer(UpdateRule):
         """Return the optimizer's state by entries of the layout."""
         return PortableState(self.kind, self._updates, self._samples, list(self._states()))
 
-    def import_portable(self, states: Sequence[PortableState]) -> None:
+    def import_portable(self, states: Sequence[PortableState]) -> bool:
         """Put the optimizer's state together from the states of shards with other borders."""
+        if not super().import_portable(states):
+            return False
         pieces = [piece for state in states for piece in state.pieces]
         resharded = [reshard(pieces, span, tuple(tensor.shape)) for span, tensor in self._pieces]
         self._restore(
@@ -101,6 +103,7 @@ class TorchOptimizer(UpdateRule):
             max(state.samples for state in states),
             {number: state for number, state in enumerate(resharded) if state},
         )
+        return True
 
     def _states(self) -> Iterator[PieceState]:
         states = self._optimizer.state if self._optimizer else {}

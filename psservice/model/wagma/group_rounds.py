@@ -1,9 +1,4 @@
-"""When the rounds of WAGMA-SGD freeze, which workers wait, and which are averaged. No tensors here.
-
-A round is one group at one iteration. The first member to push opens the round, and a window of grace. The round
-freezes when every member has arrived that has pushed the iteration before, or the window has ended: members further
-behind cannot arrive in time. A global round has no window, and waits for all live workers.
-"""
+"""When the rounds of WAGMA-SGD freeze, which workers wait, and which are averaged (docs/wagma.md). No tensors here."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -29,14 +24,7 @@ class OpenRound:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """A round's members when the round freezes.
-
-    Attributes:
-        fresh: members that have arrived; each gets the average.
-        stale: members whose older model stands in, being at most ``τ`` iterations old; replaced or joined when they
-            arrive.
-        absent: members whose older model is left out; joined when they arrive.
-    """
+    """A round's members at the freeze: ``fresh`` ones have arrived, an older model of ``stale`` ones is averaged."""
 
     iteration: int
     fresh: tuple[str, ...]

@@ -4,6 +4,7 @@ A worker's own model is an ordinary :class:`ModelShard`: pushes of the worker an
 and pulls of the worker are answered from it. The run's model is the mean of all, computed on demand.
 """
 
+import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ class GroupedShard(ModelShard):
         self.replicas: dict[str, Replica] = {}
         self.rounds = GroupRounds(self.mode.groups, self.clock)
         self._replaces = self.mode.groups.late == "replace"
-        self._replacements = 0
+        self._replacements = itertools.count(1)
         self._is_over = False
 
     @property
@@ -76,10 +77,8 @@ class GroupedShard(ModelShard):
         """Change a worker's own model; if its round is frozen, average the two as the rule for late workers says."""
         replica, iteration = self.replicas[worker], step - 1
         own = replica.model
-        if push is not None:
-            push = self._corrected(push, context)
         own.version = self.version
-        self.version = own.apply(push, PushContext(samples=context.samples))
+        self.version = own.apply(push)
         waits = self.rounds.arrive(worker, iteration)
         others = replica.late_for.get(iteration)
         replica.late_for = {t: each for t, each in replica.late_for.items() if t > iteration}
@@ -91,7 +90,8 @@ class GroupedShard(ModelShard):
         """Apply a decision; raises ``ValueError`` where the decision makes no sense."""
         worker = decision.worker
         if decision.kind == "enter":
-            self._add(worker, decision.incarnation, self.current(), self.version, is_unsynced=True)
+            replica = self._add(worker, decision.incarnation, self.current(), self.version)
+            replica.unsynced = next(self._replacements)
             self.rounds.enter(worker)
         elif decision.kind == "leave":
             if worker not in self.replicas:
@@ -122,7 +122,7 @@ class GroupedShard(ModelShard):
         self.begin_rounds_anew(())
         for replica in self.replicas.values():
             replica.model.theta.copy_(self.theta)
-            self._mark_unsynced(replica)
+            replica.unsynced = next(self._replacements)
 
     def export(self) -> RuleState:
         """Copy every worker's model, the sums for late workers, and the open rounds."""
@@ -147,13 +147,10 @@ class GroupedShard(ModelShard):
         if not state.plain:
             return
         for number, found in enumerate(state.plain["workers"]):
-            replica = self._add(
-                str(found["worker"]),
-                str(found["incarnation"]),
-                self._fitting(state.tensors[f"{number}.model"]),
-                int(found["version"]),
-                is_unsynced=found["unsynced"],
-            )
+            own = self._fitting(state.tensors[f"{number}.model"])
+            replica = self._add(str(found["worker"]), str(found["incarnation"]), own, int(found["version"]))
+            if found["unsynced"]:
+                replica.unsynced = next(self._replacements)
             replica.late_for = {
                 int(iteration): OtherModels(self._fitting(state.tensors[f"{number}.kept.{iteration}"]), int(count))
                 for iteration, count in found["kept"].items()
@@ -161,24 +158,13 @@ class GroupedShard(ModelShard):
         self.rounds.restore(state.plain["rounds"])
         self._is_over = bool(state.plain["is_over"])
 
-    def _add(self, worker: str, incarnation: str, values: torch.Tensor, version: int, *, is_unsynced: bool) -> Replica:
+    def _add(self, worker: str, incarnation: str, values: torch.Tensor, version: int) -> Replica:
+        generation, settings, mode = self.generation, self.settings, TrainingMode()
         model = ModelShard(
-            self.layout,
-            self.span,
-            values,
-            generation=self.generation,
-            version=version,
-            settings=self.settings,
-            mode=TrainingMode(),
+            self.layout, self.span, values, generation=generation, version=version, settings=settings, mode=mode
         )
-        replica = self.replicas[worker] = Replica(model, incarnation)
-        if is_unsynced:
-            self._mark_unsynced(replica)
-        return replica
-
-    def _mark_unsynced(self, replica: Replica) -> None:
-        self._replacements += 1
-        replica.unsynced = self._replacements
+        self.replicas[worker] = Replica(model, incarnation)
+        return self.replicas[worker]
 
     def _average(self, frozen: Frozen) -> None:
         """Average the models of a frozen round, set the fresh ones to that, and keep the sum for the other members."""

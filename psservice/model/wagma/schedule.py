@@ -1,10 +1,4 @@
-"""Groups of WAGMA-SGD (Li et al., TPDS 2021, section 4): who averages with whom at which iteration, and when.
-
-With ``W`` live workers, compact ranks by name, and group size ``S``: a rank is written in base ``S`` with
-``J = ⌈log_S W⌉`` digits, and at iteration ``t`` those form a group whose ranks differ in digit ``t mod J`` alone. So
-``J`` iterations mix ``W = S^J`` workers completely. Every ``τ + 1`` iterations all workers are one group, which waits
-for every one of them.
-"""
+"""Groups of WAGMA-SGD, and the time that members wait (docs/wagma.md, *One iteration*; Li et al., TPDS 2021)."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +8,7 @@ from typing import Literal
 from pscore.wire.errors import ErrorCode, Rejected
 
 LateRule = Literal["paper", "replace"]
-"""What a worker gets that arrives when its round is frozen; see :class:`GroupSettings`."""
+"""The average for a worker that arrives when its round is frozen (docs/wagma.md)."""
 
 _MOST = 1 << 20
 _GRACE_SHARE, _GRACE_JITTERS = 0.25, 2.0
@@ -24,15 +18,7 @@ _LONGEST_SAMPLE = 4.0  # in means: a worker that slept for a minute has not beco
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """What the workers of a run agree on.
-
-    Attributes:
-        size: workers in a group; 0 for the power of two nearest ``√W``.
-        tau: every ``tau + 1`` iterations all live workers average, and wait for each other.
-        late: with ``n`` models in the frozen round and ``W'`` that of the late worker: ``"replace"`` puts it in the
-            place of the old copy that was used, ``(sum − W_stale + W') / n``; ``"paper"`` adds it,
-            ``(sum + W') / (n + 1)``.
-    """
+    """What the workers of a run agree on; ``size`` 0 is the power of two nearest ``√W`` (docs/wagma.md)."""
 
     size: int = 0
     tau: int = 10

@@ -70,13 +70,13 @@ def test_who_has_contributed_waits_until_the_mean_is_applied(engine, monkeypatch
     """A pull in between would be answered with the version before, and make its worker's next push too stale."""
     begin(engine, ANNA, BERT)
     push(engine, 1, {0: 2.0}, ANNA)
-    seen, apply = [], engine.model._rule.apply
+    seen, apply = [], engine.model.rule.apply
 
     def applied(*args):
         seen.append(reason_of(engine.coordinator.require_closed, ANNA.worker_id))
         return apply(*args)
 
-    monkeypatch.setattr(engine.model._rule, "apply", applied)
+    monkeypatch.setattr(engine.model.rule, "apply", applied)
     push(engine, 1, {0: 2.0}, BERT)
     assert seen == [ErrorCode.ROUND_OPEN]
     assert pull(engine, ANNA, base=0).version == 1
