@@ -18,7 +18,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by, union
 from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.training_mode import TrainingMode
-from psservice.model.undo_log import Overwritten, UndoLog, compensated
+from psservice.model.undo_log import Overwritten, UndoLog
 from psservice.model.update.base import PLAIN, PushContext, RuleState, UpdateRule
 from psservice.settings import ShardSettings
 
@@ -200,10 +200,13 @@ class ModelShard:
         return Overwritten(self.version + 1, changed_by(push), values)
 
     def _corrected(self, push: SparseSlice, context: PushContext) -> SparseSlice:
+        """Scale a push, and compensate its delay: ``p + (λ/lr)·p⊙p⊙(θ_now − θ_base)``, equation 5 of DC-ASGD."""
         values = push.values if context.factor == 1 else push.values * context.factor
         if self._undo_log is not None and context.base_version is not None and context.learning_rate > 0:
             base = self._undo_log.at(self.theta, context.base_version, self.version, push.offsets)
             if base is not None:
                 now = self.theta if push.offsets is None else self.theta[push.offsets]
-                values = compensated(values, now, base, self.settings.delay_compensation, context.learning_rate)
+                strength = self.settings.delay_compensation / context.learning_rate
+                better = values + strength * values * values * (now - base)
+                values = better if bool(better.isfinite().all()) else values
         return push if values is push.values else replace(push, values=values)

@@ -190,6 +190,7 @@ class ReplyMaker:
         density = None if early is None or lacking.length else early.numel() / size
         if base is not None and (changes is None or (early is None and model.densified)):
             density = 1.0  # sparse pushes have changed everything: the replies need not be dense because of that
+        image_bytes = 4 * size + _PENDING_ENTRY_BYTES * self._topk_entries()
         opens_image = self.session.rule.wants_topk(density, in_topk=False)
 
         def read() -> tuple[int, SparseSlice, torch.Tensor, torch.Tensor | None]:
@@ -197,7 +198,7 @@ class ReplyMaker:
             all_changes = None if early is None or late is None else [early, *late]
             self.reserve(max(0, self._exact_bytes(all_changes) - reserved))
             rest = model.theta[size - lacking.length :].clone()
-            image = self.topk.images.make(self._image_bytes(), model.rounded) if opens_image else None
+            image = self.topk.images.make(image_bytes, model.rounded) if opens_image else None
             return model.version, model.changed_values(all_changes), rest, image
 
         version, changed, rest, image = self.writer.run(read)
@@ -225,10 +226,8 @@ class ReplyMaker:
         self.reserve(_SPARSE_ENTRY_BYTES * self._topk_entries())
         # Beside the writer, so that pulls of several workers select at the same time. A concurrent push is sent now
         # or later; either way the image becomes what the worker has.
-        version = model.version
         selection = session.selection = session.selection or DifferenceSelection(self.topk)
-        since = None if selection.version is None else model.changelog.since(selection.version)
-        taken = selection.select(model.theta, image, model.layout, model.span, version, since)
+        version, taken = selection.select(model, image)
         chunks: tuple[pb.Chunk, ...] = ()
         segments = []
         if taken.offsets.numel():
@@ -279,7 +278,3 @@ class ReplyMaker:
     def _topk_entries(self) -> int:
         """Count the entries of a top-k reply; a selector that takes about k may take a few more."""
         return sum(self.topk.entries(common.length) for _, common in self.model.layout.overlapping(self.model.span))
-
-    def _image_bytes(self) -> int:
-        """Return the bytes of an image: fp32 values, and the pending reply."""
-        return 4 * self.model.span.length + _PENDING_ENTRY_BYTES * self._topk_entries()

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pscore.model.layout import ModelLayout, Span
 from pscore.select import Selector, entries_for
 from pscore.select.base import largest, nothing, take_all
 from pscore.select.inputs import Difference
@@ -25,6 +24,7 @@ from pscore.select.kernels.cuda import PendingTaken
 from pscore.select.warm import warm
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.changelog import ChangedIndices, union
+from psservice.model.parameters import ModelShard
 
 _FEW = 0.75
 """Share of ``k`` below which a tensor is searched whole."""
@@ -94,23 +94,16 @@ class DifferenceSelection:
     _recalls: dict[int, dict[str, Any]] = field(default_factory=dict)
     _rounded: torch.Tensor | None = None
 
-    def select(
-        self,
-        theta: torch.Tensor,
-        image: torch.Tensor,
-        layout: ModelLayout,
-        span: Span,
-        version: int,
-        changed: list[ChangedIndices] | None,
-    ) -> Taken:
-        """Select from ``theta − image`` (fp32 ``[span.length]``); offsets count from the span's start.
+    def select(self, model: ModelShard, image: torch.Tensor) -> tuple[int, Taken]:
+        """Select from ``theta − image``; return a version that is in the selection, and later changes perhaps too.
 
-        Each shard selects from its own part of a tensor that a border cuts. ``version`` was read before anything else;
-        ``changed`` has each version since the last selection, ``None`` where the changes are not known.
+        Each shard selects from its own part of a tensor that a border cuts; offsets count from the span's start.
         """
+        version, theta, start = model.version, model.theta, model.span.start  # the version before anything else
+        changed = None if self.version is None else model.changelog.since(self.version)
         spans = {
-            position: slice(common.start - span.start, common.end - span.start)
-            for position, common in layout.overlapping(span)
+            position: slice(common.start - start, common.end - start)
+            for position, common in model.layout.overlapping(model.span)
         }
         among = self._among(theta, changed)
         found = {} if among is None else self._from_changed(theta, image, spans, among)
@@ -118,8 +111,9 @@ class DifferenceSelection:
         self.version = version
         pieces = [found[position] for position in spans]
         if not pieces:
-            return nothing(theta)
-        return Taken(torch.cat([taken.offsets for taken in pieces]), torch.cat([taken.values for taken in pieces]))
+            return version, nothing(theta)
+        joined = (torch.cat([taken.offsets for taken in pieces]), torch.cat([taken.values for taken in pieces]))
+        return version, Taken(*joined)
 
     def sent(self, taken: Taken, arrived: torch.Tensor) -> None:
         """Note the values with which the selected entries have been sent: rounded ones are searched again."""
@@ -128,7 +122,7 @@ class DifferenceSelection:
 
     def _among(self, theta: torch.Tensor, changed: list[ChangedIndices] | None) -> list[torch.Tensor] | None:
         """Return sets of offsets that cover every entry that may exceed its bound; ``None``: search everything."""
-        if theta.device.type != "cpu" or self.version is None or changed is None:
+        if theta.device.type != "cpu" or changed is None:
             return None
         known = [each for each in changed if each is not None]
         if len(known) < len(changed) or sum(each.numel() for each in known) > _WORTH_IT * theta.numel():

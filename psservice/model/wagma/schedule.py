@@ -3,12 +3,8 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from pscore.wire.errors import ErrorCode, Rejected
-
-LateRule = Literal["paper", "replace"]
-"""The average for a worker that arrives when its round is frozen (docs/wagma.md)."""
 
 _MOST = 1 << 20
 _GRACE_SHARE, _GRACE_JITTERS = 0.25, 2.0
@@ -22,18 +18,17 @@ class GroupSettings:
 
     size: int = 0
     tau: int = 10
-    late: LateRule = "replace"
+    late: str = "replace"
 
     @classmethod
     def parse(cls, settings: Mapping[str, str]) -> "GroupSettings | None":
         """Read the method settings (``BAD_REQUEST``); ``None`` where workers share one model."""
         if settings.get("update") != "average":
             return None
-        late: dict[str, LateRule] = {"paper": "paper", "replace": "replace"}
         try:
-            if settings["late"] not in late:
-                raise ValueError(f"late must be 'paper' or 'replace', not {settings['late']!r}")
-            read = cls(int(settings["group_size"]), int(settings["tau"]), late[settings["late"]])
+            read = cls(int(settings["group_size"]), int(settings["tau"]), settings["late"])
+            if read.late not in ("paper", "replace"):
+                raise ValueError(f"late must be 'paper' or 'replace', not {read.late!r}")
         except (KeyError, ValueError) as error:
             raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of group averaging cannot be read: {error}") from error
         if read.size == 1 or not 0 <= read.size <= _MOST or not 0 <= read.tau <= _MOST:

@@ -1,6 +1,7 @@
 """Synchronous rounds: who closes them, what their mean is, and what becomes of those who are late."""
 
 import json
+from contextlib import closing
 
 import pytest
 import torch
@@ -15,13 +16,16 @@ from psservice.cluster.run import RunState
 from psservice.model.synchronous_rounds import RoundSettings, SynchronousRound
 from psservice.observability.metrics import Metrics
 from psservice.sampling.dataset import Plan, Wish
+from psservice.settings import ServerSettings
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
-from psservice.shard.lifecycle import finish
+from psservice.shard.lifecycle import finish, open_shard
+from psservice.storage.environment import Environment
 from psservice.types import Identity
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
+    HOUR,
     Clock,
     engines,
     join,
@@ -130,15 +134,18 @@ def test_a_contribution_of_one_who_has_left_counts(engine):
     assert theta(engine)[0] == -3.0
 
 
-def test_a_round_ends_some_time_after_its_first_contribution(engine):
-    begin(engine, ANNA, BERT, seconds=5.0)
+def test_a_round_ends_some_time_after_its_first_contribution_by_the_shards_own_clock():
     clock = Clock()
-    engine.model.round._clock = clock
-    push(engine, 1, {0: 2.0}, ANNA)
-    clock.now = 4.9
-    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN
-    clock.now = 5.0
-    assert pull(engine, ANNA, base=0).version == 1
+    settings = ServerSettings(lease_seconds=HOUR)
+    shard = open_shard(settings, torch.device("cpu"), Metrics(), environment=Environment(monotonic=clock))
+    with closing(shard):
+        begin(shard, ANNA, BERT, seconds=5.0)
+        clock.now = 7.0
+        push(shard, 1, {0: 2.0}, ANNA)
+        clock.now = 11.9
+        assert reason_of(pull, shard, ANNA, base=0) is ErrorCode.ROUND_OPEN
+        clock.now = 12.0
+        assert pull(shard, ANNA, base=0).version == 1
 
 
 def test_the_first_round_waits_for_its_workers(engine):
