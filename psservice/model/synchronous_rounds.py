@@ -91,12 +91,9 @@ class SynchronousRound:
         if update is not None:
             if bool(update.values.abs().max() > _LARGEST_VALUE):
                 raise Rejected(ErrorCode.NON_FINITE, f"a value above {_LARGEST_VALUE:g} is not taken into a round")
-            if update.offsets is None:
-                self._sum.add_(update.values)
-                self._touched.fill_(True)
-            else:
-                self._sum.index_add_(0, update.offsets, update.values)
-                self._touched[update.offsets] = True
+            where = slice(None) if update.offsets is None else update.offsets
+            self._sum[where] += update.values
+            self._touched[where] = True
             self.is_empty = False
         if update is not None or context.samples:
             self._rates[worker] = context.group_rates

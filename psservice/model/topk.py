@@ -133,8 +133,6 @@ class DifferenceSelection:
         self, theta: torch.Tensor, image: torch.Tensor, spans: dict[int, slice], among: list[torch.Tensor]
     ) -> dict[int, Taken]:
         """Select in the tensors in which enough entries exceed the bound."""
-        if any(position not in self._bounds for position in spans):
-            return {}
         ends = np.array([part.stop for part in spans.values()], dtype=np.int64)
         bounds = np.array([self._bounds[position] for position in spans], dtype=np.float32)
         kernels = kernels_for(theta)
