@@ -103,7 +103,7 @@ def union(changes: Sequence[ChangedIndices], size: int) -> ChangedIndices:
         return torch.empty(0, dtype=torch.int64)
     if len(known) == 1:
         return known[0]
-    joined = torch.cat(known)
+    joined = torch.cat([each.to(known[-1].device) for each in known])  # those of before a restart are on the host
     if joined.device.type != "cpu":
         distinct: torch.Tensor = torch.unique(joined)
         return distinct
