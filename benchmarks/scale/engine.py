@@ -229,8 +229,8 @@ def _threads(work: Work, layout: ModelLayout, density: float, rng: np.random.Gen
     selections = [DifferenceSelection(down) for _ in shards]
 
     def select(which: int) -> None:
-        model = shards[which].model
-        selections[which].select(model.theta, images[which], layout, model.span, model.version, None)
+        selections[which].version = None  # search everything
+        selections[which].select(shards[which].model, images[which])
 
     entries = density * layout.size
     jobs = {

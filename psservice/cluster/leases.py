@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.cluster.member import Member
 from psservice.model.reply_session import ReplySession
-from psservice.policy.admission import Pace, first_clock
+from psservice.policy.admission import Pace
 from psservice.policy.reply_mode import ReplyRule
 from psservice.policy.staleness import smoothed
 from psservice.types import Identity
@@ -56,7 +56,8 @@ class Leases:
                 )
             if member is None:
                 member = Member(identity, ReplySession(self._make_rule()), 0.0, clock_moved=self.clock())
-                member.clock = first_clock(other.clock for other in self._members.values())
+                # The slowest member's, so that nobody waits for the new worker's past.
+                member.clock = min((other.clock for other in self._members.values()), default=0)
                 self._members[identity.worker_id] = member
             return self._renewed(member)
 

@@ -20,10 +20,10 @@ class BufferAverage:
 
     def __init__(self, specs: tuple[TensorSpec, ...], values: list[torch.Tensor]) -> None:
         self._specs = specs
-        self._values = [
-            value.float() if spec.dtype in (torch.float16, torch.bfloat16) else value
+        self._values = {
+            spec.name: value.float() if spec.dtype in (torch.float16, torch.bfloat16) else value
             for spec, value in zip(specs, values, strict=True)
-        ]
+        }
         self.weight = 0.0
         self._lock = threading.Lock()
         self.exchanged = tuple(spec for spec in specs if is_exchanged(spec))
@@ -40,28 +40,24 @@ class BufferAverage:
 
     def contribute(self, data: bytes, samples: int, live_workers: int) -> None:
         """Average one worker's packed buffers in; ``live_workers`` is the length of the average (``NON_FINITE``)."""
-        incoming = dict(zip((spec.name for spec in self.exchanged), self.check(data), strict=True))
+        incoming = self.check(data)
         with self._lock:
             self.weight = (1 - 1 / max(1, live_workers)) * self.weight + samples
             share = samples / self.weight if self.weight else 0.0
-            for i, spec in enumerate(self._specs):
-                value, mine = incoming.get(spec.name), self._values[i]
-                if value is None:
-                    continue
+            for spec, value in zip(self.exchanged, incoming, strict=True):
+                mine = self._values[spec.name]
                 if spec.dtype.is_floating_point:
                     value = value.to(mine.dtype)
                     mean = torch.lerp(mine, value, share)
                     # An infinity (a mask, say) has no mean: there the latest contribution stands.
-                    self._values[i] = torch.where(mean.isfinite(), mean, value)
+                    self._values[spec.name] = torch.where(mean.isfinite(), mean, value)
                 else:
-                    self._values[i] = torch.maximum(mine, value)
+                    self._values[spec.name] = torch.maximum(mine, value)
 
     def export(self) -> tuple[float, StateDict]:
         """Return the weight, and copies of the values by name as they are kept: more exact than in their own dtypes."""
         with self._lock:
-            return self.weight, {
-                spec.name: value.clone() for spec, value in zip(self._specs, self._values, strict=True)
-            }
+            return self.weight, {name: value.clone() for name, value in self._values.items()}
 
     def packed(self) -> bytes:
         """Return the exchanged buffers, packed in their own dtypes."""
@@ -71,4 +67,4 @@ class BufferAverage:
     def state(self) -> StateDict:
         """Return every buffer by name, in its own dtype."""
         with self._lock:
-            return {spec.name: value.to(spec.dtype) for spec, value in zip(self._specs, self._values, strict=True)}
+            return {spec.name: self._values[spec.name].to(spec.dtype) for spec in self._specs}

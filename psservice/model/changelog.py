@@ -6,9 +6,12 @@ version is enough, because a reply sends values, not differences.
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+
+from pscore.model.sparse_slice import SparseSlice
 
 ChangedIndices = torch.Tensor | None
 """Offsets within the shard (int32 or int64, strictly increasing), or ``None`` for every element."""
@@ -19,19 +22,29 @@ ALMOST_ALL = 0.8
 _SCAN_FROM = 1 / 6  # share of n from which marking and scanning n bytes beats sorting the entries (measured)
 
 
+def changed_by(push: SparseSlice | None) -> ChangedIndices:
+    """Return the indices that a push over a shard's whole span names."""
+    if push is None:
+        return torch.empty(0, dtype=torch.int32)
+    return None if push.offsets is None else push.offsets.to(offset_dtype(push.span.length))
+
+
 def offset_dtype(length: int) -> torch.dtype:
     """Return the dtype of offsets within a shard of so many elements."""
     return torch.int32 if length < 2**31 else torch.int64
 
 
 class ChangeLog:
-    """The changes of recent versions, at most ``entry_limit`` offsets, oldest dropped first. Thread-safe."""
+    """The changes of recent versions, at most ``entry_limit`` offsets, oldest dropped first. Thread-safe.
+
+    Every change after version ``covered_from`` is recorded.
+    """
 
     def __init__(self, size: int, entry_limit: int, version: int = 0) -> None:
         self._size, self._entry_limit = size, entry_limit
         self._changes: deque[tuple[int, ChangedIndices]] = deque()
         self._entries = 0
-        self._covered_from = self._dropped_to = version
+        self.covered_from = version
         self._lock = threading.Lock()
 
     def append(self, version: int, changed: ChangedIndices) -> None:
@@ -44,19 +57,12 @@ class ChangeLog:
             while self._entries > self._entry_limit or len(self._changes) > _MOST_VERSIONS:
                 dropped, old = self._changes.popleft()
                 self._entries -= 0 if old is None else old.numel()
-                self._covered_from = self._dropped_to = dropped
-
-    @property
-    def covered_from(self) -> int:
-        """The version from which on every change is recorded."""
-        with self._lock:
-            return self._covered_from
+                self.covered_from = dropped
 
     @property
     def room(self) -> int:
         """Entries that may still be added without dropping others."""
-        with self._lock:
-            return self._entry_limit - self._entries
+        return self._entry_limit - self._entries
 
     def all(self) -> list[tuple[int, ChangedIndices]]:
         """Return all recorded versions, in order, and what they changed."""
@@ -69,16 +75,16 @@ class ChangeLog:
             for version, changed in reversed(changes):
                 size = 0 if changed is None else changed.numel()
                 room = self._entries + size <= self._entry_limit and len(self._changes) < _MOST_VERSIONS
-                if version != self._covered_from or not room:
+                if version != self.covered_from or not room:
                     return
                 self._changes.appendleft((version, changed))
                 self._entries += size
-                self._covered_from = version - 1
+                self.covered_from = version - 1
 
     def since(self, version: int) -> list[ChangedIndices] | None:
         """Return the changes of every version after ``version``; ``None`` if some of them are dropped."""
         with self._lock:
-            if version < self._covered_from:
+            if version < self.covered_from:
                 return None
             count = 0
             for recorded, _ in reversed(self._changes):
@@ -87,22 +93,17 @@ class ChangeLog:
                 count += 1
             return [self._changes[position][1] for position in range(-count, 0)]
 
-    def has_dropped(self, version: int) -> bool:
-        """Tell whether changes after a version were dropped for want of room."""
-        with self._lock:
-            return version < self._dropped_to
 
-
-def union(changes: list[ChangedIndices], size: int) -> ChangedIndices:
+def union(changes: Sequence[ChangedIndices], size: int) -> ChangedIndices:
     """Return the sorted union of changes within a shard of ``size`` elements."""
-    known = [changed for changed in changes if changed is not None and changed.numel()]
     if any(changed is None for changed in changes):
         return None
+    known = [changed for changed in changes if changed is not None and changed.numel()]
     if not known:
         return torch.empty(0, dtype=torch.int64)
     if len(known) == 1:
         return known[0]
-    joined = torch.cat(known)
+    joined = torch.cat([each.to(known[-1].device) for each in known])  # those of before a restart are on the host
     if joined.device.type != "cpu":
         distinct: torch.Tensor = torch.unique(joined)
         return distinct
@@ -111,13 +112,8 @@ def union(changes: list[ChangedIndices], size: int) -> ChangedIndices:
         mark = np.zeros(size, dtype=np.bool_)
         mark[offsets] = True
         return torch.from_numpy(np.flatnonzero(mark).astype(offsets.dtype))
-    return torch.from_numpy(sorted_distinct(offsets))
-
-
-def sorted_distinct(offsets: np.ndarray) -> np.ndarray:
-    """Sort in place and drop repeats; ``numpy.unique`` hashes, which takes a hundred times as long on 10^6 offsets."""
-    offsets.sort()
+    offsets.sort()  # numpy.unique hashes, which takes a hundred times as long on 10^6 offsets
     first = np.empty(offsets.size, dtype=np.bool_)
     first[:1] = True
     np.not_equal(offsets[1:], offsets[:-1], out=first[1:])
-    return offsets[first]
+    return torch.from_numpy(offsets[first])

@@ -5,8 +5,9 @@ on no other, so each sees, and leaves behind, exactly one version.
 """
 
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
@@ -14,12 +15,11 @@ from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.changelog import ChangedIndices, ChangeLog, offset_dtype, union
-from psservice.model.rounds import Round
+from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by, union
+from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.training_mode import TrainingMode
-from psservice.model.undo_log import Overwritten, UndoLog, compensated
-from psservice.model.update.base import PLAIN, PushContext, RuleContext, RuleState
-from psservice.model.update.reshard import RuleMemory
+from psservice.model.undo_log import Overwritten, UndoLog
+from psservice.model.update.base import PLAIN, PushContext, RuleState, UpdateRule
 from psservice.settings import ShardSettings
 
 log = logging.getLogger(__name__)
@@ -28,47 +28,38 @@ _SPARSE = 0.25
 """Share of the elements up to which a push is one whose answer should not be dense."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The values of a shard at one version (fp32 ``[k]``), wherever they may differ from an older one."""
-
-    version: int
-    changed: ChangedIndices
-    values: torch.Tensor
-
-
+@dataclass(eq=False)
 class ModelShard:
     """Parameters of one span, their version, and their recent history.
 
-    ``values`` are fp32 ``[span.length]`` on the shard's device, not copied; versions count from ``version``. Raises
-    :class:`Rejected` (``BAD_REQUEST``) where mode and model do not go together.
+    Raises :class:`Rejected` (``BAD_REQUEST``) where mode and model do not go together.
 
     Attributes:
-        round: the open round; ``None`` where training is asynchronous.
+        theta: fp32 ``[span.length]`` on the shard's device, not copied.
+        version: counts from the version given.
+        clock: seconds, of the round.
+        round: the open round; ``None`` where training is asynchronous, and in groups.
         densified: whether the last update was sparse and changed everything.
     """
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        span: Span,
-        values: torch.Tensor,
-        *,
-        generation: int,
-        version: int,
-        settings: ShardSettings,
-        mode: TrainingMode,
-    ) -> None:
-        self.layout, self.span, self.theta = layout, span, values
-        self.generation, self.version = generation, version
-        self.settings, self.mode = settings, mode
-        limit = max(1, int(settings.ledger_multiple * span.length))
-        self.changelog = ChangeLog(span.length, limit, version)
+    layout: ModelLayout
+    span: Span
+    theta: torch.Tensor
+    _: KW_ONLY
+    generation: int
+    version: int
+    settings: ShardSettings
+    mode: TrainingMode
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        limit = max(1, int(self.settings.ledger_multiple * self.span.length))
+        self.changelog = ChangeLog(self.span.length, limit, self.version)
         self.densified = False
-        self.round = Round(span, values.device) if mode.rounds is not None else None
-        self._rule = mode.rule(RuleContext(layout, span, values))
-        self._undo_log = UndoLog(limit) if settings.delay_compensation else None
-        self._offset_dtype = offset_dtype(span.length)
+        rounds = self.mode.rounds
+        self.round = None if rounds is None else SynchronousRound(rounds, self.span, self.theta.device, self.clock)
+        self.rule = self.mode.rule(self.layout, self.span, self.theta)
+        self._undo_log = UndoLog(limit) if self.settings.delay_compensation else None
 
     @traced("apply")
     def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:
@@ -77,13 +68,13 @@ class ModelShard:
         ``push`` is over the shard's span (``None``: no entries); ``step`` matters where each worker has its own model.
         Raises :class:`Rejected` (``NON_FINITE``, ``BAD_REQUEST``); nothing is changed then.
         """
-        brought, agreed = context.group_rates or self._rule.rates, self._rule.rates
-        if len(brought) != len(agreed):
+        rates, agreed = context.group_rates or self.rule.rates, self.rule.rates
+        if len(rates) != len(agreed):
             raise Rejected(
                 ErrorCode.BAD_REQUEST,
-                f"a push brings {len(brought)} group_rates; the run's update rule has {len(agreed)}",
+                f"a push brings {len(rates)} group_rates; the run's update rule has {len(agreed)}",
             )
-        context = replace(context, group_rates=brought)
+        context = replace(context, group_rates=rates)
         if push is not None:
             push = self._corrected(push, context)
         if self.round is None:
@@ -94,8 +85,8 @@ class ModelShard:
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> int:
         """Apply one update over the shard's span (``None``: it has no entries) and return the new version."""
         before = self._overwritten(push) if self._undo_log is not None else None
-        changed = self._rule.apply(push, context)
-        self.densified = self._rule.densifies and push is not None and push.entries <= _SPARSE * self.span.length
+        changed = self.rule.apply(push, context)
+        self.densified = self.rule.densifies and push is not None and push.entries <= _SPARSE * self.span.length
         if self._undo_log is not None and before is not None:
             self._undo_log.append(before)
         return self._advance(changed)
@@ -110,7 +101,7 @@ class ModelShard:
             version = self.apply(*self.round.close())
         except Rejected as error:
             log.error("a round was dropped", extra={"version": self.version + 1, "why": str(error)})
-            version = self._advance(self.changed_by(None))
+            version = self._advance(changed_by(None))
         self.round.open_next()
         return version
 
@@ -138,65 +129,39 @@ class ModelShard:
     def finish(self) -> None:
         """End the run."""
 
-    def changed_by(self, push: SparseSlice | None) -> ChangedIndices:
-        """Return the indices that a push names, as the log of changes keeps them."""
-        if push is None:
-            return torch.empty(0, dtype=self._offset_dtype)
-        return None if push.offsets is None else push.offsets.to(self._offset_dtype)
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether pushes are applied to one model as they come, so that staleness has its usual meaning."""
-        return self.round is None
-
     @property
     def versions_are_pushes(self) -> bool:
         """Whether each version is one push and changed what that push names."""
-        return self.round is None and not self._rule.densifies
+        return self.mode.is_asynchronous and not self.rule.densifies
 
     def export(self) -> RuleState:
         """Copy everything that later versions depend on beside the parameters."""
-        parts = {"rule": self._rule.export()}
-        if self.round is not None:
-            parts["round"] = self.round.export()
-        if self._undo_log is not None:
-            parts["past"] = self._undo_log.export()
+        states = {name: part.export() for name, part in self._parts().items()}
         return RuleState(
-            {name: dict(state.plain) for name, state in parts.items()},
-            {f"{name}.{key}": tensor for name, state in parts.items() for key, tensor in state.tensors.items()},
+            {name: dict(state.plain) for name, state in states.items()},
+            {f"{name}.{key}": tensor for name, state in states.items() for key, tensor in state.tensors.items()},
         )
 
     def restore(self, state: RuleState) -> None:
-        """Restore what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
-        for name, part in (("rule", self._rule), ("round", self.round), ("past", self._undo_log)):
-            if part is not None and name in state.plain:
+        """Restore an exported state; raises ``ValueError`` or ``KeyError`` where the state does not fit."""
+        for name, part in self._parts().items():
+            if name in state.plain:
                 tensors = {n.removeprefix(f"{name}."): t for n, t in state.tensors.items() if n.startswith(f"{name}.")}
                 # Counters stay on the host, where torch's optimizers keep them.
                 on_device = {n: t.to(self.theta.device) if t.dim() else t for n, t in tensors.items()}
                 part.restore(RuleState(state.plain[name], on_device))
 
-    def export_portable(self) -> RuleMemory:
-        """Return the update rule's memory for shards with other borders."""
-        return self._rule.export_portable()
+    def _parts(self) -> dict[str, UpdateRule | SynchronousRound | UndoLog]:
+        parts = {"rule": self.rule, "round": self.round, "past": self._undo_log}
+        return {name: part for name, part in parts.items() if part is not None}
 
-    def import_portable(self, memories: Sequence[RuleMemory]) -> bool:
-        """Import the memories of all shards of another run; False where their update rule is another one."""
-        if {memory.kind for memory in memories} != {self._rule.export_portable().kind}:
-            return False
-        self._rule.import_portable(memories)
-        return True
-
-    def difference(self, early_version: int, early: ChangedIndices) -> Difference:
-        """Read the values at the current version wherever they changed since a base version.
-
-        ``early`` is the union of the changes up to ``early_version``, prepared off the writer thread.
-        """
-        changed = early
-        late = self.changelog.since(early_version)
-        if changed is not None and late != []:
-            changed = None if late is None else union([changed, *late], self.span.length)
-        values = self.theta.clone() if changed is None else self.theta[changed.to(self.theta.device)]
-        return Difference(self.version, changed, values)
+    def changed_values(self, changes: list[ChangedIndices] | None) -> SparseSlice:
+        """Copy the values at the indices of changes; ``None`` for all."""
+        changed = None if changes is None else union(changes, self.span.length)
+        if changed is None:
+            return SparseSlice(self.span, None, self.theta.clone())
+        offsets = changed.long()
+        return SparseSlice(self.span, offsets, self.theta[offsets.to(self.theta.device)])
 
     def rounded(self) -> torch.Tensor:
         """Return a copy of the parameters rounded to their own dtypes, as fp32: the values of an exact replica."""
@@ -229,16 +194,19 @@ class ModelShard:
 
     def _overwritten(self, push: SparseSlice | None) -> Overwritten:
         """Copy the values that an update will overwrite."""
-        if push is not None and (push.offsets is None or self._rule.densifies):
+        if push is not None and (push.offsets is None or self.rule.densifies):
             return Overwritten(self.version + 1, None, self.theta.clone())
         values = self.theta[push.offsets] if push is not None else self.theta[:0]
-        return Overwritten(self.version + 1, self.changed_by(push), values)
+        return Overwritten(self.version + 1, changed_by(push), values)
 
     def _corrected(self, push: SparseSlice, context: PushContext) -> SparseSlice:
+        """Scale a push, and compensate its delay: ``p + (λ/lr)·p⊙p⊙(θ_now − θ_base)``, equation 5 of DC-ASGD."""
         values = push.values if context.factor == 1 else push.values * context.factor
         if self._undo_log is not None and context.base_version is not None and context.learning_rate > 0:
             base = self._undo_log.at(self.theta, context.base_version, self.version, push.offsets)
             if base is not None:
                 now = self.theta if push.offsets is None else self.theta[push.offsets]
-                values = compensated(values, now, base, self.settings.delay_compensation, context.learning_rate)
+                strength = self.settings.delay_compensation / context.learning_rate
+                better = values + strength * values * values * (now - base)
+                values = better if bool(better.isfinite().all()) else values
         return push if values is push.values else replace(push, values=values)

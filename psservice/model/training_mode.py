@@ -1,14 +1,25 @@
-"""What a run's method asks of the server: an update rule, synchronous rounds, group averaging."""
+"""What a run's method asks of the server: an update rule, synchronous rounds, group averaging.
 
-from collections.abc import Mapping
+Workers name the rule in the settings in which all must agree (``update``; left out, ``subtract``), and never send code.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.rounds import RoundSettings
-from psservice.model.update import rule_maker
+from psservice.model.synchronous_rounds import RoundSettings
 from psservice.model.update.base import RuleMaker
+from psservice.model.update.optimizer_settings import TorchSettings
 from psservice.model.update.subtract import Subtract
+from psservice.model.update.torch_optimizer import TorchOptimizer
 from psservice.model.wagma.schedule import GroupSettings
+
+_RULES: dict[str, Callable[[Mapping[str, str]], RuleMaker]] = {
+    "subtract": lambda settings: Subtract,
+    "average": lambda settings: Subtract,  # from each worker's own model; see psservice.model.wagma.replicas
+    "torch": lambda settings: partial(TorchOptimizer, TorchSettings.parse(settings)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,4 +36,14 @@ class TrainingMode:
         rounds, groups = RoundSettings.parse(method_settings), GroupSettings.parse(method_settings)
         if rounds is not None and groups is not None:
             raise Rejected(ErrorCode.BAD_REQUEST, "models are averaged in groups or updates in rounds, not both")
-        return cls(rule_maker(method_settings), rounds, groups)
+        name = method_settings.get("update", "subtract")
+        if name not in _RULES:
+            raise Rejected(
+                ErrorCode.BAD_REQUEST, f"this server has no update rule {name!r}; it has {', '.join(_RULES)}"
+            )
+        return cls(_RULES[name](method_settings), rounds, groups)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether pushes are applied to one model as they come, so that staleness has its usual meaning."""
+        return self.rounds is None and self.groups is None

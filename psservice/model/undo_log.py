@@ -66,14 +66,3 @@ class UndoLog:
         for version in state.plain.get("versions", ()):
             changed = state.tensors.get(f"{version}.support")
             self.append(Overwritten(int(version), changed, state.tensors[f"{version}.values"]))
-
-
-def compensated(
-    push: torch.Tensor, now: torch.Tensor, base: torch.Tensor, strength: float, learning_rate: float
-) -> torch.Tensor:
-    """Return ``p + (λ/lr)·p⊙p⊙(θ_now − θ_base)``: equation 5 of the paper for a push that carries its learning rate.
-
-    Where a value would not be finite, the push is returned as it is.
-    """
-    better = push + (strength / learning_rate) * push * push * (now - base)
-    return better if bool(better.isfinite().all()) else push

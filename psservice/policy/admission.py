@@ -1,13 +1,6 @@
-"""Which pushes are admitted, by staleness, by the worker's lead and by norm; each rule is off at 0.
-
-The *cut-off* refuses a push that is too stale; its payload goes back into the worker's residual. The *bound* is that of
-stale synchronous parallel training (SSP; Ho et al. 2013): with clocks ``c`` that count pushes, a worker may push while
-``c + 1 − min(c of the others) ≤ s``, and must ask again later beyond that. The *norm cap* refuses an update whose L2
-norm is above it.
-"""
+"""Which pushes are admitted, by staleness, lead and norm; each rule is off at 0 (docs/protocol.md, *Admission*)."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,11 +13,6 @@ _POLL_SHARE = 0.25
 _NORM_BLOCK = 1 << 16
 
 
-def first_clock(live: Iterable[int]) -> int:
-    """Return a new worker's clock: that of the slowest live one, so that nobody waits for the new worker's past."""
-    return min(live, default=0)
-
-
 @dataclass(frozen=True, slots=True)
 class Pace:
     """A worker's clock beside the lowest of the other live ones, and the time since the last push of that worker."""
@@ -33,11 +21,6 @@ class Pace:
     slowest: int
     slowest_worker: str
     silent_seconds: float
-
-    @property
-    def retry_seconds(self) -> float:
-        """When to ask again: a share of the time waited already, so that a long wait is few calls."""
-        return min(max(_POLL_SHARE * self.silent_seconds, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +33,13 @@ class Admission:
 
     def require_fresh(self, staleness: int, *, in_rounds: bool = False) -> None:
         """Apply the cut-off, in synchronous training that of a closed round; raises ``Rejected`` (``TOO_STALE``)."""
-        if in_rounds and staleness:
-            why, limit = (
-                f"{staleness} rounds were closed since the worker's pull; what it computed is too late for them",
-                0,
-            )
-        elif self.max_staleness and staleness > self.max_staleness:
-            limit = self.max_staleness
-            why = f"{staleness} pushes of others were applied since the worker's pull, at most {limit} may be"
-        else:
+        limit = 0 if in_rounds else self.max_staleness
+        if staleness <= limit or not (in_rounds or limit):
             return
+        if in_rounds:
+            why = f"{staleness} rounds were closed since the worker's pull; what it computed is too late for them"
+        else:
+            why = f"{staleness} pushes of others were applied since the worker's pull, at most {limit} may be"
         raise Rejected(ErrorCode.TOO_STALE, why, staleness=str(staleness), max_staleness=str(limit))
 
     def require_in_step(self, pace: Pace | None) -> None:
@@ -68,10 +48,12 @@ class Admission:
             return
         lead = pace.clock + 1 - pace.slowest
         if lead > self.ssp_bound:
+            # A share of the time waited already, so that a long wait is few calls.
+            wait = min(max(_POLL_SHARE * pace.silent_seconds, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
             raise Rejected(
                 ErrorCode.TOO_FAR_AHEAD,
                 f"this push would be {lead} ahead of worker {pace.slowest_worker!r}, at most {self.ssp_bound} may be",
-                retry_seconds=pace.retry_seconds,
+                retry_seconds=wait,
                 worker=pace.slowest_worker,
                 ssp_bound=str(self.ssp_bound),
             )

@@ -1,8 +1,4 @@
-"""Whether a worker is answered exactly or with the top-k of the difference (secondary compression, DGS paper).
-
-A rule sees, at each pull, how dense the change since the worker's version is, and chooses the mode from then on. The
-mechanics of the switch are in :mod:`psservice.model.reply_session`.
-"""
+"""Whether a worker is answered exactly or with the top-k of the difference (secondary compression, DGS paper)."""
 
 from dataclasses import dataclass, field
 
@@ -14,8 +10,7 @@ CALM_PULLS = 64
 class ReplyRule:
     """Chooses the mode of one worker's replies, pull by pull; ``mode`` is the setting ``down_mode``.
 
-    ``auto`` is exact while the change is sparse, top-k above ``limit``, and exact again after a calm stretch below half
-    of it.
+    ``auto`` is exact up to ``limit``, then top-k, and exact again after a calm stretch below half of that.
     """
 
     mode: str

@@ -1,11 +1,8 @@
-"""Staleness: how it is counted, and what it does to the size of an asynchronous update.
+"""Staleness: how it is counted, and how it scales an asynchronous update (docs/protocol.md, docs/training.md).
 
-A push is as stale as others have pushed between its base version and itself; the worker's own pushes do not count.
-The factor of each push is told to the worker and kept.
-
-*Delay-adaptive steps* shrink what comes late: with ``W`` workers a staleness of ``W − 1`` is normal, and beyond it
-``η_τ = η·(W − 1)/τ``. *Rescaled ASGD* (arXiv 2605.13434) shrinks what comes often: a worker that pushes every ``T_i``
-seconds gets ``η_i = η·T_i/mean(T)``, so that fast workers do not bias the objective towards their data.
+*Delay-adaptive steps*: with ``W`` workers a staleness of ``W − 1`` is normal, and beyond it ``η_τ = η·(W − 1)/τ``.
+*Rescaled ASGD* (arXiv 2605.13434): a worker that pushes every ``T_i`` seconds gets ``η_i = η·T_i/mean(T)``, so that
+fast workers do not bias the objective towards their data.
 """
 
 from collections.abc import Sequence

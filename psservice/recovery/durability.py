@@ -101,7 +101,7 @@ class Durability:
             return
         manifest = source.snapshot.manifest
         self._require_ours(manifest)
-        replayer = LogReplayer(source, shard.device, self._settings.shard)
+        replayer = LogReplayer(source, shard.device, self._settings.shard, self._environment.monotonic)
         started = reported = self._environment.monotonic()
         for version in replayer.replay():
             if self._environment.monotonic() - reported > _PROGRESS_SECONDS:
@@ -144,7 +144,7 @@ class Durability:
         where = (data_dir.directory, data_dir.files, shard.device, self._settings.shard)
         with self._taking:  # nothing is removed meanwhile
             try:
-                return bring_back(*where, version=version, checkpoint=checkpoint)
+                return bring_back(*where, version=version, checkpoint=checkpoint, clock=self._environment.monotonic)
             except StorageError as error:
                 raise Rejected(ErrorCode.NO_SUCH_CHECKPOINT, str(error)) from error
 

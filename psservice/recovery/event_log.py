@@ -7,7 +7,7 @@ from typing import cast
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.model.wagma.rounds import Decision
+from psservice.model.wagma.group_rounds import Decision
 from psservice.recovery.records import Kind, add_messages, body_of
 from psservice.sampling.codec import record_of
 from psservice.sampling.dataset import Leased, Wish

@@ -9,7 +9,7 @@ import torch
 from pscore.model import modelfile
 from pscore.model.layout import ModelLayout, digest_of
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.update.reshard import RuleMemory
+from psservice.model.update.base import PortableState
 from psservice.recovery import export
 from psservice.sampling.dataset import Datasets
 
@@ -27,7 +27,7 @@ class Start:
     tensors: modelfile.StateDict
     version: int = 0
     samples: int = 0
-    memories: Sequence[RuleMemory] = ()
+    memories: Sequence[PortableState] = ()
     layout: ModelLayout | None = None
     datasets: Datasets = field(default_factory=Datasets)
     buffer_weight: float = 0.0
@@ -43,7 +43,7 @@ def read(path: Path, checkpoint: str) -> Start:
         export.state_of(brought, exact=True),
         max(history.model.version for history in brought),
         first.samples,
-        [history.model.export_portable() for history in brought],
+        [history.model.rule.export_portable() for history in brought],
         first.layout,
         first.datasets,
         first.buffers.weight if first.buffers else 0.0,

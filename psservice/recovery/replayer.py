@@ -5,8 +5,9 @@ so the parameters come out bit for bit as they were.
 """
 
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,13 +23,12 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.dedup import PushRecord
 from psservice.cluster.run import RunState, added
 from psservice.model.buffers import BufferAverage
-from psservice.model.changelog import ChangedIndices, ChangeLog
+from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by
 from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.model.update.base import PushContext, RuleState
+from psservice.model.wagma.group_rounds import Decision
 from psservice.model.wagma.replicas import GroupedShard, shard_kind
-from psservice.model.wagma.rounds import Decision
-from psservice.policy.admission import first_clock
 from psservice.policy.staleness import OwnVersions
 from psservice.recovery.records import Kind, messages_in
 from psservice.sampling.codec import brought_back, finished_of, redo
@@ -65,12 +65,19 @@ class LogReplayer:
         source: with a snapshot.
         device: where the parameters are to live.
         settings: what the shard keeps after :meth:`apply_settings`; until then, what the records were made with.
+        clock: seconds, of the model's rounds.
 
     Raises:
         StorageError: the snapshot does not make sense.
     """
 
-    def __init__(self, source: RecoverySource, device: torch.device, settings: ShardSettings) -> None:
+    def __init__(
+        self,
+        source: RecoverySource,
+        device: torch.device,
+        settings: ShardSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         assert source.snapshot is not None
         self._source = source
         self.snapshot: Snapshot = source.snapshot
@@ -84,7 +91,7 @@ class LogReplayer:
         theta = tensors.get(THETA)
         if theta is None or theta.dtype != torch.float32 or tuple(theta.shape) != (self.span.length,):
             raise StorageError(f"{self.snapshot.path}: the parameters are not fp32 [{self.span.length}]")
-        self._settings = settings
+        self._settings, self._clock = settings, clock
         then = replace(settings, delay_compensation=manifest.delay_compensation)
         if then.delay_compensation:  # which values are still known follows from this one
             then = replace(then, ledger_multiple=manifest.ledger_multiple)
@@ -185,6 +192,7 @@ class LogReplayer:
             version=version,
             settings=settings,
             mode=mode,
+            clock=self._clock,
         )
 
     def extend_changelog(self) -> None:
@@ -226,7 +234,7 @@ class LogReplayer:
                     newest.append(*last)
                 elif last is not None and last[0] != answer.version:  # else the push before it was refused
                     return None
-                last = answer.version, self.model.changed_by(merge(self.span, segments))
+                last = answer.version, changed_by(merge(self.span, segments))
         except (StorageError, Rejected, ValueError, DecodeError, IndexError):
             return None
         if last is not None and last[0] == version:
@@ -252,7 +260,7 @@ class LogReplayer:
             request = pb.JoinRequest.FromString(messages_in(record.body)[0])
             identity = identity_from_message(request.identity)
             others = (live.clock for name, live in self.workers.items() if name != identity.worker_id)
-            self.workers[identity.worker_id] = Live(identity, frozenset(request.index_codecs), first_clock(others))
+            self.workers[identity.worker_id] = Live(identity, frozenset(request.index_codecs), min(others, default=0))
         elif record.kind == Kind.LEFT:
             identity = identity_from_message(pb.LeaveRequest.FromString(messages_in(record.body)[0]).identity)
             known = self.workers.get(identity.worker_id)
@@ -328,6 +336,7 @@ def bring_back(
     *,
     version: int | None = None,
     checkpoint: str = "",
+    clock: Callable[[], float] = time.monotonic,
 ) -> LogReplayer:
     """Bring a shard back as it was at a version (of its newest history that had it), in a checkpoint, or at the end.
 
@@ -338,7 +347,7 @@ def bring_back(
         newest = RecoverySource(directory, files)
         if newest.snapshot is None:
             raise StorageError(f"{directory} holds no model yet")
-        replayer = LogReplayer(newest, device, settings)
+        replayer = LogReplayer(newest, device, settings, clock)
         replayer.replay_to(None)
         return replayer
 
@@ -346,7 +355,7 @@ def bring_back(
         return manifest.checkpoint == checkpoint if version is None else manifest.version <= version
 
     for source in sources(directory, files, is_wanted):
-        replayer = LogReplayer(source, device, settings)
+        replayer = LogReplayer(source, device, settings, clock)
         try:
             replayer.replay_to(replayer.model.version if version is None else version)
         except StorageError as error:

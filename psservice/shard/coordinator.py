@@ -12,9 +12,9 @@ from psservice.cluster.leases import Leases
 from psservice.cluster.member import Member
 from psservice.limits import MOST_STEP_AHEAD
 from psservice.model.parameters import ModelShard
-from psservice.model.rounds import Round, RoundSettings
-from psservice.model.wagma.replicas import GroupedShard
-from psservice.model.wagma.rounds import Decision
+from psservice.model.synchronous_rounds import SynchronousRound
+from psservice.model.wagma.group_rounds import Decision
+from psservice.model.wagma.replicas import GroupedShard, Replica
 from psservice.observability.metrics import Metrics
 from psservice.recovery.event_log import EventLog
 from psservice.types import Identity
@@ -63,15 +63,14 @@ class Coordinator:
 class RoundCoordinator(Coordinator):
     """Synchronous rounds: closed by a push, by the death of the worker that a round waits for, or by the clock."""
 
-    def __init__(self, model: ModelShard, open_round: Round, settings: RoundSettings, parts: Parts) -> None:
+    def __init__(self, model: ModelShard, open_round: SynchronousRound, parts: Parts) -> None:
         super().__init__(model)
-        self._round, self._settings, self._parts = open_round, settings, parts
+        self._round, self._parts = open_round, parts
 
     def is_due(self) -> bool:
         """Apply the rule of the run's settings."""
         live = [member.identity.worker_id for member in self._parts.leases.members() if not member.has_no_samples]
-        now, first = self._round, self.model.version == 0
-        return self._settings.is_due(now.contributors, live, now.age_seconds, first=first, dropped=now.dropped)
+        return self._round.is_due(live, is_first=self.model.version == 0)
 
     def close_if_due(self) -> None:
         """Close the round where it is due."""
@@ -130,27 +129,25 @@ class WagmaCoordinator(Coordinator):
 
     def seen_by(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
         """Return the worker's own model; without a base until the worker has acknowledged a reply from that model."""
-        worker = member.identity.worker_id
 
-        def enter() -> ModelShard:
+        def enter() -> Replica:
             self._enter(member.identity)
-            return self._grouped.seen_by(worker)
+            return self._grouped.replicas[member.identity.worker_id]
 
-        own = self._parts.writer.run(enter)
-        model_id = self._grouped.unsynced.get(worker)
-        if model_id is not None:
+        replica = self._parts.writer.run(enter)
+        if model_id := replica.unsynced:
             if not member.downlink.has_acknowledged(model_id, acknowledged):
-                return own, None
-            self._grouped.unsynced.pop(worker, None)
-        return own, base_version
+                return replica.model, None
+            replica.unsynced = 0
+        return replica.model, base_version
 
     def _enter(self, identity: Identity) -> None:
         """Remove dead workers, enter this one, and raise :class:`Rejected` (``ROUND_OPEN``) where its round is open."""
         model, live = self._grouped, {each.identity for each in self._parts.leases.members()}
-        for worker, incarnation in [*model.incarnations.items()]:
-            if Identity(worker, incarnation) not in live:
+        for worker, replica in [*model.replicas.items()]:
+            if Identity(worker, replica.incarnation) not in live:
                 self._decide(Decision("leave", worker))
-        if identity.worker_id not in model.incarnations:
+        if identity.worker_id not in model.replicas:
             self._decide(Decision("enter", identity.worker_id, identity.incarnation))
         self.close_if_due()
         waiting = model.rounds.waits(identity.worker_id)
@@ -172,6 +169,6 @@ def coordinator_for(model: ModelShard, parts: Parts) -> Coordinator:
     """Return the form of coordination that a model needs."""
     if isinstance(model, GroupedShard):
         return WagmaCoordinator(model, parts)
-    if model.round is not None and model.mode.rounds is not None:
-        return RoundCoordinator(model, model.round, model.mode.rounds, parts)
+    if model.round is not None:
+        return RoundCoordinator(model, model.round, parts)
     return Coordinator(model)

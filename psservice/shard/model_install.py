@@ -77,6 +77,7 @@ def _make_model(shard: Shard, layout: ModelLayout, values: torch.Tensor, generat
         version=version,
         settings=shard.settings.shard,
         mode=shard.mode,
+        clock=shard.environment.monotonic,
     )
 
 
@@ -243,7 +244,7 @@ def install_start(shard: Shard, fitted: FittedStart) -> None:
             average.weight = start.buffer_weight
         if any(memory.pieces for memory in start.memories):
             same_model = start.layout is not None and start.layout.fingerprint == layout.fingerprint
-            if not (same_model and model.import_portable(start.memories)):
+            if not (same_model and model.rule.import_portable(start.memories)):
                 log.warning("the update rule begins anew: that of the --init run, or its order of tensors, is another")
         # How far another run had come, whatever its number of shards was.
         samples, datasets = (start.samples, start.datasets) if shard.is_coordinator else (run.samples, shard.datasets)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from psservice.cluster.run import RunState
-from psservice.model.reply_session import PullRequest, Reply, Reserve, answer
+from psservice.model.reply_session import PullRequest, Reply, ReplyMaker, Reserve
 from psservice.shard.lifecycle import close_due_rounds
 from psservice.shard.shard import Shard
 from psservice.types import Identity
@@ -31,7 +31,7 @@ def pull(
     model, base_version = coordinator.seen_by(member, request.base_version, request.acknowledged)
     form = WireForm(allowed=member.index_codecs, link_bytes_per_second=request.link_bytes_per_second)
     seen = replace(request, base_version=base_version)
-    reply = answer(model, shard.writer, member.downlink, shard.topk, seen, form, reserve)
+    reply = ReplyMaker(model, shard.writer, member.downlink, shard.topk, seen, form, reserve).answer()
     shard.writer.require_whole()  # a top-k reply is read beside the writer
     shard.durability.events.wait()
     member.reply_mode, member.reply_density = reply.mode, reply.density

@@ -75,7 +75,7 @@ def _commit(
     shard.admission.require_small(norm)
     factor, settings = 1.0, shard.settings
     scaling = StalenessScaling(settings.staleness_step == "adaptive", settings.rescale_speed)
-    if scaling.is_on and model.is_asynchronous:
+    if scaling.is_on and model.mode.is_asynchronous:
         factor = scaling.factor(staleness, member.interval_seconds, shard.leases.intervals())
     datasets = shard.datasets.finish(identity, finished)
 

@@ -22,9 +22,8 @@ from psservice.cluster.run import Run
 from psservice.cluster.serving_clock import ServingClock
 from psservice.cluster.upload_grant import UploadGrant
 from psservice.model.buffers import BufferAverage
-from psservice.model.image_budget import ImageBudget
 from psservice.model.parameters import ModelShard
-from psservice.model.topk import TopKSettings
+from psservice.model.topk import ImageBudget, TopKSettings
 from psservice.model.training_mode import TrainingMode
 from psservice.observability.metrics import Metrics
 from psservice.policy.admission import Admission

@@ -4,8 +4,8 @@ import torch
 
 from pscore.model.sparse_slice import SparseSlice
 from psservice.model.training_mode import TrainingMode
+from psservice.model.wagma.group_rounds import Decision
 from psservice.model.wagma.replicas import GroupedShard
-from psservice.model.wagma.rounds import Decision
 from psservice.model.wagma.schedule import GroupSettings
 from psservice.settings import ShardSettings
 from tests.psservice.engine_makers import Clock
@@ -57,7 +57,7 @@ def all_push(shard, workers, step, pushes):
 
 
 def models(shard, workers):
-    return {worker: shard.seen_by(worker).theta.clone() for worker in workers}
+    return {worker: shard.replicas[worker].model.theta.clone() for worker in workers}
 
 
 def settings_of(size=2, tau=10, late="replace"):

@@ -13,7 +13,7 @@ from pscore.wire import frames
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import Writer
 from psservice.model.parameters import ModelShard
-from psservice.model.reply_session import PullRequest, ReplyMode, ReplySession, answer
+from psservice.model.reply_session import PullRequest, ReplyMaker, ReplyMode, ReplySession
 from psservice.model.topk import TopKSettings
 from psservice.model.training_mode import TrainingMode
 from psservice.settings import ShardSettings
@@ -107,14 +107,14 @@ class Link:
 
     def ask(self, acknowledged=None):
         """Pull; the reply is on its way."""
-        reply = answer(
+        reply = ReplyMaker(
             self.model,
             self.writer,
             self.downlink,
             self.topk,
             PullRequest(self.base, self.acknowledged if acknowledged is None else acknowledged, self.image),
             frames.WireForm(),
-        )
+        ).answer()
         chunks = reply.chunks
         if chunks is None:
             chunks = [chunk for segment in reply.segments for chunk, _ in frames.encode(segment, chunk_bytes=64)]

@@ -1,4 +1,4 @@
-"""What an update rule is: what a push does to a shard's parameters, and what must survive a restart."""
+"""The interface of an update rule: how a push changes a shard's parameters, and which state survives a restart."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,24 +10,33 @@ from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.changelog import ChangedIndices
-from psservice.model.update.reshard import RuleMemory
-
-
-@dataclass(frozen=True, slots=True)
-class RuleContext:
-    """A shard's parameters: fp32 ``theta[span.length]``, changed in place, of the whole model's layout."""
-
-    layout: ModelLayout
-    span: Span
-    theta: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RuleState:
-    """What is kept from push to push: values that JSON can hold, and copies of tensors by name."""
+    """State that a shard with the same borders restores: values for JSON, and copies of tensors by name."""
 
     plain: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceState:
+    """An optimizer's state, as in ``torch.optim``, of the part of a tensor that was stepped as one of ``shape``."""
+
+    span: Span
+    shape: tuple[int, ...]
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PortableState:
+    """State of one shard's rule that shards with other borders can import, if their rule has the same ``kind``."""
+
+    kind: str
+    updates: int = 0
+    samples: int = 0
+    pieces: Sequence[PieceState] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +44,11 @@ class PushContext:
     """What the server knows of a push beside its entries.
 
     Attributes:
-        factor: what the push is multiplied by.
-        base_version: where the gradient was taken; ``None`` where that is of no interest.
-        learning_rate: that the push carries; 0 where it is not known.
-        samples: of the step; 0 for a flush, which counts for no round.
-        group_rates: at which the update rule steps its param groups; empty for those agreed.
+        factor: by which the server multiplies the push.
+        base_version: at which the gradient was computed; ``None`` where compensation is not wanted.
+        learning_rate: in the push's values; 0 where unknown.
+        samples: of the step; 0 for a flush, which no round counts.
+        group_rates: learning rates for the rule's param groups; empty for those agreed.
     """
 
     factor: float = 1.0
@@ -58,34 +67,43 @@ PLAIN = PushContext()
 
 
 class UpdateRule(Protocol):
-    """Applies pushes. Called on the writer thread, or before the shard is served.
+    """Applies pushes; called on the writer thread, or before the shard is served. A rule without state adds ``apply``.
 
     Attributes:
+        kind: of the exported state.
         rates: the agreed learning rate of each param group; empty where the rule has none.
         densifies: whether a sparse push changes more than the entries that it names.
     """
 
-    rates: tuple[float, ...]
-    densifies: bool
+    kind: str
+    rates: tuple[float, ...] = ()
+    densifies: bool = False
 
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
         """Change the parameters, and return which may have changed; ``None`` is a push without entries.
 
         Raises :class:`Rejected` (``NON_FINITE``), with nothing changed, where a parameter would leave fp32's range.
         """
+        raise NotImplementedError
 
     def export(self) -> RuleState:
         """Copy the rule's state."""
+        return RuleState()
 
     def restore(self, state: RuleState) -> None:
-        """Restore what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
+        """Restore an exported state; raises ``ValueError`` or ``KeyError`` where the state does not fit."""
 
-    def export_portable(self) -> RuleMemory:
-        """Return the rule's state for shards with other borders."""
+    def export_portable(self) -> PortableState:
+        """Return the rule's state by entries of the layout."""
+        return PortableState(self.kind)
 
-    def import_portable(self, memories: Sequence[RuleMemory]) -> None:
-        """Import the states of all shards of another run with a rule of the same kind."""
+    def import_portable(self, states: Sequence[PortableState]) -> bool:
+        """Import the states of all shards of another run; False where their rule is of another kind."""
+        return {state.kind for state in states} == {self.kind}
 
 
-RuleMaker = Callable[[RuleContext], UpdateRule]
-"""Makes a run's rule for a shard; raises ``Rejected`` where rule and model do not go together."""
+RuleMaker = Callable[[ModelLayout, Span, torch.Tensor], UpdateRule]
+"""Makes a run's rule for parameters ``theta`` (fp32 ``[span.length]``, changed in place) of a layout's span.
+
+Raises :class:`Rejected` (``BAD_REQUEST``) where rule and model do not go together.
+"""

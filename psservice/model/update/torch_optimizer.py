@@ -4,106 +4,39 @@ Absent entries of a sparse push are gradients of zero, so a step changes nearly 
 entries that were sent, parameters and optimizer state alike.
 """
 
-import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from pscore.model.layout import Span
+from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.changelog import ChangedIndices, offset_dtype
-from psservice.model.update.base import PLAIN, PushContext, RuleContext, RuleMaker, RuleState
-from psservice.model.update.reshard import PieceMemory, RuleMemory, reshard
-from psservice.model.update.specs import (
-    ELEMENTWISE,
-    LAZY,
-    TORCH_ERRORS,
-    OptimizerSpec,
-    SchedulerSpec,
-    bad,
-    check_options,
-    sane_rate,
-)
+from psservice.model.changelog import ChangedIndices, changed_by, offset_dtype
+from psservice.model.update.base import PLAIN, PieceState, PortableState, PushContext, RuleState, UpdateRule
+from psservice.model.update.optimizer_settings import ELEMENTWISE, TORCH_ERRORS, Group, TorchSettings, bad, sane_rate
 
 log = logging.getLogger(__name__)
 
 _LARGEST_GRADIENT = 1e18  # its square is finite
-_MOST_GROUPS = 1 << 13
 _MOST_FAILED = 1000  # steps of a scheduler in a row, from which on it is at its end
-_MOST_DIGITS = 15  # of a number of versions or samples
 _MOST_SCHEDULED = 10_000  # steps of a scheduler for the samples of one push; more of them are not counted
 _LARGEST_PARAMETER = 1e30  # a step of a sane rate does not take it out of its range
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Tensors (positions in the layout, ascending) that share options where these differ from the optimizer's."""
-
-    tensors: tuple[int, ...]
-    options: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class TorchSettings:
-    """A run's optimizer: no groups for every tensor, the scheduler steps every so many updates or samples."""
-
-    optimizer: OptimizerSpec
-    groups: tuple[Group, ...]
-    scheduler: SchedulerSpec | None
-    every: int
-    by_samples: bool
-    lazy: bool
-
-
-def maker(settings: Mapping[str, str]) -> RuleMaker:
-    """Read the method settings of an optimizer; raises :class:`Rejected` (``BAD_REQUEST``)."""
-    spec = OptimizerSpec.parse(settings.get("optimizer", ""))
-    scheduler = SchedulerSpec.parse(settings["scheduler"]) if settings.get("scheduler") else None
-    groups = _groups(spec.name, settings.get("groups", ""))
-    spec.try_out([group.options for group in groups] or [{}], scheduler)
-    every, by_samples, unit = settings.get("scheduler_every", "1").partition(" samples")
-    if unit or not (every.isascii() and every.isdigit() and len(every) < _MOST_DIGITS and int(every)):
-        raise bad(f"scheduler_every must be a number of versions, or of samples ('50 samples'), not {every!r}")
-    lazy = settings.get("lazy", "false") == "true"
-    if lazy and spec.name not in LAZY:
-        raise bad(f"{spec.name} cannot be lazy; {', '.join(sorted(LAZY))} can")
-    read = TorchSettings(spec, groups, scheduler, int(every), bool(by_samples), lazy)
-    return lambda context: TorchOptimizer(context, read)
-
-
-def _groups(name: str, text: str) -> tuple[Group, ...]:
-    if not text:
-        return ()
-    try:
-        listed = json.loads(text)
-        if len(listed) > _MOST_GROUPS:
-            raise bad(f"an optimizer has at most {_MOST_GROUPS} groups here, not {len(listed)}")
-        found = [Group(tuple(each["tensors"]), check_options(name, each.get("options", {}))) for each in listed]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise bad(f"the optimizer's groups cannot be read: {error}") from error
-    positions = [position for group in found for position in group.tensors]
-    if any(not isinstance(p, int) or isinstance(p, bool) or p < 0 for p in positions):
-        raise bad("the optimizer's groups name tensors by their positions in the layout")
-    if len(set(positions)) < len(positions):
-        raise bad("a tensor is in more than one of the optimizer's groups")
-    return tuple(found)
-
-
-class TorchOptimizer:
+class TorchOptimizer(UpdateRule):
     """Steps a ``torch.optim`` optimizer with every push as its gradient (``BAD_REQUEST``: not with this model)."""
 
-    def __init__(self, context: RuleContext, settings: TorchSettings) -> None:
-        self._context, self._settings = context, settings
+    def __init__(self, settings: TorchSettings, layout: ModelLayout, span: Span, theta: torch.Tensor) -> None:
+        self._settings, self._layout, self._span, self._theta = settings, layout, span, theta
+        self.kind, self.densifies = settings.optimizer.name, not settings.lazy
         self._pieces: list[tuple[Span, torch.Tensor]] = []
-        groups = settings.groups or (Group(tuple(range(len(context.layout.parameters))), {}),)
-        if any(group.tensors and max(group.tensors) >= len(context.layout.parameters) for group in groups):
+        groups = settings.groups or (Group(tuple(range(len(layout.parameters))), {}),)
+        if any(group.tensors and max(group.tensors) >= len(layout.parameters) for group in groups):
             raise bad("the optimizer's groups name tensors that the model does not have")
         made = []
         for group in groups:
@@ -115,75 +48,78 @@ class TorchOptimizer:
         self.rates = tuple(float(group.options.get("lr", default)) for group in groups)
         self._scheduler = settings.scheduler.make(self._optimizer) if settings.scheduler and self._optimizer else None
         self._updates = self._samples = 0
-        self.densifies = not settings.lazy
-        self._dtype = offset_dtype(context.span.length)
 
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
         """Step once; a push without entries is no step, and its samples count."""
-        support: ChangedIndices = torch.empty(0, dtype=self._dtype)
+        changed = changed_by(None)
         if self._optimizer is None:
-            return support
+            return changed
         before = self._scheduled
         if push is not None:
             self._require_sane(push)
             with self._at_rates(self._optimizer, context.group_rates or self.rates):
                 if self._settings.lazy and push.offsets is not None:
-                    support = self._step_lazily(self._optimizer, push)
+                    changed = self._step_lazily(self._optimizer, push)
                 else:
                     self._step(self._optimizer, push)
-                    support = None
+                    changed = None
             self._updates += 1
         self._samples += min(context.samples, _MOST_SCHEDULED * self._settings.every)
-        if self._scheduler is not None:
-            self._advance_schedule(self._scheduled - before)
-        return support
+        self._advance_schedule(self._scheduled - before)
+        return changed
 
     def export(self) -> RuleState:
-        """Copy the optimizer's state; the schedule follows from the number of updates."""
-        return _as_rule_state(self._updates, self._samples, self._states(), lambda tensor: tensor.detach().clone())
+        """Copy the optimizer's state, tensors as ``PIECE.NAME``; the schedule follows from the number of updates."""
+        tensors: dict[str, torch.Tensor] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        for number, piece in enumerate(self._states()):
+            for name, value in piece.state.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{number}.{name}"] = value.detach().clone()
+                else:
+                    plain.setdefault(str(number), {})[name] = value
+        return RuleState({"updates": self._updates, "samples": self._samples, "state": plain}, tensors)
 
     def restore(self, state: RuleState) -> None:
         """Restore the optimizer's state, and step the scheduler to where it was."""
-        restored: dict[int, dict[str, Any]] = {int(n): dict(values) for n, values in state.plain["state"].items()}
+        states: dict[int, dict[str, Any]] = {int(n): dict(values) for n, values in state.plain["state"].items()}
         for name, tensor in state.tensors.items():
             number, _, key = name.partition(".")
-            restored.setdefault(int(number), {})[key] = tensor
-        self._updates, self._samples = int(state.plain["updates"]), int(state.plain["samples"])
-        if self._scheduler is not None:
-            self._advance_schedule(self._scheduled)
+            states.setdefault(int(number), {})[key] = tensor
+        self._restore(int(state.plain["updates"]), int(state.plain["samples"]), states)
+
+    def export_portable(self) -> PortableState:
+        """Return the optimizer's state by entries of the layout."""
+        return PortableState(self.kind, self._updates, self._samples, list(self._states()))
+
+    def import_portable(self, states: Sequence[PortableState]) -> bool:
+        """Put the optimizer's state together from the states of shards with other borders."""
+        if not super().import_portable(states):
+            return False
+        pieces = [piece for state in states for piece in state.pieces]
+        resharded = [reshard(pieces, span, tuple(tensor.shape)) for span, tensor in self._pieces]
+        self._restore(
+            max(state.updates for state in states),
+            max(state.samples for state in states),
+            {number: state for number, state in enumerate(resharded) if state},
+        )
+        return True
+
+    def _states(self) -> Iterator[PieceState]:
+        states = self._optimizer.state if self._optimizer else {}
+        for span, tensor in self._pieces:
+            yield PieceState(span, tuple(tensor.shape), dict(states[tensor]))
+
+    def _restore(self, updates: int, samples: int, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Restore the counts, and the optimizer's state by the number of the piece; torch moves tensors to devices."""
+        self._updates, self._samples = updates, samples
+        self._advance_schedule(self._scheduled)
         if self._optimizer is not None:
             whole = self._optimizer.state_dict()
             order = [tensor for group in self._optimizer.param_groups for tensor in group["params"]]
             places = {id(tensor): place for place, tensor in enumerate(order)}
-            whole["state"] = {places[id(self._pieces[n][1])]: values for n, values in restored.items()}
+            whole["state"] = {places[id(self._pieces[n][1])]: values for n, values in states.items()}
             self._optimizer.load_state_dict(whole)
-
-    def export_portable(self) -> RuleMemory:
-        """Return the optimizer's state by entries of the layout."""
-        pieces = [
-            PieceMemory(span, tuple(tensor.shape), state)
-            for (span, tensor), state in zip(self._pieces, self._states(), strict=True)
-        ]
-        return RuleMemory(self._settings.optimizer.name, self._updates, self._samples, pieces)
-
-    def import_portable(self, memories: Sequence[RuleMemory]) -> None:
-        """Put the optimizer's state together from the states of shards with other borders."""
-        pieces = [piece for memory in memories for piece in memory.pieces]
-        device = self._context.theta.device
-        self.restore(
-            _as_rule_state(
-                max(memory.updates for memory in memories),
-                max(memory.samples for memory in memories),
-                [reshard(pieces, span, tuple(tensor.shape)) for span, tensor in self._pieces],
-                lambda tensor: tensor.to(device) if tensor.dim() else tensor,
-            )
-        )
-
-    def _states(self) -> Iterator[dict[str, Any]]:
-        """Yield a copy of the optimizer's state of each piece."""
-        states = self._optimizer.state if self._optimizer else {}
-        for _, tensor in self._pieces:
-            yield dict(states[tensor])
 
     @property
     def _scheduled(self) -> int:
@@ -211,32 +147,26 @@ class TorchOptimizer:
         One by one, and not in long runs: torch's kernels round the last elements of a tensor in another way than those
         before, so only the same tensors get the same bits as at home.
         """
-        layout = self._context.layout
+        start = self._span.start
         for position in sorted(group.tensors):
-            tensor = layout.span(position)
-            inside = tensor.intersect(self._context.span)
+            inside = self._layout.span(position).intersect(self._span)
             if not inside.length:
                 continue
-            spec = layout.parameters[position]
-            if inside == tensor:
-                yield inside, self._view(inside).view(spec.shape or ((1,) if self._settings.lazy else ()))
-            elif self._settings.optimizer.name in ELEMENTWISE:
-                yield inside, self._view(inside)
+            flat, spec = self._theta[inside.start - start : inside.end - start], self._layout.parameters[position]
+            if inside.length == spec.numel:
+                yield inside, flat.view(spec.shape or ((1,) if self._settings.lazy else ()))
+            elif self.kind in ELEMENTWISE:
+                yield inside, flat
             else:
                 raise bad(
-                    f"{self._settings.optimizer.name} needs tensors whole, and {spec.name!r} is cut between two "
+                    f"{self.kind} needs tensors whole, and {spec.name!r} is cut between two "
                     f"shards; use one shard, or one of {', '.join(sorted(ELEMENTWISE))}"
                 )
-
-    def _view(self, span: Span) -> torch.Tensor:
-        start = self._context.span.start
-        return self._context.theta[span.start - start : span.end - start]
 
     def _require_sane(self, push: SparseSlice) -> None:
         if push.entries and bool(push.values.abs().max() > _LARGEST_GRADIENT):
             raise Rejected(ErrorCode.NON_FINITE, f"a gradient above {_LARGEST_GRADIENT:g} is not taken")
-        theta = self._context.theta
-        touched = theta[push.offsets] if self._settings.lazy and push.offsets is not None else theta
+        touched = self._theta[push.offsets] if self._settings.lazy and push.offsets is not None else self._theta
         if touched.numel() and not bool(touched.abs().max() <= _LARGEST_PARAMETER):
             raise Rejected(ErrorCode.NON_FINITE, f"a parameter has grown above {_LARGEST_PARAMETER:g}")
 
@@ -244,16 +174,12 @@ class TorchOptimizer:
         """Step with the push as the whole gradient, zero where it has no entry."""
         for span, tensor in self._pieces:
             part = push.clip(span)
-            if part is not None and part.offsets is None and part.span == span:
-                tensor.grad = part.values.view(tensor.shape)
-                continue
-            gradient = torch.zeros_like(tensor).view(-1)
-            if part is not None:
-                shift = part.span.start - span.start
-                if part.offsets is None:
-                    gradient[shift : shift + part.span.length] = part.values
-                else:
-                    gradient[part.offsets + shift] = part.values
+            if part is not None and part.offsets is None:
+                gradient = part.values
+            else:
+                gradient = torch.zeros_like(tensor).view(-1)
+                if part is not None:
+                    gradient[part.offsets] = part.values
             tensor.grad = gradient.view(tensor.shape)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -266,15 +192,13 @@ class TorchOptimizer:
             part = push.clip(span)
             if part is None or part.offsets is None:
                 continue
-            offsets = part.offsets + (part.span.start - span.start)
-            state = optimizer.state[tensor]
+            offsets, state = part.offsets, optimizer.state[tensor]
             full = {name for name, value in state.items() if _like(value, tensor)}
             flat = tensor.view(-1)
             small = flat[offsets]
             small.grad = part.values
-            options = {name: value for name, value in group_of[id(tensor)].items() if name != "params"}
             kind: type[Any] = type(optimizer)
-            stand_in: Optimizer = kind([{**options, "params": [small]}])
+            stand_in: Optimizer = kind([{**group_of[id(tensor)], "params": [small]}])
             stand_in.state[small] = {n: value.view(-1)[offsets] if n in full else value for n, value in state.items()}
             stand_in.step()
             flat[offsets] = small
@@ -283,17 +207,17 @@ class TorchOptimizer:
                     state.setdefault(name, torch.zeros_like(tensor)).view(-1)[offsets] = value
                 else:
                     state[name] = value
-            touched.append(offsets + (span.start - self._context.span.start))
+            touched.append(offsets + (span.start - self._span.start))
         if not touched:
-            return torch.empty(0, dtype=self._dtype)
-        return torch.cat(touched).sort().values.to(self._dtype)  # groups need not follow the layout
+            return changed_by(None)
+        dtype = offset_dtype(self._span.length)
+        return torch.cat(touched).sort().values.to(dtype)  # groups need not follow the layout
 
     def _advance_schedule(self, steps: int) -> None:
-        """Step the scheduler; one that is at its end (``OneCycleLR``) leaves the rate where it is."""
-        assert self._scheduler is not None
-        assert self._optimizer is not None
-        with warnings.catch_warnings():  # torch would have its own optimizer stepped first
-            warnings.simplefilter("ignore")
+        """Step the scheduler, if any; one that is at its end (``OneCycleLR``) leaves the rate where it is."""
+        if self._scheduler is None or self._optimizer is None:
+            return
+        with warnings.catch_warnings(action="ignore"):  # torch would have its own optimizer stepped first
             failed = 0
             for _ in range(steps):
                 try:
@@ -312,16 +236,26 @@ def _like(value: object, tensor: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == tensor.shape
 
 
-def _as_rule_state(
-    updates: int, samples: int, states: Iterable[Mapping[str, Any]], copy: Callable[[torch.Tensor], torch.Tensor]
-) -> RuleState:
-    """Write the state of each piece, tensors as ``NUMBER.NAME``."""
-    tensors: dict[str, torch.Tensor] = {}
-    plain: dict[str, dict[str, Any]] = {}
-    for number, state in enumerate(states):
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{number}.{name}"] = copy(value)
-            else:
-                plain.setdefault(str(number), {})[name] = value
-    return RuleState({"updates": updates, "samples": samples, "state": plain}, tensors)
+def reshard(pieces: Sequence[PieceState], span: Span, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the state of a tensor's piece, put together from the pieces of all shards that overlap it.
+
+    A piece with the same borders keeps everything as it is. Of others, values by entry are cut; a counter of steps is
+    that of the furthest, because shards need not have applied the same pushes.
+    """
+    found = sorted((p for p in pieces if p.span.intersect(span).length), key=lambda piece: piece.span.start)
+    if len(found) == 1 and found[0].span == span:
+        return dict(found[0].state)
+    furthest = max((piece.state for piece in found), key=lambda state: float(state.get("step", 0)), default={})
+    state: dict[str, Any] = {}
+    for name in dict.fromkeys(name for piece in found for name in piece.state):
+        values = [(piece, piece.state[name]) for piece in found if name in piece.state]
+        if all(isinstance(v, torch.Tensor) and v.dim() and tuple(v.shape) == piece.shape for piece, v in values):
+            whole = torch.zeros(span.length, dtype=values[0][1].dtype)
+            for piece, value in values:
+                part = piece.span.intersect(span)
+                entries = slice(part.start - piece.span.start, part.end - piece.span.start)
+                whole[part.start - span.start : part.end - span.start] = value.reshape(-1)[entries]
+            state[name] = whole.reshape(shape)
+        else:
+            state[name] = furthest.get(name, values[0][1])
+    return state

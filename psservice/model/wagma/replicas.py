@@ -1,33 +1,46 @@
 """A shard of WAGMA-SGD: a model for every worker, averaged in groups (Li et al., IEEE TPDS 2021, algorithm 2).
 
-A worker's own model is an ordinary :class:`ModelShard`: the worker's push changes it, and so does the average of the
-group; a pull is answered from it like any other. For all of them stands their mean, which is computed when asked for.
+A worker's own model is an ordinary :class:`ModelShard`: pushes of the worker and averages of groups change that model,
+and pulls of the worker are answered from it. The run's model is the mean of all, computed on demand.
 """
 
-import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+import itertools
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
-from psservice.model.changelog import ALMOST_ALL
+from psservice.model.changelog import ALMOST_ALL, offset_dtype
 from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.model.update.base import PLAIN, PushContext, RuleState
-from psservice.model.wagma.rounds import Decision, Frozen, WagmaRounds
-from psservice.settings import ShardSettings
+from psservice.model.wagma.group_rounds import Decision, Frozen, GroupRounds
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What a late worker is averaged with: the sum (fp32 ``[n]``) and the number of the other models of a round."""
+class OtherModels(NamedTuple):
+    """The other models of a round, with which a late worker is averaged: their sum (fp32 ``[n]``) and number."""
 
-    others: torch.Tensor
-    count: int
+    total: torch.Tensor
+    number: int
+
+
+@dataclass(slots=True)
+class Replica:
+    """One worker's model, on the server.
+
+    Attributes:
+        late_for: by iteration, the frozen rounds for which the worker was late.
+        unsynced: a number of the values that have replaced the model, until the worker acknowledges a reply from them,
+            then 0: before, a version that the worker names may be one of the model that was replaced.
+    """
+
+    model: ModelShard
+    incarnation: str
+    unsynced: int = 0
+    late_for: dict[int, OtherModels] = field(default_factory=dict)
 
 
 class GroupedShard(ModelShard):
@@ -35,37 +48,17 @@ class GroupedShard(ModelShard):
 
     Called on the writer thread. A worker takes part from the decision "enter" to "leave"; its model begins as the mean.
     ``version`` counts the pushes of all; that of a worker's own model is the one at which that model last changed.
-    Delays are not compensated. Arguments as for :class:`ModelShard`.
-
-    Attributes:
-        rounds: which workers have arrived in which round.
-        incarnations: of the workers that take part.
-        unsynced: the number of the new model, by worker whose model was replaced and who has not acknowledged a reply
-            from the new model: a version that such a worker names may be that of the old model.
+    Delays are not compensated.
     """
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        span: Span,
-        values: torch.Tensor,
-        *,
-        generation: int,
-        version: int,
-        settings: ShardSettings,
-        mode: TrainingMode,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        assert mode.groups is not None
-        settings = replace(settings, delay_compensation=0.0)
-        super().__init__(layout, span, values, generation=generation, version=version, settings=settings, mode=mode)
-        self._replaces = mode.groups.late == "replace"
-        self._models: dict[str, ModelShard] = {}
-        self._kept: dict[str, dict[int, Kept]] = {}
-        self.rounds = WagmaRounds(mode.groups, clock)
-        self.incarnations: dict[str, str] = {}
-        self.unsynced: dict[str, int] = {}
-        self._model_id = 0
+    def __post_init__(self) -> None:
+        assert self.mode.groups is not None
+        self.settings = replace(self.settings, delay_compensation=0.0)
+        super().__post_init__()
+        self.replicas: dict[str, Replica] = {}
+        self.rounds = GroupRounds(self.mode.groups, self.clock)
+        self._replaces = self.mode.groups.late == "replace"
+        self._replacements = itertools.count(1)
         self._is_over = False
 
     @property
@@ -73,55 +66,42 @@ class GroupedShard(ModelShard):
         """The number of a new worker's first push: that of the next iteration, so that every shard counts alike."""
         return self.rounds.newest + 2
 
-    def seen_by(self, worker: str) -> ModelShard:
-        """Return a worker's own model."""
-        return self._models[worker]
-
     def current(self) -> torch.Tensor:
         """Return the mean over the workers' models; the last one where nobody takes part. fp32 ``[n]``."""
-        if self._models and not self._is_over:
-            self.theta.copy_(self._sum(self._models)).div_(len(self._models))
+        if self.replicas and not self._is_over:
+            self.theta.copy_(self._sum(self.replicas)).div_(len(self.replicas))
         return self.theta.clone()
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Staleness counts the pushes of all, and says nothing of a worker's own model."""
-        return False
-
-    @property
-    def versions_are_pushes(self) -> bool:
-        """Versions are pushes to different models: nothing may be concluded from earlier ones."""
-        return False
 
     @traced("apply")
     def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:
         """Change a worker's own model; if its round is frozen, average the two as the rule for late workers says."""
-        own, iteration = self._models[worker], step - 1
-        if push is not None:
-            push = self._corrected(push, context)
+        replica, iteration = self.replicas[worker], step - 1
+        own = replica.model
         own.version = self.version
-        self.version = own.apply(push, PushContext(samples=context.samples))
+        self.version = own.apply(push)
         waits = self.rounds.arrive(worker, iteration)
-        kept = self._kept[worker]
-        place = kept.get(iteration)
-        self._kept[worker] = {t: other for t, other in kept.items() if t > iteration}
-        if place is not None and not waits:
-            self._replace(own, (place.others + own.theta).div_(place.count + 1))
+        others = replica.late_for.get(iteration)
+        replica.late_for = {t: each for t, each in replica.late_for.items() if t > iteration}
+        if others is not None and not waits:
+            self._replace(own, (others.total + own.theta).div_(others.number + 1))
         return self.version
 
     def decide(self, decision: Decision) -> None:
-        """Apply a decision; raises ``ValueError`` where it makes no sense."""
+        """Apply a decision; raises ``ValueError`` where the decision makes no sense."""
         worker = decision.worker
         if decision.kind == "enter":
-            self._models[worker] = self._new(self.current(), self.version)
-            self._kept[worker] = {}
-            self.incarnations[worker] = decision.incarnation
-            self._mark_unsynced(worker)
+            replica = self._add(worker, decision.incarnation, self.current(), self.version)
+            replica.unsynced = next(self._replacements)
             self.rounds.enter(worker)
         elif decision.kind == "leave":
-            self._leave(worker)
+            if worker not in self.replicas:
+                raise ValueError(f"{worker!r} takes no part")
+            last = self.replicas.pop(worker)
+            if not self.replicas:
+                self.theta.copy_(last.model.theta)
+            self.rounds.leave(worker)
         elif decision.kind == "freeze":
-            self._freeze(self.rounds.decide(self.rounds.open_round(decision.iteration, worker)))
+            self._average(self.rounds.freeze(decision.iteration, worker))
         else:
             raise ValueError(f"decisions of kind {decision.kind!r} are not known to this version of the server")
 
@@ -132,110 +112,91 @@ class GroupedShard(ModelShard):
     def begin_rounds_anew(self, dropped: Collection[str]) -> None:
         """Drop open rounds, and open none over these workers until they arrive again."""
         self.rounds.begin_anew(dropped)
-        self._kept = {worker: {} for worker in self._kept}
+        for replica in self.replicas.values():
+            replica.late_for = {}
 
     def finish(self) -> None:
         """Set every model to the mean: the run is over, and there are no more rounds."""
         self.current()
         self._is_over = True
-        self.rounds.abandon()
-        for worker, own in self._models.items():
-            own.theta.copy_(self.theta)
-            self._kept[worker] = {}
-            self._mark_unsynced(worker)
+        self.begin_rounds_anew(())
+        for replica in self.replicas.values():
+            replica.model.theta.copy_(self.theta)
+            replica.unsynced = next(self._replacements)
 
     def export(self) -> RuleState:
-        """Copy every worker's model, what late workers will need, and the open rounds."""
+        """Copy every worker's model, the sums for late workers, and the open rounds."""
         workers: list[dict[str, Any]] = []
         tensors: dict[str, torch.Tensor] = {}
-        for number, worker in enumerate(sorted(self._models)):
-            own, kept = self._models[worker], self._kept[worker]
+        for number, (worker, replica) in enumerate(sorted(self.replicas.items())):
             workers.append(
                 {
                     "worker": worker,
-                    "incarnation": self.incarnations[worker],
-                    "version": own.version,
-                    "unsynced": worker in self.unsynced,
-                    "kept": {str(iteration): place.count for iteration, place in kept.items()},
+                    "incarnation": replica.incarnation,
+                    "version": replica.model.version,
+                    "unsynced": replica.unsynced > 0,
+                    "kept": {str(iteration): others.number for iteration, others in replica.late_for.items()},
                 }
             )
-            tensors[f"{number}.model"] = own.theta.clone()
-            tensors |= {f"{number}.kept.{iteration}": place.others.clone() for iteration, place in kept.items()}
+            tensors[f"{number}.model"] = replica.model.theta.clone()
+            tensors |= {f"{number}.kept.{t}": others.total.clone() for t, others in replica.late_for.items()}
         return RuleState({"workers": workers, "rounds": self.rounds.export(), "is_over": self._is_over}, tensors)
 
     def restore(self, state: RuleState) -> None:
-        """Restore what :meth:`export` returned; raises ``ValueError`` or ``KeyError`` where it does not fit."""
+        """Restore an exported state; raises ``ValueError`` or ``KeyError`` where the state does not fit."""
         if not state.plain:
             return
         for number, found in enumerate(state.plain["workers"]):
-            worker = str(found["worker"])
-            self._models[worker] = self._new(self._fitting(state.tensors[f"{number}.model"]), int(found["version"]))
-            self.incarnations[worker] = str(found["incarnation"])
+            own = self._fitting(state.tensors[f"{number}.model"])
+            replica = self._add(str(found["worker"]), str(found["incarnation"]), own, int(found["version"]))
             if found["unsynced"]:
-                self._mark_unsynced(worker)
-            self._kept[worker] = {
-                int(iteration): Kept(self._fitting(state.tensors[f"{number}.kept.{iteration}"]), int(count))
+                replica.unsynced = next(self._replacements)
+            replica.late_for = {
+                int(iteration): OtherModels(self._fitting(state.tensors[f"{number}.kept.{iteration}"]), int(count))
                 for iteration, count in found["kept"].items()
             }
         self.rounds.restore(state.plain["rounds"])
         self._is_over = bool(state.plain["is_over"])
 
-    def _mark_unsynced(self, worker: str) -> None:
-        self._model_id += 1
-        self.unsynced[worker] = self._model_id
+    def _add(self, worker: str, incarnation: str, values: torch.Tensor, version: int) -> Replica:
+        generation, settings, mode = self.generation, self.settings, TrainingMode()
+        model = ModelShard(
+            self.layout, self.span, values, generation=generation, version=version, settings=settings, mode=mode
+        )
+        self.replicas[worker] = Replica(model, incarnation)
+        return self.replicas[worker]
 
-    def _leave(self, worker: str) -> None:
-        if worker not in self._models:
-            raise ValueError(f"{worker!r} takes no part")
-        if len(self._models) == 1:
-            self.theta.copy_(self._models[worker].theta)
-        del self._models[worker], self._kept[worker], self.incarnations[worker]
-        self.unsynced.pop(worker, None)
-        self.rounds.leave(worker)
-
-    def _freeze(self, frozen: Frozen) -> None:
-        """Average over a round, set the fresh models to that, and keep what the other members will need."""
+    def _average(self, frozen: Frozen) -> None:
+        """Average the models of a frozen round, set the fresh ones to that, and keep the sum for the other members."""
         included = sorted((*frozen.fresh, *frozen.stale))
         total = self._sum(included)
         for worker in (*frozen.stale, *frozen.absent):
-            kept = Kept(total, len(included))
+            replica, others = self.replicas[worker], OtherModels(total, len(included))
             if worker in frozen.stale and self._replaces:
-                kept = Kept(total - self._models[worker].theta, len(included) - 1)
-            self._kept[worker][frozen.iteration] = kept
+                others = OtherModels(total - replica.model.theta, len(included) - 1)
+            replica.late_for[frozen.iteration] = others
         if len(included) > 1:
             mean = total / len(included)
             for worker in frozen.fresh:
-                self._replace(self._models[worker], mean)
-        self.rounds.froze(frozen)
+                self._replace(self.replicas[worker].model, mean)
 
     def _sum(self, workers: Iterable[str]) -> torch.Tensor:
         """Add models up in the order of names: the same bits in whatever order the workers arrived."""
         first, *others = sorted(workers)
-        total = self._models[first].theta.clone()
+        total = self.replicas[first].model.theta.clone()
         for worker in others:
-            total.add_(self._models[worker].theta)
+            total.add_(self.replicas[worker].model.theta)
         return total
 
     def _replace(self, own: ModelShard, values: torch.Tensor) -> None:
         """Set a worker's model to other values; the log has the entries that differ."""
         differs = values.view(torch.int32) != own.theta.view(torch.int32)
         everything = int(differs.count_nonzero()) > ALMOST_ALL * values.numel()
-        changed = None if everything else differs.nonzero().view(-1).to(self._offset_dtype)
+        changed = None if everything else differs.nonzero().view(-1).to(offset_dtype(self.span.length))
         # Values, log, version: a reader beside the writer must find a version's values, and its changes.
         own.theta.copy_(values)
         own.changelog.append(self.version, changed)
         own.version = self.version
-
-    def _new(self, values: torch.Tensor, version: int) -> ModelShard:
-        return ModelShard(
-            self.layout,
-            self.span,
-            values,
-            generation=self.generation,
-            version=version,
-            settings=self.settings,
-            mode=TrainingMode(),
-        )
 
     def _fitting(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype != torch.float32 or tensor.shape != self.theta.shape:

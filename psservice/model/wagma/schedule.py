@@ -1,20 +1,10 @@
-"""Groups of WAGMA-SGD (Li et al., TPDS 2021, section 4): who averages with whom at which iteration, and when.
-
-With ``W`` live workers, compact ranks by name, and group size ``S``: a rank is written in base ``S`` with
-``J = ⌈log_S W⌉`` digits, and at iteration ``t`` those form a group whose ranks differ in digit ``t mod J`` alone. So
-``J`` iterations mix ``W = S^J`` workers completely. Every ``τ + 1`` iterations all workers are one group, which waits
-for every one of them.
-"""
+"""Groups of WAGMA-SGD, and the time that members wait (docs/wagma.md, *One iteration*; Li et al., TPDS 2021)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from pscore.wire.errors import ErrorCode, Rejected
-
-LateRule = Literal["paper", "replace"]
-"""What a worker gets that arrives when its round is frozen; see :class:`GroupSettings`."""
 
 _MOST = 1 << 20
 _GRACE_SHARE, _GRACE_JITTERS = 0.25, 2.0
@@ -24,30 +14,21 @@ _LONGEST_SAMPLE = 4.0  # in means: a worker that slept for a minute has not beco
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """What the workers of a run agree on.
-
-    Attributes:
-        size: workers in a group; 0 for the power of two nearest ``√W``.
-        tau: every ``tau + 1`` iterations all live workers average, and wait for each other.
-        late: with ``n`` models in the frozen round and ``W'`` that of the late worker: ``"replace"`` puts it in the
-            place of the old copy that was used, ``(sum − W_stale + W') / n``; ``"paper"`` adds it,
-            ``(sum + W') / (n + 1)``.
-    """
+    """What the workers of a run agree on; ``size`` 0 is the power of two nearest ``√W`` (docs/wagma.md)."""
 
     size: int = 0
     tau: int = 10
-    late: LateRule = "replace"
+    late: str = "replace"
 
     @classmethod
     def parse(cls, settings: Mapping[str, str]) -> "GroupSettings | None":
         """Read the method settings (``BAD_REQUEST``); ``None`` where workers share one model."""
         if settings.get("update") != "average":
             return None
-        late: dict[str, LateRule] = {"paper": "paper", "replace": "replace"}
         try:
-            if settings["late"] not in late:
-                raise ValueError(f"late must be 'paper' or 'replace', not {settings['late']!r}")
-            read = cls(int(settings["group_size"]), int(settings["tau"]), late[settings["late"]])
+            read = cls(int(settings["group_size"]), int(settings["tau"]), settings["late"])
+            if read.late not in ("paper", "replace"):
+                raise ValueError(f"late must be 'paper' or 'replace', not {read.late!r}")
         except (KeyError, ValueError) as error:
             raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of group averaging cannot be read: {error}") from error
         if read.size == 1 or not 0 <= read.size <= _MOST or not 0 <= read.tau <= _MOST:
@@ -102,7 +83,7 @@ class StepTimes:
         """Drop a worker."""
         self._times.pop(worker, None)
 
-    def grace_seconds(self, workers: Sequence[str]) -> float:
+    def grace_seconds(self, workers: Collection[str]) -> float:
         """Return how long the first of a group waits for the others: ``min(0.25·mean step, 2·jitter)``; 0 at first."""
         known = [self._times[worker] for worker in workers if worker in self._times]
         if not known:

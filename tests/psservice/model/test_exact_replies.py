@@ -125,14 +125,22 @@ def test_dense_pushes_are_answered_densely_and_exactly():
 
 
 def test_a_push_between_the_question_and_the_reading_is_part_of_the_reply():
-    model = shard_of(LAYOUTS["fp32"], torch.randn(55))
-    model.apply(SparseSlice(model.span, torch.tensor([3, 7]), torch.ones(2)))
-    early = model.changelog.since(0)[0]
-    model.apply(SparseSlice(model.span, torch.tensor([7, 50]), torch.ones(2)))
-    difference = model.difference(1, early)
-    assert difference.version == 2
-    assert difference.changed.tolist() == [3, 7, 50]
-    assert torch.equal(difference.values, model.theta[[3, 7, 50]])
+    class LateWriter:
+        """Applies a push before the reply's job."""
+
+        def run(self, job):
+            model.apply(SparseSlice(model.span, torch.tensor([7, 50]), torch.ones(2)))
+            return job()
+
+    with writing() as writer:
+        link = linked(writer)
+        link.pull()
+        model, link.writer = link.model, LateWriter()
+        model.apply(SparseSlice(model.span, torch.tensor([3, 7]), torch.ones(2)))
+        wire = link.pull()
+        assert wire.version == 2
+        assert link.entries(wire) == 3
+        assert replica_bits(link.replica, model.span) == server_bits(model)
 
 
 def test_signed_zeros_arrive_as_they_are():

@@ -1,6 +1,7 @@
 """Selecting from a difference: tensor by tensor, and the same among what changed as among everything."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,13 @@ many = settings(deadline=None, max_examples=100)
 
 def layout_of(sizes):
     return ModelLayout(tuple(TensorSpec(f"t{i}", (size,), torch.float32) for i, size in enumerate(sizes)))
+
+
+def shard(theta, layout, span, version=1, changed=None):
+    """What a selection reads of a shard; ``changed`` since the selection before."""
+    return SimpleNamespace(
+        theta=theta, layout=layout, span=span, version=version, changelog=SimpleNamespace(since=lambda version: changed)
+    )
 
 
 def slow_top(x, k):
@@ -45,7 +53,7 @@ def test_each_tensor_of_a_span_is_selected_from_by_itself(sizes, cut, density, d
             k = common.length if common.length < dense_below else max(1, math.floor(density * common.length))
             expected += [low + i for i in slow_top(part.tolist(), k)]
     selection = DifferenceSelection(TopKSettings(density, dense_below, SELECTORS["exact"]))
-    taken = selection.select(a, b, layout, span, 1, None)
+    _, taken = selection.select(shard(a, layout, span), b)
     assert taken.offsets.tolist() == expected
     assert torch.equal(taken.values, x[taken.offsets])
 
@@ -72,7 +80,7 @@ def test_among_what_changed_the_largest_are_found(sizes, history, selector, roun
             version += 1
             if supports is not None:
                 supports.append(support.int())
-        taken = selection.select(theta, image, layout, span, version, supports)
+        _, taken = selection.select(shard(theta, layout, span, version, supports), image)
         supports = []
         difference = theta - image
         assert torch.equal(taken.values, difference[taken.offsets])
@@ -92,25 +100,31 @@ def test_among_what_changed_the_largest_are_found(sizes, history, selector, roun
         image[taken.offsets] += arrived
 
 
-def test_few_changes_are_looked_at_alone_and_many_are_not():
+def test_few_changes_are_looked_at_alone_and_many_are_not(monkeypatch):
     layout = layout_of([10_000, 5_000])
     theta, image = torch.randn(15_000), torch.zeros(15_000)
     selection = DifferenceSelection(TopKSettings(0.01, 0, SELECTORS["warm"]))
 
     def select(version, changed):
-        before = dict(selection.searches)
-        taken = selection.select(theta, image, layout, Span(0, 15_000), version, changed)
+        _, taken = selection.select(shard(theta, layout, Span(0, 15_000), version, changed), image)
         image[taken.offsets] += taken.values
         selection.sent(taken, taken.values)
-        return {kind: selection.searches[kind] - before[kind] for kind in before}
+        return searched_whole.pop()
 
-    assert select(1, None) == {"whole": 2, "changed": 0}
+    search_whole, searched_whole = DifferenceSelection._from_all, []
+
+    def counted(selection, theta, image, spans):
+        searched_whole.append(len(spans))
+        return search_whole(selection, theta, image, spans)
+
+    monkeypatch.setattr(DifferenceSelection, "_from_all", counted)
+    assert select(1, None) == 2
     support = torch.arange(0, 15_000, 50)
     theta[support] += 10
-    assert select(2, [support.int()]) == {"whole": 0, "changed": 2}
-    assert select(3, [None]) == {"whole": 2, "changed": 0}
-    assert select(4, [torch.arange(15_000)]) == {"whole": 2, "changed": 0}
-    assert select(5, []) == {"whole": 2, "changed": 0}, "nothing exceeds the bound, so it must fall"
+    assert select(2, [support.int()]) == 0
+    assert select(3, [None]) == 2
+    assert select(4, [torch.arange(15_000)]) == 2
+    assert select(5, []) == 2, "nothing exceeds the bound, so it must fall"
 
 
 @pytest.mark.parametrize("value", ["fp32", "int4"])
@@ -122,7 +136,7 @@ def test_without_further_pushes_everything_arrives(value):
     theta, image = torch.randn(3_100), torch.zeros(3_100)
     selection = DifferenceSelection(TopKSettings(0.05, 200, SELECTORS["warm"]))
     for version in range(400):
-        taken = selection.select(theta, image, layout, Span(0, 3_100), version, [])
+        _, taken = selection.select(shard(theta, layout, Span(0, 3_100), version, []), image)
         arrived = torch.from_numpy(VALUE_FORMATS[VALUE_CODECS[value]].encode(taken.values.numpy())[1].copy())
         selection.sent(taken, arrived)
         image[taken.offsets] += arrived

@@ -11,9 +11,8 @@ from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.reply_session import ReplyMode
-from psservice.model.update import rule_maker
-from psservice.model.update.base import RuleContext
-from psservice.model.update.specs import ELEMENTWISE, LAZY, optimizers, schedulers
+from psservice.model.training_mode import TrainingMode
+from psservice.model.update.optimizer_settings import ELEMENTWISE, LAZY, optimizers, schedulers
 from tests.psservice.engine_makers import ANNA, engines, join, pull, push, theta, upload
 from tests.psservice.service_makers import F32, bits, layout_of
 
@@ -34,7 +33,7 @@ def said(name, scheduler=None, groups=None, lazy=False, **options):
 def rule(settings, values, span=None, layout=LAYOUT):
     span = span or Span(0, layout.size)
     theta = values[span.start : span.end].clone()
-    return rule_maker(settings)(RuleContext(layout, span, theta)), theta
+    return TrainingMode.of(settings).rule(layout, span, theta), theta
 
 
 def some_values(seed=0, size=LAYOUT.size):
@@ -369,7 +368,7 @@ def test_a_push_without_entries_is_no_step():
     ids=lambda words: next(iter(words)),
 )
 def test_nonsense_is_a_bad_request_and_no_fault_of_the_server(words):
-    assert refused(rule_maker, said("SGD", lr=0.1) | words) is ErrorCode.BAD_REQUEST
+    assert refused(TrainingMode.of, said("SGD", lr=0.1) | words) is ErrorCode.BAD_REQUEST
 
 
 def test_a_scheduler_may_have_a_number_for_each_group():

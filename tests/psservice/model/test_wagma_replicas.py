@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psservice.model.update.base import RuleState
-from psservice.model.wagma.rounds import Decision
+from psservice.model.wagma.group_rounds import Decision
 from tests.psservice.engine_makers import Clock
 from tests.psservice.group_makers import LAYOUT, SIZE, all_push, dense, freeze_due, grouped, models, settings_of, sparse
 from tests.psservice.service_makers import bits
@@ -16,6 +16,10 @@ from tests.psservice.service_makers import bits
 
 def names(count):
     return [f"w{rank:02d}" for rank in range(count)]
+
+
+def unsynced(shard):
+    return {worker for worker, replica in shard.replicas.items() if replica.unsynced}
 
 
 def random(seed):
@@ -48,7 +52,9 @@ def test_the_mean_moves_by_the_mean_of_the_updates_when_all_are_on_time(count, s
         all_push(shard, workers, step, pushes)
         torch.testing.assert_close(shard.current(), expected, rtol=1e-4, atol=1e-4)
         if step % (tau + 1) == 0:
-            assert all(bits(theta) == bits(shard.seen_by("w00").theta) for theta in models(shard, workers).values())
+            assert all(
+                bits(theta) == bits(shard.replicas["w00"].model.theta) for theta in models(shard, workers).values()
+            )
     assert shard.version == 11 * count
 
 
@@ -71,18 +77,18 @@ def test_the_first_to_come_are_averaged_with_the_old_model_of_the_late():
     shard, before, own = one_late("replace")
     expected = (own["a"] + own["b"] + before["c"]) / 3
     for worker in "ab":
-        torch.testing.assert_close(shard.seen_by(worker).theta, expected)
+        torch.testing.assert_close(shard.replicas[worker].model.theta, expected)
 
 
 def test_the_rule_replace_puts_the_new_model_in_the_place_of_the_old_one():
     shard, _, own = one_late("replace")
-    torch.testing.assert_close(shard.seen_by("c").theta, (own["a"] + own["b"] + own["c"]) / 3)
+    torch.testing.assert_close(shard.replicas["c"].model.theta, (own["a"] + own["b"] + own["c"]) / 3)
 
 
 def test_the_rule_paper_adds_the_new_model_to_the_sum():
     shard, before, own = one_late("paper")
     expected = (own["a"] + own["b"] + before["c"] + own["c"]) / 4
-    torch.testing.assert_close(shard.seen_by("c").theta, expected)
+    torch.testing.assert_close(shard.replicas["c"].model.theta, expected)
 
 
 def test_who_is_late_for_several_rounds_is_averaged_in_each_with_the_models_of_then():
@@ -93,15 +99,15 @@ def test_who_is_late_for_several_rounds_is_averaged_in_each_with_the_models_of_t
     for step in (3, 4):
         for worker in "ab":
             shard.take(worker, dense(random(10 * step + ord(worker))), step=step)
-        sums[step] = sum(shard.seen_by(worker).theta for worker in "ab")
+        sums[step] = sum(shard.replicas[worker].model.theta for worker in "ab")
         clock.now += 100
         freeze_due(shard)
     own_now = middle["c"]
     for step in (3, 4):
         own_now = (sums[step] + own_now - random(step)) / 3
         shard.take("c", dense(random(step)), step=step)
-        torch.testing.assert_close(shard.seen_by("c").theta, own_now)
-    assert shard._kept["c"] == {}
+        torch.testing.assert_close(shard.replicas["c"].model.theta, own_now)
+    assert shard.replicas["c"].late_for == {}
 
 
 def test_a_model_that_is_too_old_is_left_out_and_joined_when_its_worker_comes():
@@ -110,9 +116,9 @@ def test_a_model_that_is_too_old_is_left_out_and_joined_when_its_worker_comes():
     for step in (1, 2, 4):  # step 3 would wait for b
         shard.take("a", dense(random(step)), step=step)
         freeze_due(shard)
-    alone = shard.seen_by("a").theta.clone()
+    alone = shard.replicas["a"].model.theta.clone()
     shard.take("b", dense(random(9)), step=4)
-    torch.testing.assert_close(shard.seen_by("b").theta, (alone + start - random(9)) / 2)
+    torch.testing.assert_close(shard.replicas["b"].model.theta, (alone + start - random(9)) / 2)
 
 
 def test_a_newcomer_begins_with_the_mean_and_nobody_waits_for_its_past():
@@ -122,7 +128,7 @@ def test_a_newcomer_begins_with_the_mean_and_nobody_waits_for_its_past():
     mean = shard.current()
     shard.decide(Decision("enter", "c", "1"))
     assert shard.first_step == 7
-    torch.testing.assert_close(shard.seen_by("c").theta, mean)
+    torch.testing.assert_close(shard.replicas["c"].model.theta, mean)
     assert len(all_push(shard, "abc", 7, {})) >= 1
     assert [frozen.fresh for frozen in all_push(shard, "abc", 8, {})] == [("a", "b", "c")]
 
@@ -133,21 +139,21 @@ def test_when_the_last_worker_has_gone_its_model_is_the_model():
     shard.take("b", dense(random(2)), step=1)
     freeze_due(shard)
     shard.take("b", dense(random(3)), step=2)
-    last = shard.seen_by("b").theta.clone()
+    last = shard.replicas["b"].model.theta.clone()
     shard.decide(Decision("leave", "a"))
     assert bits(shard.current()) == bits(last)
     shard.decide(Decision("leave", "b"))
     assert bits(shard.current()) == bits(last)
     shard.decide(Decision("enter", "c", "1"))
-    assert bits(shard.seen_by("c").theta) == bits(last)
+    assert bits(shard.replicas["c"].model.theta) == bits(last)
 
 
 def test_with_sparse_changes_the_news_are_the_union_since_models_were_alike():
     shard = grouped(settings_of(2, tau=3), "a", "b")
     all_push(shard, "ab", 1, {"a": sparse({1: 1.0, 3: 1.0}), "b": sparse({3: 2.0, 7: 4.0})})
     for worker in "ab":
-        own = shard.seen_by(worker)
-        assert own.difference(0, torch.empty(0, dtype=torch.int32)).changed.tolist() == [1, 3, 7]
+        own = shard.replicas[worker].model
+        assert own.changed_values(own.changelog.since(0)).offsets.tolist() == [1, 3, 7]
         assert own.theta.tolist() == [0, -0.5, 0, -1.5, 0, 0, 0, -2.0, 0, 0]
 
 
@@ -159,7 +165,9 @@ def test_the_end_gives_everybody_the_mean():
     shard.finish()
     assert shard.rounds.waits("a") is None
     assert {bits(theta) for theta in models(shard, "abc").values()} == {bits(mean)} == {bits(shard.current())}
-    assert set(shard.unsynced) == set("abc")  # what their replicas are called says nothing about this
+    assert all(
+        replica.unsynced for replica in shard.replicas.values()
+    )  # what their replicas are called says nothing about this
 
 
 def test_what_makes_no_sense_is_no_decision():
@@ -229,9 +237,9 @@ def test_a_copy_made_at_any_moment_goes_on_to_the_same_bits(history, late, cut):
         assert bits(each.current()) == bits(shard.current())
         mine, theirs = each.export(), shard.export()
         assert mine.plain == theirs.plain
-        assert set(each.unsynced) == set(shard.unsynced)
+        assert unsynced(each) == unsynced(shard)
         assert {name: bits(t) for name, t in mine.tensors.items()} == {n: bits(t) for n, t in theirs.tensors.items()}
-    held = sum(len(kept) for kept in shard._kept.values())
+    held = sum(len(replica.late_for) for replica in shard.replicas.values())
     assert held <= 4 * (3 + 1)  # no worker is late for more rounds than there are between two global ones
     assert LAYOUT.size == shard.current().numel()
 
@@ -244,7 +252,7 @@ def test_who_reads_beside_the_writer_sees_values_before_their_version(how):
     for worker in "ab":
         shard.take(worker, dense(random(ord(worker))), step=2)
     watched = "a" if how == "freeze" else "c"
-    own = shard.seen_by(watched)
+    own = shard.replicas[watched].model
     seen = []
     append = own.changelog.append
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.policy.admission import Admission, Pace, first_clock
+from psservice.policy.admission import Admission, Pace
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish
 from psservice.shard.push import check_push
@@ -82,11 +82,6 @@ def test_the_bound_holds_back_who_would_be_further_ahead_and_says_when_to_come_b
 
 def test_a_worker_alone_is_never_held_back():
     Admission(ssp_bound=1).require_in_step(None)
-
-
-def test_the_first_clock_is_that_of_the_slowest():
-    assert first_clock([]) == 0
-    assert first_clock([7, 3, 9]) == 3
 
 
 @given(st.integers(0, 200_000), st.floats(1e-20, 1e30), st.integers(0, 9))

@@ -9,7 +9,8 @@ import torch
 from pscore.model.layout import Span, TensorSpec
 from pscore.model.ranges import Ranges
 from pscore.model.sparse_slice import SparseSlice
-from psservice.model.update.reshard import PieceMemory, reshard
+from psservice.model.update.base import PieceState
+from psservice.model.update.torch_optimizer import reshard
 from psservice.sampling.dataset import Plan, Wish
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.push import commit
@@ -169,10 +170,8 @@ def listing(directory):
 
 
 def test_a_tensor_that_was_cut_is_put_together_and_cut_elsewhere():
-    left = PieceMemory(
-        Span(0, 3), (3,), {"step": torch.tensor(4.0), "left": 0.9, "mean": torch.tensor([1.0, 2.0, 3.0])}
-    )
-    right = PieceMemory(
+    left = PieceState(Span(0, 3), (3,), {"step": torch.tensor(4.0), "left": 0.9, "mean": torch.tensor([1.0, 2.0, 3.0])})
+    right = PieceState(
         Span(3, 6), (3,), {"step": torch.tensor(5.0), "left": 0.8, "mean": torch.tensor([4.0, 5.0, 6.0])}
     )
     whole = reshard([right, left], Span(0, 6), (2, 3))
@@ -185,4 +184,4 @@ def test_a_tensor_that_was_cut_is_put_together_and_cut_elsewhere():
 
 def test_what_is_cut_in_the_same_places_stays_as_it_is():
     rows = {"row": torch.ones(2), "step": 3}
-    assert reshard([PieceMemory(Span(0, 6), (2, 3), rows)], Span(0, 6), (2, 3)) == rows
+    assert reshard([PieceState(Span(0, 6), (2, 3), rows)], Span(0, 6), (2, 3)) == rows

@@ -82,7 +82,7 @@ class Site:
             else:
                 self.replicas[who][where][segment.offsets] = segment.values
         self.links[who, engine] = (reply.version, reply.number)
-        own = engine.model.seen_by(who.worker_id).theta
+        own = engine.model.replicas[who.worker_id].model.theta
         assert bits(self.replicas[who][engine.span.start : engine.span.end]) == bits(own)
         return sum(segment.entries for segment in reply.segments)
 
@@ -103,7 +103,7 @@ def site():
 
 
 def own(site, who):
-    return site.engines[0].model.seen_by(who.worker_id).theta
+    return site.engines[0].model.replicas[who.worker_id].model.theta
 
 
 def steady(site, workers, steps):

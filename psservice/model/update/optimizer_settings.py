@@ -1,4 +1,4 @@
-"""Naming a ``torch.optim`` optimizer and its scheduler in words that a worker may send: names and numbers, no code.
+"""Reading a ``torch.optim`` optimizer and its scheduler from a worker's settings: names and numbers, no code.
 
 Everything here that reads raises :class:`Rejected` (``BAD_REQUEST``).
 """
@@ -6,7 +6,8 @@ Everything here that reads raises :class:`Rejected` (``BAD_REQUEST``).
 import inspect
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,9 @@ _NEEDS_CODE_OR_METRIC = frozenset({"LambdaLR", "MultiplicativeLR", "ReduceLROnPl
 _NOT_SCHEDULERS = frozenset({"LRScheduler", "_LRScheduler"})
 _MOST_NESTED = 4
 _MOST_BYTES = 64 << 10
+_MOST_GROUPS = 1 << 13
 _MOST_SCHEDULERS = 16
+_MOST_DIGITS = 15  # of a number of versions or samples
 _LARGEST_NUMBER = 1e300
 
 TORCH_ERRORS = (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AttributeError)
@@ -50,6 +53,46 @@ def schedulers() -> dict[str, type[lr_scheduler.LRScheduler]]:
     return {n: kind for n, kind in found if issubclass(kind, lr_scheduler.LRScheduler) and n not in left_out}
 
 
+def bad(detail: str) -> Rejected:
+    """Return the error of settings that make no sense."""
+    return Rejected(ErrorCode.BAD_REQUEST, detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors (positions in the layout, ascending) that share options where these differ from the optimizer's."""
+
+    tensors: tuple[int, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSettings:
+    """A run's optimizer, without groups for every tensor; the scheduler steps every so many updates or samples."""
+
+    optimizer: "OptimizerSpec"
+    groups: tuple[Group, ...]
+    scheduler: "SchedulerSpec | None"
+    every: int
+    by_samples: bool
+    lazy: bool
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, str]) -> "TorchSettings":
+        """Read the method settings."""
+        spec = OptimizerSpec.parse(settings.get("optimizer", ""))
+        scheduler = SchedulerSpec.parse(settings["scheduler"]) if settings.get("scheduler") else None
+        groups = _groups(spec.name, settings["groups"]) if settings.get("groups") else ()
+        _try_out(spec, [group.options for group in groups] or [{}], scheduler)
+        every, by_samples, unit = settings.get("scheduler_every", "1").partition(" samples")
+        if unit or not (every.isascii() and every.isdigit() and len(every) < _MOST_DIGITS and int(every)):
+            raise bad(f"scheduler_every must be a number of versions, or of samples ('50 samples'), not {every!r}")
+        lazy = settings.get("lazy", "false") == "true"
+        if lazy and spec.name not in LAZY:
+            raise bad(f"{spec.name} cannot be lazy; {', '.join(sorted(LAZY))} can")
+        return cls(spec, groups, scheduler, int(every), bool(by_samples), lazy)
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
     """An optimizer by name, with its options."""
@@ -64,57 +107,18 @@ class OptimizerSpec:
         name = _name(found)
         if name not in optimizers():
             raise bad(f"there is no optimizer {name!r} here; there are {', '.join(optimizers())}")
-        return cls(name, check_options(name, found.get("options", {})))
+        return cls(name, _checked(name, found.get("options", {})))
 
     @property
     def rate(self) -> float:
-        """Its learning rate where a param group has none of its own."""
+        """Learning rate of a param group without one of its own."""
         default = inspect.signature(optimizers()[self.name].__init__).parameters["lr"].default
         return float(self.options.get("lr", default))
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Make it over param groups."""
-        try:
+        """Make the optimizer over param groups."""
+        with _torch_accepts(f"torch.optim.{self.name} does not take that"):
             return optimizers()[self.name](groups, **self.options)
-        except TORCH_ERRORS as error:
-            raise bad(f"torch.optim.{self.name} does not take that: {error}") from error
-
-    def try_out(self, groups: Sequence[Mapping[str, Any]], scheduler: "SchedulerSpec | None") -> None:
-        """Make both over one element a group and step them: on the writer thread a mistake is found too late.
-
-        ``groups`` are the own options of each param group.
-        """
-        elements = [torch.zeros(1, 1) for _ in groups]
-        distinct = {json.dumps(own, sort_keys=True): number for number, own in enumerate(groups)}
-        for number in distinct.values():  # torch checks the options of a group only where they are the optimizer's
-            OptimizerSpec(self.name, {**self.options, **groups[number]}).make([{"params": [elements[number]]}])
-            elements[number].grad = torch.ones(1, 1)
-        made = self.make([{**own, "params": [element]} for own, element in zip(groups, elements, strict=True)])
-        schedule = scheduler.make(made) if scheduler is not None else None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                made.step()
-                if schedule is not None:
-                    schedule.step()
-        except TORCH_ERRORS as error:
-            raise bad(f"torch.optim.{self.name}, or its scheduler, cannot be stepped: {error}") from error
-
-
-def check_options(name: str, options: object) -> dict[str, Any]:
-    """Return an optimizer's options, all of them known, finite and sane."""
-    if not isinstance(options, dict):
-        raise bad(f"options of {name} must be a mapping")
-    known = inspect.signature(optimizers()[name].__init__).parameters.keys() - _NOT_OPTIONS
-    for option, value in options.items():
-        if option not in known:
-            raise bad(f"{name} has no option {option!r} that can be set here; it has {', '.join(sorted(known))}")
-        _require_plain(f"{name}.{option}", value)
-        if option == "lr" and not (_is_number(value) and 0 <= value <= LARGEST_RATE):
-            raise bad(f"lr of {name} must be from 0 to {LARGEST_RATE:g}, not {value!r}")
-        if option == "eps" and not all(_is_number(one) and one > 0 for one in _flat(value)):
-            raise bad(f"eps of {name} must be above 0: a gradient of zero would make a parameter NaN")
-    return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +153,78 @@ class SchedulerSpec:
         return cls(name, options, tuple(cls._of(each, depth + 1) for each in inner))
 
     def make(self, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-        """Make it over an optimizer."""
+        """Make the scheduler over an optimizer."""
         inner = [spec.make(optimizer) for spec in self.inner]
         kind: Any = schedulers()[self.name]
         arguments = [inner] if self.name == "ChainedScheduler" else [optimizer, *([inner] if inner else [])]
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                made: lr_scheduler.LRScheduler = kind(*arguments, **self.options)
-                return made
-        except TORCH_ERRORS as error:
-            raise bad(f"lr_scheduler.{self.name} does not take that: {error}") from error
+        with _torch_accepts(f"lr_scheduler.{self.name} does not take that"):
+            made: lr_scheduler.LRScheduler = kind(*arguments, **self.options)
+            return made
+
+
+@contextmanager
+def _torch_accepts(what: str) -> Iterator[None]:
+    """Turn torch's errors into :func:`bad`."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    except TORCH_ERRORS as error:
+        raise bad(f"{what}: {error}") from error
 
 
 def sane_rate(rate: Any) -> float:
-    """Return a learning rate of a scheduler within bounds; 0 where it is no such number."""
+    """Return a scheduler's learning rate within bounds; 0 where that is no such number."""
     return min(rate, LARGEST_RATE) if isinstance(rate, int | float) and rate >= 0 else 0.0
+
+
+def _groups(name: str, text: str) -> tuple[Group, ...]:
+    try:
+        listed = json.loads(text)
+        if len(listed) > _MOST_GROUPS:
+            raise bad(f"an optimizer has at most {_MOST_GROUPS} groups here, not {len(listed)}")
+        found = [Group(tuple(each["tensors"]), _checked(name, each.get("options", {}))) for each in listed]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise bad(f"the optimizer's groups cannot be read: {error}") from error
+    positions = [position for group in found for position in group.tensors]
+    if any(not isinstance(p, int) or isinstance(p, bool) or p < 0 for p in positions):
+        raise bad("the optimizer's groups name tensors by their positions in the layout")
+    if len(set(positions)) < len(positions):
+        raise bad("a tensor is in more than one of the optimizer's groups")
+    return tuple(found)
+
+
+def _try_out(spec: OptimizerSpec, groups: Sequence[Mapping[str, Any]], scheduler: SchedulerSpec | None) -> None:
+    """Step optimizer and scheduler over one element a group: on the writer thread a mistake is found too late.
+
+    ``groups`` are the own options of each param group.
+    """
+    elements = [torch.zeros(1, 1) for _ in groups]
+    distinct = {json.dumps(own, sort_keys=True): number for number, own in enumerate(groups)}
+    for number in distinct.values():  # torch checks the options of a group only where they are the optimizer's
+        OptimizerSpec(spec.name, {**spec.options, **groups[number]}).make([{"params": [elements[number]]}])
+        elements[number].grad = torch.ones(1, 1)
+    made = spec.make([{**own, "params": [element]} for own, element in zip(groups, elements, strict=True)])
+    schedule = scheduler.make(made) if scheduler is not None else None
+    with _torch_accepts(f"torch.optim.{spec.name}, or its scheduler, cannot be stepped"):
+        made.step()
+        if schedule is not None:
+            schedule.step()
+
+
+def _checked(name: str, options: object) -> dict[str, Any]:
+    """Return an optimizer's options, all of them known, finite and sane."""
+    if not isinstance(options, dict):
+        raise bad(f"options of {name} must be a mapping")
+    known = inspect.signature(optimizers()[name].__init__).parameters.keys() - _NOT_OPTIONS
+    for option, value in options.items():
+        if option not in known:
+            raise bad(f"{name} has no option {option!r} that can be set here; it has {', '.join(sorted(known))}")
+        _require_plain(f"{name}.{option}", value)
+        if option == "lr" and not (_is_number(value) and 0 <= value <= LARGEST_RATE):
+            raise bad(f"lr of {name} must be from 0 to {LARGEST_RATE:g}, not {value!r}")
+        if option == "eps" and not all(_is_number(one) and one > 0 for one in _flat(value)):
+            raise bad(f"eps of {name} must be above 0: a gradient of zero would make a parameter NaN")
+    return options
 
 
 def _mapping(text: str, what: str, keys: set[str]) -> dict[str, Any]:
@@ -208,8 +268,3 @@ def _require_plain(name: str, value: Any) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def bad(detail: str) -> Rejected:
-    """Return the error of settings that make no sense."""
-    return Rejected(ErrorCode.BAD_REQUEST, detail)

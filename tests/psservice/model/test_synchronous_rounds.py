@@ -1,6 +1,7 @@
 """Synchronous rounds: who closes them, what their mean is, and what becomes of those who are late."""
 
 import json
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,16 +13,19 @@ from pscore.model.ranges import Ranges
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
 from psservice.cluster.run import RunState
-from psservice.model.rounds import Round, RoundSettings
+from psservice.model.synchronous_rounds import RoundSettings, SynchronousRound
 from psservice.observability.metrics import Metrics
 from psservice.sampling.dataset import Plan, Wish
+from psservice.settings import ServerSettings
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
-from psservice.shard.lifecycle import finish
+from psservice.shard.lifecycle import finish, open_shard
+from psservice.storage.environment import Environment
 from psservice.types import Identity
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
+    HOUR,
     Clock,
     engines,
     join,
@@ -70,13 +74,13 @@ def test_who_has_contributed_waits_until_the_mean_is_applied(engine, monkeypatch
     """A pull in between would be answered with the version before, and make its worker's next push too stale."""
     begin(engine, ANNA, BERT)
     push(engine, 1, {0: 2.0}, ANNA)
-    seen, apply = [], engine.model._rule.apply
+    seen, apply = [], engine.model.rule.apply
 
     def applied(*args):
         seen.append(reason_of(engine.coordinator.require_closed, ANNA.worker_id))
         return apply(*args)
 
-    monkeypatch.setattr(engine.model._rule, "apply", applied)
+    monkeypatch.setattr(engine.model.rule, "apply", applied)
     push(engine, 1, {0: 2.0}, BERT)
     assert seen == [ErrorCode.ROUND_OPEN]
     assert pull(engine, ANNA, base=0).version == 1
@@ -130,15 +134,18 @@ def test_a_contribution_of_one_who_has_left_counts(engine):
     assert theta(engine)[0] == -3.0
 
 
-def test_a_round_ends_some_time_after_its_first_contribution(engine):
-    begin(engine, ANNA, BERT, seconds=5.0)
+def test_a_round_ends_some_time_after_its_first_contribution_by_the_shards_own_clock():
     clock = Clock()
-    engine.model.round._clock = clock
-    push(engine, 1, {0: 2.0}, ANNA)
-    clock.now = 4.9
-    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN
-    clock.now = 5.0
-    assert pull(engine, ANNA, base=0).version == 1
+    settings = ServerSettings(lease_seconds=HOUR)
+    shard = open_shard(settings, torch.device("cpu"), Metrics(), environment=Environment(monotonic=clock))
+    with closing(shard):
+        begin(shard, ANNA, BERT, seconds=5.0)
+        clock.now = 7.0
+        push(shard, 1, {0: 2.0}, ANNA)
+        clock.now = 11.9
+        assert reason_of(pull, shard, ANNA, base=0) is ErrorCode.ROUND_OPEN
+        clock.now = 12.0
+        assert pull(shard, ANNA, base=0).version == 1
 
 
 def test_the_first_round_waits_for_its_workers(engine):
@@ -263,7 +270,7 @@ pushes = st.lists(
 def test_the_mean_is_that_of_the_dense_updates(pushes, again):
     """Sparse, dense and empty ones, whatever the order; and a closed round leaves nothing behind."""
     span = Span(0, 50)
-    gathered = Round(span, torch.device("cpu"))
+    gathered = SynchronousRound(RoundSettings(0, 0, 1), span, torch.device("cpu"), Clock())
     for batch in (pushes, again):
         expected, names = torch.zeros(50, dtype=torch.float64), set()
         for worker, density, seed in batch:
@@ -291,7 +298,12 @@ def test_the_mean_is_that_of_the_dense_updates(pushes, again):
     age=st.floats(0, 3),
 )
 def test_a_round_is_due_exactly_when_its_rule_says(live, contributors, quorum, seconds, age):
-    due = RoundSettings(quorum, seconds).is_due(contributors, live, age, first=False)
+    clock = Clock()
+    current = SynchronousRound(RoundSettings(quorum, seconds, 1), Span(0, 1), torch.device("cpu"), clock)
+    for worker in contributors:
+        current.add(worker, None)
+    clock.now += age
+    due = current.is_due(live, is_first=False)
     enough = live <= contributors or (quorum and len(contributors) >= quorum) or (seconds and age >= seconds)
     assert due == bool(contributors and enough)
 

@@ -1,20 +1,13 @@
-"""When the rounds of WAGMA-SGD freeze, who waits, and over whom is averaged. No tensors here.
-
-A round is one group at one iteration. The first member to push opens the round, and a window of grace. The round
-freezes when every member has arrived that has pushed the iteration before, or the window has ended: members further
-behind cannot arrive in time. A global round has no window: it waits for all live workers.
-"""
+"""When the rounds of WAGMA-SGD freeze, which workers wait, and which are averaged (docs/wagma.md). No tensors here."""
 
 import json
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from psservice.model.synchronous_rounds import POLL_SHARE, poll_seconds
 from psservice.model.wagma.schedule import GroupSettings, StepTimes
 
-_SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
-_POLL_SHARE = 0.1
 _DROPPED = 1 << 62
 """Iteration of a worker whose push was dropped by a rollback and who has pushed none since: beyond all others."""
 
@@ -25,21 +18,13 @@ class OpenRound:
 
     iteration: int
     members: set[str]
-    is_global: bool
     fresh: set[str] = field(default_factory=set)
     since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Over whom a round is averaged, and for whom a place is kept.
-
-    Attributes:
-        fresh: members that have arrived; each gets the average.
-        stale: members whose older model stands in, being at most ``τ`` iterations old; replaced or joined when they
-            arrive.
-        absent: members whose older model is left out; joined when they arrive.
-    """
+    """A round's members at the freeze: ``fresh`` ones have arrived, an older model of ``stale`` ones is averaged."""
 
     iteration: int
     fresh: tuple[str, ...]
@@ -72,17 +57,17 @@ class Decision:
             raise ValueError(f"no decision: {error}") from error
 
 
-class WagmaRounds:
-    """The rounds of one shard. Called on the writer thread.
+class GroupRounds:
+    """The rounds of one shard; called on the writer thread. ``clock`` returns seconds.
 
-    Only :meth:`due` reads the clock, so a replay of the same decisions ends in the same state.
+    Times matter to :meth:`due` alone, so a replay of the same decisions ends in the same state.
 
     Attributes:
         reached: by worker, the iteration of its last push; :data:`_DROPPED` keeps a worker out of new rounds.
         newest: the last iteration of which a round was opened; −1 before the first.
     """
 
-    def __init__(self, settings: GroupSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: GroupSettings, clock: Callable[[], float]) -> None:
         self._settings, self._clock = settings, clock
         self._times = StepTimes()
         self._began: dict[str, float] = {}
@@ -103,7 +88,7 @@ class WagmaRounds:
         self._remove_member(worker, self._open)
 
     def arrive(self, worker: str, iteration: int) -> bool:
-        """Note a push; tell whether the worker waits now. If not, its round is frozen, or went on without it."""
+        """Note a push; tell whether the worker waits now. If not, the round is frozen or has no such member."""
         now = self._clock()
         self._times.saw(worker, now - self._began.get(worker, now))
         self._began[worker] = now
@@ -125,46 +110,31 @@ class WagmaRounds:
     def retry_seconds(self, waiting: OpenRound) -> float:
         """Return when to ask again: at the end of the window, or after a share of the time waited already."""
         age = self._clock() - waiting.since
-        wait = _POLL_SHARE * age if waiting.is_global else self._times.grace_seconds([*waiting.members]) - age
-        return min(max(wait, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
+        is_global = self._settings.is_global(waiting.iteration)
+        return poll_seconds(POLL_SHARE * age if is_global else self._times.grace_seconds(waiting.members) - age)
 
     def due(self) -> Frozen | None:
         """Return a round that is to freeze now; ``None`` where there is none."""
-        return next((self.decide(each) for each in self._open if self._is_due(each)), None)
+        return next((self._frozen(each) for each in self._open if self._is_due(each)), None)
 
-    def decide(self, freezing: OpenRound) -> Frozen:
-        """Return over whom a round is averaged if it freezes now."""
-        t, tau = freezing.iteration, self._settings.tau
-        others = sorted(freezing.members - freezing.fresh)
-        stale = tuple(worker for worker in others if t - self.reached[worker] <= tau)
-        absent = tuple(worker for worker in others if worker not in stale)
-        return Frozen(t, tuple(sorted(freezing.fresh)), stale, absent)
-
-    def open_round(self, iteration: int, worker: str) -> OpenRound:
-        """Return the open round of an iteration in which a worker has arrived; raises ``ValueError``."""
+    def freeze(self, iteration: int, worker: str) -> Frozen:
+        """Close the open round of an iteration in which a worker has arrived; raises ``ValueError``."""
         found = self.waits(worker)
         if found is None or found.iteration != iteration:
             raise ValueError(f"no round of iteration {iteration} is open in which {worker!r} has come")
-        return found
-
-    def froze(self, frozen: Frozen) -> None:
-        """Close a round: its members go on."""
-        self._open.remove(self.open_round(frozen.iteration, frozen.fresh[0]))
-        self._began |= dict.fromkeys(frozen.fresh, self._clock())
+        self._open.remove(found)
+        self._began |= dict.fromkeys(found.fresh, self._clock())
+        return self._frozen(found)
 
     def waiting(self) -> set[str]:
         """Return the workers that wait for their round, or were dropped with one and have not arrived again."""
         dropped = {worker for worker, iteration in self.reached.items() if iteration == _DROPPED}
         return dropped.union(*(each.fresh for each in self._open))
 
-    def begin_anew(self, dropped: Collection[str]) -> None:
+    def begin_anew(self, dropped: Collection[str] = ()) -> None:
         """Drop all open rounds, and open none over these workers until they have arrived again."""
-        self.abandon()
-        self.reached |= {worker: _DROPPED for worker in dropped if worker in self.reached}
-
-    def abandon(self) -> None:
-        """Drop all open rounds: nobody waits any more."""
         self._open.clear()
+        self.reached |= {worker: _DROPPED for worker in dropped if worker in self.reached}
 
     def export(self) -> dict[str, Any]:
         """Return everything but times, as JSON can hold it."""
@@ -173,7 +143,7 @@ class WagmaRounds:
                 "iteration": each.iteration,
                 "members": sorted(each.members),
                 "fresh": sorted(each.fresh),
-                "is_global": each.is_global,
+                "is_global": self._settings.is_global(each.iteration),
             }
             for each in self._open
         ]
@@ -187,14 +157,19 @@ class WagmaRounds:
         self._began = dict.fromkeys(self.reached, now)
         for found in plain["rounds"]:
             members, fresh = {*map(str, found["members"])}, {*map(str, found["fresh"])}
-            self._open.append(OpenRound(int(found["iteration"]), members, bool(found["is_global"]), fresh, now))
+            self._open.append(OpenRound(int(found["iteration"]), members, fresh, now))
+
+    def _frozen(self, freezing: OpenRound) -> Frozen:
+        t, tau = freezing.iteration, self._settings.tau
+        others = sorted(freezing.members - freezing.fresh)
+        stale = tuple(worker for worker in others if t - self.reached[worker] <= tau)
+        absent = tuple(worker for worker in others if worker not in stale)
+        return Frozen(t, tuple(sorted(freezing.fresh)), stale, absent)
 
     def _begin(self, worker: str, iteration: int) -> None:
         """Open the rounds of an iteration, over the workers that have not passed it."""
         behind = sorted(other for other, reached in self.reached.items() if other == worker or reached < iteration)
-        is_global = self._settings.is_global(iteration)
-        groups = self._settings.groups(behind, iteration)
-        self._open += [OpenRound(iteration, {*group}, is_global) for group in groups]
+        self._open += [OpenRound(iteration, {*group}) for group in self._settings.groups(behind, iteration)]
         self.newest = iteration
 
     def _is_due(self, each: OpenRound) -> bool:
@@ -202,11 +177,11 @@ class WagmaRounds:
             return False
         if each.members == each.fresh:
             return True
-        if each.is_global:
+        if self._settings.is_global(each.iteration):
             return False
         if all(self.reached[worker] < each.iteration - 1 for worker in each.members - each.fresh):
             return True
-        return self._clock() - each.since >= self._times.grace_seconds([*each.members])
+        return self._clock() - each.since >= self._times.grace_seconds(each.members)
 
     def _remove_member(self, worker: str, rounds: Collection[OpenRound]) -> None:
         """Remove a worker from rounds in which it will not arrive any more."""

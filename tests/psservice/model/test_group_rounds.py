@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psservice.model.wagma.rounds import Frozen, WagmaRounds
+from psservice.model.wagma.group_rounds import Frozen, GroupRounds
 from psservice.model.wagma.schedule import GroupSettings
 from tests.psservice.engine_makers import Clock
 
@@ -13,7 +13,7 @@ ALL = ("a", "b", "c", "d")
 
 def rounds_of(*workers, settings_=PAIRS):
     clock = Clock()
-    rounds = WagmaRounds(settings_, clock)
+    rounds = GroupRounds(settings_, clock)
     for worker in workers:
         rounds.enter(worker)
     return rounds, clock
@@ -22,7 +22,7 @@ def rounds_of(*workers, settings_=PAIRS):
 def freeze_all(rounds):
     found = []
     while (frozen := rounds.due()) is not None:
-        rounds.froze(frozen)
+        rounds.freeze(frozen.iteration, frozen.fresh[0])
         found.append(frozen)
     return found
 
@@ -164,7 +164,7 @@ def test_whatever_comes_and_goes_nobody_waits_for_ever_and_a_copy_goes_on_alike(
             rounds.arrive(worker, steps[worker])
             steps[worker] += 1
         freeze_all(rounds)
-    again = WagmaRounds(GroupSettings(size=size, tau=tau), clock)
+    again = GroupRounds(GroupSettings(size=size, tau=tau), clock)
     again.restore(rounds.export())
     assert again.export() == rounds.export()
     # Nobody gets ahead of the slowest by more than a period: the global round in between has stopped it. Who enters

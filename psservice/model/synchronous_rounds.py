@@ -1,17 +1,14 @@
-"""Synchronous rounds: gather one update from every live worker, apply their mean once.
+"""Synchronous rounds: gather one update from every live worker, apply their mean once (docs/protocol.md).
 
-A worker contributes with an ordinary push. The round closes when every live worker has contributed, or the first ``q``
-of them (backup workers; Chen et al. 2016), or some time after the first; the mean is over the contributors. A push for
-a closed round is too stale: its payload goes back into the worker's residual. Pulls of contributors wait for the close.
+Backup workers: Chen et al. 2016.
 """
 
-import json
 import math
-import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
@@ -19,9 +16,15 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.update.base import PLAIN, PushContext, RuleState
 
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
-_POLL_SHARE = 0.1
+POLL_SHARE = 0.1
+"""Share of the time waited already after which to ask again."""
 _LARGEST_VALUE = 1e30  # sums of millions of these are finite
 _MOST_WORKERS = 1 << 20
+
+
+def poll_seconds(wanted: float) -> float:
+    """Return when to ask again, within bounds."""
+    return min(max(wanted, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,57 +37,30 @@ class RoundSettings:
         start_workers: live workers that the first round of a run waits for.
     """
 
-    quorum: int = 0
-    seconds: float = 0.0
-    start_workers: int = 1
+    quorum: int = Field(ge=0, le=_MOST_WORKERS)
+    seconds: float = Field(ge=0, allow_inf_nan=False)
+    start_workers: int = Field(ge=1, le=_MOST_WORKERS)
 
     @classmethod
     def parse(cls, settings: Mapping[str, str]) -> "RoundSettings | None":
         """Read ``rounds`` of the method settings; ``None``: asynchronous (``BAD_REQUEST``)."""
         text = settings.get("rounds", "")
-        if not text:
-            return None
         try:
-            found = json.loads(text)
-            read = cls(int(found["quorum"]), float(found["seconds"]), int(found["start_workers"]))
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of rounds cannot be read: {error}") from error
-        counts = 0 <= read.quorum <= _MOST_WORKERS and 1 <= read.start_workers <= _MOST_WORKERS
-        if not counts or not math.isfinite(read.seconds) or read.seconds < 0:
-            raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of rounds make no sense: {text}")
-        return read
-
-    def is_due(
-        self,
-        contributors: Collection[str],
-        live: Collection[str],
-        age_seconds: float,
-        *,
-        first: bool,
-        dropped: Collection[str] = (),
-    ) -> bool:
-        """Tell whether a round closes; ``age_seconds`` since its first contribution, ``first`` of the run."""
-        if not contributors:
-            return False
-        if first and len({*live, *contributors}) < self.start_workers:
-            return False
-        if self.seconds and age_seconds >= self.seconds:
-            return True
-        if self.quorum and len(contributors) >= self.quorum:
-            return True
-        return all(name in contributors or name in dropped for name in live)
+            return TypeAdapter(cls).validate_json(text) if text else None
+        except ValidationError as error:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of rounds make no sense: {text}") from error
 
 
-class Round:
-    """The open round of a shard: the sum of its updates, and its contributors.
+class SynchronousRound:
+    """The open round of a shard: the sum of its updates, and its contributors; ``clock`` returns seconds.
 
     Attributes:
         dropped: workers whose contribution a rollback has dropped and who have made none since; none waits for them.
         is_empty: whether no update at all is in the round.
     """
 
-    def __init__(self, span: Span, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
-        self._span, self._clock = span, clock
+    def __init__(self, settings: RoundSettings, span: Span, device: torch.device, clock: Callable[[], float]) -> None:
+        self._settings, self._span, self._clock = settings, span, clock
         self._sum = torch.zeros(span.length, dtype=torch.float32, device=device)
         self._touched = torch.zeros(span.length, dtype=torch.bool, device=device)
         self._opened = 0.0
@@ -94,27 +70,30 @@ class Round:
         self.dropped: set[str] = set()
         self.is_empty = True
 
-    @property
-    def age_seconds(self) -> float:
-        """Since the first contribution."""
-        return self._clock() - self._opened if self.contributors else 0.0
+    def is_due(self, live: Collection[str], *, is_first: bool) -> bool:
+        """Tell whether the round closes, given the live workers; from any thread. ``is_first`` of the run."""
+        settings, contributors = self._settings, self.contributors
+        if not contributors or (is_first and len({*live, *contributors}) < settings.start_workers):
+            return False
+        if settings.seconds and self._clock() - self._opened >= settings.seconds:
+            return True
+        if settings.quorum and len(contributors) >= settings.quorum:
+            return True
+        return all(name in contributors or name in self.dropped for name in live)
 
     @property
     def retry_seconds(self) -> float:
         """When to ask again: a share of the time waited already."""
-        return min(max(_POLL_SHARE * self.age_seconds, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
+        return poll_seconds(POLL_SHARE * (self._clock() - self._opened))
 
     def add(self, worker: str, update: SparseSlice | None, context: PushContext = PLAIN) -> None:
         """Add a contribution (``NON_FINITE``); several of one worker count as one, a flush (no samples) as none."""
         if update is not None:
             if bool(update.values.abs().max() > _LARGEST_VALUE):
                 raise Rejected(ErrorCode.NON_FINITE, f"a value above {_LARGEST_VALUE:g} is not taken into a round")
-            if update.offsets is None:
-                self._sum.add_(update.values)
-                self._touched.fill_(True)
-            else:
-                self._sum.index_add_(0, update.offsets, update.values)
-                self._touched[update.offsets] = True
+            where = slice(None) if update.offsets is None else update.offsets
+            self._sum[where] += update.values
+            self._touched[where] = True
             self.is_empty = False
         if update is not None or context.samples:
             self._rates[worker] = context.group_rates
