@@ -148,7 +148,9 @@ class NodeComm:
                 bucket = small[start : start + _SMALL_TOGETHER]
                 joined = torch.cat([memory.to(bucket[0].device) for memory in bucket])
                 dist.broadcast(joined, group=self._group, group_src=0)
-                for memory, part in zip(bucket, joined.split([memory.numel() for memory in bucket]), strict=True):
+                for memory, part in zip(
+                    bucket, torch.split(joined, [memory.numel() for memory in bucket]), strict=True
+                ):
                     memory.copy_(part)
             for work in under_way:
                 work.wait()
