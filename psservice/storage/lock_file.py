@@ -10,7 +10,7 @@ import struct
 import threading
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ class Watermark:
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
-        counts = self.segment, self.appended, self.durable, self.snapshot, self.generation, self.clean
-        data = _FORM.pack(_MAGIC, self.boot_id.encode(), self.fsync.encode(), *counts)
+        boot_id, fsync, *counts = astuple(self)
+        data = _FORM.pack(_MAGIC, boot_id.encode(), fsync.encode(), *counts)
         return data + _CRC.pack(zlib.crc32(data))
 
     @classmethod

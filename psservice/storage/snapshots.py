@@ -31,11 +31,7 @@ class Snapshot:
     files: Files = DISK
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Read the tensors.
-
-        Raises:
-            StorageError: the file is not what the manifest says.
-        """
+        """Read the tensors; raises :class:`StorageError` where the file is not what the manifest says."""
         path = self.path / TENSORS_NAME
         try:
             if self.manifest.tensors is None or _seal(self.files, path) != self.manifest.tensors:
@@ -46,11 +42,7 @@ class Snapshot:
 
 
 def write(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-    """Write a snapshot; tensors are contiguous and on the host.
-
-    Raises:
-        OSError: it could not be written; nothing of it is left.
-    """
+    """Write a snapshot; tensors are contiguous and on the host. Raises ``OSError``, and then nothing of it is left."""
     path = directory / f"{manifest.segment:012d}-v{manifest.version}"
     temporary = path.with_name(f".{path.name}.tmp")
     try:
