@@ -14,11 +14,11 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import sibling_generation
 from psservice.cluster.checkpoints import Checkpoints, new_id
 from psservice.model.parameters import ModelShard
+from psservice.recovery import past_model
 from psservice.recovery.capture import Capture, Content, DurableShard, capture
 from psservice.recovery.event_log import EventLog, or_not_durable
-from psservice.recovery.past_model import replay_to
 from psservice.recovery.replayer import LogReplayer
-from psservice.storage.datadir import DataDir, require_same_number
+from psservice.storage.datadir import DataDir
 from psservice.storage.files import StorageError, discard
 from psservice.storage.manifest import Manifest
 from psservice.storage.snapshots import Snapshot
@@ -31,30 +31,24 @@ _PERIODS_ALONE = 3  # after which a shard that hears of no checkpoint takes a sn
 
 
 class Durability:
-    """Writes what happens to a shard to its data directory. Without one, every call does nothing.
+    """Writes events and snapshots of a shard to its data directory. Without one, every call does nothing.
 
-    Args:
-        shard: which may be under construction: nothing of it but its settings and its environment is read at first.
-        on_health: called with ``False`` while pushes cannot be made durable, with ``True`` when they can again.
+    The shard may be under construction: only its settings and its environment are read at first. ``on_health`` is
+    called with ``False`` while pushes cannot be made durable, with ``True`` when they can again.
 
     Attributes:
         averaging: held while buffers are averaged in and noted, so that a snapshot falls between two of these.
-        last_snapshot: the newest; ``None`` before the first.
         snapshot_errors: snapshots that could not be taken, since the start.
 
     Raises:
-        StorageError: the directory is in use, cannot be written, or lies beside that of another number of shards.
+        StorageError: see :class:`~psservice.storage.datadir.DataDir`.
     """
 
     def __init__(self, shard: DurableShard, on_health: Callable[[bool], None]) -> None:
         self._shard, self._settings, self._environment = shard, shard.settings, shard.environment
         self._dir: DataDir | None = None
-        settings = self._settings
-        if settings.data_dir is not None and settings.durability != "none":
-            if settings.init is None:
-                files = self._environment.files
-                require_same_number(files, settings.data_dir, settings.shard_index, settings.num_shards)
-            self._dir = DataDir(settings, self._environment, on_health)
+        if self._settings.data_dir is not None and self._settings.durability != "none":
+            self._dir = DataDir(self._settings, self._environment, on_health)
         self.events = EventLog()
         self.checkpoints = Checkpoints()
         self.averaging = threading.Lock()
@@ -96,7 +90,7 @@ class Durability:
         source = self._dir.source()
         if source is None:
             log.info("the data directory is empty", extra={"path": str(self._dir.path)})
-            self._begin(is_served=True)
+            self.events.journal = self._dir.begin(is_served=True)
             return
         manifest = source.snapshot.manifest
         self._require_ours(manifest)
@@ -120,7 +114,7 @@ class Durability:
         if new_history:  # versions that workers have seen may be gone: the same numbers will mean other values
             replayer.model.generation = sibling_generation(manifest.generation)
         self._shard.adopt(replayer)
-        self._begin(is_served=not new_history)
+        self.events.journal = self._dir.begin(is_served=not new_history)
         self.checkpoints.last = manifest.last_checkpoint
         self._note(source.snapshot)
         log.info(
@@ -136,11 +130,6 @@ class Durability:
         )
         if new_history or has_other_settings or self.events.journal is None:
             self.take()  # what the disk says must be true when this life ends without a word
-
-    def _begin(self, *, is_served: bool) -> None:
-        assert self._dir is not None
-        self._dir.begin(is_served=is_served)
-        self.events.journal = self._dir.journal
 
     def _require_ours(self, manifest: Manifest) -> None:
         mine = (self._settings.shard_index, self._settings.num_shards)
@@ -173,8 +162,7 @@ class Durability:
             self._dir.close()
 
     def close(self) -> None:
-        """Take the last snapshot, after the writer has stopped, and close the directory."""
-        self.stop()
+        """Take the last snapshot, after :meth:`stop` and the end of the writer, and close the directory."""
         model = self._shard.model
         try:
             if self._dir is not None and model is not None:
@@ -232,13 +220,13 @@ class Durability:
         log.info("checkpoint deleted", extra={"checkpoint": checkpoint, "path": str(found.path)})
         return found
 
-    def look_back(self, version: int | None, checkpoint: str) -> LogReplayer:
+    def replay_to(self, version: int | None, checkpoint: str) -> LogReplayer:
         """Return the shard as it was at a version or in a checkpoint; raises ``NO_SUCH_CHECKPOINT``."""
         data_dir = self._require_dir()
         where = (data_dir.path, data_dir.files, self._shard.device, self._settings.shard)
         with self._snapshotting:  # nothing is removed meanwhile
             try:
-                return replay_to(*where, version=version, checkpoint=checkpoint)
+                return past_model.replay_to(*where, version, checkpoint)
             except StorageError as error:
                 raise Rejected(ErrorCode.NO_SUCH_CHECKPOINT, str(error)) from error
 
@@ -250,7 +238,7 @@ class Durability:
     # Checkpoints of all shards
 
     def announced_checkpoint(self) -> str:
-        """Return shard 0's newest checkpoint, which workers carry to the other shards, or nothing."""
+        """Return shard 0's newest checkpoint, which workers carry to the other shards; empty elsewhere."""
         if not self._shard.is_coordinator or self.last_snapshot is None:
             return ""
         return self.checkpoints.told(self._shard.run.run_id, self.last_snapshot.manifest.checkpoint)
@@ -301,8 +289,7 @@ class Durability:
     def install(self, make: Callable[[], Content], publish: Callable[[Content], None]) -> Content:
         """Take the first snapshot of a new content, and publish that; the writer refuses jobs meanwhile.
 
-        Raises:
-            Rejected: ``NOT_DURABLE``, or what ``make`` raises on the writer thread.
+        Raises :class:`Rejected` (``NOT_DURABLE``), or what ``make`` raises on the writer thread.
         """
         writer = self._shard.writer
 

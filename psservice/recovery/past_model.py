@@ -19,9 +19,9 @@ from psservice.recovery.replayer import LogReplayer
 from psservice.sampling.dataset import Datasets
 from psservice.settings import ShardSettings
 from psservice.storage.files import DISK, Files, StorageError
-from psservice.storage.manifest import Manifest
-from psservice.storage.recovery_source import newest_source, past_sources
-from psservice.storage.snapshots import found
+from psservice.storage.lock_file import Watermark
+from psservice.storage.recovery_source import RecoverySource, newest_source
+from psservice.storage.snapshots import readable
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +30,11 @@ log = logging.getLogger(__name__)
 
 
 def replay_to(
-    directory: Path,
-    files: Files,
-    device: torch.device,
-    settings: ShardSettings,
-    *,
-    version: int | None = None,
-    checkpoint: str = "",
+    directory: Path, files: Files, device: torch.device, settings: ShardSettings, version: int | None, checkpoint: str
 ) -> LogReplayer:
     """Replay a shard to a version (of its newest history that had it), to a checkpoint, or to the end.
 
-    Raises:
-        StorageError: that is not kept, or is damaged.
+    Raises :class:`StorageError` where that is not kept, or is damaged.
     """
     if version is None and not checkpoint:
         newest = newest_source(directory, files)
@@ -51,20 +44,22 @@ def replay_to(
         replayer.replay_to(None)
         return replayer
 
-    def is_wanted(manifest: Manifest) -> bool:
-        return manifest.checkpoint == checkpoint if version is None else manifest.version <= version
-
-    for source in past_sources(directory, files, is_wanted):
-        replayer = LogReplayer(source, device, settings)
-        try:
-            replayer.replay_to(replayer.model.version if version is None else version)
-        except StorageError as error:
-            log.info("not from here", extra={"snapshot": str(source.snapshot.path), "error": str(error)})
+    kept = readable(files, directory / "snapshots")
+    for snapshot in reversed(kept):
+        first = snapshot.manifest
+        if (first.checkpoint != checkpoint) if version is None else (first.version > version):
             continue
-        replayer.apply_settings()
-        return replayer
-    kept = [each.manifest for each in found(files, directory / "snapshots")]
-    names = ", ".join(f"{each.version}" + (f" ({each.checkpoint})" if each.checkpoint else "") for each in kept)
+        try:
+            source = RecoverySource(directory, files, kept, snapshot, Watermark())
+            replayer = LogReplayer(source, device, settings)
+            replayer.replay_to(first.version if version is None else version)
+        except StorageError as error:
+            log.warning("not from this snapshot", extra={"path": str(snapshot.path), "error": str(error)})
+        else:
+            replayer.apply_settings()
+            return replayer
+    manifests = [each.manifest for each in kept]
+    names = ", ".join(f"{each.version}" + (f" ({each.checkpoint})" if each.checkpoint else "") for each in manifests)
     there = f"there are snapshots of version {names}" if kept else "there are no snapshots"
     if version is None:
         raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {there}")
@@ -93,8 +88,7 @@ def replay_shards(data_dir: Path, version: int | None = None, checkpoint: str = 
     """Replay every shard as :func:`replay_to` does; raises :class:`StorageError`."""
     shards: list[LogReplayer] = []
     for directory in _shard_directories(data_dir):
-        where = (directory, DISK, torch.device("cpu"), ShardSettings())
-        shard = replay_to(*where, version=version, checkpoint=checkpoint)
+        shard = replay_to(directory, DISK, torch.device("cpu"), ShardSettings(), version, checkpoint)
         runs = {each.run_id for each in (*shards, shard)} - {""}  # a shard that was just begun may not know it yet
         if shards and (len(runs) > 1 or shard.layout.fingerprint != shards[0].layout.fingerprint):
             raise StorageError(f"{directory} belongs to another run than {shards[0].snapshot.path.parents[1]}")
@@ -172,8 +166,7 @@ def fit(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the file's parameters laid flat (fp32 ``[n]``) and its buffers, both in a worker's order.
 
-    Raises:
-        Rejected: ``FINGERPRINT_MISMATCH`` where file and model do not hold the same tensors.
+    Raises :class:`Rejected` (``FINGERPRINT_MISMATCH``) where file and model have other tensors.
     """
 
     def mismatch(message: str, tensor: str) -> Rejected:

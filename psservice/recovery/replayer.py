@@ -1,7 +1,7 @@
-"""A shard's past, brought back: a snapshot, and every record behind it done again in its order.
+"""Replay of a shard's past: a snapshot, and every record behind it done again in its order.
 
-The journal holds the very messages of each push, and they are read, merged and applied by the code that served them;
-so the parameters come out bit for bit as they were.
+The journal has the messages of each push as they came, and the code that served them reads, merges and applies them
+again, so the parameters are bit for bit as they were.
 """
 
 import logging
@@ -100,13 +100,12 @@ class LogReplayer:
     def replay(self, to_version: int | None = None) -> Iterator[int]:
         """Replay the records one by one, and yield the version after each.
 
-        Raises:
-            StorageError: a record makes no sense behind the ones before it, or the version is not covered.
+        Raises :class:`StorageError` where a record does not fit the ones before, or the version is not covered.
         """
         if to_version is None or to_version > self.model.version:
             for record in self._source.records():
                 try:
-                    self._do(record)
+                    self._redo(record)
                 except (Rejected, ValueError, DecodeError, KeyError, IndexError) as error:
                     self._source.refuse(record, f"a record cannot be done: {error}")
                     break
@@ -131,15 +130,12 @@ class LogReplayer:
             pass
 
     def versions_dropped(self) -> int:
-        """Return how many versions are given up behind damage, as far as their records can be read."""
+        """Count the versions that are given up behind damage, as far as their records can be read."""
         made_by = Kind.PUSHED if self.model.round is None else Kind.ROUND
         return sum(record.kind == made_by for record in self._source.dropped())
 
     def apply_settings(self) -> bool:
-        """Keep from now on what the settings say; return whether the records were made with something else.
-
-        Then a snapshot has to follow, and diffs begin anew.
-        """
+        """Keep from now on what the settings say; return whether that is new, so that a snapshot has to follow."""
         old = self.model
         wanted = self._shard(old.theta, old.version, self._settings)
         if wanted.settings == old.settings:
@@ -149,15 +145,9 @@ class LogReplayer:
         return True
 
     def _shard(self, theta: torch.Tensor, version: int, settings: ShardSettings) -> ModelShard:
-        mode = TrainingMode.of(self.manifest.method_settings)
+        mode, generation = TrainingMode.of(self.manifest.method_settings), self.manifest.generation
         return shard_kind(mode)(
-            self.layout,
-            self.span,
-            theta,
-            generation=self.manifest.generation,
-            version=version,
-            settings=settings,
-            mode=mode,
+            self.layout, self.span, theta, generation=generation, version=version, settings=settings, mode=mode
         )
 
     def extend_changelog(self) -> None:
@@ -200,31 +190,32 @@ class LogReplayer:
         """Yield the version that each push was to make, and what the push changed."""
         for record in records:
             if record.kind == Kind.PUSHED:
-                header, segments, answer = self._push_in(record)
+                header, merged, answer = self._read_push(messages_in(record.body))
                 if header.generation != self.manifest.generation:
                     raise ValueError(f"the push is of generation {header.generation}")
-                yield answer.version, self.model.changed_by(merge(self.span, segments))
+                yield answer.version, self.model.changed_by(merged)
 
-    def _push_in(self, record: Record) -> tuple[pb.PushHeader, list[SparseSlice], pb.PushSparseResponse]:
-        *requests, answer = messages_in(record.body)
+    def _read_push(self, messages: list[bytes]) -> tuple[pb.PushHeader, SparseSlice | None, pb.PushSparseResponse]:
+        *requests, answer = messages
         header, _, segments = read_all(
             read_push(lambda opened: PushReader.of(opened, self.span)), map(pb.PushSparseRequest.FromString, requests)
         )
         segments.sort(key=lambda segment: segment.span.start)
-        return header, segments, pb.PushSparseResponse.FromString(answer)
+        return header, merge(self.span, segments), pb.PushSparseResponse.FromString(answer)
 
-    def _do(self, record: Record) -> None:
+    def _redo(self, record: Record) -> None:
+        messages = [] if record.kind == Kind.GROUPS else messages_in(record.body)
         if record.kind == Kind.PUSHED:
-            self._do_push(record)
+            self._redo_push(messages)
         elif record.kind == Kind.AVERAGED:
-            self._do_buffers(record)
+            self._redo_buffers(messages)
         elif record.kind == Kind.JOINED:
-            request = pb.JoinRequest.FromString(messages_in(record.body)[0])
+            request = pb.JoinRequest.FromString(messages[0])
             identity = identity_from_message(request.identity)
             others = (live.clock for name, live in self.workers.items() if name != identity.worker_id)
             self.workers[identity.worker_id] = live_worker(identity, request.index_codecs, first_clock(others))
         elif record.kind == Kind.LEFT:
-            identity = identity_from_message(pb.LeaveRequest.FromString(messages_in(record.body)[0]).identity)
+            identity = identity_from_message(pb.LeaveRequest.FromString(messages[0]).identity)
             known = self.workers.get(identity.worker_id)
             if known is not None and known.incarnation == identity.incarnation:
                 del self.workers[identity.worker_id]
@@ -232,38 +223,39 @@ class LogReplayer:
             self.run_state = RunState.FINISHED
             self.model.finish()
         elif record.kind == Kind.ROUND:
-            self._do_round(record)
+            version = pb.PushSparseResponse.FromString(messages[0]).version
+            if self.model.round is None or version != self.model.version + 1:
+                raise ValueError(f"a round that makes version {version} follows version {self.model.version}")
+            self.model.close_round()
         elif record.kind == Kind.GROUPS:
             if not isinstance(self.model, GroupedShard):
                 raise ValueError("the shard has no groups")
             self.model.decide(Decision.from_bytes(record.body))
         elif record.kind == Kind.LEASED:
-            redo(self.datasets, messages_in(record.body))
+            redo(self.datasets, messages)
         else:
             raise ValueError(f"records of kind {record.kind} are not known to this version of the server")
 
-    def _do_push(self, record: Record) -> None:
-        header, segments, answer = self._push_in(record)
+    def _redo_push(self, messages: list[bytes]) -> None:
+        header, merged, answer = self._read_push(messages)
         if (header.generation, answer.version) != (self.model.generation, self.model.version + 1):
             raise ValueError(
                 f"it is version {answer.version} of generation {header.generation}, and follows version "
                 f"{self.model.version} of {self.model.generation}"
             )
-        update = on_device(merge(self.span, segments), self.model.theta.device)
+        update = on_device(merged, self.model.theta.device)
         context = PushContext.of(header, answer.applied_scale or 1.0)
         try:
             self.model.take(header.identity.worker_id, update, context, header.step)
         except Rejected as error:  # as it was then: that follows from the parameters and the push alone
-            log.debug("a push that was refused is left out", extra={"offset": record.offset, "why": str(error)})
+            log.debug("a push that was refused is left out", extra={"version": answer.version, "why": str(error)})
             return
         self.run_id = self.run_id or header.identity.run_id  # a shard that follows learns it from its workers
         identity = identity_from_message(header.identity)
         self.datasets.put(self.datasets.finish(identity, finished_of(header)))
         known = self.pushes.setdefault(identity, PushRecord())
-        known.step, known.answer = (
-            header.step,
-            PushAnswer(answer.version, answer.staleness, 0, answer.applied_scale or 1.0),
-        )
+        known.step = header.step
+        known.answer = PushAnswer(answer.version, answer.staleness, 0, answer.applied_scale or 1.0)
         if self.model.round is None:
             known.own = known.own.noted(header.generation, header.base_version, answer.version)
         self.pushes.move_to_end(identity)
@@ -274,17 +266,10 @@ class LogReplayer:
             self.workers[identity.worker_id] = live.model_copy(update={"clock": live.clock + 1})
         self.samples = added(self.samples, header.samples)
 
-    def _do_round(self, record: Record) -> None:
-        (data,) = messages_in(record.body)
-        version = pb.PushSparseResponse.FromString(data).version
-        if self.model.round is None or version != self.model.version + 1:
-            raise ValueError(f"a round that makes version {version} follows version {self.model.version}")
-        self.model.close_round()
-
-    def _do_buffers(self, record: Record) -> None:
+    def _redo_buffers(self, messages: list[bytes]) -> None:
         if self.buffers is None:
             raise ValueError("the shard keeps no buffers")
-        opening, chunk, answer = messages_in(record.body)
+        opening, chunk, answer = messages
         header, data = pb.BuffersHeader.FromString(opening), pb.BytesChunk.FromString(chunk).data
         self.buffers.contribute(data, header.samples, pb.RenewLeaseResponse.FromString(answer).live_workers)
         self.pushes.setdefault(identity_from_message(header.identity), PushRecord()).buffer_step = header.step
@@ -298,7 +283,7 @@ def _remembered(push: KnownPush) -> tuple[Identity, PushRecord]:
 
 def on_device(update: SparseSlice | None, device: torch.device) -> SparseSlice | None:
     """Move an update to where the parameters are."""
-    if update is None or device.type == "cpu":
-        return update
+    if update is None:
+        return None
     offsets = None if update.offsets is None else update.offsets.to(device)
     return SparseSlice(update.span, offsets, update.values.to(device))

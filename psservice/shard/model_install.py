@@ -266,7 +266,7 @@ def roll_back(shard: Shard, version: int | None, checkpoint: str) -> ModelShard:
     :class:`Rejected` (``NO_SUCH_CHECKPOINT``, ``NOT_DURABLE``).
     """
     before = shard.require_model(None)
-    history = shard.durability.look_back(version, checkpoint)
+    history = shard.durability.replay_to(version, checkpoint)
     with shard.join_lock:
         _claim(shard)
 

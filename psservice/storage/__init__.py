@@ -1,4 +1,1 @@
-"""What survives the process: a journal of what was acknowledged, and snapshots that it is cut behind.
-
-This room knows files and bytes. What the bytes mean is said in :mod:`psservice.recovery.durability`.
-"""
+"""Files and bytes of what survives the process; :mod:`psservice.recovery.durability` gives the bytes their meaning."""

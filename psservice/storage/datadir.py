@@ -1,11 +1,7 @@
-"""One shard's data directory: its lock, its snapshots, its journal, and how to begin from them again.
-
-    DIR/shard-0-of-2/lock                          how far the rest was acknowledged
-                     snapshots/000000000007-v120/   manifest.json, state.safetensors
-                     journal/000000000007.journal   what came behind it
+"""One shard's data directory (docs/durability.md has the tree): its lock, its snapshots and its journal.
 
 A snapshot names the first segment behind it. The last snapshots are kept, and the journal as far back as the oldest of
-them, so that any version since then can be had again.
+them, so that any version since then can be restored.
 """
 
 import logging
@@ -29,40 +25,23 @@ from psservice.storage.snapshots import Snapshot
 log = logging.getLogger(__name__)
 
 
-def shard_directory(data_dir: Path, shard_index: int, num_shards: int) -> Path:
-    """Return a shard's own directory."""
-    return data_dir / f"shard-{shard_index}-of-{num_shards}"
-
-
-def require_same_number(files: Files, data_dir: Path, shard_index: int, num_shards: int) -> None:
-    """Raise :class:`StorageError` where a run with another number of shards has a directory, and this one has none."""
-    if snapshots.last_number(files, shard_directory(data_dir, shard_index, num_shards) / "snapshots"):
-        return
-    for name in files.list(data_dir):
-        number = name.rpartition("-of-")[2] if name.startswith("shard-") else str(num_shards)
-        if number != str(num_shards) and snapshots.last_number(files, data_dir / name / "snapshots"):
-            raise StorageError(
-                f"{data_dir / name} holds a model of a run with --num-shards {number}, and this server was started "
-                f"with {num_shards}. Start it with --num-shards {number} to go on with that run, or with a --data-dir "
-                "of its own, and --init DIR to begin from that model"
-            )
-
-
 class DataDir:
-    """The directory of a running shard, not thread-safe; :class:`StorageError` where another server has the directory.
+    """The directory of a running shard; not thread-safe.
 
-    Attributes:
-        journal: ``None`` before :meth:`begin`, and where only snapshots are kept.
+    Raises :class:`StorageError` where another server has the directory, or the directory cannot be written, or lies
+    beside that of another number of shards.
     """
 
     def __init__(self, settings: ServerSettings, environment: Environment, on_health: Callable[[bool], None]) -> None:
         assert settings.data_dir is not None
         self._settings, self._environment, self._on_health = settings, environment, on_health
         self.files = environment.files
-        self.path = shard_directory(settings.data_dir, settings.shard_index, settings.num_shards)
-        self.journal: Journal | None = None
-        self._lock_file = LockFile(self.path, self.files)
+        self.path = settings.data_dir / f"shard-{settings.shard_index}-of-{settings.num_shards}"
         self._snapshots, self._journals = self.path / "snapshots", self.path / "journal"
+        if settings.init is None and not snapshots.newest_number(self.files, self._snapshots):
+            _require_same_number(self.files, settings.data_dir, str(settings.num_shards))
+        self._journal: Journal | None = None
+        self._lock_file = LockFile(self.path, self.files)
         self._number = 0
         # Now: later there may be no descriptor to read the boot id with.
         promise = {"boot_id": self.files.boot_id(), "fsync": settings.fsync}
@@ -77,18 +56,17 @@ class DataDir:
 
     def source(self) -> RecoverySource | None:
         """Open what the directory has, ``None`` for nothing; :meth:`begin` comes after that is read."""
-        return newest_source(self.path, self.files, strict=self._settings.recover == "strict", mend=True)
+        return newest_source(self.path, self.files, strict=self._settings.recover == "strict", repair=True)
 
-    def begin(self, *, is_served: bool) -> None:
-        """Begin to append, in a new segment; raises :class:`StorageError`.
+    def begin(self, *, is_served: bool) -> Journal | None:
+        """Begin to append, in a new segment of the journal, if one is kept; raises :class:`StorageError`.
 
-        Args:
-            is_served: whether the shard serves what is on the disk; else the next snapshot makes that so.
+        ``is_served``: whether the shard serves what is on the disk; else the next snapshot makes that so.
         """
         before = self._lock_file.watermark or Watermark()
         newest_segment = max(segment_numbers(self.files, self._journals), default=0)
         # The next one, since a gap is damage, and not before any snapshot that was ever written.
-        self._number = max(newest_segment + 1, snapshots.last_number(self.files, self._snapshots), before.snapshot)
+        self._number = max(newest_segment + 1, snapshots.newest_number(self.files, self._snapshots), before.snapshot)
         # Without a promise if not served: a power cut would be judged by that of the life before.
         begun = replace(before, boot_id="", fsync="", clean=False)
         if is_served:
@@ -98,7 +76,7 @@ class DataDir:
         try:
             self._lock_file.begin(begun)
             if self._promise:
-                self.journal = Journal(
+                self._journal = Journal(
                     self._environment,
                     self._journals,
                     self._number,
@@ -109,10 +87,11 @@ class DataDir:
                 )
         except OSError as error:
             raise StorageError(f"cannot write to {self.path}: {error.strerror}") from error
+        return self._journal
 
     def rotate(self) -> int:
         """Begin another segment, for a snapshot of this version; return its number. Raises :class:`StorageError`."""
-        self._number = self._number + 1 if self.journal is None else self.journal.rotate()
+        self._number = self._number + 1 if self._journal is None else self._journal.rotate()
         return self._number
 
     def write(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], *, clean: bool) -> Snapshot:
@@ -133,18 +112,30 @@ class DataDir:
             raise StorageError(f"cannot write a snapshot to {self._snapshots}: {why}") from error
         try:  # the new one is on the disk already: no failure from here on is its caller's
             kept = snapshots.prune(self.files, self._snapshots, self._settings.keep_snapshots)
-            if self.journal is not None and kept:
-                self.journal.cut_before(min(each.manifest.segment for each in kept))
+            if self._journal is not None and kept:
+                self._journal.cut_before(min(each.manifest.segment for each in kept))
         except OSError as error:
             log.warning("old snapshots stay", extra={"path": str(self._snapshots), "error": str(error)})
         return snapshot
 
     def snapshots(self) -> list[Snapshot]:
         """Return the snapshots that can be read, oldest first."""
-        return snapshots.found(self.files, self._snapshots)
+        return snapshots.readable(self.files, self._snapshots)
 
     def close(self) -> None:
         """Close the journal and unlock the directory."""
-        if self.journal is not None:
-            self.journal.close()
+        if self._journal is not None:
+            self._journal.close()
         self._lock_file.close()
+
+
+def _require_same_number(files: Files, data_dir: Path, ours: str) -> None:
+    """Raise :class:`StorageError` where a run with another number of shards has a directory."""
+    for name in files.list(data_dir):
+        number = name.rpartition("-of-")[2] if name.startswith("shard-") else ours
+        if number != ours and snapshots.newest_number(files, data_dir / name / "snapshots"):
+            raise StorageError(
+                f"{data_dir / name} holds a model of a run with --num-shards {number}, and this server was started "
+                f"with {ours}. Start it with --num-shards {number} to go on with that run, or with a --data-dir "
+                "of its own, and --init DIR to begin from that model"
+            )

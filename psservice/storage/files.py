@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from pscore.model.modelfile import save
 
@@ -93,8 +94,7 @@ class Files:
     def load_tensors(self, path: Path) -> dict[str, torch.Tensor]:
         """Read a safetensors file."""
         try:
-            with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return load_file(path)
         except SafetensorError as error:
             raise OSError(str(error)) from error
 

@@ -77,7 +77,6 @@ class Journal:
         self._on_health, self._on_progress = on_health, on_progress
         self.bytes_written = self.errors = 0
         self.broken = ""
-        self._bytes_durable = 0  # of bytes_written
         self._healthy, self._complained, self._complained_at = True, False, -_LOG_SECONDS
         self._forcing = threading.Lock()  # during an fsync and while the file changes; acquired before the other
         self._lock = threading.RLock()
@@ -95,7 +94,12 @@ class Journal:
                 self._file.append(parts)
                 self._on_progress(segment=self._number, appended=self._size + size, durable=self._size_durable)
             except OSError as error:
-                self._undo_last(error)
+                self.errors += 1
+                self._set_healthy(False, error.strerror or str(error))
+                try:
+                    self._file.cut(self._size)
+                except OSError:
+                    self._break(f"a record is half written to {self._path} and cannot be cut off: {error.strerror}")
                 raise StorageError(
                     f"cannot append to {self._path}: {error.strerror}; free space or mend the disk, "
                     "pushes are taken again as soon as it can be written"
@@ -112,9 +116,9 @@ class Journal:
     def force(self) -> None:
         """Force every record that was appended before this call to the disk."""
         with self._lock:
-            target = self.bytes_written
+            target = (self._number, self._size)
         with self._forcing:
-            if self._bytes_durable < target:
+            if (self._number, self._size_durable) < target:  # else another call, or the end of a segment, has done that
                 self._sync()
 
     def rotate(self) -> int:
@@ -162,12 +166,12 @@ class Journal:
         """Force the segment to the disk; under ``_forcing``, so that no thread closes the file."""
         with self._lock:
             self._require_whole()
-            written, size = self.bytes_written, self._size
+            size = self._size
         try:
             self._file.sync()
             with self._lock:
                 self._on_progress(segment=self._number, appended=self._size, durable=size)
-                self._bytes_durable, self._size_durable = written, size
+                self._size_durable = size
         except OSError as error:
             with self._lock:
                 self._break(f"fsync of {self._path}: {error.strerror}")
@@ -193,14 +197,6 @@ class Journal:
             raise
         self._file, self._path, self._mark, self._number = file, path, mark, number
         self._size, self._size_durable = HEAD_BYTES, durable
-
-    def _undo_last(self, error: OSError) -> None:
-        self.errors += 1
-        self._set_healthy(False, error.strerror or str(error))
-        try:
-            self._file.cut(self._size)
-        except OSError:
-            self._break(f"a record is half written to {self._path} and cannot be cut off: {error.strerror}")
 
     def _break(self, why: str) -> None:
         self.broken = f"{why}; restart the server to recover what is on the disk"
@@ -231,13 +227,13 @@ class SegmentReader:
     """Reads one segment.
 
     Attributes:
-        good: bytes up to the end of the last record that was read.
+        valid_bytes: up to the end of the last record that was read.
         torn: why reading ended before the end of the file; ``None`` where it did not.
     """
 
     def __init__(self, path: Path, files: Files = DISK) -> None:
         self.path, self._files = path, files
-        self.good = 0
+        self.valid_bytes = 0
         self.torn: str | None = None
         self._size, self._mark = 0, b""
 
@@ -258,18 +254,18 @@ class SegmentReader:
                 cut = self._size < HEAD_BYTES
                 self.torn = "the file ends inside its head" if cut else "its head does not check"
                 return
-            self.good = HEAD_BYTES
-            while self.good < self._size:
-                record = self._read(file, self.good)
+            self.valid_bytes = HEAD_BYTES
+            while self.valid_bytes < self._size:
+                record = self._read(file, self.valid_bytes)
                 if isinstance(record, str):
                     following = self._next_record(file)
                     if following is not None:
                         why = f"{record}, and there is a record at {following.offset}"
-                        raise DamagedError(self.path, self.good, why)
+                        raise DamagedError(self.path, self.valid_bytes, why)
                     self.torn = record
                     return
                 yield record
-                self.good = record.end
+                self.valid_bytes = record.end
 
     def salvage(self) -> Iterator[Record]:
         """Yield the records behind the end of what was read that check all the same; none where there is no file."""
@@ -277,7 +273,7 @@ class SegmentReader:
             if self._read_head(file):
                 while (record := self._next_record(file)) is not None:
                     yield record
-                    self.good = record.end - 1
+                    self.valid_bytes = record.end - 1
 
     def _read_head(self, file: BinaryIO) -> bool:
         """Learn the file's size and mark; return whether the head checks."""
@@ -306,7 +302,7 @@ class SegmentReader:
 
     def _next_record(self, file: BinaryIO) -> Record | None:
         """Search for a record that checks behind the end of what was read."""
-        position = self.good + 1
+        position = self.valid_bytes + 1
         while position < self._size:
             file.seek(position)
             found = file.read(_SEARCH_BYTES + MARK_BYTES - 1).find(self._mark)

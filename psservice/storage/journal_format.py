@@ -1,17 +1,9 @@
 """How records lie in a segment of the journal, and how damage differs from the end that a crash has left.
 
-A segment is a file of records behind a 20-byte head: ``SPSJRNL2``, a random mark of this segment, and a CRC-32 of
-both. A record is
-
-    mark    8 bytes   the segment's: what an old file left on the disk does not have
-    length  uint64    of the body
-    kind    uint32
-    crc     uint32    CRC-32 of length and kind, continued over the body
-    body    length bytes
-
-Integers are little-endian. A file ends anywhere inside its last record where a process or a machine died. So a record
-that is cut or does not check, with no record behind it, is a *torn tail*; with one behind it, the file is *damaged*
-there. The watermark (:mod:`psservice.storage.lock_file`) tells whether a torn tail was acknowledged.
+A segment is a file of records behind a head; docs/durability.md has both byte by byte. A file ends anywhere inside its
+last record where a process or a machine died. So a record that is cut or does not check, with no record behind it, is
+a *torn tail*; with one behind it, the file is *damaged* there. The watermark (:mod:`psservice.storage.lock_file`) tells
+whether a torn tail was acknowledged.
 """
 
 import struct
@@ -23,10 +15,10 @@ from psservice.storage.files import StorageError
 
 MAGIC = b"SPSJRNL2"
 MARK_BYTES = 8
-_HEAD = struct.Struct("<8s8sI")
+_HEAD = struct.Struct("<8s8sI")  # magic, mark, CRC of both
 HEAD_BYTES = _HEAD.size
-FRAME = struct.Struct("<8sQII")
-_CHECKED = struct.Struct("<QI")
+FRAME = struct.Struct("<8sQII")  # mark, which no leftover of an old file has, length, kind, CRC
+_CHECKED = struct.Struct("<QI")  # length, kind
 
 
 class DamagedError(StorageError):

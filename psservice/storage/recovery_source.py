@@ -1,7 +1,7 @@
 """What a shard's data directory has of the past, and whether all of it is still there."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from psservice.storage import snapshots
@@ -9,7 +9,6 @@ from psservice.storage.files import DISK, Files, StorageError
 from psservice.storage.journal import SegmentReader, segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError, Record
 from psservice.storage.lock_file import LOCK_NAME, Watermark, read_watermark
-from psservice.storage.manifest import Manifest
 from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
@@ -19,38 +18,39 @@ class RecoverySource:
     """A snapshot, and the records behind it; raises :class:`StorageError` where the snapshot is damaged.
 
     Args:
-        directory: the shard's own.
+        kept: all snapshots of the shard's directory that can be read.
         watermark: what must be there; an empty one asks for nothing.
         strict: whether damage is an error; else reading ends there (``--recover last-good``).
-        mend: whether a torn tail is cut off its file; a reader beside a running server must not.
+        repair: whether a torn tail is cut off its file; a reader beside a running server must not.
 
     Attributes:
         tensors: the snapshot's.
         until: the segment where another generation begins; ``None`` for none.
-        lost: whether something may be gone that was acknowledged: damage, that is tolerated, or a torn tail
-            that the death of the machine has left.
+        lost: whether something may be gone that was acknowledged: by damage, or in a torn tail that the death of the
+            machine has left.
     """
 
     def __init__(
         self,
         directory: Path,
         files: Files,
+        kept: list[Snapshot],
         snapshot: Snapshot,
         watermark: Watermark,
         *,
         strict: bool = True,
-        mend: bool = False,
+        repair: bool = False,
     ) -> None:
         self._files, self._journal = files, directory / "journal"
         self.snapshot, self.tensors = snapshot, snapshot.read()
-        self._watermark, self._strict, self._mend = watermark, strict, mend
+        self._watermark, self._strict, self._repair = watermark, strict, repair
         self.lost = False
         self._same_boot = bool(watermark.boot_id) and watermark.boot_id == files.boot_id()
         self._bytes_required = watermark.appended if self._same_boot else watermark.durable  # of the newest segment
         self._reading: SegmentReader | None = None
         self._damaged: SegmentReader | None = None
-        kept = [each.manifest for each in snapshots.found(files, directory / "snapshots")]
-        numbers = [(each.segment, each.generation) for each in kept] + [(watermark.snapshot, watermark.generation)]
+        numbers = [(each.manifest.segment, each.manifest.generation) for each in kept]
+        numbers.append((watermark.snapshot, watermark.generation))
         ours = snapshot.manifest
         later = (number for number, generation in numbers if number > ours.segment and generation != ours.generation)
         self.until = min(later, default=None)
@@ -67,7 +67,7 @@ class RecoverySource:
     def is_complete(self) -> bool:
         """Whether every version that a worker ever saw is still there, so that the history goes on."""
         first, last = self.snapshot.manifest.segment, max(segment_numbers(self._files, self._journal), default=0)
-        newest = max(snapshots.last_number(self._files, self.snapshot.path.parent), self._watermark.snapshot)
+        newest = max(snapshots.newest_number(self._files, self.snapshot.path.parent), self._watermark.snapshot)
         if self.lost or newest > max(first, last):
             return False
         untouched = self._watermark.clean and self._watermark.snapshot == first
@@ -84,12 +84,14 @@ class RecoverySource:
                 if number not in there:
                     raise DamagedError(segment.path, 0, "this segment is missing")
                 yield from segment.records()
-                missing = self._bytes_required - segment.good
+                missing = self._bytes_required - segment.valid_bytes
                 if number == self._watermark.segment and missing > 0:
                     why = f"{segment.torn or 'it ends'}, and {missing} more bytes were acknowledged"
-                    raise DamagedError(segment.path, segment.good, why)
+                    raise DamagedError(segment.path, segment.valid_bytes, why)
                 if segment.torn is not None and number != last:
-                    raise DamagedError(segment.path, segment.good, f"{segment.torn}, and another segment follows")
+                    raise DamagedError(
+                        segment.path, segment.valid_bytes, f"{segment.torn}, and another segment follows"
+                    )
             except DamagedError as error:
                 self._give_up(error)
                 return
@@ -134,7 +136,7 @@ class RecoverySource:
 
     def _drop_tail(self, segment: SegmentReader) -> None:
         """Drop the bytes behind the last whole record; a file without a whole head would look damaged, and goes."""
-        where = {"file": str(segment.path), "offset": segment.good, "why": segment.torn}
+        where = {"file": str(segment.path), "offset": segment.valid_bytes, "why": segment.torn}
         if self._same_boot:
             log.warning("the journal ends in a record that was never acknowledged; it is dropped", extra=where)
         else:
@@ -144,16 +146,16 @@ class RecoverySource:
                 extra=where,
             )
             self.lost = True
-        if self._mend and segment.good:
-            self._files.cut(segment.path, segment.good)
+        if self._repair and segment.valid_bytes:
+            self._files.cut(segment.path, segment.valid_bytes)
             self._files.sync(segment.path)
-        elif self._mend:
+        elif self._repair:
             self._files.remove(segment.path)
             self._files.sync(segment.path.parent)
 
 
 def newest_source(
-    directory: Path, files: Files = DISK, *, strict: bool = True, mend: bool = False
+    directory: Path, files: Files = DISK, *, strict: bool = True, repair: bool = False
 ) -> RecoverySource | None:
     """Open the newest snapshot that is whole; return ``None`` where nothing was ever kept.
 
@@ -161,18 +163,21 @@ def newest_source(
     or what came behind a damaged snapshot is not known.
     """
     watermark = read_watermark(directory, files)  # first: while a server runs, the files only ever have more than that
-    kept = directory / "snapshots"
-    for snapshot in reversed(snapshots.found(files, kept)):
+    where = directory / "snapshots"
+    kept = snapshots.readable(files, where)
+    for snapshot in reversed(kept):
         try:
-            source = RecoverySource(directory, files, snapshot, watermark or Watermark(), strict=strict, mend=mend)
+            source = RecoverySource(
+                directory, files, kept, snapshot, watermark or Watermark(), strict=strict, repair=repair
+            )
             break
         except StorageError as error:
             log.error("snapshot is damaged, the one before it is tried", extra={"error": str(error)})
     else:
-        was_there = snapshots.last_number(files, kept) or (watermark and watermark.snapshot)
+        was_there = snapshots.newest_number(files, where) or (watermark and watermark.snapshot)
         if was_there or (watermark is None and segment_numbers(files, directory / "journal")):
             raise StorageError(
-                f"no snapshot in {kept} can be read; restore one from a copy, or begin anew in an empty --data-dir"
+                f"no snapshot in {where} can be read; restore one from a copy, or begin anew in an empty --data-dir"
             )
         return None
     if watermark is None:
@@ -184,20 +189,10 @@ def newest_source(
         )
         source.tolerate(damage, StorageError(f"{damage}, {advice}"))
     if source.until is not None:
-        damage = f"snapshot {source.until:012d} in {kept} is missing or damaged"
+        damage = f"snapshot {source.until:012d} in {where} is missing or damaged"
         advice = (
             "and the model began anew with it. Restore it from a copy, or start with --recover last-good to go back "
             "to the one before"
         )
         source.tolerate(damage, StorageError(f"{damage}, {advice}"))
     return source
-
-
-def past_sources(directory: Path, files: Files, wanted: Callable[[Manifest], bool]) -> Iterator[RecoverySource]:
-    """Open each snapshot that is wanted and whole, newest first; nothing is changed, and no lock is asked for."""
-    for snapshot in reversed(snapshots.found(files, directory / "snapshots")):
-        if wanted(snapshot.manifest):
-            try:
-                yield RecoverySource(directory, files, snapshot, Watermark())
-            except StorageError as error:
-                log.warning("snapshot is damaged", extra={"error": str(error)})

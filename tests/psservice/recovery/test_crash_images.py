@@ -149,7 +149,7 @@ def test_a_segment_that_was_removed_meanwhile_is_said_to_be(directory):
             patched.setattr(recovery_source, "segment_numbers", lambda *where: [*real(*where), real(*where)[-1] + 1])
             with pytest.raises(StorageError, match="cannot read"):
                 list(history.replay())
-        assert snapshots.found(DISK, directory / "shard-0-of-1" / "snapshots")
+        assert snapshots.readable(DISK, directory / "shard-0-of-1" / "snapshots")
         assert bits(theta(engine)) == bits(history.model.theta)
 
 
