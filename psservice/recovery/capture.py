@@ -29,7 +29,7 @@ Capture = tuple[Manifest, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a shard holds that is replaced with its model."""
+    """The state of a shard that is replaced together with the model."""
 
     model: ModelShard
     buffers: BufferAverage | None
@@ -40,7 +40,7 @@ class Content:
 
 
 class DurableShard(Protocol):
-    """What a snapshot contains of a shard, and how a recovery fills a shard."""
+    """The parts of a shard that snapshots contain and recoveries restore."""
 
     settings: ServerSettings
     environment: Environment
@@ -59,13 +59,11 @@ class DurableShard(Protocol):
 
     def adopt(self, history: LogReplayer) -> None: ...  # noqa: D102
 
-    def require_model(self, generation: int | None) -> ModelShard: ...  # noqa: D102
-
 
 def capture(
     shard: DurableShard, content: Content, segment: int, checkpoint: str, newest: Place, average: tuple[float, Any]
 ) -> Capture:
-    """Copy what a shard has, or is to have; on the writer thread.
+    """Copy a shard, with its present content or the next; on the writer thread.
 
     ``segment`` begins behind the copy, ``newest`` is the shard's newest checkpoint, and ``average`` has the weight and
     the values of the average of buffers.

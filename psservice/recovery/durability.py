@@ -1,8 +1,8 @@
-"""The durability of a shard: what is written when, and how a shard begins from that again.
+"""The durability of a shard: when records and snapshots are written, and how a shard recovers from both.
 
-The order of things is the promise: a record is appended *before* the push is applied, and an answer leaves when the
-record is as durable as the mode promises. A pull waits likewise, so that no worker ever holds a version that a power
-cut could take back (with ``--fsync always``).
+The order is the promise: a record is appended *before* the push is applied, and an answer leaves when the record is as
+durable as the mode promises. A pull waits likewise, so that (with ``--fsync always``) no worker has a version that a
+power cut could undo.
 """
 
 import logging
@@ -37,7 +37,7 @@ class Durability:
     called with ``False`` while pushes cannot be made durable, with ``True`` when they can again.
 
     Attributes:
-        averaging: held while buffers are averaged in and noted, so that a snapshot falls between two of these.
+        averaging: locked while buffers are averaged in and journaled, so that a snapshot falls between two of these.
         snapshot_errors: snapshots that could not be taken, since the start.
 
     Raises:
@@ -84,7 +84,7 @@ class Durability:
     # The life of a shard
 
     def recover(self) -> None:
-        """Bring the shard, a new one, to where the directory's past ends; raises :class:`StorageError`."""
+        """Bring the new shard to the last state in the directory; raises :class:`StorageError`."""
         if self._dir is None:
             return
         source = self._dir.source()
@@ -129,7 +129,7 @@ class Durability:
             },
         )
         if new_history or has_other_settings or self.events.journal is None:
-            self.take()  # what the disk says must be true when this life ends without a word
+            self.take()  # the disk must be right if this process is killed
 
     def _require_ours(self, manifest: Manifest) -> None:
         mine = (self._settings.shard_index, self._settings.num_shards)
@@ -187,14 +187,11 @@ class Durability:
                 f"checkpoint {checkpoint!r} is there already, of version {same[0].version}: choose another name, or "
                 f"delete that one with `psservice checkpoints --delete {checkpoint}`",
             )
-        self._shard.require_model(None)
         with or_not_durable():
-            snapshot = self.take(checkpoint or None)
-        assert snapshot is not None
-        return snapshot
+            return self.take(checkpoint or None)
 
     def snapshots(self) -> list[Snapshot]:
-        """Return what is kept, oldest first; raises :class:`Rejected` (``BAD_REQUEST``) where nothing is."""
+        """Return the snapshots that can be read, oldest first; ``BAD_REQUEST`` where none are kept."""
         return self._require_dir().snapshots()
 
     def delete(self, checkpoint: str) -> Snapshot:
@@ -244,7 +241,7 @@ class Durability:
         return self.checkpoints.told(self._shard.run.run_id, self.last_snapshot.manifest.checkpoint)
 
     def on_checkpoint(self, announced: str) -> None:
-        """Take part in a checkpoint of shard 0's that a worker has announced, beside the call that announced it."""
+        """Take part in a checkpoint of shard 0's that a worker has announced; the thread of snapshots does the work."""
         shard, model = self._shard, self._shard.model
         follows = self._dir is not None and announced and not shard.is_coordinator
         if follows and model is not None and self.checkpoints.hear(shard.run.run_id, model.generation, announced):
@@ -275,14 +272,12 @@ class Durability:
             unknown = not isinstance(error, StorageError | Rejected)
             log.error("no snapshot could be taken", extra={"error": str(error)}, exc_info=unknown)
 
-    def take(self, checkpoint: str | None = "") -> Snapshot | None:
-        """Take a snapshot, of a checkpoint (for ``None`` shard 0 draws one); raises :class:`StorageError`.
+    def take(self, checkpoint: str | None = "") -> Snapshot:
+        """Take a snapshot, of a checkpoint (for ``None`` shard 0 draws one).
 
-        Nothing happens without a directory or a model.
+        Raises :class:`StorageError`, or :class:`Rejected` where there is no directory or no model.
         """
         shard = self._shard
-        if self._dir is None or shard.model is None:
-            return None
         with self._snapshotting:
             return self._write(shard.writer.run(lambda: self._copy(shard.content(), checkpoint)))
 
@@ -314,13 +309,12 @@ class Durability:
         return last is not None and (last.generation, last.version) == (model.generation, model.version)
 
     def _copy(self, content: Content, checkpoint: str | None) -> Capture:
-        """Copy what a shard holds, and begin another segment behind it; on the writer thread."""
-        assert self._dir is not None
+        """Copy the shard, and begin another segment behind the copy; on the writer thread."""
         shard, model, average = self._shard, content.model, content.buffers
         with self._counting_errors():
             with self.averaging:
                 shard.writer.require_whole()  # nor half of an average that has failed
-                segment = self._dir.rotate()
+                segment = self._require_dir().rotate()
                 self._bytes_behind = self.journal_bytes
                 buffers = average.export() if average else (0.0, {})
             if checkpoint is None:
@@ -328,12 +322,11 @@ class Durability:
             return capture(shard, content, segment, checkpoint, self.checkpoints.up_to(checkpoint), buffers)
 
     def _write(self, copied: Capture, *, clean: bool = False) -> Snapshot:
-        assert self._dir is not None
         manifest, tensors = copied
         started = self._environment.monotonic()
         with self._counting_errors():
             on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-            snapshot = self._dir.write(manifest, on_host, clean=clean)
+            snapshot = self._require_dir().write(manifest, on_host, clean=clean)
         self._note(snapshot)
         seconds = self._environment.monotonic() - started
         self._shard.metrics.snapshot_write_seconds.set(seconds)

@@ -1,4 +1,4 @@
-"""The records of a shard, each written to the journal before what the record says is done."""
+"""The records of a shard, each written to the journal before the event that the record describes."""
 
 import logging
 import struct
@@ -28,7 +28,7 @@ _RETRY_SECONDS = 1.0
 
 
 class Kind(IntEnum):
-    """What a record says."""
+    """Kinds of records; docs/durability.md has their bodies."""
 
     PUSHED = 1
     AVERAGED = 2
@@ -107,7 +107,7 @@ class EventLog:
         self._append(Kind.JOINED, body_of(pb.JoinRequest(identity=identity_to_message(identity), index_codecs=codecs)))
 
     def leased(self, identity: Identity, wish: Wish, leased: Leased) -> None:
-        """Write which samples a worker is given."""
+        """Write a lease of samples."""
         self._append(Kind.LEASED, body_of(*record_of(identity, wish, leased)))
 
     def left(self, identity: Identity) -> None:
@@ -126,12 +126,12 @@ class EventLog:
         self._append(Kind.ROUND, body_of(pb.PushSparseResponse(version=version)))
 
     def decided(self, decision: Decision) -> None:
-        """Write what happens in the groups."""
+        """Write a decision of the groups."""
         self._append(Kind.GROUPS, Body().with_parts(decision.to_bytes()))
 
     @traced("durable")
     def wait(self) -> None:
-        """Wait until everything that was written before this call is as durable as was promised."""
+        """Wait until every record that was written before this call is as durable as the mode promises."""
         if self.journal is not None:
             with or_not_durable():
                 self.journal.wait()

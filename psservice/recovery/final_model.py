@@ -70,7 +70,7 @@ class FinalModel:
             else:
                 modelfile.write_part(path, layout, copy.model.span, copy.values.cpu(), copy.buffers, metadata)
             log.info("final model written", extra={"path": str(path), "version": copy.version})
-        except Exception as error:  # of a thread of its own nobody else would hear
+        except Exception as error:  # in this thread, no caller would get the error
             self.has_failed = True
             why = {"path": str(path), "error": str(error)}
             log.error("final model could not be written", extra=why, exc_info=not isinstance(error, OSError))

@@ -127,7 +127,7 @@ def write_model(data_dir: Path, out: Path, *, version: int | None, checkpoint: s
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run begins with: a model's tensors by name and, from another run, how far that had come.
+    """The start of a run: a model's tensors by name and, from another run, the counts and memories of that.
 
     Attributes:
         memories: of the update rules of all shards before; none where there was no run.

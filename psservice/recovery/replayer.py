@@ -58,7 +58,7 @@ def live_worker(identity: Identity, index_codecs: Iterable[int], clock: int) -> 
 class LogReplayer:
     """A shard at one version of its past: a snapshot, and the records behind it as far as they were replayed.
 
-    ``settings`` is what the shard keeps after :meth:`apply_settings`; until then, what the records were made with.
+    ``settings`` serve from :meth:`apply_settings` on; until then, those with which the records were made.
     Raises :class:`StorageError` where the snapshot does not make sense.
     """
 
@@ -130,12 +130,12 @@ class LogReplayer:
             pass
 
     def versions_dropped(self) -> int:
-        """Count the versions that are given up behind damage, as far as their records can be read."""
+        """Count the versions behind the damage, as far as their records can be read."""
         made_by = Kind.PUSHED if self.model.round is None else Kind.ROUND
         return sum(record.kind == made_by for record in self._source.dropped())
 
     def apply_settings(self) -> bool:
-        """Keep from now on what the settings say; return whether that is new, so that a snapshot has to follow."""
+        """Use the settings from now on; return whether they are new, so that a snapshot has to follow."""
         old = self.model
         wanted = self._shard(old.theta, old.version, self._settings)
         if wanted.settings == old.settings:
@@ -172,7 +172,7 @@ class LogReplayer:
             version -= len(changes)
 
     def _newest_changes(self, records: Iterator[Record], version: int, room: int) -> ChangeLog:
-        """Return what the last pushes of a segment changed, ending in ``version``, within ``room`` entries.
+        """Return the changes of the last pushes of a segment, ending in ``version``, within ``room`` entries.
 
         Raises ``ValueError`` where the versions do not follow one another.
         """
@@ -187,7 +187,7 @@ class LogReplayer:
         return newest
 
     def _changes(self, records: Iterator[Record]) -> Iterator[tuple[int, ChangedIndices]]:
-        """Yield the version that each push was to make, and what the push changed."""
+        """Yield the version that each push was to make, and the indices that the push changed."""
         for record in records:
             if record.kind == Kind.PUSHED:
                 header, merged, answer = self._read_push(messages_in(record.body))

@@ -1,1 +1,1 @@
-"""Files and bytes of what survives the process; :mod:`psservice.recovery.durability` gives the bytes their meaning."""
+"""Files that survive the process; :mod:`psservice.recovery.durability` gives their bytes a meaning."""

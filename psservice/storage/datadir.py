@@ -55,7 +55,7 @@ class DataDir:
         snapshots.remove_unfinished(self.files, self._snapshots)
 
     def source(self) -> RecoverySource | None:
-        """Open what the directory has, ``None`` for nothing; :meth:`begin` comes after that is read."""
+        """Open the newest snapshot and its journal, to be read before :meth:`begin`; ``None`` in an empty directory."""
         return newest_source(self.path, self.files, strict=self._settings.recover == "strict", repair=True)
 
     def begin(self, *, is_served: bool) -> Journal | None:
@@ -95,13 +95,13 @@ class DataDir:
         return self._number
 
     def write(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], *, clean: bool) -> Snapshot:
-        """Write a snapshot, or raise :class:`StorageError`; then remove what is behind the oldest one kept.
+        """Write a snapshot, or raise :class:`StorageError`; then remove old ones, and the journal before the oldest.
 
         Tensors are contiguous and on the host. ``clean``: the last act of a server that was told to stop.
         """
         try:
             snapshot = snapshots.write(self.files, self._snapshots, manifest, tensors)
-            try:  # from now on the disk says what is served
+            try:  # from now on the shard serves what is on the disk
                 changes = {"snapshot": manifest.segment, "generation": manifest.generation, "clean": clean}
                 self._lock_file.note(**changes, **self._promise)
             except OSError:

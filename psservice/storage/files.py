@@ -18,7 +18,7 @@ _MOST_PARTS = 512  # of one writev; Linux takes 1024
 
 
 class StorageError(Exception):
-    """The data directory cannot be used as it is; the message names the file and what to do."""
+    """The data directory cannot be used as it is; the message names the file and the next step."""
 
 
 class OpenFile:

@@ -31,7 +31,7 @@ from psservice.storage.journal_format import (
 log = logging.getLogger(__name__)
 
 _SUFFIX = ".journal"
-_LOG_SECONDS = 60.0  # between two lines that say that records cannot be written
+_LOG_SECONDS = 60.0  # between two log lines about records that cannot be written
 _SEARCH_BYTES = 1 << 20
 
 
@@ -268,7 +268,7 @@ class SegmentReader:
                 self.valid_bytes = record.end
 
     def salvage(self) -> Iterator[Record]:
-        """Yield the records behind the end of what was read that check all the same; none where there is no file."""
+        """Yield the whole records behind the last record that was read; none where there is no file."""
         with suppress(OSError), self._files.open(self.path) as file:
             if self._read_head(file):
                 while (record := self._next_record(file)) is not None:
@@ -284,7 +284,7 @@ class SegmentReader:
         return len(head) == HEAD_BYTES and head == segment_head(self._mark)
 
     def _read(self, file: BinaryIO, offset: int) -> Record | str:
-        """Return the record at a position, or what is wrong with it."""
+        """Return the record at a position, or its fault."""
         file.seek(offset)
         data = file.read(FRAME.size)
         if len(data) < FRAME.size:
@@ -301,7 +301,7 @@ class SegmentReader:
         return Record(kind, body, offset, end)
 
     def _next_record(self, file: BinaryIO) -> Record | None:
-        """Search for a record that checks behind the end of what was read."""
+        """Search for a whole record behind the last one that was read."""
         position = self.valid_bytes + 1
         while position < self._size:
             file.seek(position)

@@ -59,7 +59,7 @@ class KnownPush(_Strict):
 
 
 class LiveWorker(_Strict):
-    """A worker that held a lease."""
+    """A worker that had a lease."""
 
     worker_id: str
     incarnation: str

@@ -1,4 +1,4 @@
-"""What a shard's data directory has of the past, and whether all of it is still there."""
+"""The past in a shard's data directory: a snapshot, the records behind, and whether anything is missing."""
 
 import logging
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class RecoverySource:
 
     Args:
         kept: all snapshots of the shard's directory that can be read.
-        watermark: what must be there; an empty one asks for nothing.
+        watermark: the least that must be there; an empty one asks for nothing.
         strict: whether damage is an error; else reading ends there (``--recover last-good``).
         repair: whether a torn tail is cut off its file; a reader beside a running server must not.
 
@@ -74,7 +74,7 @@ class RecoverySource:
         return untouched or self._same_boot or self._watermark.fsync == "always"
 
     def records(self) -> Iterator[Record]:
-        """Yield what was appended since the snapshot, in order; raises :class:`DamagedError` if strict."""
+        """Yield the records behind the snapshot, in order; raises :class:`DamagedError` if strict."""
         there = self._segments()
         must_reach = self._watermark.segment if self._bytes_required and self.until is None else 0
         last = max([must_reach, *there])
@@ -110,7 +110,7 @@ class RecoverySource:
                 yield SegmentReader(segment_path(self._journal, number), self._files).records()
 
     def dropped(self) -> Iterator[Record]:
-        """Yield the records that are given up, as far as they can be read."""
+        """Yield the records behind the damage, as far as they can be read."""
         if self._damaged is not None:
             yield from self._damaged.salvage()
         for number in segment_numbers(self._files, self._journal):
@@ -135,7 +135,7 @@ class RecoverySource:
         return [number for number in numbers if first <= number and (self.until is None or number < self.until)]
 
     def _drop_tail(self, segment: SegmentReader) -> None:
-        """Drop the bytes behind the last whole record; a file without a whole head would look damaged, and goes."""
+        """Drop the bytes behind the last whole record; a file without a whole head is removed."""
         where = {"file": str(segment.path), "offset": segment.valid_bytes, "why": segment.torn}
         if self._same_boot:
             log.warning("the journal ends in a record that was never acknowledged; it is dropped", extra=where)
@@ -160,7 +160,7 @@ def newest_source(
     """Open the newest snapshot that is whole; return ``None`` where nothing was ever kept.
 
     Raises :class:`StorageError` where there were snapshots and none is whole; if strict, also where the lock is gone,
-    or what came behind a damaged snapshot is not known.
+    or a damaged snapshot began another generation.
     """
     watermark = read_watermark(directory, files)  # first: while a server runs, the files only ever have more than that
     where = directory / "snapshots"

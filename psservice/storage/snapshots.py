@@ -31,7 +31,7 @@ class Snapshot:
     files: Files
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Read the tensors; raises :class:`StorageError` where the file is not what the manifest says."""
+        """Read the tensors; raises :class:`StorageError` where the file is not the one of the manifest."""
         path = self.path / TENSORS_NAME
         try:
             if _seal(self.files, path) != self.manifest.tensors:
@@ -104,7 +104,7 @@ def prune(files: Files, directory: Path, keep: int) -> list[Snapshot]:
 
 
 def remove_unfinished(files: Files, directory: Path) -> None:
-    """Remove what writers that are dead by now have left."""
+    """Remove the unfinished snapshots of processes that have died."""
     for name in files.list(directory):
         if name.startswith(".") and name.endswith(".tmp"):
             discard(files, directory / name)
