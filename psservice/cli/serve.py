@@ -293,11 +293,11 @@ def _health(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from psservice.recovery import export
+    from psservice.recovery.past_model import write_model
     from psservice.storage.files import StorageError
 
     try:
-        export.replay(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
+        write_model(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
     except StorageError as error:
         return _failed("replay", error)
     return EXIT_DONE

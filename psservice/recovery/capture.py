@@ -8,22 +8,28 @@ from google.protobuf.json_format import MessageToDict
 
 from pscore.wire.messages import layout_to_message
 from psservice.apply_thread import Writer
-from psservice.cluster.checkpoints import place_of
-from psservice.cluster.dedup import Dedup
+from psservice.cluster.checkpoints import Place, place_of
+from psservice.cluster.dedup import Dedup, PushRecord
 from psservice.cluster.leases import Leases
 from psservice.cluster.run import Run, RunState
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
-from psservice.recovery.replayer import BUFFER_PREFIX, MEMORY_PREFIX, THETA, LogReplayer
+from psservice.recovery.replayer import BUFFER_PREFIX, MEMORY_PREFIX, THETA, LogReplayer, live_worker
 from psservice.sampling.codec import kept
 from psservice.sampling.dataset import Datasets
-from psservice.storage.manifest import KnownPush, LiveWorker, Manifest
+from psservice.settings import ServerSettings
+from psservice.storage.environment import Environment
+from psservice.storage.manifest import KnownPush, Manifest
+from psservice.types import Identity, PushAnswer
+
+Capture = tuple[Manifest, dict[str, torch.Tensor]]
+"""A shard at one version, copied: the manifest and the tensors of a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a shard holds that is replaced with its model."""
+    """The state of a shard that is replaced together with the model."""
 
     model: ModelShard
     buffers: BufferAverage | None
@@ -33,9 +39,11 @@ class Content:
     samples: int
 
 
-class Kept(Protocol):
-    """What of an shard is kept, and how it is brought back."""
+class DurableShard(Protocol):
+    """The parts of a shard that snapshots contain and recoveries restore."""
 
+    settings: ServerSettings
+    environment: Environment
     device: torch.device
     is_coordinator: bool
     run: Run
@@ -45,43 +53,32 @@ class Kept(Protocol):
     metrics: Metrics
 
     @property
-    def model(self) -> ModelShard | None:
-        """Its model."""
+    def model(self) -> ModelShard | None: ...  # noqa: D102
 
-    def content(self) -> Content:
-        """Return what it holds."""
+    def content(self) -> Content: ...  # noqa: D102
 
-    def adopt(self, history: LogReplayer) -> None:
-        """Become what a log was replayed to."""
-
-    def require_model(self, generation: int | None) -> ModelShard:
-        """Return the model; raises :class:`Rejected` where there is none."""
+    def adopt(self, history: LogReplayer) -> None: ...  # noqa: D102
 
 
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """A shard at one version, copied, and ready to be written."""
+def capture(
+    shard: DurableShard, content: Content, segment: int, checkpoint: str, newest: Place, average: tuple[float, Any]
+) -> Capture:
+    """Copy a shard, with its present content or the next; on the writer thread.
 
-    manifest: Manifest
-    tensors: dict[str, torch.Tensor]
-
-
-def capture(shard: Kept, content: Content, checkpoint: str, average: tuple[float, Any], **others: Any) -> Capture:
-    """Copy a shard; on the writer thread.
-
-    Args:
-        shard: the shard.
-        content: what the shard holds, or is to hold.
-        checkpoint: to which the copy belongs, or nothing.
-        average: weight and values of the average of buffers.
-        others: fields of the manifest that the shard does not know.
+    ``segment`` begins behind the copy, ``newest`` is the shard's newest checkpoint, and ``average`` has the weight and
+    the values of the average of buffers.
     """
-    model, run = content.model, shard.run
+    model, run, settings = content.model, shard.run, shard.settings
     memory = model.export()
     known, last_pushes = shard.dedup.remembered()
     manifest = Manifest(
         checkpoint=checkpoint,
         is_named=bool(checkpoint) and place_of(checkpoint) is None,
+        last_checkpoint=newest,
+        created_unix_seconds=shard.environment.unix_seconds(),
+        segment=segment,
+        shard_index=settings.shard_index,
+        num_shards=settings.num_shards,
         version=model.version,
         generation=model.generation,
         start=model.span.start,
@@ -92,37 +89,30 @@ def capture(shard: Kept, content: Content, checkpoint: str, average: tuple[float
         method=run.method,
         method_settings=run.method_settings,
         samples=content.samples,
-        pushes=[
-            KnownPush(
-                worker_id=identity.worker_id,
-                incarnation=identity.incarnation,
-                step=record.step,
-                version=record.answer.version if record.answer else 0,
-                staleness=record.answer.staleness if record.answer else 0,
-                applied_scale=record.answer.applied_scale if record.answer else 1.0,
-                buffer_step=record.buffer_step,
-                own_generation=record.own.generation,
-                own_versions=list(record.own.runs),
-            )
-            for identity, record in known
-        ],
+        pushes=[_known_push(identity, record) for identity, record in known],
         last_pushes=dict(last_pushes),
-        workers=[
-            LiveWorker(
-                worker_id=member.identity.worker_id,
-                incarnation=member.identity.incarnation,
-                index_codecs=sorted(member.index_codecs),
-                clock=member.clock,
-            )
-            for member in shard.leases.members()
-        ],
+        workers=[live_worker(member.identity, member.index_codecs, member.clock) for member in shard.leases.members()],
         memory=dict(memory.plain),
         datasets=kept(content.datasets),
         delay_compensation=model.settings.delay_compensation,
         ledger_multiple=model.settings.ledger_multiple,
         buffer_weight=average[0],
-        **others,
     )
     tensors = {THETA: model.current()}
     tensors |= {f"{BUFFER_PREFIX}{name}": value for name, value in average[1].items()}
-    return Capture(manifest, tensors | {f"{MEMORY_PREFIX}{name}": value for name, value in memory.tensors.items()})
+    return manifest, tensors | {f"{MEMORY_PREFIX}{name}": value for name, value in memory.tensors.items()}
+
+
+def _known_push(identity: Identity, record: PushRecord) -> KnownPush:
+    answer = record.answer or PushAnswer(0, 0, 0)
+    return KnownPush(
+        worker_id=identity.worker_id,
+        incarnation=identity.incarnation,
+        step=record.step,
+        version=answer.version,
+        staleness=answer.staleness,
+        applied_scale=answer.applied_scale,
+        buffer_step=record.buffer_step,
+        own_generation=record.own.generation,
+        own_versions=list(record.own.runs),
+    )

@@ -1,48 +1,89 @@
-"""The records of a shard, each written to the journal before what it says is done."""
+"""The records of a shard, each written to the journal before the event that the record describes."""
 
 import logging
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
 from typing import cast
+
+from google.protobuf.message import Message
 
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.wagma.group_rounds import Decision
-from psservice.recovery.records import Kind, add_messages, body_of
 from psservice.sampling.codec import record_of
 from psservice.sampling.dataset import Leased, Wish
-from psservice.storage.datadir import DataDir
 from psservice.storage.files import StorageError
-from psservice.storage.journal import JournalError
+from psservice.storage.journal import Journal
 from psservice.storage.journal_format import Body
 from psservice.types import Identity, PushAnswer
 from psservice.wire.identity import identity_to_message
 
 log = logging.getLogger(__name__)
 
+_LENGTH = struct.Struct("<I")
 _RETRY_SECONDS = 1.0
 
 
+class Kind(IntEnum):
+    """Kinds of records; docs/durability.md has their bodies."""
+
+    PUSHED = 1
+    AVERAGED = 2
+    JOINED = 3
+    LEFT = 4
+    FINISHED = 5
+    ROUND = 6
+    GROUPS = 7
+    LEASED = 10
+
+
+def body_of(*messages: Message | bytes, behind: Body | None = None) -> Body:
+    """Add messages, or their bytes, to a body, each behind its length (uint32)."""
+    parts = []
+    for message in messages:
+        data = message if isinstance(message, bytes) else message.SerializeToString()
+        parts += [_LENGTH.pack(len(data)), data]
+    return (behind or Body()).with_parts(*parts)
+
+
+def messages_in(body: bytes) -> list[bytes]:
+    """Return the messages of a body; raises ``ValueError`` where the lengths do not fit."""
+    found, position = [], 0
+    while position < len(body):
+        start = position + _LENGTH.size
+        if start > len(body):
+            raise ValueError("a length is cut")
+        position = start + _LENGTH.unpack_from(body, start - _LENGTH.size)[0]
+        if position > len(body):
+            raise ValueError("a message is cut")
+        found.append(body[start:position])
+    return found
+
+
+@contextmanager
+def or_not_durable() -> Iterator[None]:
+    """Refuse a call (``NOT_DURABLE``) that cannot be written down."""
+    try:
+        yield
+    except StorageError as error:
+        raise Rejected(ErrorCode.NOT_DURABLE, str(error), retry_seconds=_RETRY_SECONDS) from error
+
+
 class EventLog:
-    """The records of a running shard. Without a journal, every call does nothing.
+    """Writes the records of a running shard. Without a journal, every call does nothing.
 
-    Each method that writes raises :class:`Rejected` (``NOT_DURABLE``) where the record cannot be written.
-
-    Args:
-        data_dir: ``None`` for none.
+    Each method raises :class:`Rejected` (``NOT_DURABLE``) where the record cannot be written. ``journal`` is ``None``
+    before the recovery has ended, and where no journal is kept.
     """
 
-    def __init__(self, data_dir: DataDir | None) -> None:
-        self._dir = data_dir
+    journal: Journal | None = None
 
-    @property
-    def keeps_journal(self) -> bool:
-        """Whether there is a journal."""
-        return self._dir is not None and self._dir.keeps_journal
-
-    def written(self, messages: Sequence[bytes]) -> Body | None:
+    def push_body(self, messages: Sequence[bytes]) -> Body | None:
         """Prepare the messages of a push for :meth:`pushed`, beside the writer."""
-        return body_of(*messages) if self.keeps_journal else None
+        return None if self.journal is None else body_of(*messages)
 
     def pushed(self, body: Body | None, answer: PushAnswer) -> None:
         """Write a push, before it is applied. A replay repeats a refusal by the model."""
@@ -50,7 +91,7 @@ class EventLog:
             response = pb.PushSparseResponse(
                 version=answer.version, staleness=answer.staleness, applied_scale=answer.applied_scale
             )
-            self._append(Kind.PUSHED, add_messages(body, response))
+            self._append(Kind.PUSHED, body_of(response, behind=body))
 
     def averaged(self, identity: Identity, step: int, samples: int, data: bytes, live_workers: int) -> None:
         """Write an exchange of buffers."""
@@ -66,7 +107,7 @@ class EventLog:
         self._append(Kind.JOINED, body_of(pb.JoinRequest(identity=identity_to_message(identity), index_codecs=codecs)))
 
     def leased(self, identity: Identity, wish: Wish, leased: Leased) -> None:
-        """Write which samples a worker is given."""
+        """Write a lease of samples."""
         self._append(Kind.LEASED, body_of(*record_of(identity, wish, leased)))
 
     def left(self, identity: Identity) -> None:
@@ -81,31 +122,22 @@ class EventLog:
         self._append(Kind.FINISHED, body_of(pb.FinishRunRequest(run_id=run_id)))
 
     def closed_round(self, version: int) -> None:
-        """Write that a round is closed, before it is."""
+        """Write that a round is closed."""
         self._append(Kind.ROUND, body_of(pb.PushSparseResponse(version=version)))
 
     def decided(self, decision: Decision) -> None:
-        """Write what happens in the groups, before it does."""
-        self._append(Kind.GROUPS, Body.of([decision.to_bytes()]))
+        """Write a decision of the groups."""
+        self._append(Kind.GROUPS, Body().with_parts(decision.to_bytes()))
 
     @traced("durable")
     def wait(self) -> None:
-        """Wait until everything that was written before this call is as durable as was promised."""
-        if self._dir is not None and self._dir.journal is not None:
-            try:
-                self._dir.journal.wait()
-            except JournalError as error:
-                raise not_durable(error) from error
+        """Wait until every record that was written before this call is as durable as the mode promises."""
+        if self.journal is not None:
+            with or_not_durable():
+                self.journal.wait()
 
     @traced("journal")
     def _append(self, kind: Kind, body: Body) -> None:
-        if self._dir is not None and self._dir.journal is not None:
-            try:
-                self._dir.journal.append(kind, body)
-            except JournalError as error:
-                raise not_durable(error) from error
-
-
-def not_durable(error: StorageError) -> Rejected:
-    """Return what a call is refused with that cannot be written down."""
-    return Rejected(ErrorCode.NOT_DURABLE, str(error), retry_seconds=_RETRY_SECONDS)
+        if self.journal is not None:
+            with or_not_durable():
+                self.journal.append(kind, body)

@@ -10,7 +10,7 @@ import torch
 
 from pscore.model import modelfile
 from psservice.model.parameters import ModelShard
-from psservice.storage.environment import MACHINE, Environment
+from psservice.storage.environment import Environment
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +28,7 @@ class ModelCopy:
 class FinalModel:
     """Writes the last version to a file, if one was asked for; each of several shards writes a part beside it."""
 
-    def __init__(
-        self, path: Path | None, shard_index: int, num_shards: int, environment: Environment = MACHINE
-    ) -> None:
+    def __init__(self, path: Path | None, shard_index: int, num_shards: int, environment: Environment) -> None:
         self._environment = environment
         self._path = modelfile.part_path(path, shard_index, num_shards) if path else None
         self._whole = num_shards == 1
@@ -72,8 +70,7 @@ class FinalModel:
             else:
                 modelfile.write_part(path, layout, copy.model.span, copy.values.cpu(), copy.buffers, metadata)
             log.info("final model written", extra={"path": str(path), "version": copy.version})
-        except Exception as error:  # of a thread of its own nobody else would hear
+        except Exception as error:  # in this thread, no caller would get the error
             self.has_failed = True
-            unknown = not isinstance(error, OSError)
             why = {"path": str(path), "error": str(error)}
-            log.error("final model could not be written", extra=why, exc_info=unknown)
+            log.error("final model could not be written", extra=why, exc_info=not isinstance(error, OSError))

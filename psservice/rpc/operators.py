@@ -40,7 +40,7 @@ class OperatorCalls:
 
     def take_snapshot(self, call: Call, request: pb.TakeSnapshotRequest) -> pb.TakeSnapshotResponse:
         """Take a snapshot."""
-        snapshot = self._shard.durability.take_asked(self._shard, request.checkpoint)
+        snapshot = self._shard.durability.take_asked(request.checkpoint)
         manifest = snapshot.manifest
         return pb.TakeSnapshotResponse(
             checkpoint=manifest.checkpoint, version=manifest.version, path=str(snapshot.path)

@@ -118,9 +118,9 @@ class WorkerCalls:
         identity = self._identity(request.identity)
         member = shard.leases.require(identity)
         shard.uploads.grant.note(identity, request.uploaded)
-        shard.durability.follow(shard, request.checkpoint)
+        shard.durability.on_checkpoint(request.checkpoint)
         return pb.RenewLeaseResponse(
-            checkpoint=shard.durability.told(shard),
+            checkpoint=shard.durability.announced_checkpoint(),
             live_workers=len(shard.leases),
             run_state=RUN_STATES[shard.run.state],
             version=shard.model.version if shard.model else 0,
@@ -187,7 +187,7 @@ class WorkerCalls:
     def push_sparse(self, call: Call) -> Reading[pb.PushSparseRequest, pb.PushSparseResponse]:
         """Receive a push and apply it."""
         shard = self._shard
-        call.keeps_raw = shard.durability.events.keeps_journal
+        call.keeps_raw = shard.durability.events.journal is not None
         with self._stream(call) as charge:
 
             def open_push(header: pb.PushHeader) -> PushReader:

@@ -11,8 +11,8 @@ from pscore.wire.errors import Rejected
 from psservice.cluster.run import RunState
 from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
-from psservice.recovery import init_source
 from psservice.recovery.final_model import ModelCopy
+from psservice.recovery.past_model import read_start
 from psservice.settings import ServerSettings
 from psservice.shard.model_install import forget_upload
 from psservice.shard.shard import Shard
@@ -35,15 +35,15 @@ def open_shard(
     """
     shard = Shard(settings, device, metrics, on_health, on_failure, environment)
     try:
-        shard.durability.recover(shard)
+        shard.durability.recover()
         if settings.init and shard.model is None:
-            shard.uploads.start = init_source.read(settings.init, settings.init_checkpoint)
+            shard.uploads.start = read_start(settings.init, settings.init_checkpoint)
     except BaseException:
         shard.writer.close()
         shard.durability.abandon()
         raise
     _resume_end(shard)
-    shard.durability.start(shard)
+    shard.durability.start()
     environment.start(partial(_end_leases_in_time, shard), "lease-reaper")
     return shard
 

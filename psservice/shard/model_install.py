@@ -23,8 +23,8 @@ from psservice.limits import MOST_FIRST_VERSION
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.model.wagma.replicas import shard_kind
-from psservice.recovery import init_source
 from psservice.recovery.capture import Content
+from psservice.recovery.past_model import Start, fit
 from psservice.shard.shard import Shard
 from psservice.shard.types import Origin
 from psservice.shard.upload import Upload
@@ -59,7 +59,7 @@ def _install(shard: Shard, make: Callable[[], Content], published: Callable[[], 
             published()
 
     try:
-        model = shard.durability.install(shard, make, publish).model
+        model = shard.durability.install(make, publish).model
     finally:
         shard.installing = False
     log.info(
@@ -208,7 +208,7 @@ def replaces(shard: Shard, loaded: pb.LoadedModel) -> bool:
 class FittedStart:
     """The ``--init`` model in a worker's layout: the whole model's values (fp32 ``[n]``), and its buffers."""
 
-    start: init_source.Start
+    start: Start
     layout: ModelLayout
     flat: torch.Tensor
     buffers: list[torch.Tensor]
@@ -220,7 +220,7 @@ def fit_start(shard: Shard, layout: ModelLayout) -> FittedStart | None:
     if start is None:
         return None
     with_buffers = shard.settings.buffers != "none"
-    return FittedStart(start, layout, *init_source.fit(layout, start.tensors, with_buffers=with_buffers))
+    return FittedStart(start, layout, *fit(layout, start.tensors, with_buffers=with_buffers))
 
 
 def claim_start(shard: Shard, fitted: FittedStart) -> None:
@@ -267,7 +267,7 @@ def roll_back(shard: Shard, version: int | None, checkpoint: str) -> ModelShard:
     :class:`Rejected` (``NO_SUCH_CHECKPOINT``, ``NOT_DURABLE``).
     """
     before = shard.require_model(None)
-    history = shard.durability.look_back(shard, version, checkpoint)
+    history = shard.durability.replay_to(version, checkpoint)
     with shard.join_lock:
         _claim(shard)
 

@@ -38,7 +38,7 @@ def commit(shard: Shard, push: Push) -> tuple[PushAnswer, bool]:
     merged = merge(shard.span, sorted(push.segments, key=lambda segment: segment.span.start))
     norm, finished = shard.admission.norm(merged), finished_of(push.header)
     update = on_device(merged, shard.device)
-    body = shard.durability.events.written(push.messages)
+    body = shard.durability.events.push_body(push.messages)
     answer, repeated = shard.writer.run(lambda: _commit(shard, push.header, update, norm, finished, body))
     shard.durability.events.wait()
     return answer, repeated

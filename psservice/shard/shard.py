@@ -106,7 +106,7 @@ class Shard:
         self.installing = False
         self.durable = True
         self._on_health = on_health
-        self.durability = Durability(settings, self._health_changed, environment)
+        self.durability = Durability(self, self._health_changed)
 
     @property
     def span(self) -> Span:
@@ -161,9 +161,9 @@ class Shard:
         self.set_model(history.model)
         self.dedup.restore(history.pushes, history.last_pushes)
         for live in history.workers.values():
-            member = self.leases.join(live.identity)
-            member.index_codecs, member.clock = live.index_codecs, live.clock
-            member.last_step = self.dedup.record(live.identity).step
+            member = self.leases.join(Identity(live.worker_id, live.incarnation))
+            member.index_codecs, member.clock = frozenset(live.index_codecs), live.clock
+            member.last_step = self.dedup.record(member.identity).step
         self.metrics.live_workers.set(len(self.leases))
 
     def copy_model(self) -> ModelCopy:
@@ -181,7 +181,7 @@ class Shard:
         if self.writer.failed:
             self.durability.abandon()
         else:
-            self.durability.close(self)
+            self.durability.close()
         self.final_model.wait()
 
     def _health_changed(self, healthy: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.upload_grant import UploadGrant
-from psservice.recovery.init_source import Start
+from psservice.recovery.past_model import Start
 from psservice.shard.upload import Upload
 
 

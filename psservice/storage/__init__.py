@@ -1,4 +1,1 @@
-"""What survives the process: a journal of what was acknowledged, and snapshots that it is cut behind.
-
-This room knows files and bytes. What the bytes mean is said in :mod:`psservice.recovery.durability`.
-"""
+"""Files that survive the process; :mod:`psservice.recovery.durability` gives their bytes a meaning."""

@@ -1,15 +1,10 @@
-"""One shard's data directory: its lock, its snapshots, its journal, and how to begin from them again.
-
-    DIR/shard-0-of-2/lock                          how far the rest was acknowledged
-                     snapshots/000000000007-v120/   manifest.json, state.safetensors
-                     journal/000000000007.journal   what came behind it
+"""One shard's data directory (docs/durability.md has the tree): its lock, its snapshots and its journal.
 
 A snapshot names the first segment behind it. The last snapshots are kept, and the journal as far back as the oldest of
-them, so that any version since then can be had again.
+them, so that any version since then can be restored.
 """
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,135 +16,126 @@ from psservice.settings import ServerSettings
 from psservice.storage import snapshots
 from psservice.storage.environment import Environment
 from psservice.storage.files import Files, StorageError, discard
-from psservice.storage.journal import Journal
+from psservice.storage.journal import Journal, segment_numbers
 from psservice.storage.lock_file import LockFile, Watermark
 from psservice.storage.manifest import Manifest
-from psservice.storage.recovery_source import RecoverySource
+from psservice.storage.recovery_source import RecoverySource, newest_source
 from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
 
 
-def shard_directory(data_dir: Path, shard_index: int, num_shards: int) -> Path:
-    """Return a shard's own directory."""
-    return data_dir / f"shard-{shard_index}-of-{num_shards}"
-
-
-def require_same_number(files: Files, data_dir: Path, shard_index: int, num_shards: int) -> None:
-    """Raise :class:`StorageError` where a run with another number of shards has a directory, and this one has none."""
-    if snapshots.last_number(files, shard_directory(data_dir, shard_index, num_shards) / "snapshots"):
-        return
-    for name in files.list(data_dir):
-        number = name.rpartition("-of-")[2] if name.startswith("shard-") else str(num_shards)
-        if number != str(num_shards) and snapshots.last_number(files, data_dir / name / "snapshots"):
-            raise StorageError(
-                f"{data_dir / name} holds a model of a run with --num-shards {number}, and this server was started "
-                f"with {num_shards}. Start it with --num-shards {number} to go on with that run, or with a --data-dir "
-                "of its own, and --init DIR to begin from that model"
-            )
-
-
 class DataDir:
-    """The directory of a running shard; raises :class:`StorageError` where another server has the directory.
+    """The directory of a running shard; not thread-safe.
 
-    Attributes:
-        journal: ``None`` before :meth:`begin`, and where only snapshots are kept.
+    Raises :class:`StorageError` where another server has the directory, or the directory cannot be written, or lies
+    beside that of another number of shards.
     """
 
     def __init__(self, settings: ServerSettings, environment: Environment, on_health: Callable[[bool], None]) -> None:
         assert settings.data_dir is not None
         self._settings, self._environment, self._on_health = settings, environment, on_health
         self.files = environment.files
-        self.directory = shard_directory(settings.data_dir, settings.shard_index, settings.num_shards)
-        self.keeps_journal = settings.durability == "journal"
-        self.journal: Journal | None = None
-        self._lock_file = LockFile(self.directory, self.files)
-        self._snapshots = self.directory / "snapshots"
+        self.path = settings.data_dir / f"shard-{settings.shard_index}-of-{settings.num_shards}"
+        self._snapshots, self._journals = self.path / "snapshots", self.path / "journal"
+        if settings.init is None and not snapshots.newest_number(self.files, self._snapshots):
+            _require_same_number(self.files, settings.data_dir, str(settings.num_shards))
+        self._journal: Journal | None = None
+        self._lock_file = LockFile(self.path, self.files)
         self._number = 0
-        self._boot_id = self.files.boot_id()  # now: later there may be no descriptor to read it with
-        self._writing = threading.Lock()
+        # Now: later there may be no descriptor to read the boot id with.
+        promise = {"boot_id": self.files.boot_id(), "fsync": settings.fsync}
+        self._promise: dict[str, Any] = promise if settings.durability == "journal" else {}
         try:
-            for name in ("snapshots", "journal"):
-                self.files.make_directory(self.directory / name)
+            for directory in (self._snapshots, self._journals):
+                self.files.make_directory(directory)
         except OSError as error:
             self._lock_file.close()
-            raise StorageError(f"cannot write to {self.directory} (--data-dir): {error.strerror}") from error
+            raise StorageError(f"cannot write to {self.path} (--data-dir): {error.strerror}") from error
         snapshots.remove_unfinished(self.files, self._snapshots)
 
-    def source(self) -> RecoverySource:
-        """Open what the directory holds; :meth:`begin` comes after it is read."""
-        return RecoverySource(self.directory, self.files, mode=self._settings.recover, mend=True)
+    def source(self) -> RecoverySource | None:
+        """Open the newest snapshot and its journal, to be read before :meth:`begin`; ``None`` in an empty directory."""
+        return newest_source(self.path, self.files, strict=self._settings.recover == "strict", repair=True)
 
-    def begin(self, number: int, *, is_true: bool) -> None:
-        """Begin to append, in a segment of this number; raises :class:`StorageError`.
+    def begin(self, *, is_served: bool) -> Journal | None:
+        """Begin to append, in a new segment of the journal, if one is kept; raises :class:`StorageError`.
 
-        Args:
-            number: of the segment.
-            is_true: whether the shard serves what is on the disk; else the next snapshot makes it so.
+        ``is_served``: whether the shard serves what is on the disk; else the next snapshot makes that so.
         """
-        self._number = number
-        # Without a promise if not true: a power cut would be judged by that of the life before.
-        begun = replace(self._lock_file.watermark or Watermark(), boot_id="", fsync="", clean=False)
-        if self.keeps_journal:
-            begun = replace(begun, segment=number, appended=0, durable=0)
-            if is_true:
-                begun = replace(begun, **self._promise())
+        before = self._lock_file.watermark or Watermark()
+        newest_segment = max(segment_numbers(self.files, self._journals), default=0)
+        # The next one, since a gap is damage, and not before any snapshot that was ever written.
+        self._number = max(newest_segment + 1, snapshots.newest_number(self.files, self._snapshots), before.snapshot)
+        # Without a promise if not served: a power cut would be judged by that of the life before.
+        begun = replace(before, boot_id="", fsync="", clean=False)
+        if is_served:
+            begun = replace(begun, **self._promise)
+        if self._promise:
+            begun = replace(begun, segment=self._number, appended=0, durable=0)
         try:
             self._lock_file.begin(begun)
-            if self.keeps_journal:
-                self.journal = Journal(
+            if self._promise:
+                self._journal = Journal(
                     self._environment,
-                    self.directory / "journal",
-                    number,
+                    self._journals,
+                    self._number,
                     self._settings.fsync,
                     self._settings.fsync_interval_seconds,
                     self._on_health,
-                    lambda at, appended, durable: self._lock_file.note(segment=at, appended=appended, durable=durable),
+                    self._lock_file.note,
                 )
         except OSError as error:
-            raise StorageError(f"cannot write to {self.directory}: {error.strerror}") from error
+            raise StorageError(f"cannot write to {self.path}: {error.strerror}") from error
+        return self._journal
 
     def rotate(self) -> int:
-        """Begin another segment, for a snapshot of this version; return its number. Raises :class:`JournalError`."""
-        self._number = self._number + 1 if self.journal is None else self.journal.rotate()
+        """Begin another segment, for a snapshot of this version; return its number. Raises :class:`StorageError`."""
+        self._number = self._number + 1 if self._journal is None else self._journal.rotate()
         return self._number
 
     def write(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], *, clean: bool) -> Snapshot:
-        """Write a snapshot, or raise :class:`StorageError`; then remove what is behind the oldest one kept.
+        """Write a snapshot, or raise :class:`StorageError`; then remove old ones, and the journal before the oldest.
 
         Tensors are contiguous and on the host. ``clean``: the last act of a server that was told to stop.
         """
-        with self._writing:
-            try:
-                snapshot = snapshots.write(self.files, self._snapshots, manifest, tensors)
-                try:  # from now on the disk says what is served
-                    self._lock_file.note(
-                        snapshot=manifest.segment, generation=manifest.generation, clean=clean, **self._promise()
-                    )
-                except OSError:
-                    discard(self.files, snapshot.path)
-                    raise
-            except OSError as error:
-                why = error.strerror or error
-                raise StorageError(f"cannot write a snapshot to {self._snapshots}: {why}") from error
-            try:  # the new one is on the disk already: no failure from here on is its caller's
-                kept = snapshots.prune(self.files, self._snapshots, self._settings.keep_snapshots)
-                if self.journal is not None and kept:
-                    self.journal.cut_before(min(each.manifest.segment for each in kept))
-            except OSError as error:
-                log.warning("old snapshots stay", extra={"path": str(self._snapshots), "error": str(error)})
+        try:
+            snapshot = snapshots.write(self.files, self._snapshots, manifest, tensors)
+            try:  # from now on the shard serves what is on the disk
+                changes = {"snapshot": manifest.segment, "generation": manifest.generation, "clean": clean}
+                self._lock_file.note(**changes, **self._promise)
+            except OSError:
+                discard(self.files, snapshot.path)
+                raise
+        except OSError as error:
+            why = error.strerror or error
+            raise StorageError(f"cannot write a snapshot to {self._snapshots}: {why}") from error
+        try:  # the new one is on the disk already: no failure from here on is its caller's
+            kept = snapshots.prune(self.files, self._snapshots, self._settings.keep_snapshots)
+            if self._journal is not None and kept:
+                self._journal.cut_before(min(each.manifest.segment for each in kept))
+        except OSError as error:
+            log.warning("old snapshots stay", extra={"path": str(self._snapshots), "error": str(error)})
         return snapshot
 
     def snapshots(self) -> list[Snapshot]:
         """Return the snapshots that can be read, oldest first."""
-        return snapshots.found(self.files, self._snapshots)
+        return snapshots.readable(self.files, self._snapshots)
 
     def close(self) -> None:
         """Close the journal and unlock the directory."""
-        if self.journal is not None:
-            self.journal.close()
+        if self._journal is not None:
+            self._journal.close()
         self._lock_file.close()
 
-    def _promise(self) -> dict[str, Any]:
-        """Return what the watermark says of a life whose records are what it serves."""
-        return {"boot_id": self._boot_id, "fsync": self._settings.fsync} if self.keeps_journal else {}
+
+def _require_same_number(files: Files, data_dir: Path, ours: str) -> None:
+    """Raise :class:`StorageError` where a run with another number of shards has a directory."""
+    for name in files.list(data_dir):
+        number = name.rpartition("-of-")[2] if name.startswith("shard-") else ours
+        if number != ours and snapshots.newest_number(files, data_dir / name / "snapshots"):
+            raise StorageError(
+                f"{data_dir / name} holds a model of a run with --num-shards {number}, and this server was started "
+                f"with {ours}. Start it with --num-shards {number} to go on with that run, or with a --data-dir "
+                "of its own, and --init DIR to begin from that model"
+            )

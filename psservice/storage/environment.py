@@ -13,12 +13,8 @@ from psservice.storage.files import DISK, Files
 class Environment:
     """What a shard asks of the machine.
 
-    Attributes:
-        monotonic: seconds.
-        unix_seconds: the time of day.
-        random_bytes: so many of them.
-        is_threaded: whether the parts start threads. Without, jobs run in the thread of their caller, who also calls
-            ``Journal.force``, ``Durability.snapshot_if_due`` and ``lifecycle.end_leases`` in time.
+    Without threads, jobs run in the thread of their caller, who also calls ``Journal.force``,
+    ``Durability.snapshot_if_due`` and ``lifecycle.end_leases`` in time.
     """
 
     files: Files = DISK

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from pscore.model.modelfile import save
 
@@ -17,7 +18,7 @@ _MOST_PARTS = 512  # of one writev; Linux takes 1024
 
 
 class StorageError(Exception):
-    """The data directory cannot be used as it is; the message names the file and what to do."""
+    """The data directory cannot be used as it is; the message names the file and the next step."""
 
 
 class OpenFile:
@@ -93,8 +94,7 @@ class Files:
     def load_tensors(self, path: Path) -> dict[str, torch.Tensor]:
         """Read a safetensors file."""
         try:
-            with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return load_file(path)
         except SafetensorError as error:
             raise OSError(str(error)) from error
 

@@ -1,58 +1,65 @@
-"""The journal: what was acknowledged since the last snapshot, appended before it is acknowledged.
+"""The journal: records since the last snapshot, each appended before its acknowledgement, and read after a crash.
 
 One thread at a time appends. Many wait for durability: the first of them forces to the disk what all have appended
-(group commit). A record is in the kernel's hands when :meth:`Journal.append` returns, so the death of the process
-loses nothing in any mode.
+(group commit). The kernel has a record when :meth:`Journal.append` returns, so the death of the process loses nothing
+in any mode.
 """
 
 import logging
 import threading
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO
 
 from psservice.storage.environment import Environment
-from psservice.storage.files import Files, StorageError
-from psservice.storage.journal_format import HEAD_BYTES, MARK_BYTES, Body, frame, head_with
+from psservice.storage.files import DISK, Files, StorageError
+from psservice.storage.journal_format import (
+    FRAME,
+    HEAD_BYTES,
+    MAGIC,
+    MARK_BYTES,
+    Body,
+    DamagedError,
+    Record,
+    frame,
+    record_crc,
+    segment_head,
+)
 
 log = logging.getLogger(__name__)
 
-FsyncMode = Literal["always", "interval", "never"]
-
-SEGMENT_SUFFIX = ".journal"
-_QUIET_SECONDS = 60.0  # between two lines that say that records cannot be written
-
-
-class JournalError(StorageError):
-    """A record could not be made durable."""
+_SUFFIX = ".journal"
+_LOG_SECONDS = 60.0  # between two log lines about records that cannot be written
+_SEARCH_BYTES = 1 << 20
 
 
 def segment_path(directory: Path, number: int) -> Path:
     """Return the file of a segment."""
-    return directory / f"{number:012d}{SEGMENT_SUFFIX}"
+    return directory / f"{number:012d}{_SUFFIX}"
 
 
 def segment_numbers(files: Files, directory: Path) -> list[int]:
     """Return the numbers of the segments that are there, ascending."""
-    stems = (name.removesuffix(SEGMENT_SUFFIX) for name in files.list(directory) if name.endswith(SEGMENT_SUFFIX))
+    stems = (name.removesuffix(_SUFFIX) for name in files.list(directory) if name.endswith(_SUFFIX))
     return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
 class Journal:
-    """Appends records to numbered segments.
+    """Appends records to numbered segments; raises ``OSError`` where the first segment cannot be begun.
+
+    Every method but :meth:`cut_before` raises :class:`StorageError` where a record cannot be made durable.
 
     Args:
         number: of the first segment; its file must not exist.
-        on_health: told ``False`` when a record could not be written, ``True`` when one can be again.
-        on_reach: told, before an append or a wait returns, of the newest segment's number, of its bytes up to the end
-            of the last record, and of those that were forced to the disk. May raise ``OSError``.
+        on_health: called with ``False`` when a record could not be written, with ``True`` when one can be again.
+        on_progress: called before an append or a wait returns with ``segment``, ``appended`` and ``durable``, as a
+            :class:`~psservice.storage.lock_file.Watermark` has them. May raise ``OSError``.
 
     Attributes:
         errors: failed attempts to write or to force to the disk, so far.
-
-    Raises:
-        OSError: the segment cannot be begun.
+        broken: why the contents of the disk are unknown, so that only a restart, which reads them, helps; else empty.
     """
 
     def __init__(
@@ -60,46 +67,40 @@ class Journal:
         environment: Environment,
         directory: Path,
         number: int,
-        fsync: FsyncMode,
+        fsync: str,
         interval_seconds: float,
         on_health: Callable[[bool], None] = lambda healthy: None,
-        on_reach: Callable[[int, int, int], None] = lambda number, appended, durable: None,
+        on_progress: Callable[..., None] = lambda **progress: None,
     ) -> None:
-        self._environment, self._files = environment, environment.files
-        self.directory = directory
-        self.number = number
-        self.bytes_written = 0
-        self.errors = 0
+        self._environment, self._files, self._directory = environment, environment.files, directory
         self._fsync, self._interval_seconds = fsync, interval_seconds
-        self._on_health, self._on_reach = on_health, on_reach
-        self._healthy = True
-        self._complained = False
-        self._complained_at = -_QUIET_SECONDS
+        self._on_health, self._on_progress = on_health, on_progress
+        self.bytes_written = self.errors = 0
+        self.broken = ""
+        self._healthy, self._complained, self._complained_at = True, False, -_LOG_SECONDS
         self._forcing = threading.Lock()  # during an fsync and while the file changes; acquired before the other
         self._lock = threading.RLock()
-        self._bytes_durable = 0  # of bytes_written
-        self._broken: str | None = None
         self._closing = threading.Event()
-        self._open_segment()
+        self._open_segment(number)
         self._thread = environment.start(self._force_at_intervals, "journal") if fsync == "interval" else None
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether nobody knows what is on the disk, so that only a restart, which reads it, helps."""
-        return self._broken is not None
-
     def append(self, kind: int, body: Body) -> None:
-        """Write one record, or raise :class:`JournalError` with the journal as before."""
+        """Write one record, or leave the journal as before."""
         with self._lock:
             self._require_whole()
             parts = [frame(self._mark, kind, body), *body.parts]
             size = sum(map(len, parts))
             try:
                 self._file.append(parts)
-                self._on_reach(self.number, self._size + size, self._size_durable)
+                self._on_progress(segment=self._number, appended=self._size + size, durable=self._size_durable)
             except OSError as error:
-                self._undo_last(error)
-                raise JournalError(
+                self.errors += 1
+                self._set_healthy(False, error.strerror or str(error))
+                try:
+                    self._file.cut(self._size)
+                except OSError:
+                    self._break(f"a record is half written to {self._path} and cannot be cut off: {error.strerror}")
+                raise StorageError(
                     f"cannot append to {self._path}: {error.strerror}; free space or mend the disk, "
                     "pushes are taken again as soon as it can be written"
                 ) from error
@@ -113,36 +114,34 @@ class Journal:
             self.force()
 
     def force(self) -> None:
-        """Force every record that was appended before this call to the disk; raises :class:`JournalError`."""
+        """Force every record that was appended before this call to the disk."""
         with self._lock:
-            target = self.bytes_written
+            target = (self._number, self._size)
         with self._forcing:
-            if self._bytes_durable < target:
+            if (self._number, self._size_durable) < target:  # else another call, or the end of a segment, has done that
                 self._sync()
 
     def rotate(self) -> int:
-        """End the segment and begin the next, or raise :class:`JournalError`; return the newest one's number."""
+        """End the segment and begin the next; return its number."""
         with self._forcing, self._lock:
             self._require_whole()
             if self._fsync != "never":  # first: a torn tail with another segment behind it would be taken for damage
                 self._sync()
             old = self._file
-            self.number += 1
             try:
-                self._open_segment()
+                self._open_segment(self._number + 1)
             except OSError as error:
-                self.number -= 1
                 self.errors += 1
-                raise JournalError(f"cannot begin a segment of the journal: {error.strerror}") from error
+                raise StorageError(f"cannot begin a segment of the journal: {error.strerror}") from error
             old.close()
-            return self.number
+            return self._number
 
     def cut_before(self, number: int) -> None:
         """Remove the segments before one; a segment that cannot be removed stays for the next time."""
-        for old in segment_numbers(self._files, self.directory):
+        for old in segment_numbers(self._files, self._directory):
             if old < number:
                 try:
-                    self._files.remove(segment_path(self.directory, old))
+                    self._files.remove(segment_path(self._directory, old))
                 except OSError as error:
                     log.warning("old segment stays", extra={"segment": old, "error": str(error)})
 
@@ -152,81 +151,71 @@ class Journal:
         if self._thread is not None:
             self._thread.join()
         with self._forcing, self._lock:
-            if self._broken == _CLOSED:
-                return
-            if self._fsync != "never" and self._broken is None:
-                with suppress(JournalError):  # logged
+            if self._fsync != "never" and not self.broken:
+                with suppress(StorageError):  # logged
                     self._sync()
-            self._broken = _CLOSED
+            self.broken = "the journal is closed"
             self._file.close()
 
     def _force_at_intervals(self) -> None:
-        while not self._closing.wait(self._interval_seconds) and not self.is_broken:
-            with suppress(JournalError):  # logged
+        while not self._closing.wait(self._interval_seconds) and not self.broken:
+            with suppress(StorageError):  # logged
                 self.force()
 
     def _sync(self) -> None:
-        """Force the segment to the disk; ``_forcing`` is held, so nobody closes the file."""
+        """Force the segment to the disk; under ``_forcing``, so that no thread closes the file."""
         with self._lock:
             self._require_whole()
-            written, size = self.bytes_written, self._size
+            size = self._size
         try:
             self._file.sync()
             with self._lock:
-                self._on_reach(self.number, self._size, size)
-                self._bytes_durable, self._size_durable = written, size
+                self._on_progress(segment=self._number, appended=self._size, durable=size)
+                self._size_durable = size
         except OSError as error:
             with self._lock:
                 self._break(f"fsync of {self._path}: {error.strerror}")
-                raise JournalError(str(self._broken)) from error
+                raise StorageError(self.broken) from error
 
-    # The lock is held
+    # Under the lock
 
-    def _open_segment(self) -> None:
-        """Create the segment, and write to it from now on; raises ``OSError``, and then nothing has changed."""
-        path, mark = segment_path(self.directory, self.number), self._environment.random_bytes(MARK_BYTES)
+    def _open_segment(self, number: int) -> None:
+        """Create a segment, and write to it from now on; raises ``OSError``, and then nothing has changed."""
+        path, mark = segment_path(self._directory, number), self._environment.random_bytes(MARK_BYTES)
         file = self._files.open_new(path)
         try:
-            file.append([head_with(mark)])
+            file.append([segment_head(mark)])
             durable = 0
             if self._fsync != "never":
                 file.sync()
-                self._files.sync(self.directory)
+                self._files.sync(self._directory)
                 durable = HEAD_BYTES
-            self._on_reach(self.number, HEAD_BYTES, durable)
+            self._on_progress(segment=number, appended=HEAD_BYTES, durable=durable)
         except BaseException:
             file.close()
             self._files.remove(path)
             raise
-        self._file, self._path, self._mark = file, path, mark
+        self._file, self._path, self._mark, self._number = file, path, mark, number
         self._size, self._size_durable = HEAD_BYTES, durable
 
-    def _undo_last(self, error: OSError) -> None:
-        self.errors += 1
-        self._set_healthy(False, error.strerror or str(error))
-        try:
-            self._file.cut(self._size)
-        except OSError:
-            self._break(f"a record is half written to {self._path} and cannot be cut off: {error.strerror}")
-
     def _break(self, why: str) -> None:
-        self._broken = f"{why}; restart the server to recover what is on the disk"
-        log.error("journal broken", extra={"error": self._broken})
+        self.broken = f"{why}; restart the server to recover what is on the disk"
+        log.error("journal broken", extra={"error": self.broken})
         self.errors += 1
         self._complained = True
         self._set_healthy(False)
 
     def _require_whole(self) -> None:
-        if self._broken is not None:
-            raise JournalError(self._broken)
+        if self.broken:
+            raise StorageError(self.broken)
 
     def _set_healthy(self, healthy: bool, why: str = "") -> None:
-        """Tell of a change, and log it once in a while: a small record may fit where the next one does not."""
+        """Report a change, and log it once in a while: a small record may fit where the next one does not."""
         now = self._environment.monotonic()
         if healthy and self._complained:
             log.warning("records can be written down again: pushes are taken")
             self._complained = False
-        elif not healthy and not self._complained and now - self._complained_at >= _QUIET_SECONDS:
+        elif not healthy and not self._complained and now - self._complained_at >= _LOG_SECONDS:
             log.error("records cannot be written down: pushes are refused", extra={"error": why})
             self._complained, self._complained_at = True, now
         if healthy != self._healthy:
@@ -234,4 +223,94 @@ class Journal:
             self._on_health(healthy)
 
 
-_CLOSED = "the journal is closed"
+class SegmentReader:
+    """Reads one segment.
+
+    Attributes:
+        valid_bytes: up to the end of the last record that was read.
+        torn: why reading ended before the end of the file; ``None`` where it did not.
+    """
+
+    def __init__(self, path: Path, files: Files = DISK) -> None:
+        self.path, self._files = path, files
+        self.valid_bytes = 0
+        self.torn: str | None = None
+        self._size, self._mark = 0, b""
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records up to the end or a torn tail.
+
+        Raises :class:`DamagedError` where others follow a record that does not check, :class:`StorageError` where the
+        file cannot be read; a running server may have removed the file meanwhile.
+        """
+        try:
+            file = self._files.open(self.path)
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
+        with file:
+            if not self._read_head(file):
+                if self._size > HEAD_BYTES:
+                    raise DamagedError(self.path, 0, "its head does not check")
+                cut = self._size < HEAD_BYTES
+                self.torn = "the file ends inside its head" if cut else "its head does not check"
+                return
+            self.valid_bytes = HEAD_BYTES
+            while self.valid_bytes < self._size:
+                record = self._read(file, self.valid_bytes)
+                if isinstance(record, str):
+                    following = self._next_record(file)
+                    if following is not None:
+                        why = f"{record}, and there is a record at {following.offset}"
+                        raise DamagedError(self.path, self.valid_bytes, why)
+                    self.torn = record
+                    return
+                yield record
+                self.valid_bytes = record.end
+
+    def salvage(self) -> Iterator[Record]:
+        """Yield the whole records behind the last record that was read; none where there is no file."""
+        with suppress(OSError), self._files.open(self.path) as file:
+            if self._read_head(file):
+                while (record := self._next_record(file)) is not None:
+                    yield record
+                    self.valid_bytes = record.end - 1
+
+    def _read_head(self, file: BinaryIO) -> bool:
+        """Learn the file's size and mark; return whether the head checks."""
+        self._size = file.seek(0, 2)
+        file.seek(0)
+        head = file.read(HEAD_BYTES)
+        self._mark = head[len(MAGIC) : len(MAGIC) + MARK_BYTES]
+        return len(head) == HEAD_BYTES and head == segment_head(self._mark)
+
+    def _read(self, file: BinaryIO, offset: int) -> Record | str:
+        """Return the record at a position, or its fault."""
+        file.seek(offset)
+        data = file.read(FRAME.size)
+        if len(data) < FRAME.size:
+            return "the file ends inside the head of a record"
+        mark, length, kind, crc = FRAME.unpack(data)
+        if mark != self._mark:
+            return "there is no record where one should begin"
+        end = offset + FRAME.size + length
+        if end > self._size:  # before anything is allocated
+            return f"a record of {length} bytes is cut by the end of the file"
+        body = file.read(length)
+        if record_crc(length, kind, zlib.crc32(body)) != crc:
+            return f"the checksum of a record of {length} bytes does not hold"
+        return Record(kind, body, offset, end)
+
+    def _next_record(self, file: BinaryIO) -> Record | None:
+        """Search for a whole record behind the last one that was read."""
+        position = self.valid_bytes + 1
+        while position < self._size:
+            file.seek(position)
+            found = file.read(_SEARCH_BYTES + MARK_BYTES - 1).find(self._mark)
+            if found < 0:
+                position += _SEARCH_BYTES
+                continue
+            record = self._read(file, position + found)
+            if not isinstance(record, str):
+                return record
+            position += found + 1
+        return None

@@ -1,9 +1,9 @@
-"""The file ``lock``: which process has a directory, and how far what the directory holds was acknowledged.
+"""The file ``lock``: which process has a directory, and how far the contents were acknowledged.
 
-The journal alone cannot tell a record that its writer had not finished from one that somebody cut off, and a missing
-file leaves no trace in those that stay. So the file says what must be there. One ``pwrite`` of fewer bytes than a
-sector changes it, so the death of a process leaves the old content or the new one. It is not forced to the disk with
-every change: after the death of the machine it may be older than the journal, and then asks for less.
+The journal alone cannot tell an unfinished record from one that was cut off, and a missing file leaves no trace. So
+the lock names the least that must be there. One ``pwrite`` of fewer bytes than a sector changes the file, so the death
+of a process leaves the old content or the new one. Not every change is forced to the disk: after the death of the
+machine the file may be older than the journal, and then asks for less.
 """
 
 import struct
@@ -63,7 +63,7 @@ class Watermark:
 
 
 def read_watermark(directory: Path, files: Files) -> Watermark | None:
-    """Return what a directory's lock says, also while a server has it; ``None`` where it is missing or damaged."""
+    """Read a directory's lock, also while a server has the lock; ``None`` where the file is missing or damaged."""
     try:
         with files.open(directory / LOCK_NAME) as file:
             return Watermark.from_bytes(file.read())
@@ -72,10 +72,9 @@ def read_watermark(directory: Path, files: Files) -> Watermark | None:
 
 
 class LockFile:
-    """A directory, which is created, that this process has until :meth:`close`. Thread-safe.
+    """Creates and locks a directory until :meth:`close`; :class:`StorageError` where another process has the lock.
 
-    Raises :class:`StorageError` where another process has the directory. ``watermark`` is ``None`` where the file is
-    new or damaged.
+    Thread-safe. ``watermark`` is ``None`` where the file is new or damaged.
     """
 
     def __init__(self, directory: Path, files: Files) -> None:

@@ -14,7 +14,7 @@ class _Strict(BaseModel):
 
 
 class KeptShare(_Strict):
-    """What one worker holds, or has left: ``(start, end)`` of each range."""
+    """The ranges ``(start, end)`` that one worker has, or has left."""
 
     worker_id: str
     incarnation: str
@@ -42,10 +42,9 @@ class KeptDataset(_Strict):
 
 
 class KnownPush(_Strict):
-    """The last push of one incarnation, for repeats; step 0 where it only exchanged buffers.
+    """The last push of one incarnation, for repeats; step 0 where the worker has exchanged buffers only.
 
-    Attributes:
-        own_generation, own_versions: the versions that its pushes have made since its base.
+    ``own_versions`` are the versions that the incarnation's pushes have made since its base.
     """
 
     worker_id: str
@@ -60,7 +59,7 @@ class KnownPush(_Strict):
 
 
 class LiveWorker(_Strict):
-    """A worker that held a lease."""
+    """A worker that had a lease."""
 
     worker_id: str
     incarnation: str
@@ -69,7 +68,7 @@ class LiveWorker(_Strict):
 
 
 class FileSeal(_Strict):
-    """What a file must be."""
+    """Size and checksum that a file must have."""
 
     bytes: int
     crc32: int
@@ -82,16 +81,13 @@ class Manifest(_Strict):
         checkpoint: an id that the shards of one checkpoint share; "" where it was taken for this shard alone.
         is_named: whether an operator has named the checkpoint: it is kept until it is deleted.
         segment: number of the first journal segment behind it.
-        start, length: what the shard owns of the flat layout.
+        start, length: of the shard's span of the flat layout.
         layout: the model's, as the protocol's JSON.
-        pushes: what is remembered of each incarnation, least recent first.
+        pushes: of each incarnation, least recent first.
         last_pushes: by worker name: incarnation and step of the last push, least recent first.
-        memory: what the update rule and an open round remember beside their tensors.
+        memory: of the update rule and an open round, beside their tensors.
         delay_compensation, ledger_multiple: of the shard, for all records behind this.
-        buffer_weight: weight of the average of buffers.
-        last_checkpoint: place of the newest checkpoint that the shard has taken part in; see
-            ``psservice.cluster.checkpoints``.
-        tensors: size and checksum of the file of tensors.
+        last_checkpoint: the newest that the shard has taken part in; see ``psservice.cluster.checkpoints``.
         crc32: of all this, with 0 in its place.
     """
 

@@ -1,206 +1,142 @@
-"""What a shard's data directory holds of the past, and whether all of it is still there."""
+"""The past in a shard's data directory: a snapshot, the records behind, and whether anything is missing."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
-
-import torch
 
 from psservice.storage import snapshots
 from psservice.storage.files import DISK, Files, StorageError
-from psservice.storage.journal import segment_numbers, segment_path
-from psservice.storage.journal_format import DamagedError, Record, Segment
+from psservice.storage.journal import SegmentReader, segment_numbers, segment_path
+from psservice.storage.journal_format import DamagedError, Record
 from psservice.storage.lock_file import LOCK_NAME, Watermark, read_watermark
-from psservice.storage.manifest import Manifest
 from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
 
-RecoverMode = Literal["strict", "last-good"]
-
 
 class RecoverySource:
-    """What a directory holds of the past: a snapshot to begin from, and the records behind it.
+    """A snapshot, and the records behind it; raises :class:`StorageError` where the snapshot is damaged.
 
     Args:
-        directory: the shard's own.
-        files: where the directory is.
-        mode: with ``last-good``, reading ends at damage instead of refusing it.
-        mend: whether a torn tail is cut off its file; a reader beside a running server must not.
-        begin_at: the snapshot to begin from; ``None`` for the newest that is whole.
-
-    Raises:
-        StorageError: there were snapshots, and none is whole; the lock is gone, or what came behind a damaged snapshot
-            is not known, in the mode ``strict``.
+        kept: all snapshots of the shard's directory that can be read.
+        watermark: the least that must be there; an empty one asks for nothing.
+        strict: whether damage is an error; else reading ends there (``--recover last-good``).
+        repair: whether a torn tail is cut off its file; a reader beside a running server must not.
 
     Attributes:
-        snapshot: where to begin; ``None`` where nothing was ever kept.
         tensors: the snapshot's.
-        lost: whether something may be gone that was acknowledged: damage, in the mode ``last-good``, or a torn tail
-            that the death of the machine has left.
+        until: the segment where another generation begins; ``None`` for none.
+        lost: whether something may be gone that was acknowledged: by damage, or in a torn tail that the death of the
+            machine has left.
     """
 
     def __init__(
         self,
         directory: Path,
-        files: Files = DISK,
+        files: Files,
+        kept: list[Snapshot],
+        snapshot: Snapshot,
+        watermark: Watermark,
         *,
-        mode: RecoverMode = "strict",
-        mend: bool = False,
-        begin_at: Snapshot | None = None,
+        strict: bool = True,
+        repair: bool = False,
     ) -> None:
-        self._files, self._mode, self._mend = files, mode, mend
-        self._journal, self._snapshots = directory / "journal", directory / "snapshots"
-        self.tensors: dict[str, torch.Tensor] = {}
+        self._files, self._journal = files, directory / "journal"
+        self.snapshot, self.tensors = snapshot, snapshot.read()
+        self._watermark, self._strict, self._repair = watermark, strict, repair
         self.lost = False
-        self._until: int | None = None  # the segment where another generation begins
-        self._reading: Segment | None = None
-        self._damaged: Segment | None = None
-        # Before the files: while a server runs, they only ever hold more than it says.
-        watermark = None if begin_at else read_watermark(directory, files)  # any version that is there may be asked for
-        self._watermark = watermark or Watermark()
-        self._same_boot = bool(self._watermark.boot_id) and self._watermark.boot_id == files.boot_id()
-        kept = snapshots.found(files, self._snapshots)
-        if begin_at is not None:
-            self.snapshot: Snapshot | None = begin_at
-            self.tensors, first = begin_at.read(), begin_at.manifest
-            later = [each.manifest for each in kept if each.manifest.segment > first.segment]
-            self._until = min((each.segment for each in later if each.generation != first.generation), default=None)
-            return
-        self.snapshot = self._newest_whole(kept)
-        if self.snapshot is None:
-            if self._newest_snapshot or (watermark is None and self.last_segment):
-                raise StorageError(
-                    f"no snapshot in {self._snapshots} can be read; restore one from a copy, or begin anew in an "
-                    "empty --data-dir"
-                )
-            return
-        if watermark is None:
-            what = f"{directory / LOCK_NAME} is missing or damaged"
-            self._forgive(
-                what,
-                StorageError(
-                    f"{what}, so it is not known whether another server has the directory, and whether all that it "
-                    "acknowledged is there. Make sure that no server uses it, and restore the file from a copy, or "
-                    "start with --recover last-good to begin a new history"
-                ),
-            )
-        number, generation = max(
-            [(self._watermark.snapshot, self._watermark.generation)]
-            + [(each.manifest.segment, each.manifest.generation) for each in kept]
-        )
-        if generation != self.snapshot.manifest.generation:
-            self._until = number
-            what = f"snapshot {number:012d} in {self._snapshots} is missing or damaged"
-            self._forgive(
-                what,
-                StorageError(
-                    f"{what}, and the model began anew with it. Restore it from a copy, or start with --recover "
-                    "last-good to go back to the one before"
-                ),
-            )
-
-    def _newest_whole(self, kept: list[Snapshot]) -> Snapshot | None:
-        for snapshot in reversed(kept):
-            try:
-                self.tensors = snapshot.read()
-            except StorageError as error:
-                log.error("snapshot is damaged, the one before it is tried", extra={"error": str(error)})
-            else:
-                return snapshot
-        return None
+        self._same_boot = bool(watermark.boot_id) and watermark.boot_id == files.boot_id()
+        self._bytes_required = watermark.appended if self._same_boot else watermark.durable  # of the newest segment
+        self._reading: SegmentReader | None = None
+        self._damaged: SegmentReader | None = None
+        numbers = [(each.manifest.segment, each.manifest.generation) for each in kept]
+        numbers.append((watermark.snapshot, watermark.generation))
+        ours = snapshot.manifest
+        later = (number for number, generation in numbers if number > ours.segment and generation != ours.generation)
+        self.until = min(later, default=None)
 
     def sync(self) -> None:
         """Force the segments behind the snapshot to the disk: the life that wrote them may have died before it did."""
         try:
-            for number in self._behind():
+            for number in self._segments():
                 self._files.sync(segment_path(self._journal, number))
         except OSError as error:
             raise StorageError(f"cannot force {self._journal} to the disk: {error.strerror}") from error
 
     @property
-    def last_segment(self) -> int:
-        """Number of the newest segment; 0 where there is none."""
-        return max(segment_numbers(self._files, self._journal), default=0)
-
-    @property
-    def next_number(self) -> int:
-        """The number of the segment to begin: the next, since a gap is damage, and not before any snapshot."""
-        return max(self.last_segment + 1, self._newest_snapshot)
-
-    @property
     def is_complete(self) -> bool:
         """Whether every version that a worker ever saw is still there, so that the history goes on."""
-        assert self.snapshot is not None
-        manifest, last = self.snapshot.manifest, self.last_segment
-        if self.lost or self._newest_snapshot > max(manifest.segment, last):
+        first, last = self.snapshot.manifest.segment, max(segment_numbers(self._files, self._journal), default=0)
+        newest = max(snapshots.newest_number(self._files, self.snapshot.path.parent), self._watermark.snapshot)
+        if self.lost or newest > max(first, last):
             return False
-        untouched = self._watermark.clean and self._watermark.snapshot == manifest.segment
+        untouched = self._watermark.clean and self._watermark.snapshot == first
         return untouched or self._same_boot or self._watermark.fsync == "always"
 
-    @property
-    def _newest_snapshot(self) -> int:
-        """The number of the newest snapshot that was ever written, there or not; 0 for none."""
-        return max(snapshots.last_number(self._files, self._snapshots), self._watermark.snapshot)
-
-    def _behind(self) -> list[int]:
-        """Return the segments behind the snapshot that belong to the snapshot's generation."""
-        first = self.snapshot.manifest.segment if self.snapshot is not None else 0
-        numbers = segment_numbers(self._files, self._journal)
-        return [number for number in numbers if first <= number and (self._until is None or number < self._until)]
-
     def records(self) -> Iterator[Record]:
-        """Yield what was appended since the snapshot, in order; raises :class:`DamagedError` in the mode ``strict``."""
-        if self.snapshot is None:
-            return
-        there = self._behind()
-        must_reach = self._watermark.segment if self._bytes_required and self._until is None else 0
+        """Yield the records behind the snapshot, in order; raises :class:`DamagedError` if strict."""
+        there = self._segments()
+        must_reach = self._watermark.segment if self._bytes_required and self.until is None else 0
         last = max([must_reach, *there])
         for number in range(self.snapshot.manifest.segment, last + 1):
-            segment = self._reading = Segment(segment_path(self._journal, number), self._files)
+            segment = self._reading = SegmentReader(segment_path(self._journal, number), self._files)
             try:
                 if number not in there:
                     raise DamagedError(segment.path, 0, "this segment is missing")
                 yield from segment.records()
-                missing = self._bytes_required - segment.good
+                missing = self._bytes_required - segment.valid_bytes
                 if number == self._watermark.segment and missing > 0:
                     why = f"{segment.torn or 'it ends'}, and {missing} more bytes were acknowledged"
-                    raise DamagedError(segment.path, segment.good, why)
+                    raise DamagedError(segment.path, segment.valid_bytes, why)
                 if segment.torn is not None and number != last:
-                    raise DamagedError(segment.path, segment.good, f"{segment.torn}, and another segment follows")
+                    raise DamagedError(
+                        segment.path, segment.valid_bytes, f"{segment.torn}, and another segment follows"
+                    )
             except DamagedError as error:
-                self.give_up(error)
+                self._give_up(error)
                 return
             if segment.torn is not None:
                 self._drop_tail(segment)
 
-    def damaged(self, record: Record, why: str) -> DamagedError:
-        """Return the error of the record that :meth:`records` has yielded last."""
+    def refuse(self, record: Record, why: str) -> None:
+        """Give up the record that was read last and those behind it, or raise :class:`DamagedError` if strict."""
         assert self._reading is not None
-        return DamagedError(self._reading.path, record.offset, why)
+        self._give_up(DamagedError(self._reading.path, record.offset, why))
 
-    def give_up(self, error: DamagedError) -> None:
-        """Give up everything from the record on that was read last; raises the error in the mode ``strict``."""
-        self._forgive(error.what, error)
-        self._damaged = self._reading
-
-    def earlier(self) -> Iterator[Iterator[Record]]:
-        """Yield the segments from before the snapshot, newest first, each as its records (may raise StorageError)."""
-        if self.snapshot is None:
-            return
+    def earlier_segments(self) -> Iterator[Iterator[Record]]:
+        """Yield the records of each segment before the snapshot, newest segment first; raises ``StorageError``."""
         for number in reversed(segment_numbers(self._files, self._journal)):
             if number < self.snapshot.manifest.segment:
-                yield Segment(segment_path(self._journal, number), self._files).records()
+                yield SegmentReader(segment_path(self._journal, number), self._files).records()
 
-    @property
-    def _bytes_required(self) -> int:
-        """Bytes that the newest segment must have."""
-        return self._watermark.appended if self._same_boot else self._watermark.durable
+    def dropped(self) -> Iterator[Record]:
+        """Yield the records behind the damage, as far as they can be read."""
+        if self._damaged is not None:
+            yield from self._damaged.salvage()
+        for number in segment_numbers(self._files, self._journal):
+            path = segment_path(self._journal, number)
+            if (self._damaged is not None and path > self._damaged.path) or (self.until or number + 1) <= number:
+                yield from SegmentReader(path, self._files).salvage()
 
-    def _drop_tail(self, segment: Segment) -> None:
-        """Drop the bytes behind the last whole record; a file without a whole head would look damaged, and goes."""
-        where = {"file": str(segment.path), "offset": segment.good, "why": segment.torn}
+    def tolerate(self, damage: str, error: StorageError) -> None:
+        """Raise the error of some damage if strict; else log the damage."""
+        if self._strict:
+            raise error
+        log.error("what is behind the damage is given up, as asked for", extra={"damage": damage})
+        self.lost = True
+
+    def _give_up(self, error: DamagedError) -> None:
+        self.tolerate(error.damage, error)
+        self._damaged = self._reading
+
+    def _segments(self) -> list[int]:
+        """Return the segments behind the snapshot that belong to the snapshot's generation."""
+        first, numbers = self.snapshot.manifest.segment, segment_numbers(self._files, self._journal)
+        return [number for number in numbers if first <= number and (self.until is None or number < self.until)]
+
+    def _drop_tail(self, segment: SegmentReader) -> None:
+        """Drop the bytes behind the last whole record; a file without a whole head is removed."""
+        where = {"file": str(segment.path), "offset": segment.valid_bytes, "why": segment.torn}
         if self._same_boot:
             log.warning("the journal ends in a record that was never acknowledged; it is dropped", extra=where)
         else:
@@ -210,34 +146,53 @@ class RecoverySource:
                 extra=where,
             )
             self.lost = True
-        if self._mend and segment.good:
-            self._files.cut(segment.path, segment.good)
+        if self._repair and segment.valid_bytes:
+            self._files.cut(segment.path, segment.valid_bytes)
             self._files.sync(segment.path)
-        elif self._mend:
+        elif self._repair:
             self._files.remove(segment.path)
             self._files.sync(segment.path.parent)
 
-    def dropped(self) -> Iterator[Record]:
-        """Yield the records that are given up in the mode ``last-good``, as far as they can be read."""
-        if self._damaged is not None:
-            yield from self._damaged.behind()
-        for number in segment_numbers(self._files, self._journal):
-            path = segment_path(self._journal, number)
-            if (self._damaged is not None and path > self._damaged.path) or (self._until or number + 1) <= number:
-                yield from Segment(path, self._files).behind()
 
-    def _forgive(self, what: str, error: StorageError) -> None:
-        if self._mode == "strict":
-            raise error
-        log.error("what is behind the damage is given up, as asked for", extra={"damage": what})
-        self.lost = True
+def newest_source(
+    directory: Path, files: Files = DISK, *, strict: bool = True, repair: bool = False
+) -> RecoverySource | None:
+    """Open the newest snapshot that is whole; return ``None`` where nothing was ever kept.
 
-
-def sources(directory: Path, files: Files, wanted: Callable[[Manifest], bool]) -> Iterator[RecoverySource]:
-    """Yield what a directory holds behind each snapshot that is wanted and whole, newest first; nothing is changed."""
-    for snapshot in reversed(snapshots.found(files, directory / "snapshots")):
-        if wanted(snapshot.manifest):
-            try:
-                yield RecoverySource(directory, files, begin_at=snapshot)
-            except StorageError as error:
-                log.warning("snapshot is damaged", extra={"error": str(error)})
+    Raises :class:`StorageError` where there were snapshots and none is whole; if strict, also where the lock is gone,
+    or a damaged snapshot began another generation.
+    """
+    watermark = read_watermark(directory, files)  # first: while a server runs, the files only ever have more than that
+    where = directory / "snapshots"
+    kept = snapshots.readable(files, where)
+    for snapshot in reversed(kept):
+        try:
+            source = RecoverySource(
+                directory, files, kept, snapshot, watermark or Watermark(), strict=strict, repair=repair
+            )
+            break
+        except StorageError as error:
+            log.error("snapshot is damaged, the one before it is tried", extra={"error": str(error)})
+    else:
+        was_there = snapshots.newest_number(files, where) or (watermark and watermark.snapshot)
+        if was_there or (watermark is None and segment_numbers(files, directory / "journal")):
+            raise StorageError(
+                f"no snapshot in {where} can be read; restore one from a copy, or begin anew in an empty --data-dir"
+            )
+        return None
+    if watermark is None:
+        damage = f"{directory / LOCK_NAME} is missing or damaged"
+        advice = (
+            "so it is not known whether another server has the directory, and whether all that it acknowledged is "
+            "there. Make sure that no server uses it, and restore the file from a copy, or start with --recover "
+            "last-good to begin a new history"
+        )
+        source.tolerate(damage, StorageError(f"{damage}, {advice}"))
+    if source.until is not None:
+        damage = f"snapshot {source.until:012d} in {where} is missing or damaged"
+        advice = (
+            "and the model began anew with it. Restore it from a copy, or start with --recover last-good to go back "
+            "to the one before"
+        )
+        source.tolerate(damage, StorageError(f"{damage}, {advice}"))
+    return source

@@ -1,7 +1,7 @@
 """Snapshots: a directory each, with the tensors as safetensors and everything else in a manifest.
 
-A snapshot is written under a temporary name, forced to the disk, and renamed: what has a snapshot's name is whole, but
-for a disk that forgets. That is what the manifest's sizes and checksums are for.
+A snapshot is written under a temporary name, forced to the disk, and renamed: a directory with a snapshot's name is
+whole, unless the disk fails, which the manifest's sizes and checksums reveal.
 """
 
 import logging
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from psservice.storage.files import DISK, Files, StorageError, discard
+from psservice.storage.files import Files, StorageError, discard
 from psservice.storage.manifest import FileSeal, Manifest
 
 log = logging.getLogger(__name__)
@@ -28,17 +28,13 @@ class Snapshot:
 
     path: Path
     manifest: Manifest
-    files: Files = DISK
+    files: Files
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Read the tensors.
-
-        Raises:
-            StorageError: the file is not what the manifest says.
-        """
+        """Read the tensors; raises :class:`StorageError` where the file is not the one of the manifest."""
         path = self.path / TENSORS_NAME
         try:
-            if self.manifest.tensors is None or _seal(self.files, path) != self.manifest.tensors:
+            if _seal(self.files, path) != self.manifest.tensors:
                 raise StorageError(f"{path} is not the file that its manifest describes")
             return self.files.load_tensors(path)
         except OSError as error:
@@ -46,11 +42,7 @@ class Snapshot:
 
 
 def write(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-    """Write a snapshot; tensors are contiguous and on the host.
-
-    Raises:
-        OSError: it could not be written; nothing of it is left.
-    """
+    """Write a snapshot; tensors are contiguous and on the host. Raises ``OSError``, and then nothing of it is left."""
     path = directory / f"{manifest.segment:012d}-v{manifest.version}"
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -69,7 +61,7 @@ def write(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[st
     return Snapshot(path, manifest, files)
 
 
-def found(files: Files, directory: Path) -> list[Snapshot]:
+def readable(files: Files, directory: Path) -> list[Snapshot]:
     """Return the snapshots of a directory, oldest first; one whose manifest cannot be read is left out and logged."""
     snapshots = []
     for name in files.list(directory):
@@ -88,19 +80,19 @@ def found(files: Files, directory: Path) -> list[Snapshot]:
     return sorted(snapshots, key=lambda snapshot: snapshot.manifest.segment)
 
 
-def last_number(files: Files, directory: Path) -> int:
+def newest_number(files: Files, directory: Path) -> int:
     """Return the highest number in the names of snapshots, readable or not; 0 where there is none."""
     heads = (name.partition("-v")[0] for name in files.list(directory) if "-v" in name)
     return max((int(head) for head in heads if head.isdecimal()), default=0)
 
 
 def prune(files: Files, directory: Path, keep: int) -> list[Snapshot]:
-    """Remove what need not stay, and unfinished ones; return those that are kept for their journal.
+    """Remove old snapshots, and unfinished ones; return those behind which the journal is kept.
 
     Of several snapshots of one checkpoint the newest stays. All that have a name stay, and the newest ``keep`` others,
-    behind which the journal is kept.
+    which are returned.
     """
-    snapshots = found(files, directory)
+    snapshots = readable(files, directory)
     newest = {each.manifest.checkpoint: each for each in snapshots}
     current = [each for each in snapshots if not each.manifest.checkpoint or newest[each.manifest.checkpoint] is each]
     rotated = [each for each in current if not each.manifest.is_named]
@@ -112,7 +104,7 @@ def prune(files: Files, directory: Path, keep: int) -> list[Snapshot]:
 
 
 def remove_unfinished(files: Files, directory: Path) -> None:
-    """Remove what writers that are dead by now have left."""
+    """Remove the unfinished snapshots of processes that have died."""
     for name in files.list(directory):
         if name.startswith(".") and name.endswith(".tmp"):
             discard(files, directory / name)

@@ -289,7 +289,7 @@ def test_counts_that_add_up_stop_where_no_more_can_be_kept(tmp_path):
         join(engine, layout)
         push(engine, 1, {0: 1.0}, samples=2**63)
         push(engine, 2, {0: 1.0}, base=1, samples=MOST)
-        assert engine.durability.take(engine) is not None
+        assert engine.durability.take() is not None
         push(engine, 3, {0: 1.0}, base=2, samples=2**63)
     with engines(data_dir=tmp_path) as (again,):
         assert again.model.version == 3

@@ -1,6 +1,7 @@
 """What a shard counts and tells of itself, where it happens."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from psservice.settings import ServerSettings
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import open_shard
 from psservice.storage import snapshots
+from psservice.storage.environment import MACHINE
 from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, push, reason_of, upload
 from tests.psservice.service_makers import BF16, F32, layout_of
 
@@ -54,8 +56,10 @@ def test_bounds_and_size_are_told(running):
 
 def test_a_shard_that_follows_waits_longer_for_its_own_snapshot(tmp_path):
     settings = {"num_shards": 2, "shard_index": 1, "snapshot_seconds": 10}
-    assert Durability(ServerSettings(**settings), print).snapshot_interval_seconds == 0
-    kept = Durability(ServerSettings(**settings, data_dir=tmp_path), print)
+    nothing_kept = SimpleNamespace(settings=ServerSettings(**settings), environment=MACHINE)
+    assert Durability(nothing_kept, print).snapshot_interval_seconds == 0
+    shard = SimpleNamespace(settings=ServerSettings(**settings, data_dir=tmp_path), environment=MACHINE)
+    kept = Durability(shard, print)
     assert kept.snapshot_interval_seconds == 30
     kept.abandon()
 
@@ -81,7 +85,7 @@ def test_pushes_are_unsaved_from_the_first_on_until_a_snapshot_holds_them(runnin
     assert since == pytest.approx(value(running, "psservice_last_push_unix_seconds"), abs=60)
     push(running, 2, {2: 1.0}, base=1)
     assert value(running, "psservice_unsaved_since_unix_seconds") == since
-    running.durability.take(running)
+    running.durability.take()
     assert value(running, "psservice_unsaved_since_unix_seconds") == 0
     push(running, 3, {2: 1.0}, base=2)
     assert value(running, "psservice_unsaved_since_unix_seconds") >= since
@@ -100,7 +104,7 @@ def test_failed_writes_are_counted(running, monkeypatch):
     assert value(running, "psservice_journal_bytes_total") > before
     with monkeypatch.context() as patched:
         patched.setattr(snapshots, "write", full)
-        assert reason_of(running.durability.take_asked, running, "") is ErrorCode.NOT_DURABLE
+        assert reason_of(running.durability.take_asked, "") is ErrorCode.NOT_DURABLE
     assert value(running, "psservice_snapshot_errors_total") == 1
 
 

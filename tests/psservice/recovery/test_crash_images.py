@@ -70,7 +70,7 @@ def test_a_segment_is_on_the_disk_before_there_is_a_next_one(directory, monkeypa
             real(descriptor)
 
         monkeypatch.setattr(os, "fdatasync", fsync)
-        engine.durability.take_asked(engine, "")
+        engine.durability.take_asked("")
         assert seen == [before]
 
 
@@ -134,22 +134,22 @@ def test_a_snapshot_that_is_half_removed_goes_with_the_next(directory, monkeypat
         with monkeypatch.context() as patched:
             patched.setattr(files.Path, "unlink", die)
             send(engine, 1, sparse_push(engine.span, 0.5, 1))
-            engine.durability.take(engine)
-        engine.durability.take(engine)
+            engine.durability.take()
+        engine.durability.take()
         assert len(list((directory / "shard-0-of-1" / "snapshots").iterdir())) == 1
 
 
 def test_a_segment_that_was_removed_meanwhile_is_said_to_be(directory):
     with Shard(directory) as engine:
         begin(engine)
-        kept = recovery_source.RecoverySource(directory / "shard-0-of-1")
+        kept = recovery_source.newest_source(directory / "shard-0-of-1")
         history = LogReplayer(kept, torch.device("cpu"), ShardSettings())
         real = recovery_source.segment_numbers
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(recovery_source, "segment_numbers", lambda *where: [*real(*where), real(*where)[-1] + 1])
             with pytest.raises(StorageError, match="cannot read"):
                 list(history.replay())
-        assert snapshots.found(DISK, directory / "shard-0-of-1" / "snapshots")
+        assert snapshots.readable(DISK, directory / "shard-0-of-1" / "snapshots")
         assert bits(theta(engine)) == bits(history.model.theta)
 
 
@@ -174,7 +174,7 @@ def test_lives_may_differ_in_how_they_keep(modes, stopped, directory):
                 assert bits(theta(engine)) == former
             send(engine, number, sparse_push(engine.span, 0.5, number))
             if mode == "snapshot" and not stopped:
-                engine.durability.take(engine)
+                engine.durability.take()
             former, image = bits(theta(engine)), directory.with_name(f"image{number}")
             shutil.copytree(directory, image)
         directory = directory if stopped else image
@@ -221,7 +221,7 @@ def test_a_snapshot_is_published_whole_or_not_at_all(directory, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(files.Files, "write", full)
             with pytest.raises(StorageError, match="No space"):
-                engine.durability.take(engine)
+                engine.durability.take()
         assert sorted((directory / "shard-0-of-1" / "snapshots").iterdir()) == before
 
 

@@ -111,7 +111,7 @@ def test_a_journal_of_refused_pushes_and_joins_is_cut_by_a_snapshot_too(director
     with Shard(directory, journal_bytes=1 << 20) as engine:
         begin(engine)
         send(engine, 1, large(engine))
-        first = engine.durability.take(engine)
+        first = engine.durability.take()
         for _ in range(12_000):
             assert reason_of(send, engine, 2, large(engine)) is ErrorCode.NON_FINITE
         wait_until(lambda: engine.durability.last_snapshot is not first)

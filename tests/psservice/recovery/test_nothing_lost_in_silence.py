@@ -36,7 +36,7 @@ def crashed(directory):
         begin(engine)
         for step in (1, 2):
             send(engine, step, sparse_push(engine.span, 0.5, step))
-        engine.durability.take(engine)
+        engine.durability.take()
         send(engine, 3, sparse_push(engine.span, 0.5, 3))
         yield after_a_crash(directory), present(engine), bits(theta(engine))
 

@@ -68,7 +68,7 @@ def model_of(shards):
 
 def checkpoint(shards):
     for shard in shards:
-        shard.durability.take_asked(shard, "there")
+        shard.durability.take_asked("there")
 
 
 @pytest.fixture

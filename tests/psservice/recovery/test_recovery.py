@@ -179,7 +179,7 @@ def perform(engine, script):
             elif action == "join":
                 join(engine, LAYOUT, who)
             elif action == "snapshot":
-                engine.durability.take(engine)
+                engine.durability.take()
             elif action == "finish":
                 finish(engine)
         except Rejected:
@@ -255,7 +255,7 @@ def test_a_worker_gets_a_sparse_difference_after_the_restart_even_across_a_snaps
         for step in range(1, 7):
             send(engine, step, sparse_push(engine.span, 0.05, step))
             if step == 4:
-                engine.durability.take(engine)
+                engine.durability.take()
         with Shard(after_a_crash(directory), ledger_multiple=4.0) as again:
             for base in range(7):
                 ours, theirs = pull(engine, base=base), pull(again, base=base)
@@ -335,7 +335,7 @@ def test_a_damaged_newest_snapshot_costs_nothing(directory):
     with Shard(directory) as engine:
         begin(engine)
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        newest = engine.durability.take(engine).path
+        newest = engine.durability.take().path
         send(engine, 2, sparse_push(engine.span, 0.5, 2))
         copy = after_a_crash(directory)
         tensors = copy / newest.relative_to(directory) / "state.safetensors"
@@ -419,7 +419,7 @@ def test_old_snapshots_go_and_the_journal_with_them(directory):
         begin(engine)
         for step in range(1, 6):
             send(engine, step, sparse_push(engine.span, 0.5, step))
-            engine.durability.take(engine)
+            engine.durability.take()
         kept = sorted(path.name for path in (directory / "shard-0-of-1" / "snapshots").iterdir())
         assert [name.split("-v")[1] for name in kept] == ["4", "5"]
         assert segment_numbers(DISK, directory / "shard-0-of-1" / "journal")[0] == int(kept[0].split("-")[0])

@@ -40,7 +40,7 @@ def test_a_long_journal_before_the_snapshot_takes_no_memory_to_begin_from(tmp_pa
         push = sparse_push(engine.span, DENSITY, 1)
         for step in range(1, PUSHES + 1):
             send(engine, step, push, codec=pb.VALUE_CODEC_SIGN_MEAN, chunk_bytes=1 << 20)
-        engine.durability.take(engine)
+        engine.durability.take()
         long = after_a_crash(tmp_path / "live")
     short = tmp_path / "short"
     shutil.copytree(long, short)

@@ -346,11 +346,11 @@ class Simulator:
             end_leases(self.engine)
         if self.fsync == "interval":
             force(self.engine)
-        self.engine.durability.snapshot_if_due(self.engine)
+        self.engine.durability.snapshot_if_due()
 
     def snapshot(self):
         try:
-            self.engine.durability.take(self.engine)
+            self.engine.durability.take()
         except StorageError as error:
             self.trace.append(str(error)[:40])
 
@@ -380,7 +380,7 @@ METRICS = Metrics()
 
 
 def force(engine):
-    engine.durability._dir.journal.force()
+    engine.durability.events.journal.force()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import Rejected
-from psservice.recovery.export import histories
+from psservice.recovery.past_model import replay_shards
 from psservice.shard.join import leave
 from psservice.shard.model_install import roll_back
 from tests.psservice.engine_makers import ANNA, BERT, join, theta, upload
@@ -65,7 +65,7 @@ def play(engine, script, method_settings, steps):
         who = (ANNA, BERT)[number]
         try:
             if action == "snapshot":
-                engine.durability.take(engine)
+                engine.durability.take()
             elif action == "leave":
                 leave(engine, who)
             elif action == "join":
@@ -159,7 +159,7 @@ def test_going_back_drops_the_open_round_so_that_nobody_waits_for_a_repeat(tmp_p
         begin_regime(engine, ROUNDS)
         send(engine, 1, SparseSlice(engine.span, None, values(1)), ANNA, base=0, samples=1, learning_rate=0.1)
         assert engine.model.round.contributors == {ANNA.worker_id}
-        checkpoint = engine.durability.take_asked(engine, "").manifest.checkpoint
+        checkpoint = engine.durability.take_asked("").manifest.checkpoint
         before = theta(engine).clone()
         roll_back(engine, None, checkpoint)
         assert engine.model.round.contributors == set()
@@ -170,7 +170,7 @@ def test_nobody_waits_for_one_whose_contribution_was_dropped_by_going_back(tmp_p
     """Bert's part reached this shard before it went back and another one after: he waits there, and not here."""
     with Shard(tmp_path / "live") as engine:
         begin_regime(engine, ROUNDS)
-        checkpoint = engine.durability.take_asked(engine, "").manifest.checkpoint
+        checkpoint = engine.durability.take_asked("").manifest.checkpoint
         send(engine, 1, SparseSlice(engine.span, None, values(1)), BERT)
         roll_back(engine, None, checkpoint)
         with Shard(after_a_crash(tmp_path / "live")) as again:
@@ -188,9 +188,9 @@ def test_nobody_waits_for_one_whose_contribution_was_dropped_by_going_back(tmp_p
 def test_the_same_version_after_going_back_is_another_checkpoint(tmp_path):
     with Shard(tmp_path) as engine:
         begin_regime(engine, ROUNDS)
-        first = engine.durability.take_asked(engine, "").manifest.checkpoint
+        first = engine.durability.take_asked("").manifest.checkpoint
         roll_back(engine, None, first)
-        second = engine.durability.take_asked(engine, "").manifest.checkpoint
+        second = engine.durability.take_asked("").manifest.checkpoint
         assert first != second
         assert first.startswith("e1-v0-")
         assert second.startswith("e1-v0-")
@@ -207,7 +207,7 @@ def test_what_compensation_has_made_is_the_same_under_another_setting(name, othe
         begin_regime(engine, method_settings)
         play(engine, script, method_settings, steps)
         made, copy = bits(theta(engine)), after_a_crash(tmp_path / "live")
-    (history,) = histories(copy)
+    (history,) = replay_shards(copy)
     assert bits(history.model.current()) == made
     with Shard(copy, delay_compensation=other, ledger_multiple=0.5) as again:
         assert bits(theta(again)) == made

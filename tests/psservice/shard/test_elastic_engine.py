@@ -164,7 +164,7 @@ def test_after_every_crash_the_same_samples_are_in_the_same_hands(script, tmp_pa
                 leave(engine, who)
                 lives += 1
             elif action == "snapshot":
-                engine.durability.take(engine)
+                engine.durability.take()
             elif action == "crash":
                 directory = after_a_crash(directory)
                 again = Shard(directory)

@@ -29,7 +29,7 @@ def test_the_records_of_former_workers_are_bounded_in_memory_and_on_the_disk(dir
         first = send(engine, 1, sparse_push(engine.span, 0.5, 1))
         for number in range(MOST_RECORDS + 200):
             last = come_and_go(engine, number)
-        manifest = engine.durability.take_asked(engine, "").manifest
+        manifest = engine.durability.take_asked("").manifest
         assert len(manifest.pushes) <= MOST_RECORDS + 1
         assert len(manifest.last_pushes) <= MOST_RECORDS + 1
         assert send(engine, 1, None) == (first[0], True), "one that lives is never forgotten"

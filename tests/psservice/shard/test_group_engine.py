@@ -311,7 +311,7 @@ def act(engine, clock, steps, number, action, who):
         if action == "time":
             clock.now += 10.0
         elif action == "snapshot":
-            engine.durability.take(engine)
+            engine.durability.take()
         elif action == "finish" and number % 4 == 0:
             finish(engine)
         elif action == "join":

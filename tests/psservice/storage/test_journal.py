@@ -10,25 +10,29 @@ from hypothesis import strategies as st
 
 from psservice.storage.environment import MACHINE
 from psservice.storage.files import DISK, StorageError
-from psservice.storage.journal import Journal, JournalError, segment_numbers, segment_path
-from psservice.storage.journal_format import HEAD_BYTES, Body, DamagedError, Segment
+from psservice.storage.journal import Journal, SegmentReader, segment_numbers, segment_path
+from psservice.storage.journal_format import HEAD_BYTES, Body, DamagedError
 from psservice.storage.lock_file import LockFile
 
 many = settings(deadline=None, max_examples=60)
 bodies = st.lists(st.tuples(st.integers(0, 9), st.lists(st.binary(max_size=200), max_size=3)), max_size=12)
 
 
+def body(*parts):
+    return Body().with_parts(*parts)
+
+
 def write(directory: Path, records, fsync="never"):
     journal = Journal(MACHINE, directory, 1, fsync, 0.01)
     for kind, parts in records:
-        journal.append(kind, Body.of(parts))
+        journal.append(kind, body(*parts))
         journal.wait()
     journal.close()
     return segment_path(directory, 1)
 
 
 def read(path: Path):
-    segment = Segment(path)
+    segment = SegmentReader(path)
     return [(record.kind, record.body) for record in segment.records()], segment.torn
 
 
@@ -45,7 +49,7 @@ def test_what_was_appended_is_read_back_in_order(fsync, records, tmp_path_factor
 def test_a_file_cut_anywhere_gives_the_whole_records_before_the_cut(records, data, tmp_path_factory):
     path = write(tmp_path_factory.mktemp("journal"), records)
     whole = path.read_bytes()
-    ends = [record.end for record in Segment(path).records()]
+    ends = [record.end for record in SegmentReader(path).records()]
     cut = data.draw(st.integers(0, len(whole)))
     path.write_bytes(whole[:cut])
     found, torn = read(path)
@@ -61,11 +65,11 @@ def test_a_file_cut_anywhere_gives_the_whole_records_before_the_cut(records, dat
 def test_a_changed_byte_is_a_torn_tail_in_the_last_record_and_damage_before_it(records, data, tmp_path_factory):
     path = write(tmp_path_factory.mktemp("journal"), records)
     whole = bytearray(path.read_bytes())
-    last = list(Segment(path).records())[-1].offset
+    last = list(SegmentReader(path).records())[-1].offset
     place = data.draw(st.integers(HEAD_BYTES, len(whole) - 1))
     whole[place] ^= data.draw(st.integers(1, 255))
     path.write_bytes(whole)
-    segment = Segment(path)
+    segment = SegmentReader(path)
     if place >= last:
         assert len(list(segment.records())) == len(records) - 1
         assert segment.torn
@@ -97,9 +101,9 @@ def test_a_length_beyond_the_file_allocates_nothing(tmp_path):
 
 def test_segments_follow_one_another_and_are_cut_behind_a_snapshot(tmp_path):
     journal = Journal(MACHINE, tmp_path, 7, "interval", 60.0)
-    journal.append(1, Body.of([b"a"]))
+    journal.append(1, body(b"a"))
     assert journal.rotate() == 8
-    journal.append(1, Body.of([b"b"]))
+    journal.append(1, body(b"b"))
     assert journal.rotate() == 9
     assert segment_numbers(DISK, tmp_path) == [7, 8, 9]
     assert read(segment_path(tmp_path, 8)) == ([(1, b"b")], None)
@@ -128,14 +132,14 @@ def test_a_full_disk_refuses_the_record_and_takes_the_next_when_there_is_room(ro
     directory = tmp_path_factory.mktemp("journal")
     said = []
     journal = Journal(MACHINE, directory, 1, "never", 1.0, said.append)
-    journal.append(1, Body.of([b"before"]))
+    journal.append(1, body(b"before"))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "writev", FullDisk(room))
-        with pytest.raises(JournalError, match="free space"):
-            journal.append(2, Body.of([bytes(200)]))
-    assert not journal.is_broken
+        with pytest.raises(StorageError, match="free space"):
+            journal.append(2, body(bytes(200)))
+    assert not journal.broken
     assert said == [False]
-    journal.append(3, Body.of([b"after"]))
+    journal.append(3, body(b"after"))
     assert said == [False, True]
     journal.close()
     assert read(segment_path(directory, 1)) == ([(1, b"before"), (3, b"after")], None)
@@ -148,13 +152,13 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_any_more(tmp_path, monkeyp
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fdatasync", failing)
-    journal.append(1, Body.of([b"x"]))
-    assert not journal.is_broken
-    with pytest.raises(JournalError, match="restart"):
+    journal.append(1, body(b"x"))
+    assert not journal.broken
+    with pytest.raises(StorageError, match="restart"):
         journal.wait()
-    assert journal.is_broken
-    with pytest.raises(JournalError, match="restart"):
-        journal.append(2, Body.of([b"y"]))
+    assert journal.broken
+    with pytest.raises(StorageError, match="restart"):
+        journal.append(2, body(b"y"))
     journal.close()
 
 
@@ -168,12 +172,12 @@ def test_one_fsync_serves_all_that_wait(tmp_path, monkeypatch):
         assert go.wait(30)
 
     monkeypatch.setattr(os, "fdatasync", slow)
-    journal.append(1, Body.of([b"first"]))
+    journal.append(1, body(b"first"))
     waiting = [threading.Thread(target=journal.wait)]
     waiting[0].start()
     assert entered.wait(30)
     for _ in range(20):
-        journal.append(1, Body.of([b"more"]))
+        journal.append(1, body(b"more"))
     waiting += [threading.Thread(target=journal.wait) for _ in range(20)]
     for thread in waiting[1:]:
         thread.start()

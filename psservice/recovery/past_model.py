@@ -1,0 +1,202 @@
+"""A model as it was: from a data directory, with no server running or beside one, or from a model file.
+
+``psservice replay`` writes such a model to a file, ``--init`` begins a run with one, and a rollback goes back to one.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from pscore.model import modelfile
+from pscore.model.layout import ModelLayout, digest_of
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.model.update.base import PortableState
+from psservice.recovery.replayer import LogReplayer
+from psservice.sampling.dataset import Datasets
+from psservice.settings import ShardSettings
+from psservice.storage.files import DISK, Files, StorageError
+from psservice.storage.lock_file import Watermark
+from psservice.storage.recovery_source import RecoverySource, newest_source
+from psservice.storage.snapshots import readable
+
+log = logging.getLogger(__name__)
+
+
+# One shard
+
+
+def replay_to(
+    directory: Path,
+    files: Files,
+    device: torch.device,
+    settings: ShardSettings,
+    version: int | None,
+    checkpoint: str,
+    clock: Callable[[], float] = time.monotonic,
+) -> LogReplayer:
+    """Replay a shard to a version (of its newest history that had it), to a checkpoint, or to the end.
+
+    Raises :class:`StorageError` where that is not kept, or is damaged.
+    """
+    if version is None and not checkpoint:
+        newest = newest_source(directory, files)
+        if newest is None:
+            raise StorageError(f"{directory} holds no model yet")
+        replayer = LogReplayer(newest, device, settings, clock)
+        replayer.replay_to(None)
+        return replayer
+
+    kept = readable(files, directory / "snapshots")
+    for snapshot in reversed(kept):
+        first = snapshot.manifest
+        if (first.checkpoint != checkpoint) if version is None else (first.version > version):
+            continue
+        try:
+            source = RecoverySource(directory, files, kept, snapshot, Watermark())
+            replayer = LogReplayer(source, device, settings, clock)
+            replayer.replay_to(first.version if version is None else version)
+        except StorageError as error:
+            log.warning("not from this snapshot", extra={"path": str(snapshot.path), "error": str(error)})
+        else:
+            replayer.apply_settings()
+            return replayer
+    manifests = [each.manifest for each in kept]
+    names = ", ".join(f"{each.version}" + (f" ({each.checkpoint})" if each.checkpoint else "") for each in manifests)
+    there = f"there are snapshots of version {names}" if kept else "there are no snapshots"
+    if version is None:
+        raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {there}")
+    raise StorageError(f"version {version} is not covered by what {directory} keeps: {there}")
+
+
+# All shards of a data directory
+
+
+def _shard_directories(data_dir: Path) -> list[Path]:
+    """Return the directories of all shards, in order; raises :class:`StorageError` unless there is one of each."""
+    found = sorted(data_dir.glob("shard-*-of-*"), key=lambda path: int(path.name.split("-")[1]))
+    if not found:
+        raise StorageError(f"{data_dir} holds no shard's directory; is it what a server was given as --data-dir?")
+    totals = {int(path.name.split("-")[3]) for path in found}
+    if len(totals) > 1:
+        raise StorageError(f"{data_dir} holds shards of runs with {sorted(totals)} shards; keep them apart")
+    (total,) = totals
+    missing = {*range(total)} - {int(path.name.split("-")[1]) for path in found}
+    if missing:
+        raise StorageError(f"{data_dir} lacks shard {min(missing)} of {total}; copy its directory here")
+    return found
+
+
+def replay_shards(data_dir: Path, version: int | None = None, checkpoint: str = "") -> list[LogReplayer]:
+    """Replay every shard as :func:`replay_to` does; raises :class:`StorageError`."""
+    shards: list[LogReplayer] = []
+    for directory in _shard_directories(data_dir):
+        shard = replay_to(directory, DISK, torch.device("cpu"), ShardSettings(), version, checkpoint)
+        runs = {each.run_id for each in (*shards, shard)} - {""}  # a shard that was just begun may not know it yet
+        if shards and (len(runs) > 1 or shard.layout.fingerprint != shards[0].layout.fingerprint):
+            raise StorageError(f"{directory} belongs to another run than {shards[0].snapshot.path.parents[1]}")
+        shards.append(shard)
+    return shards
+
+
+def _state_of(shards: Sequence[LogReplayer], *, exact: bool) -> modelfile.StateDict:
+    """Join the shards of one model into a state dict; parameters in fp32 if ``exact``, else in their own dtypes."""
+    layout, buffers = shards[0].layout, shards[0].buffers
+    flat = torch.cat([shard.model.current() for shard in shards])
+    state = modelfile.assemble(layout, flat, buffers.state().values() if buffers else ())
+    if exact:
+        for i, spec in enumerate(layout.parameters):
+            state[spec.name] = flat[layout.offsets[i] : layout.offsets[i + 1]].reshape(spec.shape)
+    return state
+
+
+def write_model(data_dir: Path, out: Path, *, version: int | None, checkpoint: str) -> None:
+    """Write the model at a version or a checkpoint as a safetensors file; raises :class:`StorageError`."""
+    shards = replay_shards(data_dir, version, checkpoint)
+    versions = [shard.model.version for shard in shards]
+    metadata = {"run_id": shards[0].run_id, "version": str(versions[0]), "format": "pt"}
+    try:
+        modelfile.write(out, _state_of(shards, exact=False), metadata)
+    except modelfile.ModelFileError as error:
+        raise StorageError(str(error)) from error
+    except OSError as error:
+        raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
+    replayed = sum(shard.replayed for shard in shards)
+    print(f"{out}: version {', '.join(map(str, versions))}, {replayed} records replayed", file=sys.stderr)
+
+
+# The start of a run
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The start of a run: a model's tensors by name and, from another run, the counts and memories of that.
+
+    Attributes:
+        memories: of the update rules of all shards before; none where there was no run.
+        layout: by which the memories are cut.
+        buffer_weight: how many contributions the averages of the buffers stand for.
+    """
+
+    tensors: modelfile.StateDict
+    version: int = 0
+    samples: int = 0
+    memories: Sequence[PortableState] = ()
+    layout: ModelLayout | None = None
+    datasets: Datasets = field(default_factory=Datasets)
+    buffer_weight: float = 0.0
+
+
+def read_start(path: Path, checkpoint: str) -> Start:
+    """Read a model file, or a checkpoint of a data directory; raises ``ModelFileError`` or :class:`StorageError`."""
+    if not path.is_dir():
+        return Start(modelfile.read(path))
+    shards = replay_shards(path, checkpoint=checkpoint)
+    first = shards[0]  # of the coordinator, which counts samples and averages buffers
+    return Start(
+        _state_of(shards, exact=True),
+        max(shard.model.version for shard in shards),
+        first.samples,
+        [shard.model.rule.export_portable() for shard in shards],
+        first.layout,
+        first.datasets,
+        first.buffers.weight if first.buffers else 0.0,
+    )
+
+
+def fit(
+    layout: ModelLayout, state: modelfile.StateDict, *, with_buffers: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the file's parameters laid flat (fp32 ``[n]``) and its buffers, both in a worker's order.
+
+    Raises :class:`Rejected` (``FINGERPRINT_MISMATCH``) where file and model have other tensors.
+    """
+
+    def mismatch(message: str, tensor: str) -> Rejected:
+        return Rejected(ErrorCode.FINGERPRINT_MISMATCH, f"the --init file {message}", tensor=tensor)
+
+    known = {name for spec in layout.tensors() for name in (spec.name, *spec.aliases)}
+    for name in state:
+        if name not in known:
+            raise mismatch(f"has tensor {name!r}, the model has not", name)
+    for frozen in layout.frozen:
+        tensor = state.get(frozen.spec.name)
+        if tensor is not None and digest_of(tensor.to(frozen.spec.dtype)) != frozen.digest:
+            raise mismatch(
+                f"has other values of frozen parameter {frozen.spec.describe()} than the worker", frozen.spec.name
+            )
+    try:
+        flat = modelfile.flatten(layout, state)
+    except modelfile.ModelFileError as error:
+        raise Rejected(ErrorCode.FINGERPRINT_MISMATCH, f"the --init file does not fit the model: {error}") from error
+    buffers = []
+    for spec in layout.buffers if with_buffers else ():
+        tensor = state.get(spec.name)
+        if tensor is None or tuple(tensor.shape) != spec.shape:
+            raise mismatch(f"lacks buffer {spec.describe()}", spec.name)
+        buffers.append(tensor.to(spec.dtype))
+    return flat, buffers
