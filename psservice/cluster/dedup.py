@@ -21,7 +21,7 @@ RECORD_SECONDS = 24 * 3600.0
 
 @dataclass(slots=True)
 class PushRecord:
-    """One incarnation's record; read and written on the writer thread.
+    """One incarnation's record; read and written on the apply thread.
 
     ``own`` has the versions that its pushes have made, and ``used`` is the time of the last use by the clock of leases.
     """

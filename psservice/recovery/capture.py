@@ -7,7 +7,7 @@ import torch
 from google.protobuf.json_format import MessageToDict
 
 from pscore.wire.messages import layout_to_message
-from psservice.apply_thread import Writer
+from psservice.apply_thread import ApplyThread
 from psservice.cluster.checkpoints import place_of
 from psservice.cluster.dedup import Dedup
 from psservice.cluster.leases import Leases
@@ -41,7 +41,7 @@ class Kept(Protocol):
     run: Run
     leases: Leases
     dedup: Dedup
-    writer: Writer
+    apply_thread: ApplyThread
     metrics: Metrics
 
     @property

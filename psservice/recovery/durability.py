@@ -236,7 +236,7 @@ class Durability:
         if self._dir is None or shard.model is None:
             return None
         with self._taking:
-            copied = shard.writer.run(lambda: self._copy(shard, shard.content(), checkpoint))
+            copied = shard.apply_thread.run(lambda: self._copy(shard, shard.content(), checkpoint))
             return self._write(copied, shard.metrics)
 
     def install(self, shard: Kept, make: Callable[[], Content], publish: Callable[[Content], None]) -> Content:
@@ -247,13 +247,13 @@ class Durability:
         """
 
         def begin() -> tuple[Content, Capture | None]:
-            shard.writer.hold()  # first: buffers are averaged in beside the writer
+            shard.apply_thread.held = True  # first: buffers are averaged in beside the writer
             content = make()
             return content, None if self._dir is None else self._copy(shard, content, "")
 
         with self._taking:  # a snapshot of the old model must not come behind this one
             try:
-                content, copied = shard.writer.run(begin)
+                content, copied = shard.apply_thread.run(begin)
                 if copied is not None:
                     self._write(copied, shard.metrics)
             except StorageError as error:
@@ -261,7 +261,7 @@ class Durability:
             else:
                 publish(content)
             finally:
-                shard.writer.release()
+                shard.apply_thread.held = False
         return content
 
     def _copy(self, shard: Kept, content: Content, checkpoint: str | None) -> Capture:
@@ -270,7 +270,7 @@ class Durability:
         model, average = content.model, content.buffers
         with self._counted():
             with self.averaging:
-                shard.writer.require_whole()  # nor half of an average that has failed
+                shard.apply_thread.require_whole()  # nor half of an average that has failed
                 segment = self._dir.rotate()
                 self._bytes_behind = self.journal_bytes
                 buffers = average.export() if average else (0.0, {})

@@ -85,7 +85,7 @@ class OperatorCalls:
             case _:
                 raise Rejected(ErrorCode.BAD_REQUEST, f"{request.action} is no action that this server knows")
         self._on_drain()
-        inside, queued = gate.in_flight, shard.writer.queued
+        inside, queued = gate.in_flight, shard.apply_thread.queued
         stopping = request.action == pb.DRAIN_ACTION_STOP and not inside and not queued
         if stopping:
             self._stop()

@@ -38,7 +38,6 @@ from psservice.shard.join import JoinLayouts, join, leave
 from psservice.shard.pull import pull
 from psservice.shard.push import check_push, commit
 from psservice.shard.shard import Shard
-from psservice.shard.types import Push
 from psservice.shard.upload import Upload
 from psservice.types import Identity
 from psservice.wire.identity import identity_from_message
@@ -47,8 +46,6 @@ from psservice.wire.push_stream import PushReader, Reading, header_of, read_push
 WAIT_RETRY_SECONDS = 0.2
 
 _CHECKED_BYTES = 1 << 20  # of a reply, after which the worker may verify what came so far
-
-_JOIN_STATES = {"ready": pb.JOIN_STATE_READY, "upload": pb.JOIN_STATE_UPLOAD, "wait": pb.JOIN_STATE_WAIT}
 
 
 class WorkerCalls:
@@ -81,7 +78,7 @@ class WorkerCalls:
                 f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, "
                 "or start the server with --down-value-type fp32",
             )
-        outcome = join(
+        answer = join(
             shard,
             identity,
             self._layouts.read(identity, request.layout),
@@ -92,25 +89,19 @@ class WorkerCalls:
             index_codecs=frozenset(request.index_codecs or PLAIN_INDEX_CODECS),
             loaded=request.loaded if request.HasField("loaded") else None,
         )
-        incarnation, step = outcome.last_push or ("", 0)
-        return pb.JoinResponse(
-            state=_JOIN_STATES[outcome.state],
+        others = pb.JoinResponse(
             run_id=shard.run.run_id,
             settings=run_settings(self._settings),
-            generation=outcome.generation,
-            version=outcome.version,
             retry_seconds=WAIT_RETRY_SECONDS,
             live_workers=len(shard.leases),
-            last_step=step,
-            last_incarnation=incarnation,
             run_state=RUN_STATES[shard.run.state],
             server_version=__version__,
             index_codecs=READABLE_INDEX_CODECS,
             value_codecs=READABLE_VALUE_CODECS,
-            first_step=outcome.first_step,
-            upload=None if outcome.state == "upload" else model_install.upload_progress(shard),
-            load_refused=outcome.load_refused,
+            upload=None if answer.state == pb.JOIN_STATE_UPLOAD else model_install.upload_progress(shard),
         )
+        answer.MergeFrom(others)
+        return answer
 
     def renew_lease(self, call: Call, request: pb.RenewLeaseRequest) -> pb.RenewLeaseResponse:
         """Renew a lease."""
@@ -204,7 +195,7 @@ class WorkerCalls:
             finally:
                 receiving.end()
             identity = self._identity(header.identity)
-            answer, repeated = commit(shard, Push(header, segments, call.raw))
+            answer, repeated = commit(shard, header, segments, call.raw)
             if repeated:
                 self._metrics.repeated_pushes.inc()
             shard.leases.require(identity).push_bytes += call.received_bytes

@@ -128,7 +128,7 @@ class Leased:
 
 
 class Datasets:
-    """The datasets of a run, by name. Belongs to the writer thread."""
+    """The datasets of a run, by name. Belongs to the apply thread."""
 
     def __init__(self, known: Mapping[str, Dataset] | None = None) -> None:
         self._known = dict(known or {})

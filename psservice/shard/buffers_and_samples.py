@@ -30,12 +30,12 @@ def exchange_buffers(shard: Shard, identity: Identity, generation: int, step: in
     record = shard.dedup.record(identity)
     live = len(shard.leases)
     with shard.durability.averaging:
-        shard.writer.require_free()
+        shard.apply_thread.require_free()
         buffers = _require_buffers(shard, identity, generation)  # a rollback may have put others there meanwhile
         if samples and step > record.buffer_step and shard.run.state is RunState.TRAINING:
             buffers.check(data)
             shard.durability.events.averaged(identity, step, samples, data, live)
-            with shard.writer.all_or_stop():
+            with shard.apply_thread.all_or_stop():
                 buffers.contribute(data, samples, live)
                 record.buffer_step = step
     shard.durability.events.wait()
@@ -43,7 +43,7 @@ def exchange_buffers(shard: Shard, identity: Identity, generation: int, step: in
 
 
 def lease_samples(shard: Shard, identity: Identity, wish: Wish) -> Leased:
-    """Lease a worker samples to train; on the writer thread, so that the order with pushes is that of the journal.
+    """Lease a worker samples to train; on the apply thread, so that the order with pushes is that of the journal.
 
     Raises :class:`Rejected` (``SETTINGS_MISMATCH``, ``BAD_REQUEST``, ``NOT_DURABLE``, ``DRAINING``).
     """
@@ -58,11 +58,11 @@ def lease_samples(shard: Shard, identity: Identity, wish: Wish) -> Leased:
         leased = shard.datasets.lease(identity, replace(wish, samples=0) if shard.run.is_finished else wish, live)
         if leased.changed:
             shard.durability.events.leased(identity, wish, leased)
-            with shard.writer.all_or_stop():
+            with shard.apply_thread.all_or_stop():
                 shard.datasets.put({wish.dataset: leased.after})
         member.has_no_samples = wish.samples > 0 and not leased.after.held_by(identity)
         return leased
 
-    leased = shard.writer.run(lease)
+    leased = shard.apply_thread.run(lease)
     shard.durability.events.wait()
     return leased

@@ -39,7 +39,7 @@ def open_shard(
         if settings.init and shard.model is None:
             shard.uploads.start = init_source.read(settings.init, settings.init_checkpoint)
     except BaseException:
-        shard.writer.close()
+        shard.apply_thread.close()
         shard.durability.abandon()
         raise
     _resume_end(shard)
@@ -59,27 +59,31 @@ def end_leases(shard: Shard) -> None:
         shard.leases.expire()
     shard.dedup.drop_old()
     forget_upload(shard)
-    shard.metrics.live_workers.set(len(shard.leases))
-    with suppress(Rejected):  # busy, or not durable: the round is due next time still
+    close_rounds_without(shard)
+
+
+def close_rounds_without(shard: Shard) -> None:
+    """Close the round that waited for nobody but workers whose leases have ended."""
+    with suppress(Rejected):  # busy, or not durable: the round is still due next time
         close_due_rounds(shard)
 
 
 def close_due_rounds(shard: Shard) -> None:
     """Close the round where it is due, from any thread."""
-    coordinator = shard.coordinator
-    if coordinator is None or not coordinator.is_due():
+    synchronizer = shard.synchronizer
+    if synchronizer is None or not synchronizer.is_due():
         return
 
     def close() -> None:
-        if shard.coordinator is coordinator:
-            coordinator.close_if_due()
+        if shard.synchronizer is synchronizer:
+            synchronizer.close_if_due()
             end_if_over(shard)
 
-    shard.writer.run(close)
+    shard.apply_thread.run(close)
 
 
 def end_if_over(shard: Shard) -> None:
-    """End the run where its counts have reached its end; on the writer thread."""
+    """End the run where its counts have reached its end; on the apply thread."""
     if shard.run.is_over(shard.require_model(None).version):
         _end(shard)
 
@@ -87,25 +91,25 @@ def end_if_over(shard: Shard) -> None:
 def finish(shard: Shard) -> str:
     """End the run, write the final model if asked to, and return its path."""
     shard.require_model(None)
-    shard.writer.run(lambda: _end(shard))
+    shard.apply_thread.run(lambda: _end(shard))
     shard.durability.events.wait()
     return shard.final_model.wait()
 
 
 def _end(shard: Shard) -> None:
-    """End the run; on the writer thread, so that the final model is the one at the last version.
+    """End the run; on the apply thread, so that the final model is the one at the last version.
 
     Where the run has ended and that model could not be written, write it again: a full disk may have room by now.
     """
-    coordinator = shard.require_coordinator(None)
-    model = coordinator.model
+    synchronizer = shard.require_synchronizer(None)
+    model = synchronizer.model
     if shard.run.is_finished:
         if shard.final_model.has_failed:
             _write_final_model(shard, model)
         return
-    coordinator.close()
+    synchronizer.close()
     shard.durability.events.finished(shard.run.run_id)
-    with shard.writer.all_or_stop():
+    with shard.apply_thread.all_or_stop():
         shard.run.state = RunState.FINISHED
         model.finish()
     log.info("run finished", extra={"version": model.version, "samples": shard.run.samples})
@@ -118,7 +122,7 @@ def _resume_end(shard: Shard) -> None:
     if model is None:
         return
     if run.state is RunState.TRAINING and run.is_over(model.version):
-        shard.writer.run(lambda: _end(shard))
+        shard.apply_thread.run(lambda: _end(shard))
     elif run.state is RunState.FINISHED and not shard.final_model.is_there(run.run_id, model.version):
         _write_final_model(shard, model)
 

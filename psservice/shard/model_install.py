@@ -1,7 +1,7 @@
 """Putting another model in a shard's place: an upload, the ``--init`` model, or an older version.
 
 The first snapshot of a model is on the disk before anybody is told of the model, and writing it takes as long as the
-disk does. So nothing waits for it: the place is claimed under the join lock, the writer thread copies and then refuses
+disk does. So nothing waits for it: the place is claimed under the join lock, the apply thread copies and then refuses
 what comes (``BUSY``), the snapshot is written by the caller's thread, and the model is published in one step. Workers
 that join meanwhile wait. A server that dies before the snapshot has its name recovers the state before; one that dies
 after it recovers the new model.
@@ -26,8 +26,7 @@ from psservice.model.wagma.replicas import shard_kind
 from psservice.recovery import init_source
 from psservice.recovery.capture import Content
 from psservice.shard.shard import Shard
-from psservice.shard.types import Origin
-from psservice.shard.upload import Upload
+from psservice.shard.upload import Origin, Upload
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ def _claim(shard: Shard) -> None:
 def _install(shard: Shard, make: Callable[[], Content], published: Callable[[], None] = lambda: None) -> None:
     """Write the content of a claimed place, publish it, and free the claim (``NOT_DURABLE``: all goes on as before).
 
-    ``make`` runs on the writer thread behind everything that was queued, ``published`` under the join lock at the end.
+    ``make`` runs on the apply thread behind everything that was queued, ``published`` under the join lock at the end.
     """
 
     def publish(content: Content) -> None:

@@ -13,14 +13,13 @@ from pscore.model.layout import ModelLayout, Span
 from pscore.select import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.apply_thread import Writer
+from psservice.apply_thread import ApplyThread
 from psservice.cluster.dedup import Dedup
 from psservice.cluster.drain_gate import DrainGate
 from psservice.cluster.leases import Leases
 from psservice.cluster.member import Member
 from psservice.cluster.run import Run
 from psservice.cluster.serving_clock import ServingClock
-from psservice.cluster.upload_grant import UploadGrant
 from psservice.model.buffers import BufferAverage
 from psservice.model.image_budget import ImageBudget
 from psservice.model.parameters import ModelShard
@@ -35,8 +34,8 @@ from psservice.recovery.final_model import FinalModel, ModelCopy
 from psservice.recovery.replayer import LogReplayer
 from psservice.sampling.dataset import Datasets
 from psservice.settings import ServerSettings
-from psservice.shard.coordinator import Coordinator, Parts, coordinator_for
-from psservice.shard.types import Uploads
+from psservice.shard.synchronizer import Parts, Synchronizer, synchronizer_for
+from psservice.shard.upload import UploadGrant, Uploads
 from psservice.storage.environment import Environment
 from psservice.types import Identity
 
@@ -48,7 +47,7 @@ class Shard:
 
     Attributes:
         layout: the model's, from the first join on.
-        coordinator: has the model, and coordinates the pushes to it; ``None`` before the upload.
+        synchronizer: has the model, and synchronizes the pushes to it; ``None`` before the upload.
         buffers: their average; on shard 0 only, where the run has any.
         mode: what the run's method asks of the server.
         installing: whether another model is on its way in: joining workers wait for it. Set under ``join_lock``.
@@ -96,9 +95,11 @@ class Shard:
         )
         self.uploads = Uploads(UploadGrant(self.leases, settings.stream_idle_seconds))
         self.final_model = FinalModel(settings.final_model, settings.shard_index, settings.num_shards, environment)
-        self.writer = Writer(settings.apply_queue_limit, metrics.queue_seconds.observe, on_failure, environment)
+        self.apply_thread = ApplyThread(
+            settings.apply_queue_limit, metrics.queue_seconds.observe, on_failure, environment
+        )
         self.layout: ModelLayout | None = None
-        self.coordinator: Coordinator | None = None
+        self.synchronizer: Synchronizer | None = None
         self.buffers: BufferAverage | None = None
         self.datasets = Datasets()
         self.mode = TrainingMode()
@@ -119,37 +120,37 @@ class Shard:
     @property
     def model(self) -> ModelShard | None:
         """The shard's part of the model, from the upload on."""
-        return None if self.coordinator is None else self.coordinator.model
+        return None if self.synchronizer is None else self.synchronizer.model
 
     def set_model(self, model: ModelShard) -> None:
-        """Replace the model; while nothing is served, or the writer thread is held."""
-        parts = Parts(self.leases, self.durability.events, self.writer, self.metrics)
-        self.coordinator = coordinator_for(model, parts)
+        """Replace the model; while nothing is served, or the apply thread is held."""
+        parts = Parts(self.leases, self.durability.events, self.apply_thread, self.metrics)
+        self.synchronizer = synchronizer_for(model, parts)
         self.metrics.version.set(model.version)
 
     def is_alone(self, identity: Identity) -> bool:
         """Tell whether there is no model and no worker but this one, which may then change what was agreed on."""
         return (
-            self.coordinator is None
+            self.synchronizer is None
             and not self.installing
             and all(member.identity == identity for member in self.leases.members())
         )
 
-    def require_coordinator(self, generation: int | None) -> Coordinator:
-        """Return the coordinator; raises :class:`Rejected` where there is no model, or one of another generation."""
-        if self.coordinator is None:
+    def require_synchronizer(self, generation: int | None) -> Synchronizer:
+        """Return the synchronizer; raises :class:`Rejected` where there is no model, or one of another generation."""
+        if self.synchronizer is None:
             raise Rejected(ErrorCode.NOT_INITIALISED, "no worker has uploaded a model yet")
-        ours = self.coordinator.model.generation
+        ours = self.synchronizer.model.generation
         if generation is not None and generation != ours:
             raise Rejected(ErrorCode.STALE_GENERATION, f"the caller has generation {generation}, the server {ours}")
-        return self.coordinator
+        return self.synchronizer
 
     def require_model(self, generation: int | None) -> ModelShard:
-        """Return the model; raises as :meth:`require_coordinator`."""
-        return self.require_coordinator(generation).model
+        """Return the model; raises as :meth:`require_synchronizer`."""
+        return self.require_synchronizer(generation).model
 
     def content(self) -> Content:
-        """Return everything that is replaced with the model; on the writer thread. Raises :class:`Rejected`."""
+        """Return everything that is replaced with the model; on the apply thread. Raises :class:`Rejected`."""
         run = self.run
         return Content(self.require_model(None), self.buffers, self.datasets, run.run_id, run.state, run.samples)
 
@@ -165,12 +166,11 @@ class Shard:
             member = self.leases.join(live.identity)
             member.index_codecs, member.clock = live.index_codecs, live.clock
             member.last_step = self.dedup.record(live.identity).step
-        self.metrics.live_workers.set(len(self.leases))
 
     def copy_model(self) -> ModelCopy:
         """Copy the shard's values at the current version."""
         model = self.require_model(None)
-        version, values = self.writer.run(lambda: (model.version, model.current()))
+        version, values = self.apply_thread.run(lambda: (model.version, model.current()))
         self.durability.events.wait()
         return ModelCopy(model, version, values, self.buffers.state() if self.buffers else {})
 
@@ -178,8 +178,8 @@ class Shard:
         """Finish what is committed and stop the threads; a state that a failed change has left is not kept."""
         self.stopping.set()
         self.durability.stop()
-        self.writer.close()
-        if self.writer.failed:
+        self.apply_thread.close()
+        if self.apply_thread.failed:
             self.durability.abandon()
         else:
             self.durability.close(self)

@@ -19,11 +19,11 @@ from psservice.shard import pull as pulling
 from psservice.shard.lifecycle import open_shard
 from psservice.shard.model_install import finish_upload, open_upload
 from psservice.shard.push import commit
-from psservice.shard.types import Push
 from psservice.types import Identity
 
 HOUR = 3600.0
 ANNA, BERT = Identity("anna", "1"), Identity("bert", "1")
+READY, UPLOAD, WAIT = pb.JOIN_STATE_READY, pb.JOIN_STATE_UPLOAD, pb.JOIN_STATE_WAIT
 
 
 @contextmanager
@@ -74,6 +74,11 @@ def join(engine, layout, who=ANNA, method="dgs", method_settings=None, *, seen=0
     )
 
 
+def last_push(joined):
+    """Incarnation and step of the last push under the name of a worker that has joined."""
+    return joined.last_incarnation, joined.last_step
+
+
 def upload(engine, values, who, generation, *, version=0, buffers=(), digest=b""):
     """Send an engine its range of the whole model's values."""
     part = values[engine.span.start : engine.span.end].clone()
@@ -102,11 +107,11 @@ def push(engine, step, entries=(), who=ANNA, *, generation=None, base=0, samples
         offsets = torch.tensor([i - engine.span.start for i in chosen], dtype=torch.int64)
         values = torch.tensor([entries[i] for i in chosen], dtype=torch.float32)
         entries = [SparseSlice(engine.span, offsets, values)] if chosen else []
-    return commit(engine, push_of(who, step, generation, base, samples, list(entries)))
+    return commit(engine, *push_of(who, step, generation, base, samples, list(entries)))
 
 
-def push_of(who, step, generation, base, samples, segments, messages=(), learning_rate=0.0, finished=None):
-    """A push as it is received; ``finished`` has samples by dataset."""
+def push_of(who, step, generation, base, samples, segments, learning_rate=0.0, finished=None):
+    """Header and segments of a push; ``finished`` has samples by dataset."""
     header = pb.PushHeader(
         identity=pb.WorkerIdentity(worker_id=who.worker_id, incarnation=who.incarnation),
         step=step,
@@ -117,7 +122,7 @@ def push_of(who, step, generation, base, samples, segments, messages=(), learnin
     )
     for dataset, share in (finished or {}).items():
         header.finished.add(dataset=dataset, ranges=share_to_messages(share))
-    return Push(header, segments, messages)
+    return header, segments
 
 
 def pull(engine, who=ANNA, *, generation=None, base=None, acknowledged=0, image=False):

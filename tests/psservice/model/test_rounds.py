@@ -22,6 +22,7 @@ from psservice.types import Identity
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
+    UPLOAD,
     Clock,
     engines,
     join,
@@ -52,7 +53,7 @@ def engine():
 def begin(engine, *who, **options):
     for each in who:
         outcome = join(engine, LAYOUT, each, "ssgd", rounds(**options))
-        if outcome.state == "upload":
+        if outcome.state == UPLOAD:
             upload(engine, ZERO, each, outcome.generation)
 
 
@@ -73,7 +74,7 @@ def test_who_has_contributed_waits_until_the_mean_is_applied(engine, monkeypatch
     seen, apply = [], engine.model._rule.apply
 
     def applied(*args):
-        seen.append(reason_of(engine.coordinator.require_closed, ANNA.worker_id))
+        seen.append(reason_of(engine.synchronizer.require_closed, ANNA.worker_id))
         return apply(*args)
 
     monkeypatch.setattr(engine.model._rule, "apply", applied)

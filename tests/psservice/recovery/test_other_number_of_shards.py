@@ -41,7 +41,7 @@ def push(shard, who, step, gradient, finished=None):
     values = gradient[shard.span.start : shard.span.end]
     done = {"train": {0: Ranges([finished])}} if finished else {}
     segments = [SparseSlice(shard.span, None, values)]
-    commit(shard, push_of(who, step, present(shard), shard.model.version, 1, segments, finished=done))
+    commit(shard, *push_of(who, step, present(shard), shard.model.version, 1, segments, finished=done))
 
 
 def train(shards, who, gradients):

@@ -8,7 +8,7 @@ import torch
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.apply_thread import Writer
+from psservice.apply_thread import ApplyThread
 from psservice.cluster.drain_gate import DrainGate
 from psservice.rpc.calls import handlers_of
 from psservice.rpc.operators import OperatorCalls
@@ -26,6 +26,7 @@ from tests.psservice.engine_makers import (
     HOUR,
     engines,
     join,
+    last_push,
     pull,
     push,
     reason_of,
@@ -141,21 +142,21 @@ def test_an_evicted_worker_has_lost_its_lease_and_not_its_record(engine):
     first, _ = push(engine, 1, {0: 1.0})
     assert evict(engine, "anna", 0.0).identity == ANNA
     assert reason_of(push, engine, 2, {0: 1.0}) is ErrorCode.LEASE_EXPIRED
-    assert join(engine, LAYOUT, ANNA).last_push == ("1", 1)
+    assert last_push(join(engine, LAYOUT, ANNA)) == ("1", 1)
     assert push(engine, 1, {0: 1.0}) == (first, True), "a repeat is answered, not applied"
     assert push(engine, 2, {0: 1.0})[0].version == 2
 
 
 def test_a_push_that_waits_for_the_writer_is_refused_behind_an_eviction(engine, monkeypatch):
     before = theta(engine)
-    run = Writer.run
+    run = ApplyThread.run
 
     def evict_first(writer, job):
-        monkeypatch.setattr(Writer, "run", run)
+        monkeypatch.setattr(ApplyThread, "run", run)
         evict(engine, "anna", 60.0)
         return run(writer, job)
 
-    monkeypatch.setattr(Writer, "run", evict_first)
+    monkeypatch.setattr(ApplyThread, "run", evict_first)
     assert reason_of(push, engine, 1, {0: 1.0}) is ErrorCode.EVICTED
     assert torch.equal(theta(engine), before)
 
@@ -212,4 +213,4 @@ def test_an_eviction_is_remembered_by_the_journal(tmp_path):
         evict(engine, "anna", 60.0)
     with engines(data_dir=tmp_path) as (engine,):
         assert len(engine.leases) == 0
-        assert join(engine, LAYOUT, ANNA).last_push == ("1", 1), "who was kept out is forgotten, what it pushed is not"
+        assert last_push(join(engine, LAYOUT, ANNA)) == ("1", 1), "who was kept out is forgotten, what it pushed is not"

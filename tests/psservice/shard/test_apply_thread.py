@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.apply_thread import Writer
+from psservice.apply_thread import ApplyThread
 
 
 def in_thread(job):
@@ -15,7 +15,7 @@ def in_thread(job):
 
 
 def test_jobs_run_one_at_a_time_on_one_thread_which_is_not_the_caller():
-    writer, seen = Writer(64), []
+    writer, seen = ApplyThread(64), []
     callers = [in_thread(lambda: writer.run(lambda: seen.append(threading.get_ident()))) for _ in range(8)]
     for caller in callers:
         caller.join()
@@ -26,7 +26,7 @@ def test_jobs_run_one_at_a_time_on_one_thread_which_is_not_the_caller():
 
 
 def test_a_job_returns_its_result_or_raises_its_error():
-    writer = Writer(4)
+    writer = ApplyThread(4)
     assert writer.run(lambda: 42) == 42
     with pytest.raises(ZeroDivisionError):
         writer.run(lambda: 1 / 0)
@@ -48,7 +48,7 @@ def blocked(writer):
 
 
 def test_a_full_queue_is_busy_and_says_when_to_come_back():
-    writer = Writer(1)
+    writer = ApplyThread(1)
     release = blocked(writer)
     waiting = in_thread(lambda: writer.run(lambda: None))
     while writer.queued < 1:
@@ -63,7 +63,7 @@ def test_a_full_queue_is_busy_and_says_when_to_come_back():
 
 
 def test_closing_finishes_what_is_queued():
-    writer, done = Writer(8), []
+    writer, done = ApplyThread(8), []
     release = blocked(writer)
     waiting = [in_thread(lambda i=i: writer.run(lambda: done.append(i))) for i in range(4)]
     while writer.queued < 4:
@@ -77,7 +77,7 @@ def test_closing_finishes_what_is_queued():
 
 
 def test_a_job_after_the_end_is_refused_and_leaves_nobody_waiting():
-    writer, refusals = Writer(4), []
+    writer, refusals = ApplyThread(4), []
     writer.close()
 
     def late():

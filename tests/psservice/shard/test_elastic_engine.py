@@ -13,7 +13,6 @@ from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish as finish_run
 from psservice.shard.model_install import roll_back
 from psservice.shard.push import commit
-from psservice.shard.types import Push
 from psservice.types import Identity
 from psservice.wire.push_stream import PushReader, read_all, read_push
 from tests.psservice.engine_makers import (
@@ -45,7 +44,7 @@ def finish(engine, step, share, who=ANNA):
     messages[0].header.finished.add(dataset="train", ranges=share_to_messages(share))
     header, _, segments = read_all(read_push(lambda opened: PushReader.of(opened, engine.span)), messages)
     raw = [message.SerializeToString() for message in messages]
-    return commit(engine, Push(header, segments, raw))
+    return commit(engine, header, segments, raw)
 
 
 def held(engine, who=ANNA):
@@ -74,7 +73,7 @@ def test_a_push_that_is_refused_finishes_nothing():
             push(engine, step, {1: 0.5}, BERT)
         done = {"train": {0: Ranges([(0, 3)])}}
         late = push_of(ANNA, 1, engine.model.generation, 0, 1, [], finished=done)
-        assert reason_of(commit, engine, late) is ErrorCode.TOO_STALE
+        assert reason_of(commit, engine, *late) is ErrorCode.TOO_STALE
         assert held(engine) == {0: Ranges([(0, 8)])}
 
 

@@ -11,6 +11,7 @@ from psservice.shard.lifecycle import finish
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
+    READY,
     engines,
     join,
     pull,
@@ -53,7 +54,7 @@ def test_after_the_end_everyone_can_fetch_the_model():
         push(engine, 1, {0: 1.0})
         finish(engine)
         assert pull(engine, base=0).version == 1
-        assert join(engine, LAYOUT, BERT).state == "ready"
+        assert join(engine, LAYOUT, BERT).state == READY
         assert pull(engine, BERT).version == 1
         assert engine.copy_model().version == 1
 

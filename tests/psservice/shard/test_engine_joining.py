@@ -16,6 +16,9 @@ from tests.psservice.engine_makers import (
     ANNA,
     BERT,
     HOUR,
+    READY,
+    UPLOAD,
+    WAIT,
     engines,
     full,
     join,
@@ -37,11 +40,11 @@ ONES, TWOS = torch.ones(10), torch.full((10,), 2.0)
 def test_the_first_uploads_and_the_others_wait_until_it_is_there():
     with engines() as (engine,):
         first, second = join(engine, LAYOUT, ANNA), join(engine, LAYOUT, BERT)
-        assert (first.state, epoch(first.generation)) == ("upload", 1)
-        assert second.state == "wait"
+        assert (first.state, epoch(first.generation)) == (UPLOAD, 1)
+        assert second.state == WAIT
         assert reason_of(upload, engine, TWOS, BERT, first.generation) is ErrorCode.STALE_GENERATION
         upload(engine, ONES, ANNA, first.generation)
-        assert (join(engine, LAYOUT, BERT).state, join(engine, LAYOUT, ANNA).state) == ("ready", "ready")
+        assert (join(engine, LAYOUT, BERT).state, join(engine, LAYOUT, ANNA).state) == (READY, READY)
         assert join(engine, LAYOUT, BERT).generation == first.generation
         assert torch.equal(theta(engine), ONES)
 
@@ -56,7 +59,7 @@ def test_the_next_to_poll_uploads_when_the_holder(how):
         else:
             clock.now += HOUR
         second = join(engine, LAYOUT, BERT)
-        assert (second.state, epoch(second.generation)) == ("upload", 2)
+        assert (second.state, epoch(second.generation)) == (UPLOAD, 2)
         join(engine, LAYOUT, ANNA)
         assert reason_of(upload, engine, ONES, ANNA, first.generation) is ErrorCode.STALE_GENERATION
         upload(engine, TWOS, BERT, second.generation)
@@ -80,23 +83,23 @@ def test_who_has_sent_much_may_be_back_for_the_rest_as_long_as_sending_it_took()
         generation = half_sent(engine, clock)
         clock.now += 2 * HOUR
         assert not engine.leases.is_live(ANNA)
-        assert join(engine, LAYOUT, BERT).state == "wait"
+        assert join(engine, LAYOUT, BERT).state == WAIT
         assert upload_progress(engine).share == 0.5
         assert join(engine, LAYOUT, ANNA).generation == generation
         engine.uploads.grant.note(ANNA, 0.6)
         clock.now += 5 * HOUR
         assert upload_progress(engine) is None
-        assert join(engine, LAYOUT, BERT).state == "upload"
+        assert join(engine, LAYOUT, BERT).state == UPLOAD
 
 
 def test_who_lives_and_sends_nothing_has_its_turn_no_longer():
     with engines(stream_idle_seconds=HOUR / 2) as (engine,):
         clock = with_clock(engine)
         half_sent(engine, clock)
-        assert join(engine, LAYOUT, BERT).state == "wait"
+        assert join(engine, LAYOUT, BERT).state == WAIT
         clock.now += 0.6 * HOUR
         assert engine.leases.is_live(ANNA)
-        assert join(engine, LAYOUT, BERT).state == "upload"
+        assert join(engine, LAYOUT, BERT).state == UPLOAD
 
 
 @pytest.mark.parametrize("shares", [(), (0.0, 0.5), (0.3, 0.5 + 1e-9)], ids=["asks", "falls and rises", "hardly rises"])
@@ -111,13 +114,13 @@ def test_who_does_not_get_on_has_its_turn_no_longer_whatever_it_says(shares):
                 assert join(engine, LAYOUT, ANNA).generation == generation
             for share in shares:
                 engine.uploads.grant.note(ANNA, share)
-        assert join(engine, LAYOUT, BERT).state == "upload"
+        assert join(engine, LAYOUT, BERT).state == UPLOAD
 
 
 def test_a_slow_first_uploader_cannot_overwrite_the_second_at_any_shard():
     with engines(2) as (_, shard):
         for who in (ANNA, BERT):
-            assert join(shard, LAYOUT, who).state == "wait"
+            assert join(shard, LAYOUT, who).state == WAIT
         assert reason_of(upload, shard, ONES, ANNA, 0) is ErrorCode.STALE_GENERATION
         upload(shard, TWOS, BERT, full(2))
         assert reason_of(upload, shard, ONES, ANNA, full(1, nonce=9)) is ErrorCode.STALE_GENERATION
@@ -156,9 +159,9 @@ def test_a_worker_with_a_replica_goes_before_one_with_fresh_weights():
     with engines() as (engine,):
         fresh = join(engine, LAYOUT, ANNA)
         replica = join(engine, LAYOUT, BERT, has_replica=True)
-        assert replica.state == "upload"
-        assert join(engine, LAYOUT, ANNA).state == "wait"
-        assert join(engine, LAYOUT, ANNA, has_replica=True).state == "wait", "one replica is as good as another"
+        assert replica.state == UPLOAD
+        assert join(engine, LAYOUT, ANNA).state == WAIT
+        assert join(engine, LAYOUT, ANNA, has_replica=True).state == WAIT, "one replica is as good as another"
         assert reason_of(upload, engine, ONES, ANNA, fresh.generation) is ErrorCode.STALE_GENERATION
         upload(engine, TWOS, BERT, replica.generation, version=17)
         assert engine.model.version == 17
@@ -247,7 +250,7 @@ def test_a_start_file_makes_every_shard_ready_at_the_first_join(tmp_path, num_sh
     with engines(num_shards, init=init) as shards:
         for shard in shards:
             outcome = join(shard, LAYOUT)
-            assert (outcome.state, epoch(outcome.generation), outcome.version) == ("ready", 1, 0)
+            assert (outcome.state, epoch(outcome.generation), outcome.version) == (READY, 1, 0)
         assert torch.cat([theta(shard) for shard in shards]).tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
 
 
@@ -263,13 +266,13 @@ def test_a_start_file_without_the_buffers_is_refused_unless_there_are_to_be_none
     with engines(init=init) as (engine,):
         assert reason_of(join, engine, layout) is ErrorCode.FINGERPRINT_MISMATCH
     with engines(init=init, buffers="none") as (engine,):
-        assert join(engine, layout).state == "ready"
+        assert join(engine, layout).state == READY
 
 
 def test_a_join_that_is_refused_leaves_no_trace(tmp_path):
     with engines(init=write_init(tmp_path / "start.safetensors", STATE)) as (engine,):
         assert reason_of(join, engine, OTHER, BERT, method="asgd") is ErrorCode.FINGERPRINT_MISMATCH
-        assert join(engine, LAYOUT, ANNA, method="dgs").state == "ready"
+        assert join(engine, LAYOUT, ANNA, method="dgs").state == READY
 
 
 FRESH, CHECKPOINT, OTHER_ONE = (bytes([number]) * 32 for number in range(3))
@@ -288,14 +291,14 @@ def test_a_loaded_model_takes_the_place_of_one_that_nobody_has_pushed_to():
     with engines() as (engine,):
         begun(engine)
         granted = loads(engine, CHECKPOINT)
-        assert (granted.state, epoch(granted.generation)) == ("upload", 2)
-        assert loads(engine, CHECKPOINT, BERT).state == "wait"
-        assert join(engine, LAYOUT, BERT).state == "ready", "who has loaded nothing goes on meanwhile"
+        assert (granted.state, epoch(granted.generation)) == (UPLOAD, 2)
+        assert loads(engine, CHECKPOINT, BERT).state == WAIT
+        assert join(engine, LAYOUT, BERT).state == READY, "who has loaded nothing goes on meanwhile"
         push(engine, 1, {0: 1.0}, BERT)
         upload(engine, TWOS, ANNA, granted.generation, digest=CHECKPOINT)
         assert torch.equal(theta(engine), TWOS), "a push that comes in between belongs to the model before"
         again = loads(engine, CHECKPOINT, BERT)
-        assert (again.state, again.load_refused) == ("ready", False)
+        assert (again.state, again.load_refused) == (READY, False)
 
 
 def test_a_trained_model_stays_unless_it_is_to_be_replaced():
@@ -304,14 +307,14 @@ def test_a_trained_model_stays_unless_it_is_to_be_replaced():
         push(engine, 1, {0: 1.0})
         before = theta(engine).clone()
         refused = loads(engine, CHECKPOINT)
-        assert (refused.state, refused.load_refused) == ("ready", True)
+        assert (refused.state, refused.load_refused) == (READY, True)
         same = loads(engine, FRESH)
-        assert (same.state, same.load_refused) == ("ready", False), "the run began as it"
+        assert (same.state, same.load_refused) == (READY, False), "the run began as it"
         assert torch.equal(theta(engine), before)
         granted = loads(engine, OTHER_ONE, BERT, replaces=True)
         upload(engine, TWOS, BERT, granted.generation, version=0, digest=OTHER_ONE)
         assert (engine.model.version, theta(engine).tolist()) == (1, TWOS.tolist())
-        assert loads(engine, OTHER_ONE, replaces=True).state == "ready", "once is enough"
+        assert loads(engine, OTHER_ONE, replaces=True).state == READY, "once is enough"
 
 
 def test_an_uploader_that_is_gone_leaves_the_old_model_in_its_place():
@@ -319,7 +322,7 @@ def test_an_uploader_that_is_gone_leaves_the_old_model_in_its_place():
         begun(engine)
         granted = loads(engine, CHECKPOINT)
         leave(engine, ANNA)
-        assert (join(engine, LAYOUT, BERT).state, loads(engine, OTHER_ONE, BERT).state) == ("ready", "upload")
+        assert (join(engine, LAYOUT, BERT).state, loads(engine, OTHER_ONE, BERT).state) == (READY, UPLOAD)
         assert reason_of(upload, engine, TWOS, ANNA, granted.generation) is not None
         assert torch.equal(theta(engine), ONES)
 
@@ -340,11 +343,11 @@ def test_an_upload_that_reached_one_shard_alone_is_made_good_by_a_replica():
         granted = loads(first, CHECKPOINT)
         upload(second, TWOS, ANNA, granted.generation)
         seen = join(second, LAYOUT, BERT).generation
-        assert join(first, LAYOUT, BERT, seen=seen, has_replica=True).state == "wait", "Anna is at it"
+        assert join(first, LAYOUT, BERT, seen=seen, has_replica=True).state == WAIT, "Anna is at it"
         leave(first, ANNA)
-        assert join(first, LAYOUT, BERT, seen=seen).state == "ready", "fresh weights replace nothing"
+        assert join(first, LAYOUT, BERT, seen=seen).state == READY, "fresh weights replace nothing"
         mended = join(first, LAYOUT, BERT, seen=seen, has_replica=True)
-        assert (mended.state, epoch(mended.generation)) == ("upload", 3)
+        assert (mended.state, epoch(mended.generation)) == (UPLOAD, 3)
         for shard in (second, first):
             upload(shard, ONES, BERT, mended.generation)
-        assert join(first, LAYOUT, BERT, seen=mended.generation, has_replica=True).state == "ready"
+        assert join(first, LAYOUT, BERT, seen=mended.generation, has_replica=True).state == READY

@@ -20,6 +20,7 @@ from tests.psservice.engine_makers import (
     engines,
     full,
     join,
+    last_push,
     pull,
     push,
     reason_of,
@@ -110,7 +111,7 @@ def test_a_restarted_worker_counts_its_steps_anew(engine):
     push(engine, 7, {0: 1.0})
     leave(engine, ANNA)
     again = Identity("anna", "2")
-    assert join(engine, LAYOUT, again).last_push == ("1", 7)
+    assert last_push(join(engine, LAYOUT, again)) == ("1", 7)
     assert push(engine, 1, {0: 1.0}, again)[1] is False
     assert engine.model.version == 2
 
@@ -132,7 +133,7 @@ def test_a_repeat_after_a_lost_lease_is_recognised(engine):
     first, _ = push(engine, 1, {0: 1.0})
     clock.now += HOUR
     assert reason_of(push, engine, 1, {0: 1.0}) is ErrorCode.LEASE_EXPIRED
-    assert join(engine, LAYOUT, ANNA).last_push == (ANNA.incarnation, 1)
+    assert last_push(join(engine, LAYOUT, ANNA)) == (ANNA.incarnation, 1)
     assert push(engine, 1, {0: 1.0}) == (first, True)
     assert theta(engine)[0].item() == -1
 

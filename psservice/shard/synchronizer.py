@@ -1,4 +1,4 @@
-"""How the pushes of several workers are coordinated: not at all, in synchronous rounds, or in WAGMA-SGD's groups.
+"""How the pushes of several workers are synchronized: not at all, in rounds, or in the groups of WAGMA-SGD.
 
 Each shard decides for itself. A decision is journaled before it is made. No call waits for another worker: a worker
 whose round is open asks again.
@@ -7,7 +7,7 @@ whose round is open asks again.
 from dataclasses import dataclass
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.apply_thread import Writer
+from psservice.apply_thread import ApplyThread
 from psservice.cluster.leases import Leases
 from psservice.cluster.member import Member
 from psservice.limits import MOST_STEP_AHEAD
@@ -22,45 +22,49 @@ from psservice.types import Identity
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a shard that coordinate."""
+    """The parts of a shard that a synchronizer uses."""
 
     leases: Leases
     events: EventLog
-    writer: Writer
+    apply_thread: ApplyThread
     metrics: Metrics
 
 
-class Coordinator:
-    """Asynchronous training: every push is applied as it comes. The other forms override what differs."""
+class Synchronizer:
+    """Asynchronous training: every push is applied as it comes. The subclasses override what differs.
+
+    :meth:`admit`, :meth:`close_if_due` and :meth:`close` run on the apply thread. A refusal is ``ROUND_OPEN`` where a
+    worker has to wait for a round, else ``BAD_REQUEST`` or ``NOT_DURABLE``.
+    """
 
     def __init__(self, model: ModelShard) -> None:
         self.model = model
 
     def require_turn(self, identity: Identity) -> None:
-        """Raise :class:`Rejected` (``ROUND_OPEN``) where a push comes before its worker's turn; from any thread."""
+        """Refuse a push that comes before its worker's turn."""
 
     def admit(self, identity: Identity, step: int) -> None:
-        """Admit a push; on the writer thread. Raises :class:`Rejected` (``ROUND_OPEN``, ``BAD_REQUEST``)."""
+        """Admit a push, or refuse it."""
 
     def is_due(self) -> bool:
-        """Tell, from any thread, whether :meth:`close_if_due` would close a round."""
+        """Tell whether :meth:`close_if_due` would close a round."""
         return False
 
     def close_if_due(self) -> None:
-        """Close rounds that are due; on the writer thread. Raises :class:`Rejected` (``NOT_DURABLE``)."""
+        """Close rounds that are due."""
 
     def close(self) -> None:
-        """Close the open round with what is there; on the writer thread."""
+        """Close the open round with what is there."""
 
     def require_closed(self, worker: str) -> None:
-        """Raise :class:`Rejected` (``ROUND_OPEN``) where a worker's pull has to wait for a round."""
+        """Refuse a worker's pull that has to wait for a round."""
 
     def seen_by(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
-        """Return the model of which a pull is answered, and the replica's version of that (``ROUND_OPEN``)."""
+        """Return the model of which a pull is answered, and the replica's version of that."""
         return self.model, base_version
 
 
-class RoundCoordinator(Coordinator):
+class RoundSynchronizer(Synchronizer):
     """Synchronous rounds: closed by a push, by the death of the worker that a round waits for, or by the clock."""
 
     def __init__(self, model: ModelShard, open_round: Round, settings: RoundSettings, parts: Parts) -> None:
@@ -84,7 +88,7 @@ class RoundCoordinator(Coordinator):
             return
         self._parts.metrics.round_contributors.observe(len(self._round.contributors))
         self._parts.events.closed_round(self.model.version + 1)
-        with self._parts.writer.all_or_stop():
+        with self._parts.apply_thread.all_or_stop():
             version = self.model.close_round()
         self._parts.metrics.version.set(version)
 
@@ -100,7 +104,7 @@ class RoundCoordinator(Coordinator):
             )
 
 
-class WagmaCoordinator(Coordinator):
+class WagmaSynchronizer(Synchronizer):
     """WAGMA-SGD: a model a worker, averaged in groups; workers enter at their first push or pull."""
 
     def __init__(self, model: GroupedShard, parts: Parts) -> None:
@@ -109,7 +113,7 @@ class WagmaCoordinator(Coordinator):
 
     def require_turn(self, identity: Identity) -> None:
         """Refuse a push while its worker's round is open."""
-        self._parts.writer.run(lambda: self._enter(identity))
+        self._parts.apply_thread.run(lambda: self._enter(identity))
 
     def admit(self, identity: Identity, step: int) -> None:
         """Enter a new worker, and refuse a push that would bring new workers near the end of all steps."""
@@ -136,7 +140,7 @@ class WagmaCoordinator(Coordinator):
             self._enter(member.identity)
             return self._grouped.seen_by(worker)
 
-        own = self._parts.writer.run(enter)
+        own = self._parts.apply_thread.run(enter)
         model_id = self._grouped.unsynced.get(worker)
         if model_id is not None:
             if not member.downlink.has_acknowledged(model_id, acknowledged):
@@ -164,14 +168,14 @@ class WagmaCoordinator(Coordinator):
 
     def _decide(self, decision: Decision) -> None:
         self._parts.events.decided(decision)
-        with self._parts.writer.all_or_stop():
+        with self._parts.apply_thread.all_or_stop():
             self._grouped.decide(decision)
 
 
-def coordinator_for(model: ModelShard, parts: Parts) -> Coordinator:
-    """Return the form of coordination that a model needs."""
+def synchronizer_for(model: ModelShard, parts: Parts) -> Synchronizer:
+    """Return the synchronizer that a model needs."""
     if isinstance(model, GroupedShard):
-        return WagmaCoordinator(model, parts)
+        return WagmaSynchronizer(model, parts)
     if model.round is not None and model.mode.rounds is not None:
-        return RoundCoordinator(model, model.round, model.mode.rounds, parts)
-    return Coordinator(model)
+        return RoundSynchronizer(model, model.round, model.mode.rounds, parts)
+    return Synchronizer(model)
