@@ -156,7 +156,7 @@ class Server:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
         log.info("draining")
         self._serving = False
-        self.shard.drain_gate.close()
+        self.shard.drain_gate.is_closed = True
         self._update_health()
         failed = self.shard.apply_thread.failed
         self._loop.run(self._door.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))

@@ -6,7 +6,7 @@ the lease's end.
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from pscore.wire.errors import ErrorCode, Rejected
@@ -18,24 +18,45 @@ from psservice.policy.staleness import smoothed
 from psservice.types import Identity
 
 
+class ServingClock:
+    """The clock of leases: seconds during which this process could have answered. Thread-safe.
+
+    A process that is stopped or swapped out receives no renewal meanwhile. When it continues, renewals that wait must
+    be served before any lease ends. So time between two readings counts up to ``longest_gap`` seconds only, and the
+    clock must be read more often than that. ``clock`` returns monotonic seconds.
+    """
+
+    def __init__(self, longest_gap: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._longest_gap, self._clock = longest_gap, clock
+        self._lock = threading.Lock()
+        self._read = clock()
+        self._time = 0.0
+
+    def __call__(self) -> float:
+        """Return the seconds that have counted."""
+        with self._lock:
+            now = self._clock()
+            self._time += min(now - self._read, self._longest_gap)
+            self._read = now
+            return self._time
+
+
 class Leases:
     """The live workers of a shard. Thread-safe; nothing waits for a disk under the lock.
 
     All leases are of one length, so members in the order of their last renewal are in the order of their leases' ends.
-    :meth:`expire` calls ``on_expire`` with each member whose lease has run out, outside the lock.
     """
 
     def __init__(
         self,
         lease_seconds: float,
         make_rule: Callable[[], ReplyRule],
-        on_expire: Callable[[Member], None] = lambda member: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lease_seconds, self.clock = lease_seconds, clock
-        self._make_rule, self._on_expire = make_rule, on_expire
+        self._make_rule = make_rule
         self._members: OrderedDict[str, Member] = OrderedDict()
-        self._ended: deque[Member] = deque()
+        self._ended: list[Member] = []
         self._lock = threading.RLock()
         self._bans: dict[str, float] = {}  # ends by name; in memory only, so a restart forgets them
 
@@ -106,15 +127,12 @@ class Leases:
         with self._lock:
             return self._bans_left()
 
-    def expire(self) -> None:
-        """Report every member whose lease has run out and that was not reported yet.
-
-        One thread at a time calls this, before the next lease of the same name is journaled.
-        """
+    def take_ended(self) -> list[Member]:
+        """Return every member whose lease has run out and that was not returned yet."""
         with self._lock:
             self._drop_ended()
-        while self._ended:
-            self._on_expire(self._ended.popleft())
+            ended, self._ended = self._ended, []
+            return ended
 
     def is_live(self, identity: Identity) -> bool:
         """Tell whether this identity has a lease."""

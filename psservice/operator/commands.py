@@ -64,7 +64,7 @@ def finish(clients: ShardClients, options: Namespace) -> int:
 def snapshot(clients: ShardClients, options: Namespace) -> int:
     """Take one checkpoint over all shards, with a name or an id; where one shard does not answer, none is taken."""
     fleet = one_run(clients)
-    if fleet.errors:
+    if fleet.unreached:
         return _nothing_done(fleet, "no snapshot was taken", options)
 
     def words(answer: pb.TakeSnapshotResponse) -> str:
@@ -76,7 +76,7 @@ def snapshot(clients: ShardClients, options: Namespace) -> int:
 def restore(clients: ShardClients, options: Namespace) -> int:
     """Take every shard back to a version or a checkpoint; where one shard does not answer, none is taken back."""
     fleet = one_run(clients)
-    if fleet.errors:
+    if fleet.unreached:
         return _nothing_done(fleet, "no shard was taken back", options)
     request = pb.RestoreModelRequest(checkpoint=options.checkpoint or "")
     if options.version is not None:
@@ -189,12 +189,11 @@ def ask_all(clients: ShardClients, fleet: Fleet, rpc: str, request: Message) -> 
 
 def _nothing_done(fleet: Fleet, what: str, options: Namespace) -> int:
     """Report shards without an answer, without which nothing is done."""
-    outcomes = [shard for shard in fleet.shards if shard.error is not None]
     if options.json:
-        print(json.dumps(_plain(outcomes), indent=2))
-    render.say_errors(outcomes)
+        print(json.dumps(_plain(fleet.unreached), indent=2))
+    render.say_errors(fleet.unreached)
     render.say(f"{what}: it takes all {len(fleet.shards)} shards", failed=True)
-    return exit_status(outcomes)
+    return exit_status(fleet.unreached)
 
 
 def report(

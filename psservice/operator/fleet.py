@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import OperateError, Outcome, ShardClients
+from psservice.operator.client import Outcome, ShardClients
 
 _STATUS_SECONDS = 10.0  # the longest deadline of a status; a command's own calls may take longer
 
@@ -59,9 +59,9 @@ class Fleet:
         return {shard.address: shard.answer for shard in self.shards if shard.answer is not None}
 
     @property
-    def errors(self) -> dict[str, OperateError]:
-        """Errors of the other shards, by address."""
-        return {shard.address: shard.error for shard in self.shards if shard.error is not None}
+    def unreached(self) -> list[Outcome]:
+        """The other shards."""
+        return [shard for shard in self.shards if shard.error is not None]
 
     def workers(self) -> list[Worker]:
         """Return the live workers of all shards by name; numbers in a name count by value."""

@@ -25,9 +25,9 @@ from psservice.operator.fleet import RATES, Fleet, Rates, read_fleet, saved_byte
 from psservice.operator.render import (
     Column,
     cell,
-    error_plain,
     evicted_lines,
     new_console,
+    outcome_plain,
     state_of,
     table_of,
     worker_table,
@@ -132,7 +132,7 @@ def frame_plain(fleet: Fleet, rates: dict[str, Rates]) -> dict[str, Any]:
         del values["workers"], values["evicted"]  # they follow, joined over the shards
         unknown = {f"{name}_per_second": None for name in RATES}
         shards.append({"address": address, **values, "saved_bytes": saved_bytes(status), **rates.get(address, unknown)})
-    shards += [{"address": address, **error_plain(error)} for address, error in fleet.errors.items()]
+    shards += [outcome_plain(each) for each in fleet.unreached]
     return {
         "unix_seconds": time.time(),
         "shards": shards,

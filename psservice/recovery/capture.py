@@ -16,7 +16,7 @@ from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
 from psservice.recovery.replayer import BUFFER_PREFIX, MEMORY_PREFIX, THETA, LogReplayer
-from psservice.sampling.codec import kept
+from psservice.sampling.codec import to_manifest
 from psservice.sampling.dataset import Datasets
 from psservice.storage.manifest import KnownPush, LiveWorker, Manifest
 
@@ -117,7 +117,7 @@ def capture(shard: Kept, content: Content, checkpoint: str, average: tuple[float
             for member in shard.leases.members()
         ],
         memory=dict(memory.plain),
-        datasets=kept(content.datasets),
+        datasets=to_manifest(content.datasets),
         delay_compensation=model.settings.delay_compensation,
         ledger_multiple=model.settings.ledger_multiple,
         buffer_weight=average[0],

@@ -10,7 +10,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.wagma.rounds import Decision
 from psservice.recovery.records import Kind, add_messages, body_of
 from psservice.sampling.codec import record_of
-from psservice.sampling.dataset import Leased, Wish
+from psservice.sampling.dataset import Leased, SampleRequest
 from psservice.storage.datadir import DataDir
 from psservice.storage.files import StorageError
 from psservice.storage.journal import JournalError
@@ -65,9 +65,9 @@ class EventLog:
         codecs = [cast("pb.IndexCodec.ValueType", codec) for codec in sorted(index_codecs)]
         self._append(Kind.JOINED, body_of(pb.JoinRequest(identity=identity_to_message(identity), index_codecs=codecs)))
 
-    def leased(self, identity: Identity, wish: Wish, leased: Leased) -> None:
+    def leased(self, identity: Identity, request: SampleRequest, leased: Leased) -> None:
         """Write which samples a worker is given."""
-        self._append(Kind.LEASED, body_of(*record_of(identity, wish, leased)))
+        self._append(Kind.LEASED, body_of(*record_of(identity, request, leased)))
 
     def left(self, identity: Identity) -> None:
         """Write the end of a lease; where that fails, the lease ends once more after a restart."""

@@ -31,7 +31,7 @@ from psservice.model.wagma.rounds import Decision
 from psservice.policy.admission import first_clock
 from psservice.policy.staleness import OwnVersions
 from psservice.recovery.records import Kind, messages_in
-from psservice.sampling.codec import brought_back, finished_of, redo
+from psservice.sampling.codec import finished_of, from_manifest, replay_record
 from psservice.settings import ShardSettings
 from psservice.storage.files import Files, StorageError
 from psservice.storage.journal_format import Record
@@ -121,7 +121,7 @@ class LogReplayer:
             )
             for worker in manifest.workers
         }
-        self.datasets = brought_back(manifest.datasets)
+        self.datasets = from_manifest(manifest.datasets)
         self.replayed = 0
 
     def replay(self, to_version: int | None = None) -> Iterator[int]:
@@ -268,7 +268,7 @@ class LogReplayer:
                 raise ValueError("the shard has no groups")
             self.model.decide(Decision.from_bytes(record.body))
         elif record.kind == Kind.LEASED:
-            redo(self.datasets, messages_in(record.body))
+            replay_record(self.datasets, messages_in(record.body))
         else:
             raise ValueError(f"records of kind {record.kind} are not known to this version of the server")
 
@@ -288,7 +288,7 @@ class LogReplayer:
             return
         self.run_id = self.run_id or header.identity.run_id  # a shard that follows learns it from its workers
         identity = identity_from_message(header.identity)
-        self.datasets.put(self.datasets.finish(identity, finished_of(header)))
+        self.datasets.update(self.datasets.finish(identity, finished_of(header)))
         known = self.pushes.setdefault(identity, PushRecord())
         known.step, known.answer = (
             header.step,

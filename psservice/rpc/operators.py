@@ -79,9 +79,9 @@ class OperatorCalls:
         shard, gate = self._shard, self._shard.drain_gate
         match request.action:
             case pb.DRAIN_ACTION_CLOSE | pb.DRAIN_ACTION_STOP:
-                gate.close()
+                gate.is_closed = True
             case pb.DRAIN_ACTION_OPEN:
-                gate.open()
+                gate.is_closed = False
             case _:
                 raise Rejected(ErrorCode.BAD_REQUEST, f"{request.action} is no action that this server knows")
         self._on_drain()

@@ -31,7 +31,7 @@ from psservice.model.reply_session import PullRequest, Reply
 from psservice.rpc.calls import Call, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, charged, largest_stream
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
-from psservice.sampling.codec import answer_to_message, finished_of, wish_of
+from psservice.sampling.codec import answer_to_message, finished_of, sample_request_of
 from psservice.shard import model_install
 from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples, open_exchange
 from psservice.shard.join import JoinLayouts, join, leave
@@ -108,7 +108,7 @@ class WorkerCalls:
         shard = self._shard
         identity = self._identity(request.identity)
         member = shard.leases.require(identity)
-        shard.uploads.grant.note(identity, request.uploaded)
+        shard.uploads.note_progress(identity, request.uploaded)
         shard.durability.follow(shard, request.checkpoint)
         return pb.RenewLeaseResponse(
             checkpoint=shard.durability.told(shard),
@@ -251,7 +251,7 @@ class WorkerCalls:
     def lease_samples(self, call: Call, request: pb.LeaseSamplesRequest) -> pb.LeaseSamplesResponse:
         """Lease samples to a worker."""
         shard = self._shard
-        leased = lease_samples(shard, self._identity(request.identity), wish_of(request))
+        leased = lease_samples(shard, self._identity(request.identity), sample_request_of(request))
         answer = answer_to_message(leased, len(shard.leases))
         answer.run_state = RUN_STATES[shard.run.state]
         return answer

@@ -50,7 +50,8 @@ def join(
         _grant_lease(shard, identity, index_codecs)
         if fitted is None:
             return _answer(shard, identity, generation_seen, has_replica, loaded)
-        model_install.claim_start(shard, fitted)
+        model_install.claim(shard)
+        shard.layout, shard.uploads.start = layout, None
     model_install.install_start(shard, fitted)
     with shard.join_lock:
         return _answer(shard, identity, generation_seen, has_replica, loaded)
@@ -60,7 +61,7 @@ def _grant_lease(shard: Shard, identity: Identity, index_codecs: frozenset[int])
     known = shard.leases.is_live(identity)
     member = shard.leases.join(identity)
     if not known:
-        shard.leases.expire()
+        shard.end_leases()
         try:
             shard.durability.events.joined(identity, index_codecs)
         except Rejected:  # else the next attempt would find a lease that no restart knows of
@@ -91,7 +92,7 @@ def _answer(
         return answer
     if model is not None:
         generation_seen = max(generation_seen, model.generation)
-    granted = shard.uploads.grant.request(identity, generation_seen, has_replica) if shard.is_coordinator else None
+    granted = shard.uploads.grant(identity, generation_seen, has_replica) if shard.is_coordinator else None
     if granted is not None:
         answer.state, answer.generation = pb.JOIN_STATE_UPLOAD, granted
     return answer

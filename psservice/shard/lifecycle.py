@@ -9,10 +9,8 @@ import torch
 
 from pscore.wire.errors import Rejected
 from psservice.cluster.run import RunState
-from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
 from psservice.recovery import init_source
-from psservice.recovery.final_model import ModelCopy
 from psservice.settings import ServerSettings
 from psservice.shard.model_install import forget_upload
 from psservice.shard.shard import Shard
@@ -56,7 +54,7 @@ def _end_leases_in_time(shard: Shard) -> None:
 def end_leases(shard: Shard) -> None:
     """End the leases that have run out; the thread of leases calls this often."""
     with shard.join_lock:
-        shard.leases.expire()
+        shard.end_leases()
     shard.dedup.drop_old()
     forget_upload(shard)
     close_rounds_without(shard)
@@ -105,7 +103,7 @@ def _end(shard: Shard) -> None:
     model = synchronizer.model
     if shard.run.is_finished:
         if shard.final_model.has_failed:
-            _write_final_model(shard, model)
+            shard.final_model.begin(shard.copy_now, shard.run.run_id)
         return
     synchronizer.close()
     shard.durability.events.finished(shard.run.run_id)
@@ -113,7 +111,7 @@ def _end(shard: Shard) -> None:
         shard.run.state = RunState.FINISHED
         model.finish()
     log.info("run finished", extra={"version": model.version, "samples": shard.run.samples})
-    _write_final_model(shard, model)
+    shard.final_model.begin(shard.copy_now, shard.run.run_id)
 
 
 def _resume_end(shard: Shard) -> None:
@@ -124,12 +122,4 @@ def _resume_end(shard: Shard) -> None:
     if run.state is RunState.TRAINING and run.is_over(model.version):
         shard.apply_thread.run(lambda: _end(shard))
     elif run.state is RunState.FINISHED and not shard.final_model.is_there(run.run_id, model.version):
-        _write_final_model(shard, model)
-
-
-def _write_final_model(shard: Shard, model: ModelShard) -> None:
-    buffers = shard.buffers
-    shard.final_model.begin(
-        lambda: ModelCopy(model, model.version, model.current(), buffers.state() if buffers else {}),
-        shard.run.run_id,
-    )
+        shard.final_model.begin(shard.copy_now, run.run_id)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # Claim, copy, write, publish
 
 
-def _claim(shard: Shard) -> None:
+def claim(shard: Shard) -> None:
     """Claim the model's place; ``join_lock`` is held. Raises :class:`Rejected` (``BUSY``) where it is claimed."""
     if shard.installing:
         raise Rejected(ErrorCode.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
@@ -109,7 +109,7 @@ def _check_upload(shard: Shard, identity: Identity, generation: int) -> None:
     if shard.model is not None and epoch(generation) == ours:
         raise Rejected(ErrorCode.ALREADY_UPLOADED, "another worker has uploaded the model meanwhile")
     if shard.is_coordinator:
-        shard.uploads.grant.require(identity, generation)
+        shard.uploads.require_grant(identity, generation)
     if epoch(generation) <= ours:
         raise Rejected(ErrorCode.STALE_GENERATION, f"generation {generation} is older than what is here")
 
@@ -125,14 +125,14 @@ def upload_progress(shard: Shard) -> pb.ModelProgress | None:
 
     Everything has arrived while the model is installed, which takes as long as its first snapshot does.
     """
-    return shard.uploads.grant.progress() or (pb.ModelProgress(share=1.0) if shard.installing else None)
+    return shard.uploads.progress() or (pb.ModelProgress(share=1.0) if shard.installing else None)
 
 
 def forget_upload(shard: Shard, identity: Identity | None = None) -> None:
     """Free the unfinished upload of a worker that has left, or one that no worker resumes: the shard has a model."""
     uploads = shard.uploads
     if identity is not None:
-        uploads.grant.release(identity)
+        uploads.release_grant(identity)
     with uploads.lock:
         upload = uploads.current
         if upload is not None:
@@ -155,7 +155,7 @@ def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "
             shard.run.require_upload(run_id or shard.run.run_id)
             layout = shard.layout
             assert layout is not None  # the check has found a member, who brought one
-            _claim(shard)
+            claim(shard)
         specs = layout.buffers if _buffer_bytes(shard) else ()
 
         def make() -> Content:
@@ -167,7 +167,7 @@ def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "
 
         def published() -> None:
             shard.uploads.origin = Origin(upload.generation, version, digest) if digest else None
-            shard.uploads.grant.end()
+            shard.uploads.end_grant()
 
         _install(shard, make, published)
     except BaseException:
@@ -221,14 +221,8 @@ def fit_start(shard: Shard, layout: ModelLayout) -> FittedStart | None:
     return FittedStart(start, layout, *init_source.fit(layout, start.tensors, with_buffers=with_buffers))
 
 
-def claim_start(shard: Shard, fitted: FittedStart) -> None:
-    """Claim the model's place; ``join_lock`` is held. :func:`install_start` comes next, without the lock."""
-    _claim(shard)
-    shard.layout, shard.uploads.start = fitted.layout, None
-
-
 def install_start(shard: Shard, fitted: FittedStart) -> None:
-    """Install the ``--init`` model; after :class:`Rejected` (``NOT_DURABLE``) the next worker's join tries again."""
+    """Install the ``--init`` model in the claimed place; after ``NOT_DURABLE`` the next worker's join tries again."""
     start, layout = fitted.start, fitted.layout
 
     def make() -> Content:
@@ -249,7 +243,7 @@ def install_start(shard: Shard, fitted: FittedStart) -> None:
         return Content(model, average, datasets, run.run_id, run.state_with_model, samples)
 
     try:
-        _install(shard, make, shard.uploads.grant.end)
+        _install(shard, make, shard.uploads.end_grant)
     except BaseException:
         shard.uploads.start = start
         raise
@@ -267,7 +261,7 @@ def roll_back(shard: Shard, version: int | None, checkpoint: str) -> ModelShard:
     before = shard.require_model(None)
     history = shard.durability.look_back(shard, version, checkpoint)
     with shard.join_lock:
-        _claim(shard)
+        claim(shard)
 
     def make() -> Content:
         old = shard.require_model(None)

@@ -95,7 +95,7 @@ def _commit(
         if model.round is None:
             own = own.noted(header.generation, header.base_version, version)
         shard.dedup.remember_push(identity, header.step, answer, own)
-        shard.datasets.put(datasets)
+        shard.datasets.update(datasets)
 
     member.last_step, member.staleness = header.step, staleness
     shard.leases.tick(member)

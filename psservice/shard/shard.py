@@ -16,10 +16,8 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread
 from psservice.cluster.dedup import Dedup
 from psservice.cluster.drain_gate import DrainGate
-from psservice.cluster.leases import Leases
-from psservice.cluster.member import Member
+from psservice.cluster.leases import Leases, ServingClock
 from psservice.cluster.run import Run
-from psservice.cluster.serving_clock import ServingClock
 from psservice.model.buffers import BufferAverage
 from psservice.model.image_budget import ImageBudget
 from psservice.model.parameters import ModelShard
@@ -35,7 +33,7 @@ from psservice.recovery.replayer import LogReplayer
 from psservice.sampling.dataset import Datasets
 from psservice.settings import ServerSettings
 from psservice.shard.synchronizer import Parts, Synchronizer, synchronizer_for
-from psservice.shard.upload import UploadGrant, Uploads
+from psservice.shard.upload import Uploads
 from psservice.storage.environment import Environment
 from psservice.types import Identity
 
@@ -65,7 +63,6 @@ class Shard:
         environment: Environment,
     ) -> None:
         self.settings, self.device, self.metrics = settings, device, metrics
-        self.environment = environment
         self.drain_gate = DrainGate()
         self.is_coordinator = settings.shard_index == 0
         self.run = Run(
@@ -77,7 +74,6 @@ class Shard:
         self.leases = Leases(
             settings.lease_seconds,
             lambda: ReplyRule(settings.down_mode, settings.exact_limit),
-            self._lease_ended,
             ServingClock(settings.lease_seconds / 4, environment.monotonic),
         )
         self.dedup = Dedup(self.leases)
@@ -93,7 +89,7 @@ class Shard:
             settings.chunk_bytes,
             self.images,
         )
-        self.uploads = Uploads(UploadGrant(self.leases, settings.stream_idle_seconds))
+        self.uploads = Uploads(self.leases, settings.stream_idle_seconds)
         self.final_model = FinalModel(settings.final_model, settings.shard_index, settings.num_shards, environment)
         self.apply_thread = ApplyThread(
             settings.apply_queue_limit, metrics.queue_seconds.observe, on_failure, environment
@@ -168,11 +164,25 @@ class Shard:
             member.last_step = self.dedup.record(live.identity).step
 
     def copy_model(self) -> ModelCopy:
-        """Copy the shard's values at the current version."""
-        model = self.require_model(None)
-        version, values = self.apply_thread.run(lambda: (model.version, model.current()))
+        """Copy the shard's values at a version that is durable."""
+        copy = self.apply_thread.run(self.copy_now)
         self.durability.events.wait()
-        return ModelCopy(model, version, values, self.buffers.state() if self.buffers else {})
+        return copy
+
+    def copy_now(self) -> ModelCopy:
+        """Copy the shard's values at the current version; on the apply thread."""
+        model = self.require_model(None)
+        return ModelCopy(model, model.version, model.current(), self.buffers.state() if self.buffers else {})
+
+    def end_leases(self) -> None:
+        """Journal the ends of leases that have run out; ``join_lock`` is held, and no such name has joined again."""
+        for member in self.leases.take_ended():
+            self.durability.events.left(member.identity)
+            self.metrics.leases_expired.inc()
+            log.warning(
+                "lease ended: worker is taken for dead",
+                extra={"worker": member.identity.worker_id, "last_step": member.last_step},
+            )
 
     def close(self) -> None:
         """Finish what is committed and stop the threads; a state that a failed change has left is not kept."""
@@ -188,11 +198,3 @@ class Shard:
     def _health_changed(self, healthy: bool) -> None:
         self.durable = healthy
         self._on_health(healthy)
-
-    def _lease_ended(self, member: Member) -> None:
-        self.durability.events.left(member.identity)
-        self.metrics.leases_expired.inc()
-        log.warning(
-            "lease ended: worker is taken for dead",
-            extra={"worker": member.identity.worker_id, "last_step": member.last_step},
-        )

@@ -14,7 +14,7 @@ from pscore.wire.errors import ErrorCode
 from psservice.cluster.run import RunState
 from psservice.model.rounds import Round, RoundSettings
 from psservice.observability.metrics import Metrics
-from psservice.sampling.dataset import Plan, Wish
+from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish
@@ -312,9 +312,9 @@ def test_nobody_waits_for_a_worker_that_waits_for_samples_itself(engine):
 
     def lease(who, held=0, epoch=0):
         share = {0: Ranges([(0, held)])} if held else {}
-        return lease_samples(engine, who, Wish("train", Plan(4, 1, True), epoch, 8, share)).granted
+        return lease_samples(engine, who, SampleRequest("train", Plan(4, 1, True), epoch, 8, share)).granted
 
-    while lease(BERT, engine.datasets.all()["train"].held_by(BERT)[0].total if engine.datasets.all() else 0):
+    while lease(BERT, engine.datasets["train"].held_by(BERT)[0].total if engine.datasets else 0):
         pass
     assert not lease(ANNA)
     push(engine, 1, {0: 2.0}, BERT)

@@ -10,7 +10,7 @@ from pscore.model.layout import Span, TensorSpec
 from pscore.model.ranges import Ranges
 from pscore.model.sparse_slice import SparseSlice
 from psservice.model.update.reshard import PieceMemory, reshard
-from psservice.sampling.dataset import Plan, Wish
+from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.push import commit
 from psservice.storage.files import StorageError
@@ -54,7 +54,7 @@ def lease(shard, who):
     """Ask for samples until none is left; return how many places were handed out."""
     mine = Ranges()
     while True:
-        wish = Wish("train", Plan(SAMPLES, 1, True), 0, SAMPLES, {0: mine} if mine else {})
+        wish = SampleRequest("train", Plan(SAMPLES, 1, True), 0, SAMPLES, {0: mine} if mine else {})
         granted = lease_samples(shard, who, wish).granted.get(0)
         if not granted:
             return sum(end - start for start, end in mine)

@@ -114,7 +114,7 @@ def assert_same(again: shard.Shard, engine: shard.Shard) -> None:
         for one in (again, engine)
     ]
     assert live[0] == live[1]
-    assert again.datasets.all() == engine.datasets.all()
+    assert again.datasets == engine.datasets
     mine, theirs = again.dedup.remembered(), engine.dedup.remembered()
     assert mine[1] == theirs[1]
     plain = [

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode
 from psservice.sampling.codec import share_to_messages
-from psservice.sampling.dataset import Plan, Wish
+from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish as finish_run
@@ -35,7 +35,7 @@ SIZE = 40
 
 
 def lease(engine, who=ANNA, *, epoch=0, samples=8, held=None, name="train"):
-    return lease_samples(engine, who, Wish(name, Plan(SIZE, 1, True), epoch, samples, held or {}))
+    return lease_samples(engine, who, SampleRequest(name, Plan(SIZE, 1, True), epoch, samples, held or {}))
 
 
 def finish(engine, step, share, who=ANNA):
@@ -48,7 +48,7 @@ def finish(engine, step, share, who=ANNA):
 
 
 def held(engine, who=ANNA):
-    return engine.datasets.all()["train"].held_by(who)
+    return engine.datasets["train"].held_by(who)
 
 
 def serving_here(**options):
@@ -113,14 +113,14 @@ def test_where_a_lease_cannot_be_written_down_none_is_given(tmp_path, monkeypatc
     with Shard(tmp_path / "live") as engine:
         begin(engine)
         lease(engine)
-        before = engine.datasets.all()
+        before = dict(engine.datasets)
 
         def full(descriptor, parts):
             raise OSError(28, "no space left")
 
         monkeypatch.setattr("psservice.storage.files.OpenFile.append", full)
         assert reason_of(lease, engine, held=held(engine)) is ErrorCode.NOT_DURABLE
-        assert engine.datasets.all() == before
+        assert engine.datasets == before
         monkeypatch.undo()
         assert lease(engine, held=held(engine)).granted == {0: Ranges([(8, 16)])}
 
@@ -152,7 +152,7 @@ def test_after_every_crash_the_same_samples_are_in_the_same_hands(script, tmp_pa
             if number and not engine.leases.is_live(who):
                 join(engine, engine.layout, who)
             if action == "lease":
-                newest = engine.datasets.all()["train"].newest if engine.datasets.all() else 0
+                newest = engine.datasets["train"].newest if engine.datasets else 0
                 lease(engine, who, epoch=newest + count % 2, samples=count, held=known(engine, who))
             elif action == "finish" and known(engine, who):
                 step += 1
@@ -167,7 +167,7 @@ def test_after_every_crash_the_same_samples_are_in_the_same_hands(script, tmp_pa
             elif action == "crash":
                 directory = after_a_crash(directory)
                 again = Shard(directory)
-                assert again.engine.datasets.all() == engine.datasets.all()
+                assert again.engine.datasets == engine.datasets
                 engine.close()
                 shard = again
         assert len(finished) == len(set(finished))
@@ -176,7 +176,7 @@ def test_after_every_crash_the_same_samples_are_in_the_same_hands(script, tmp_pa
 
 
 def known(engine, who):
-    return held(engine, who) if engine.datasets.all() else {}
+    return held(engine, who) if engine.datasets else {}
 
 
 def test_a_rollback_takes_the_data_back_with_the_model(tmp_path):
@@ -184,11 +184,11 @@ def test_a_rollback_takes_the_data_back_with_the_model(tmp_path):
         begin(engine)
         lease(engine)
         finish(engine, 1, {0: Ranges([(0, 3)])})
-        then = engine.datasets.all()
+        then = dict(engine.datasets)
         finish(engine, 2, {0: Ranges([(3, 8)])})
         lease(engine, samples=20)
         roll_back(engine, 1, "")
-        assert engine.datasets.all() == then
+        assert engine.datasets == then
         assert lease(engine).granted == {0: Ranges([(3, 8)])}  # it has forgotten: it hears of them again
         with Shard(after_a_crash(tmp_path / "live")) as again:
-            assert again.datasets.all() == engine.datasets.all()
+            assert again.datasets == engine.datasets

@@ -73,7 +73,7 @@ def half_sent(engine, clock):
     for share in (0.2, 0.4, 0.5):
         clock.now += HOUR / 2
         engine.leases.require(ANNA)
-        engine.uploads.grant.note(ANNA, share)
+        engine.uploads.note_progress(ANNA, share)
     return generation
 
 
@@ -86,7 +86,7 @@ def test_who_has_sent_much_may_be_back_for_the_rest_as_long_as_sending_it_took()
         assert join(engine, LAYOUT, BERT).state == WAIT
         assert upload_progress(engine).share == 0.5
         assert join(engine, LAYOUT, ANNA).generation == generation
-        engine.uploads.grant.note(ANNA, 0.6)
+        engine.uploads.note_progress(ANNA, 0.6)
         clock.now += 5 * HOUR
         assert upload_progress(engine) is None
         assert join(engine, LAYOUT, BERT).state == UPLOAD
@@ -113,7 +113,7 @@ def test_who_does_not_get_on_has_its_turn_no_longer_whatever_it_says(shares):
             if not shares:
                 assert join(engine, LAYOUT, ANNA).generation == generation
             for share in shares:
-                engine.uploads.grant.note(ANNA, share)
+                engine.uploads.note_progress(ANNA, share)
         assert join(engine, LAYOUT, BERT).state == UPLOAD
 
 

@@ -165,7 +165,7 @@ def test_before_the_upload_there_is_nothing_to_push_to():
 
 
 def test_a_draining_server_takes_no_new_push(engine):
-    engine.drain_gate.close()
+    engine.drain_gate.is_closed = True
     assert reason_of(check_push, engine, ANNA, 1) is ErrorCode.DRAINING
     assert reason_of(join, engine, LAYOUT, Identity("carl", "1")) is ErrorCode.DRAINING
 
