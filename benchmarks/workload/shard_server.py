@@ -43,16 +43,8 @@ class InProcessShard:
         self.settings = ServerSettings.model_validate(values)
         self.engine = open_shard(self.settings, torch.device("cpu"), Metrics())
         self.identity = Identity("bench", str(uuid.uuid4()))
-        joined = join(
-            self.engine,
-            self.identity,
-            layout,
-            "bench",
-            {},
-            generation_seen=0,
-            has_replica=False,
-            index_codecs=frozenset(READABLE_INDEX_CODECS),
-        )
+        request = pb.JoinRequest(method="bench", index_codecs=READABLE_INDEX_CODECS)
+        joined = join(self.engine, self.identity, layout, request)
         self.generation = joined.generation
         self.span = Span(0, layout.size)
         upload, checksum = open_upload(self.engine, self.identity, self.generation, 0), frames.Checksum()

@@ -48,10 +48,7 @@ class Leases:
     """
 
     def __init__(
-        self,
-        lease_seconds: float,
-        make_rule: Callable[[], ReplyRule],
-        clock: Callable[[], float] = time.monotonic,
+        self, lease_seconds: float, make_rule: Callable[[], ReplyRule], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.lease_seconds, self.clock = lease_seconds, clock
         self._make_rule = make_rule
@@ -113,7 +110,7 @@ class Leases:
         """End the lease under a name, ban the name (0 ends a ban), and return the member (``NO_SUCH_WORKER``)."""
         with self._lock:
             member = self._named(worker_id)
-            if member is None and not ban_seconds and worker_id not in self._bans_left():
+            if member is None and not ban_seconds and worker_id not in self.evicted():
                 raise Rejected(
                     ErrorCode.NO_SUCH_WORKER, f"no live worker is called {worker_id!r} here", worker=worker_id
                 )
@@ -125,7 +122,9 @@ class Leases:
     def evicted(self) -> dict[str, float]:
         """Return the seconds that are left of each ban, by name."""
         with self._lock:
-            return self._bans_left()
+            now = self.clock()
+            self._bans = {name: end for name, end in sorted(self._bans.items()) if end > now}
+            return {name: end - now for name, end in self._bans.items()}
 
     def take_ended(self) -> list[Member]:
         """Return every member whose lease has run out and that was not returned yet."""
@@ -204,11 +203,6 @@ class Leases:
                 member.downlink = ReplySession(self._make_rule())
 
     # Below, the lock is held.
-
-    def _bans_left(self) -> dict[str, float]:
-        now = self.clock()
-        self._bans = {name: end for name, end in sorted(self._bans.items()) if end > now}
-        return {name: end - now for name, end in self._bans.items()}
 
     def _require_no_ban(self, worker_id: str) -> None:
         remaining = self._bans.get(worker_id, 0.0) - self.clock() if self._bans else 0.0

@@ -96,19 +96,10 @@ class Run:
                     setting=shown(name),
                 )
 
-    def restore(self, run_id: str, state: RunState, method: str, settings: Mapping[str, str], samples: int) -> None:
-        """Continue a run after a restart."""
-        self.run_id, self.state, self.samples = run_id, state, samples
-        self.method, self.method_settings = method, dict(settings)
-
     def require_open(self) -> None:
         """Raise :class:`Rejected` (``RUN_FINISHED``) where the run is over."""
         if self.is_finished:
             raise Rejected(ErrorCode.RUN_FINISHED, f"run {self.run_id!r} is over")
-
-    def count(self, samples: int) -> None:
-        """Count a push's samples."""
-        self.samples = added(self.samples, samples)
 
     def is_over(self, version: int) -> bool:
         """Tell whether the counts have reached the run's end."""

@@ -16,7 +16,6 @@ from pscore.telemetry.tracing import traced
 from pscore.version import __version__
 from pscore.wire import frames
 from pscore.wire.codecs.names import (
-    PLAIN_INDEX_CODECS,
     PLAIN_VALUE_CODECS,
     READABLE_INDEX_CODECS,
     READABLE_VALUE_CODECS,
@@ -78,17 +77,7 @@ class WorkerCalls:
                 f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, "
                 "or start the server with --down-value-type fp32",
             )
-        answer = join(
-            shard,
-            identity,
-            self._layouts.read(identity, request.layout),
-            request.method,
-            dict(request.method_settings),
-            generation_seen=request.generation_seen,
-            has_replica=request.has_replica,
-            index_codecs=frozenset(request.index_codecs or PLAIN_INDEX_CODECS),
-            loaded=request.loaded if request.HasField("loaded") else None,
-        )
+        answer = join(shard, identity, self._layouts.read(identity, request.layout), request)
         others = pb.JoinResponse(
             run_id=shard.run.run_id,
             settings=run_settings(self._settings),

@@ -64,8 +64,7 @@ def share_of(messages: Sequence[pb.SampleRange], size: int) -> dict[int, Ranges]
         end = each.start + each.count
         if not each.count or end > size or each.epoch >= MOST_EPOCHS:
             raise Rejected(
-                ErrorCode.BAD_REQUEST,
-                f"a dataset of {size} has no samples [{each.start}, {end}) of epoch {each.epoch}",
+                ErrorCode.BAD_REQUEST, f"a dataset of {size} has no samples [{each.start}, {end}) of epoch {each.epoch}"
             )
         pairs.setdefault(each.epoch, []).append((each.start, end))
     return {epoch: Ranges(found) for epoch, found in pairs.items()}

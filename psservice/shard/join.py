@@ -1,9 +1,9 @@
 """How a worker joins a shard and how its lease ends before its time (docs/protocol.md, *Joining*)."""
 
 import logging
-from collections.abc import Mapping
 
 from pscore.model.layout import ModelLayout
+from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch
 from pscore.wire.messages import first_difference, layout_from_message, layout_to_message
@@ -11,26 +11,19 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.model.training_mode import TrainingMode
 from psservice.shard import model_install
-from psservice.shard.lifecycle import close_rounds_without
+from psservice.shard.lifecycle import close_rounds_without, journal_ended_leases
 from psservice.shard.shard import Shard
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)
 
 
-def join(
-    shard: Shard,
-    identity: Identity,
-    layout: ModelLayout,
-    method: str,
-    method_settings: Mapping[str, str],
-    *,
-    generation_seen: int,
-    has_replica: bool,
-    index_codecs: frozenset[int] = frozenset(),
-    loaded: pb.LoadedModel | None = None,
-) -> pb.JoinResponse:
-    """Grant a lease; the answer has what only the shard knows: whether the worker pulls, uploads or waits."""
+def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.JoinRequest) -> pb.JoinResponse:
+    """Grant a lease; the answer tells whether the worker pulls, uploads or waits.
+
+    ``layout`` is the request's, read by :class:`JoinLayouts`.
+    """
+    method_settings = dict(request.method_settings)
     num_shards = shard.settings.num_shards
     if layout.size < num_shards:
         raise Rejected(ErrorCode.BAD_REQUEST, f"a model of {layout.size} elements cannot be cut into {num_shards}")
@@ -43,25 +36,25 @@ def join(
         mode = TrainingMode.of(method_settings) if alone or starts or not shard.run.method else shard.mode
         if shard.layout is not None and not alone and shard.layout.fingerprint != layout.fingerprint:
             _refuse(layout_to_message(shard.layout), layout_to_message(layout))
-        shard.run.agree(method, method_settings, replace=alone or starts)
+        shard.run.agree(request.method, method_settings, replace=alone or starts)
         shard.mode = mode
         if alone or (shard.layout is None and not starts):
             shard.layout = layout
-        _grant_lease(shard, identity, index_codecs)
+        _grant_lease(shard, identity, frozenset(request.index_codecs or PLAIN_INDEX_CODECS))
         if fitted is None:
-            return _answer(shard, identity, generation_seen, has_replica, loaded)
+            return _answer(shard, identity, request)
         model_install.claim(shard)
         shard.layout, shard.uploads.start = layout, None
     model_install.install_start(shard, fitted)
     with shard.join_lock:
-        return _answer(shard, identity, generation_seen, has_replica, loaded)
+        return _answer(shard, identity, request)
 
 
 def _grant_lease(shard: Shard, identity: Identity, index_codecs: frozenset[int]) -> None:
     known = shard.leases.is_live(identity)
     member = shard.leases.join(identity)
     if not known:
-        shard.end_leases()
+        journal_ended_leases(shard)
         try:
             shard.durability.events.joined(identity, index_codecs)
         except Rejected:  # else the next attempt would find a lease that no restart knows of
@@ -72,10 +65,10 @@ def _grant_lease(shard: Shard, identity: Identity, index_codecs: frozenset[int])
     member.index_codecs = index_codecs
 
 
-def _answer(
-    shard: Shard, identity: Identity, generation_seen: int, has_replica: bool, loaded: pb.LoadedModel | None
-) -> pb.JoinResponse:
+def _answer(shard: Shard, identity: Identity, request: pb.JoinRequest) -> pb.JoinResponse:
     """Return what a worker that has joined does next; the join lock is held."""
+    generation_seen, has_replica = request.generation_seen, request.has_replica
+    loaded = request.loaded if request.HasField("loaded") else None
     incarnation, step = shard.dedup.last_push(identity.worker_id) or ("", 0)
     answer = pb.JoinResponse(state=pb.JOIN_STATE_WAIT, first_step=1, last_step=step, last_incarnation=incarnation)
     if shard.installing:

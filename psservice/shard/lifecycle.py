@@ -54,10 +54,21 @@ def _end_leases_in_time(shard: Shard) -> None:
 def end_leases(shard: Shard) -> None:
     """End the leases that have run out; the thread of leases calls this often."""
     with shard.join_lock:
-        shard.end_leases()
+        journal_ended_leases(shard)
     shard.dedup.drop_old()
     forget_upload(shard)
     close_rounds_without(shard)
+
+
+def journal_ended_leases(shard: Shard) -> None:
+    """Write the ends of leases that have run out, before one of these names joins again; ``join_lock`` is held."""
+    for member in shard.leases.take_ended():
+        shard.durability.events.left(member.identity)
+        shard.metrics.leases_expired.inc()
+        log.warning(
+            "lease ended: worker is taken for dead",
+            extra={"worker": member.identity.worker_id, "last_step": member.last_step},
+        )
 
 
 def close_rounds_without(shard: Shard) -> None:

@@ -12,11 +12,7 @@ from psservice.types import Identity
 
 
 def pull(
-    shard: Shard,
-    identity: Identity,
-    generation: int,
-    request: PullRequest,
-    reserve: Reserve = lambda nbytes: None,
+    shard: Shard, identity: Identity, generation: int, request: PullRequest, reserve: Reserve = lambda nbytes: None
 ) -> Reply:
     """Answer a pull, exactly or top-k; ``reserve`` charges what the answer occupies, before it is made."""
     member = shard.leases.require(identity)

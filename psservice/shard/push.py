@@ -101,7 +101,7 @@ def _commit(
     shard.leases.tick(member)
     member.samples = added(member.samples, header.samples)
     shard.metrics.observe_push(answer, model.version)
-    shard.run.count(header.samples)
+    shard.run.samples = added(shard.run.samples, header.samples)
     synchronizer.close_if_due()
     end_if_over(shard)
     return answer, False

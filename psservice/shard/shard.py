@@ -3,7 +3,6 @@
 What is done with a shard is in the files beside this one: joining, pushes, pulls, installing a model, the run's end.
 """
 
-import logging
 import threading
 from collections.abc import Callable
 
@@ -32,12 +31,10 @@ from psservice.recovery.final_model import FinalModel, ModelCopy
 from psservice.recovery.replayer import LogReplayer
 from psservice.sampling.dataset import Datasets
 from psservice.settings import ServerSettings
-from psservice.shard.synchronizer import Parts, Synchronizer, synchronizer_for
+from psservice.shard.synchronizer import Synchronizer, synchronizer_for
 from psservice.shard.upload import Uploads
 from psservice.storage.environment import Environment
 from psservice.types import Identity
-
-log = logging.getLogger(__name__)
 
 
 class Shard:
@@ -120,8 +117,8 @@ class Shard:
 
     def set_model(self, model: ModelShard) -> None:
         """Replace the model; while nothing is served, or the apply thread is held."""
-        parts = Parts(self.leases, self.durability.events, self.apply_thread, self.metrics)
-        self.synchronizer = synchronizer_for(model, parts)
+        events = self.durability.events
+        self.synchronizer = synchronizer_for(model, self.leases, events, self.apply_thread, self.metrics)
         self.metrics.version.set(model.version)
 
     def is_alone(self, identity: Identity) -> bool:
@@ -152,9 +149,10 @@ class Shard:
 
     def adopt(self, history: LogReplayer) -> None:
         """Become what a history has been replayed to; before anything is served."""
-        manifest = history.manifest
+        manifest, run = history.manifest, self.run
         self.layout, self.buffers, self.datasets = history.layout, history.buffers, history.datasets
-        self.run.restore(history.run_id, history.run_state, manifest.method, manifest.method_settings, history.samples)
+        run.run_id, run.state, run.samples = history.run_id, history.run_state, history.samples
+        run.method, run.method_settings = manifest.method, manifest.method_settings
         self.mode = history.model.mode
         self.set_model(history.model)
         self.dedup.restore(history.pushes, history.last_pushes)
@@ -173,16 +171,6 @@ class Shard:
         """Copy the shard's values at the current version; on the apply thread."""
         model = self.require_model(None)
         return ModelCopy(model, model.version, model.current(), self.buffers.state() if self.buffers else {})
-
-    def end_leases(self) -> None:
-        """Journal the ends of leases that have run out; ``join_lock`` is held, and no such name has joined again."""
-        for member in self.leases.take_ended():
-            self.durability.events.left(member.identity)
-            self.metrics.leases_expired.inc()
-            log.warning(
-                "lease ended: worker is taken for dead",
-                extra={"worker": member.identity.worker_id, "last_step": member.last_step},
-            )
 
     def close(self) -> None:
         """Finish what is committed and stop the threads; a state that a failed change has left is not kept."""

@@ -20,16 +20,7 @@ from psservice.recovery.event_log import EventLog
 from psservice.types import Identity
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of a shard that a synchronizer uses."""
-
-    leases: Leases
-    events: EventLog
-    apply_thread: ApplyThread
-    metrics: Metrics
-
-
+@dataclass(frozen=True)
 class Synchronizer:
     """Asynchronous training: every push is applied as it comes. The subclasses override what differs.
 
@@ -37,8 +28,11 @@ class Synchronizer:
     worker has to wait for a round, else ``BAD_REQUEST`` or ``NOT_DURABLE``.
     """
 
-    def __init__(self, model: ModelShard) -> None:
-        self.model = model
+    model: ModelShard
+    leases: Leases
+    events: EventLog
+    apply_thread: ApplyThread
+    metrics: Metrics
 
     def require_turn(self, identity: Identity) -> None:
         """Refuse a push that comes before its worker's turn."""
@@ -52,6 +46,8 @@ class Synchronizer:
 
     def close_if_due(self) -> None:
         """Close rounds that are due."""
+        if self.is_due():
+            self.close()
 
     def close(self) -> None:
         """Close the open round with what is there."""
@@ -64,61 +60,55 @@ class Synchronizer:
         return self.model, base_version
 
 
+@dataclass(frozen=True)
 class RoundSynchronizer(Synchronizer):
     """Synchronous rounds: closed by a push, by the death of the worker that a round waits for, or by the clock."""
 
-    def __init__(self, model: ModelShard, open_round: Round, settings: RoundSettings, parts: Parts) -> None:
-        super().__init__(model)
-        self._round, self._settings, self._parts = open_round, settings, parts
+    open_round: Round
+    settings: RoundSettings
 
     def is_due(self) -> bool:
         """Apply the rule of the run's settings."""
-        live = [member.identity.worker_id for member in self._parts.leases.members() if not member.has_no_samples]
-        now, first = self._round, self.model.version == 0
-        return self._settings.is_due(now.contributors, live, now.age_seconds, first=first, dropped=now.dropped)
-
-    def close_if_due(self) -> None:
-        """Close the round where it is due."""
-        if self.is_due():
-            self.close()
+        live = [member.identity.worker_id for member in self.leases.members() if not member.has_no_samples]
+        now, first = self.open_round, self.model.version == 0
+        return self.settings.is_due(now.contributors, live, now.age_seconds, first=first, dropped=now.dropped)
 
     def close(self) -> None:
         """Apply the mean of the open round, if anything is in it."""
-        if not self._round.contributors and self._round.is_empty:
+        if not self.open_round.contributors and self.open_round.is_empty:
             return
-        self._parts.metrics.round_contributors.observe(len(self._round.contributors))
-        self._parts.events.closed_round(self.model.version + 1)
-        with self._parts.apply_thread.all_or_stop():
+        self.metrics.round_contributors.observe(len(self.open_round.contributors))
+        self.events.closed_round(self.model.version + 1)
+        with self.apply_thread.all_or_stop():
             version = self.model.close_round()
-        self._parts.metrics.version.set(version)
+        self.metrics.version.set(version)
 
     def require_closed(self, worker: str) -> None:
         """Refuse contributors to the open round."""
-        if worker in self._round.contributors:
+        if worker in self.open_round.contributors:
             raise Rejected(
                 ErrorCode.ROUND_OPEN,
-                f"the round of version {self.model.version + 1} has {len(self._round.contributors)} contributions and "
-                f"waits for others; live workers: {len(self._parts.leases)}"
+                f"the round of version {self.model.version + 1} has {len(self.open_round.contributors)} contributions "
+                f"and waits for others; live workers: {len(self.leases)}"
                 + (", and the first round waits for start_workers of them" if self.model.version == 0 else ""),
-                retry_seconds=self._round.retry_seconds,
+                retry_seconds=self.open_round.retry_seconds,
             )
 
 
+@dataclass(frozen=True)
 class WagmaSynchronizer(Synchronizer):
     """WAGMA-SGD: a model a worker, averaged in groups; workers enter at their first push or pull."""
 
-    def __init__(self, model: GroupedShard, parts: Parts) -> None:
-        super().__init__(model)
-        self._grouped, self._parts = model, parts
+    model: GroupedShard
 
     def require_turn(self, identity: Identity) -> None:
         """Refuse a push while its worker's round is open."""
-        self._parts.apply_thread.run(lambda: self._enter(identity))
+        self.apply_thread.run(lambda: self._enter(identity))
 
     def admit(self, identity: Identity, step: int) -> None:
         """Enter a new worker, and refuse a push that would bring new workers near the end of all steps."""
         self._enter(identity)
-        first_step = self._grouped.first_step
+        first_step = self.model.first_step
         if step > first_step + MOST_STEP_AHEAD:
             raise Rejected(
                 ErrorCode.BAD_REQUEST,
@@ -128,8 +118,8 @@ class WagmaSynchronizer(Synchronizer):
 
     def close_if_due(self) -> None:
         """Freeze the rounds that are due."""
-        while (frozen := self._grouped.rounds.due()) is not None:
-            self._parts.metrics.round_contributors.observe(len(frozen.fresh))
+        while (frozen := self.model.rounds.due()) is not None:
+            self.metrics.round_contributors.observe(len(frozen.fresh))
             self._decide(Decision("freeze", frozen.fresh[0], iteration=frozen.iteration))
 
     def seen_by(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
@@ -138,19 +128,19 @@ class WagmaSynchronizer(Synchronizer):
 
         def enter() -> ModelShard:
             self._enter(member.identity)
-            return self._grouped.seen_by(worker)
+            return self.model.seen_by(worker)
 
-        own = self._parts.apply_thread.run(enter)
-        model_id = self._grouped.unsynced.get(worker)
+        own = self.apply_thread.run(enter)
+        model_id = self.model.unsynced.get(worker)
         if model_id is not None:
             if not member.downlink.has_acknowledged(model_id, acknowledged):
                 return own, None
-            self._grouped.unsynced.pop(worker, None)
+            self.model.unsynced.pop(worker, None)
         return own, base_version
 
     def _enter(self, identity: Identity) -> None:
         """Remove dead workers, enter this one, and raise :class:`Rejected` (``ROUND_OPEN``) where its round is open."""
-        model, live = self._grouped, {each.identity for each in self._parts.leases.members()}
+        model, live = self.model, {each.identity for each in self.leases.members()}
         for worker, incarnation in [*model.incarnations.items()]:
             if Identity(worker, incarnation) not in live:
                 self._decide(Decision("leave", worker))
@@ -167,15 +157,18 @@ class WagmaSynchronizer(Synchronizer):
             )
 
     def _decide(self, decision: Decision) -> None:
-        self._parts.events.decided(decision)
-        with self._parts.apply_thread.all_or_stop():
-            self._grouped.decide(decision)
+        self.events.decided(decision)
+        with self.apply_thread.all_or_stop():
+            self.model.decide(decision)
 
 
-def synchronizer_for(model: ModelShard, parts: Parts) -> Synchronizer:
+def synchronizer_for(
+    model: ModelShard, leases: Leases, events: EventLog, apply_thread: ApplyThread, metrics: Metrics
+) -> Synchronizer:
     """Return the synchronizer that a model needs."""
+    parts = (leases, events, apply_thread, metrics)
     if isinstance(model, GroupedShard):
-        return WagmaSynchronizer(model, parts)
+        return WagmaSynchronizer(model, *parts)
     if model.round is not None and model.mode.rounds is not None:
-        return RoundSynchronizer(model, model.round, model.mode.rounds, parts)
-    return Synchronizer(model)
+        return RoundSynchronizer(model, *parts, model.round, model.mode.rounds)
+    return Synchronizer(model, *parts)

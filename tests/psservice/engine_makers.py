@@ -68,10 +68,10 @@ def full(epoch, nonce=1):
 
 
 def join(engine, layout, who=ANNA, method="dgs", method_settings=None, *, seen=0, has_replica=False, loaded=None):
-    settings = method_settings or {}
-    return joining.join(
-        engine, who, layout, method, settings, generation_seen=seen, has_replica=has_replica, loaded=loaded
+    request = pb.JoinRequest(
+        method=method, method_settings=method_settings, generation_seen=seen, has_replica=has_replica, loaded=loaded
     )
+    return joining.join(engine, who, layout, request)
 
 
 def last_push(joined):
