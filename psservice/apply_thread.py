@@ -51,10 +51,7 @@ class ApplyThread:
         return self._jobs.qsize()
 
     def run(self, job: Callable[[], Result]) -> Result:
-        """Run ``job`` on the apply thread and return its result, or raise what it raised.
-
-        Raises :class:`Rejected` (``BUSY``) where the queue is full or the state is replaced, or (``DRAINING``).
-        """
+        """Run ``job`` on the apply thread; return its result or raise its error (``BUSY``: the queue is full)."""
         future: Future[Result] = Future()
         with self._closing:
             self.require_free()
@@ -84,10 +81,7 @@ class ApplyThread:
 
     @contextmanager
     def all_or_stop(self) -> Iterator[None]:
-        """Stop the shard where the block, a change that is journaled already, fails half-way; on any thread.
-
-        The block's own :class:`Rejected` passes, and leaves everything as it was; any other error becomes ``DRAINING``.
-        """
+        """Stop the shard where the block, a journaled change, fails with another error than :class:`Rejected`."""
         try:
             yield
         except Rejected:

@@ -172,18 +172,12 @@ class Leases:
             member.clock += 1
             member.clock_moved = now
 
-    def intervals(self) -> list[float]:
-        """Return the mean time between pushes of each live member, seconds; 0 where it is not known yet."""
-        return [member.interval_seconds for member in self.members()]
-
     def same_batches(self, member: Member, fingerprint: int) -> int:
-        """Note the fingerprint of a member's first batches; return how many other members have the same one.
-
-        A member without a call since then may be a former life of this worker, and is not counted.
-        """
+        """Note the fingerprint of a member's first batches; return how many other members have the same one."""
         with self._lock:
             if fingerprint != member.first_batches:
                 member.first_batches, member.batches_told = fingerprint, self.clock()
+            # A member without a call since then may be a former life of this worker.
             heard_after = member.batches_told + self.lease_seconds
             return sum(
                 other is not member and other.first_batches == fingerprint and other.lease_end > heard_after

@@ -25,14 +25,10 @@ class RunState(Enum):
 
 
 class Run:
-    """One training run as one shard sees it.
+    """One training run as one shard sees it; an end of 0 is none.
 
-    Args:
-        run_id: its name. Where that is empty, the coordinator draws one, and another shard adopts that of the model
-            uploaded to it or, where it began with a model of its own, of the first push to that model.
-        coordinator: whether this is shard 0.
-        end_versions: version of this shard at which the run ends; 0 for no such end.
-        end_samples: samples after which the run ends; 0 for no such end.
+    Without ``run_id`` the coordinator, shard 0, draws one. Another shard adopts that of the model uploaded to it or,
+    where it began with a model of its own, of the first push to that model.
     """
 
     def __init__(self, run_id: str, *, coordinator: bool = True, end_versions: int = 0, end_samples: int = 0) -> None:
@@ -55,10 +51,7 @@ class Run:
         return RunState.TRAINING if self.state is RunState.EMPTY else self.state
 
     def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
-        """Raise :class:`Rejected` (``RUN_MISMATCH``) where a caller names another run.
-
-        A shard that adopts a run and has none yet has nothing to compare with; a name alone is not adopted.
-        """
+        """Raise :class:`Rejected` (``RUN_MISMATCH``) where a caller names another run than one that is known here."""
         if (may_be_empty and not run_id) or (self._adopts and not self.run_id):
             return
         if run_id != self.run_id:

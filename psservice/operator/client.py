@@ -50,10 +50,7 @@ class Outcome:
 
 
 class ShardClients:
-    """Channels to shards at these ``HOST:PORT``, with a deadline for each call. Use as a context.
-
-    Raises :class:`OperateError` where a channel cannot be secured as asked.
-    """
+    """Channels to shards at these ``HOST:PORT``, with a deadline for each call; a context (:class:`OperateError`)."""
 
     def __init__(self, addresses: Sequence[str], timeout_seconds: float, security: Security) -> None:
         self.addresses, self.timeout_seconds = tuple(addresses), timeout_seconds

@@ -1,7 +1,4 @@
-"""Operators' commands. Each reads the fleet's status first, acts, prints, and returns its exit status.
-
-``options`` are those of the command line: ``json`` and a command's own.
-"""
+"""Operators' commands. Each reads the fleet's status first, acts, prints, and returns its exit status."""
 
 import json
 import time
@@ -165,11 +162,7 @@ def take_snapshots(clients: ShardClients, addresses: Sequence[str], name: str = 
 
 
 def one_run(clients: ShardClients) -> Fleet:
-    """Read the fleet's status before anything is done to one shard.
-
-    Raises:
-        MixedShardsError: the shards that answer are of several runs, or the run has more.
-    """
+    """Read the fleet's status before a command acts; raises :class:`MixedShardsError`."""
     fleet = read_fleet(clients)
     if wrong := disagreement(fleet.reached):
         raise MixedShardsError(f"{wrong}; nothing was done. Give the addresses of one run's shards, each once")

@@ -44,9 +44,6 @@ def top(clients: ShardClients, options: Namespace) -> int:
     """Show shards and workers until q or Ctrl-C; once with ``--once``, or where stdout is no terminal.
 
     Rates are those between two statuses, so a single frame takes ``--interval-seconds`` too.
-
-    Returns:
-        The exit status: of a single frame as for ``status``, else 0.
     """
     try:
         if options.json and not options.once:

@@ -41,10 +41,7 @@ def exchange_buffers(shard: Shard, identity: Identity, generation: int, step: in
 
 
 def lease_samples(shard: Shard, identity: Identity, request: SampleRequest) -> Leased:
-    """Lease a worker samples to train; on the apply thread, so that the order with pushes is that of the journal.
-
-    Raises :class:`Rejected` (``SETTINGS_MISMATCH``, ``BAD_REQUEST``, ``NOT_DURABLE``, ``DRAINING``).
-    """
+    """Lease a worker samples to train; on the apply thread, so that the order with pushes is that of the journal."""
     shard.drain_gate.require_open()
     if not shard.is_coordinator:
         raise Rejected(ErrorCode.BAD_REQUEST, "shard 0 hands out samples; the others know of none")

@@ -19,10 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.JoinRequest) -> pb.JoinResponse:
-    """Grant a lease; the answer tells whether the worker pulls, uploads or waits.
-
-    ``layout`` is the request's, read by :class:`JoinLayouts`.
-    """
+    """Grant a lease, after :class:`JoinLayouts`; the answer tells whether the worker pulls, uploads or waits."""
     method_settings = dict(request.method_settings)
     num_shards = shard.settings.num_shards
     if layout.size < num_shards:
@@ -105,10 +102,7 @@ def leave(shard: Shard, identity: Identity) -> None:
 
 
 def evict(shard: Shard, worker_id: str, ban_seconds: float) -> Member | None:
-    """End a lease from outside, ban the worker, and return the member that had the lease (``NO_SUCH_WORKER``).
-
-    A push of that worker that has not reached the apply thread yet is refused there; the record of its pushes stays.
-    """
+    """End a lease from outside, ban the worker, and return the member that had the lease (``NO_SUCH_WORKER``)."""
     with shard.join_lock:  # else the journal might have the worker's next lease before the end of this one
         member = shard.leases.evict(worker_id, ban_seconds)
         if member is not None:

@@ -27,10 +27,7 @@ def open_shard(
     on_failure: Callable[[], None] = lambda: None,
     environment: Environment = MACHINE,
 ) -> Shard:
-    """Recover a shard from its data directory, or begin an empty one, and start its threads.
-
-    Raises ``ModelFileError`` or ``StorageError`` where the directory or the ``--init`` model cannot be used.
-    """
+    """Recover a shard, or begin an empty one, and start its threads (``ModelFileError``, ``StorageError``)."""
     shard = Shard(settings, device, metrics, on_health, on_failure, environment)
     try:
         shard.durability.recover(shard)

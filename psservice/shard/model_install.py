@@ -121,10 +121,7 @@ def _buffer_bytes(shard: Shard) -> int:
 
 
 def upload_progress(shard: Shard) -> pb.ModelProgress | None:
-    """Return the progress of the model that a worker uploads; ``None`` where no worker uploads.
-
-    Everything has arrived while the model is installed, which takes as long as its first snapshot does.
-    """
+    """Return the progress of a worker's upload, 1 while the model is installed; ``None`` where no worker uploads."""
     return shard.uploads.progress() or (pb.ModelProgress(share=1.0) if shard.installing else None)
 
 
@@ -142,10 +139,7 @@ def forget_upload(shard: Shard, identity: Identity | None = None) -> None:
 
 
 def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "", digest: bytes = b"") -> int:
-    """Install an uploaded model that is whole, and return its version.
-
-    The version is the one that the worker names, at least the previous one and at most ``MOST_FIRST_VERSION``.
-    """
+    """Install a whole upload, and return its version: at least the previous, at most ``MOST_FIRST_VERSION``."""
     if shard.is_coordinator and shard.model is not None:  # a run's version does not go back
         version = max(version, shard.model.version)
     version = min(version, MOST_FIRST_VERSION)

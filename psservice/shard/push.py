@@ -20,10 +20,7 @@ from psservice.types import Identity, PushAnswer
 
 
 def check_push(shard: Shard, identity: Identity, step: int) -> None:
-    """Refuse at the header what need not be received: draining, no lease, a new push too far ahead of the others.
-
-    The apply thread decides the rest, and the lead once more.
-    """
+    """Refuse at the header what need not be received: draining, no lease, a new push too far ahead of the others."""
     shard.drain_gate.require_open()
     member = shard.leases.require(identity)
     if step > shard.dedup.record(identity).step and shard.run.state is RunState.TRAINING:
@@ -80,7 +77,8 @@ def _commit(
     factor, settings = 1.0, shard.settings
     scaling = StalenessScaling(settings.staleness_step == "adaptive", settings.rescale_speed)
     if scaling.is_on and model.is_asynchronous:
-        factor = scaling.factor(staleness, member.interval_seconds, shard.leases.intervals())
+        intervals = [other.interval_seconds for other in shard.leases.members()]
+        factor = scaling.factor(staleness, member.interval_seconds, intervals)
     datasets = shard.datasets.finish(identity, finished)
 
     shard.durability.events.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
