@@ -23,7 +23,7 @@ def bind_metrics(shard: Shard, running_calls: Callable[[], int]) -> None:
     ):
         gauge.set(value)
     metrics.queued.set_function(lambda: shard.apply_thread.queued)
-    metrics.image_bytes.set_function(lambda: shard.images.bytes)
+    metrics.image_bytes.set_function(lambda: shard.topk.images.bytes)
     metrics.running_calls.set_function(running_calls)
     metrics.live_workers.set_function(lambda: len(shard.leases))
     metrics.clock_spread.set_function(shard.leases.clock_spread)

@@ -132,11 +132,15 @@ def evicted_lines(fleet: Fleet) -> list[Text]:
 
 def _staleness(values: list[int]) -> str:
     """Write a worker's staleness at each shard, by index."""
-    if len(set(values)) == 1:
-        return str(values[0])
-    if len(values) > _MOST_STALENESS_SHOWN:
-        return f"{min(values)}–{max(values)}"
+    if len(set(values)) == 1 or len(values) > _MOST_STALENESS_SHOWN:
+        return range_of(values)
     return " ".join(map(str, values))
+
+
+def range_of(values: Sequence[int]) -> str:
+    """Write the lowest and the highest of these numbers, or the number that all of them are."""
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low}–{high}"
 
 
 def print_statuses(fleet: Fleet) -> None:

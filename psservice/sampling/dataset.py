@@ -54,17 +54,13 @@ class Epoch:
         """Count the places of other workers."""
         return sum(ranges.total for holder, ranges in self.held.items() if holder != identity)
 
-    def without(self, gone: Set[Identity]) -> "Epoch":
-        """Return the places of these workers."""
+    def settled(self, identity: Identity, claim: Ranges, gone: Set[Identity]) -> "Epoch":
+        """Return the places of workers that are gone, then let ``identity`` keep what of its claim nobody has."""
         held, returned = dict(self.held), dict(self.returned)
         for holder in [each for each in held if each in gone]:
             returned[holder] = held.pop(holder) | returned.get(holder, _NONE)
-        return replace(self, held=held, returned=returned)
-
-    def claimed(self, identity: Identity, ranges: Ranges) -> "Epoch":
-        """Let a worker that was thought dead keep what no other worker has been given meanwhile."""
-        kept = self.returned.get(identity, _NONE) & ranges
-        return replace(self, held=_added(self.held, identity, kept), returned=_removed(self.returned, identity, kept))
+        kept = returned.get(identity, _NONE) & claim
+        return replace(self, held=_added(held, identity, kept), returned=_removed(returned, identity, kept))
 
     def given(self, identity: Identity, ranges: Ranges) -> "Epoch":
         """Hand places out that are fresh or returned."""
@@ -129,8 +125,8 @@ class Dataset:
         return {number: epoch.held[identity] for number, epoch in self.epochs.items() if identity in epoch.held}
 
     def settled(self, identity: Identity, claim: Share, gone: Set[Identity]) -> "Dataset":
-        """Return the places of workers that are gone, then let ``identity`` keep what of its claim nobody has."""
-        epochs = {n: each.without(gone).claimed(identity, claim.get(n, _NONE)) for n, each in self.epochs.items()}
+        """Settle every epoch."""
+        epochs = {n: each.settled(identity, claim.get(n, _NONE), gone) for n, each in self.epochs.items()}
         return replace(self, epochs=epochs)
 
     def given(self, identity: Identity, share: Share) -> "Dataset":

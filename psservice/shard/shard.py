@@ -59,7 +59,7 @@ class Shard:
         on_failure: Callable[[], None],
         environment: Environment,
     ) -> None:
-        self.settings, self.device, self.metrics = settings, device, metrics
+        self.settings, self.device, self.metrics, self.environment = settings, device, metrics, environment
         self.drain_gate = DrainGate()
         self.is_coordinator = settings.shard_index == 0
         self.run = Run(
@@ -77,14 +77,13 @@ class Shard:
         self.admission = Admission(
             settings.max_staleness, settings.ssp_bound if self.is_coordinator else 0, settings.max_update_norm
         )
-        self.images = ImageBudget(settings.image_bytes)
         self.topk = TopKSettings(
             settings.down_density,
             settings.down_dense_below,
             SELECTORS[settings.down_selector],
             VALUE_CODECS[settings.down_value_type],
             settings.chunk_bytes,
-            self.images,
+            ImageBudget(settings.image_bytes),
         )
         self.uploads = Uploads(self.leases, settings.stream_idle_seconds)
         self.final_model = FinalModel(settings.final_model, settings.shard_index, settings.num_shards, environment)

@@ -166,10 +166,9 @@ class Uploads:
     def grant(self, identity: Identity, generation_seen: int, has_replica: bool) -> int | None:
         """Return the generation that this worker is to upload, or ``None`` while another uploads (``BAD_REQUEST``)."""
         grant, now = self._grant, self._leases.clock()
-        if grant is not None and grant.identity != identity and self._is_active(grant):
-            replica_beats_fresh = has_replica and not grant.from_replica
-            if not replica_beats_fresh:
-                return None
+        replica_beats_fresh = has_replica and grant is not None and not grant.from_replica
+        if grant is not None and grant.identity != identity and self._is_active(grant) and not replica_beats_fresh:
+            return None
         previous = 0 if grant is None else grant.generation
         if epoch(generation_seen) > max(MOST_EPOCH_SEEN, epoch(previous)):
             raise Rejected(
