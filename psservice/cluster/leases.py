@@ -126,7 +126,7 @@ class Leases:
             self._bans = {name: end for name, end in sorted(self._bans.items()) if end > now}
             return {name: end - now for name, end in self._bans.items()}
 
-    def take_ended(self) -> list[Member]:
+    def pop_ended(self) -> list[Member]:
         """Return every member whose lease has run out and that was not returned yet."""
         with self._lock:
             self._drop_ended()

@@ -11,7 +11,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.model.training_mode import TrainingMode
 from psservice.shard import model_install
-from psservice.shard.lifecycle import close_rounds_without, journal_ended_leases
+from psservice.shard.lifecycle import close_rounds_after_leave, journal_ended_leases
 from psservice.shard.shard import Shard
 from psservice.types import Identity
 
@@ -96,7 +96,7 @@ def leave(shard: Shard, identity: Identity) -> None:
             shard.durability.events.left(identity)
     model_install.forget_upload(shard, identity)
     if left:
-        close_rounds_without(shard)
+        close_rounds_after_leave(shard)
         shard.metrics.leaves.inc()
         log.info("worker left", extra={"worker": identity.worker_id})
 
@@ -107,7 +107,7 @@ def evict(shard: Shard, worker_id: str, ban_seconds: float) -> Member | None:
         member = shard.leases.evict(worker_id, ban_seconds)
         if member is not None:
             shard.durability.events.left(member.identity)
-    close_rounds_without(shard)
+    close_rounds_after_leave(shard)
     log.warning("worker evicted", extra={"worker": worker_id, "ban_seconds": ban_seconds})
     return member
 

@@ -54,12 +54,12 @@ def end_leases(shard: Shard) -> None:
         journal_ended_leases(shard)
     shard.dedup.drop_old()
     forget_upload(shard)
-    close_rounds_without(shard)
+    close_rounds_after_leave(shard)
 
 
 def journal_ended_leases(shard: Shard) -> None:
     """Write the ends of leases that have run out, before one of these names joins again; ``join_lock`` is held."""
-    for member in shard.leases.take_ended():
+    for member in shard.leases.pop_ended():
         shard.durability.events.left(member.identity)
         shard.metrics.leases_expired.inc()
         log.warning(
@@ -68,7 +68,7 @@ def journal_ended_leases(shard: Shard) -> None:
         )
 
 
-def close_rounds_without(shard: Shard) -> None:
+def close_rounds_after_leave(shard: Shard) -> None:
     """Close the round that waited for nobody but workers whose leases have ended."""
     with suppress(Rejected):  # busy, or not durable: the round is still due next time
         close_due_rounds(shard)
@@ -96,7 +96,6 @@ def end_if_over(shard: Shard) -> None:
 
 def finish(shard: Shard) -> str:
     """End the run, write the final model if asked to, and return its path."""
-    shard.require_model(None)
     shard.apply_thread.run(lambda: _end(shard))
     shard.durability.events.wait()
     return shard.final_model.wait()

@@ -165,7 +165,7 @@ def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "
 
         _install(shard, make, published)
     except BaseException:
-        upload.reopen()
+        upload.is_whole = False
         raise
     with shard.uploads.lock:
         if shard.uploads.current is upload:

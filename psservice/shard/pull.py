@@ -24,7 +24,7 @@ def pull(
     if shard.synchronizer is not None and shard.run.state is RunState.TRAINING:
         shard.synchronizer.require_closed(identity.worker_id)
     synchronizer = shard.require_synchronizer(generation)
-    model, base_version = synchronizer.seen_by(member, request.base_version, request.acknowledged)
+    model, base_version = synchronizer.model_for(member, request.base_version, request.acknowledged)
     form = WireForm(allowed=member.index_codecs, link_bytes_per_second=request.link_bytes_per_second)
     seen = replace(request, base_version=base_version)
     reply = answer(model, shard.apply_thread, member.downlink, shard.topk, seen, form, reserve)

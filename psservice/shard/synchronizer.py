@@ -55,7 +55,7 @@ class Synchronizer:
     def require_closed(self, worker: str) -> None:
         """Refuse a worker's pull that has to wait for a round."""
 
-    def seen_by(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
+    def model_for(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
         """Return the model of which a pull is answered, and the replica's version of that."""
         return self.model, base_version
 
@@ -122,7 +122,7 @@ class WagmaSynchronizer(Synchronizer):
             self.metrics.round_contributors.observe(len(frozen.fresh))
             self._decide(Decision("freeze", frozen.fresh[0], iteration=frozen.iteration))
 
-    def seen_by(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
+    def model_for(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
         """Return the worker's own model; without a base until the worker has acknowledged a reply from that model."""
         worker = member.identity.worker_id
 

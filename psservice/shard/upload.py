@@ -32,7 +32,7 @@ class Upload:
     """One upload of one worker. Thread-safe; every method may raise :class:`Rejected`.
 
     ``values`` are fp32 ``[span.length]`` on the host; the system allocates memory as they are written. ``moved`` is
-    when the last message arrived.
+    when the last message arrived. While ``is_whole``, nothing is read.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Upload:
         self._clock = clock
         self._lock = threading.Lock()
         self._call = 0
-        self._is_whole = False
+        self.is_whole = False
         self._begin()
 
     def _begin(self) -> None:
@@ -103,18 +103,14 @@ class Upload:
             except Rejected:
                 self._begin()
                 raise
-            self._is_whole = True
-
-    def reopen(self) -> None:
-        """Read again, after a whole upload could not be installed."""
-        self._is_whole = False
+            self.is_whole = True
 
     def buffers(self) -> bytes:
         """Return all buffers (``BAD_COMMIT``)."""
         return self._buffers.finish()
 
     def _require_current(self, call: int) -> None:
-        if call != self._call or self._is_whole:
+        if call != self._call or self.is_whole:
             raise Rejected(ErrorCode.STALE_GENERATION, "another call of this worker has gone on with this upload")
 
 

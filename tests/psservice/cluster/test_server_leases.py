@@ -80,8 +80,8 @@ def test_asking_whether_one_lives_renews_nothing(world):
 def test_the_end_frees_what_is_kept_and_is_told_once(world):
     first = world.members.join(ANNA)
     world.clock.now += LEASE
-    assert world.members.take_ended() == [first]
-    assert world.members.take_ended() == []
+    assert world.members.pop_ended() == [first]
+    assert world.members.pop_ended() == []
     again = world.members.join(ANNA)
     assert again is not first
     assert again.downlink is not first.downlink
@@ -121,7 +121,7 @@ def test_another_incarnation_may_join_when_the_first(world, how):
 def test_leaving_twice_is_harmless(world):
     world.members.join(ANNA)
     assert [world.members.leave(ANNA), world.members.leave(ANNA)] == [True, False]
-    assert world.members.take_ended() == []
+    assert world.members.pop_ended() == []
 
 
 def test_one_end_does_not_touch_the_others(world):

@@ -1,4 +1,4 @@
-"""Data leases in an engine: leases of workers, pushes that finish samples, restarts, and rollbacks."""
+"""Data leases in a shard: leases of workers, pushes that finish samples, restarts, and rollbacks."""
 
 import torch
 from hypothesis import given, settings
@@ -34,21 +34,21 @@ LAYOUT = layout_of((50, F32))
 SIZE = 40
 
 
-def lease(engine, who=ANNA, *, epoch=0, samples=8, held=None, name="train"):
-    return lease_samples(engine, who, SampleRequest(name, Plan(SIZE, 1, True), epoch, samples, held or {}))
+def lease(shard, who=ANNA, *, epoch=0, samples=8, held=None, name="train"):
+    return lease_samples(shard, who, SampleRequest(name, Plan(SIZE, 1, True), epoch, samples, held or {}))
 
 
-def finish(engine, step, share, who=ANNA):
+def finish(shard, step, share, who=ANNA):
     """Push nothing but that samples are finished, as a stream that the journal keeps."""
-    messages = stream(engine, step, None, who, base=engine.model.version)
+    messages = stream(shard, step, None, who, base=shard.model.version)
     messages[0].header.finished.add(dataset="train", ranges=share_to_messages(share))
-    header, _, segments = read_all(read_push(lambda opened: PushReader.of(opened, engine.span)), messages)
+    header, _, segments = read_all(read_push(lambda opened: PushReader.of(opened, shard.span)), messages)
     raw = [message.SerializeToString() for message in messages]
-    return commit(engine, header, segments, raw)
+    return commit(shard, header, segments, raw)
 
 
-def held(engine, who=ANNA):
-    return engine.datasets["train"].held_by(who)
+def held(shard, who=ANNA):
+    return shard.datasets["train"].held_by(who)
 
 
 def serving_here(**options):
@@ -56,44 +56,44 @@ def serving_here(**options):
 
 
 def test_samples_are_finished_when_their_push_is_applied_and_by_a_repeat_not_again():
-    with serving_here() as engine:
-        lease(engine)
-        finish(engine, 1, {0: Ranges([(0, 3)])})
-        assert held(engine) == {0: Ranges([(3, 8)])}
-        _, repeated = finish(engine, 1, {0: Ranges([(0, 8)])})
+    with serving_here() as shard:
+        lease(shard)
+        finish(shard, 1, {0: Ranges([(0, 3)])})
+        assert held(shard) == {0: Ranges([(3, 8)])}
+        _, repeated = finish(shard, 1, {0: Ranges([(0, 8)])})
         assert repeated
-        assert held(engine) == {0: Ranges([(3, 8)])}
+        assert held(shard) == {0: Ranges([(3, 8)])}
 
 
 def test_a_push_that_is_refused_finishes_nothing():
-    with serving_here(max_staleness=1) as engine:
-        join(engine, LAYOUT, BERT)
-        lease(engine)
+    with serving_here(max_staleness=1) as shard:
+        join(shard, LAYOUT, BERT)
+        lease(shard)
         for step in (1, 2):
-            push(engine, step, {1: 0.5}, BERT)
+            push(shard, step, {1: 0.5}, BERT)
         done = {"train": {0: Ranges([(0, 3)])}}
-        late = push_of(ANNA, 1, engine.model.generation, 0, 1, [], finished=done)
-        assert reason_of(commit, engine, *late) is ErrorCode.TOO_STALE
-        assert held(engine) == {0: Ranges([(0, 8)])}
+        late = push_of(ANNA, 1, shard.model.generation, 0, 1, [], finished=done)
+        assert reason_of(commit, shard, *late) is ErrorCode.TOO_STALE
+        assert held(shard) == {0: Ranges([(0, 8)])}
 
 
 def test_a_dead_workers_samples_go_to_who_asks_next():
-    with serving_here() as engine:
-        clock = with_clock(engine)
-        join(engine, LAYOUT, BERT)
-        lease(engine)
-        finish(engine, 1, {0: Ranges([(0, 3)])})
+    with serving_here() as shard:
+        clock = with_clock(shard)
+        join(shard, LAYOUT, BERT)
+        lease(shard)
+        finish(shard, 1, {0: Ranges([(0, 3)])})
         clock.now += HOUR - 1
-        assert lease(engine, BERT).granted == {0: Ranges([(8, 16)])}
+        assert lease(shard, BERT).granted == {0: Ranges([(8, 16)])}
         clock.now += 2
-        assert lease(engine, BERT, held=held(engine, BERT)).granted == {0: Ranges([(3, 8), (16, 19)])}
+        assert lease(shard, BERT, held=held(shard, BERT)).granted == {0: Ranges([(3, 8), (16, 19)])}
 
 
 def test_who_has_no_lease_gets_no_samples():
-    with serving_here() as engine:
-        assert reason_of(lease, engine, BERT) is ErrorCode.LEASE_EXPIRED
-        leave(engine, ANNA)
-        assert reason_of(lease, engine) is ErrorCode.LEASE_EXPIRED
+    with serving_here() as shard:
+        assert reason_of(lease, shard, BERT) is ErrorCode.LEASE_EXPIRED
+        leave(shard, ANNA)
+        assert reason_of(lease, shard) is ErrorCode.LEASE_EXPIRED
 
 
 def test_only_shard_0_hands_out_samples_and_after_the_end_nobody_does():
@@ -104,25 +104,25 @@ def test_only_shard_0_hands_out_samples_and_after_the_end_nobody_does():
 
 
 def test_there_are_no_samples_before_there_is_a_model(tmp_path):
-    with Shard(tmp_path / "live") as engine:
-        join(engine, LAYOUT)
-        assert reason_of(lease, engine) is ErrorCode.NOT_INITIALISED
+    with Shard(tmp_path / "live") as shard:
+        join(shard, LAYOUT)
+        assert reason_of(lease, shard) is ErrorCode.NOT_INITIALISED
 
 
 def test_where_a_lease_cannot_be_written_down_none_is_given(tmp_path, monkeypatch):
-    with Shard(tmp_path / "live") as engine:
-        begin(engine)
-        lease(engine)
-        before = dict(engine.datasets)
+    with Shard(tmp_path / "live") as shard:
+        begin(shard)
+        lease(shard)
+        before = dict(shard.datasets)
 
         def full(descriptor, parts):
             raise OSError(28, "no space left")
 
         monkeypatch.setattr("psservice.storage.files.OpenFile.append", full)
-        assert reason_of(lease, engine, held=held(engine)) is ErrorCode.NOT_DURABLE
-        assert engine.datasets == before
+        assert reason_of(lease, shard, held=held(shard)) is ErrorCode.NOT_DURABLE
+        assert shard.datasets == before
         monkeypatch.undo()
-        assert lease(engine, held=held(engine)).granted == {0: Ranges([(8, 16)])}
+        assert lease(shard, held=held(shard)).granted == {0: Ranges([(8, 16)])}
 
 
 scripts = st.lists(
@@ -141,54 +141,54 @@ scripts = st.lists(
 @settings(deadline=None, max_examples=15)
 def test_after_every_crash_the_same_samples_are_in_the_same_hands(script, tmp_path_factory):
     directory = tmp_path_factory.mktemp("data") / "live"
-    shard = Shard(directory)
-    begin(shard.engine)
+    life = Shard(directory)
+    begin(life.engine)
     lives, step = 1, 0
     finished = []
     try:
         for action, number, count in script:
-            engine = shard.engine
+            shard = life.engine
             who = (ANNA, Identity("bert", str(lives)))[number]
-            if number and not engine.leases.is_live(who):
-                join(engine, engine.layout, who)
+            if number and not shard.leases.is_live(who):
+                join(shard, shard.layout, who)
             if action == "lease":
-                newest = engine.datasets["train"].newest if engine.datasets else 0
-                lease(engine, who, epoch=newest + count % 2, samples=count, held=known(engine, who))
-            elif action == "finish" and known(engine, who):
+                newest = shard.datasets["train"].newest if shard.datasets else 0
+                lease(shard, who, epoch=newest + count % 2, samples=count, held=known(shard, who))
+            elif action == "finish" and known(shard, who):
                 step += 1
-                epoch, ranges = min(known(engine, who).items())
-                finish(engine, step, {epoch: ranges.first(count)}, who)
+                epoch, ranges = min(known(shard, who).items())
+                finish(shard, step, {epoch: ranges.first(count)}, who)
                 finished += [(epoch, i) for start, end in ranges.first(count) for i in range(start, end)]
             elif action == "leave":
-                leave(engine, who)
+                leave(shard, who)
                 lives += 1
             elif action == "snapshot":
-                engine.durability.take(engine)
+                shard.durability.take(shard)
             elif action == "crash":
                 directory = after_a_crash(directory)
                 again = Shard(directory)
-                assert again.engine.datasets == engine.datasets
-                engine.close()
-                shard = again
+                assert again.engine.datasets == shard.datasets
+                shard.close()
+                life = again
         assert len(finished) == len(set(finished))
     finally:
-        shard.engine.close()
+        life.engine.close()
 
 
-def known(engine, who):
-    return held(engine, who) if engine.datasets else {}
+def known(shard, who):
+    return held(shard, who) if shard.datasets else {}
 
 
 def test_a_rollback_takes_the_data_back_with_the_model(tmp_path):
-    with Shard(tmp_path / "live") as engine:
-        begin(engine)
-        lease(engine)
-        finish(engine, 1, {0: Ranges([(0, 3)])})
-        then = dict(engine.datasets)
-        finish(engine, 2, {0: Ranges([(3, 8)])})
-        lease(engine, samples=20)
-        roll_back(engine, 1, "")
-        assert engine.datasets == then
-        assert lease(engine).granted == {0: Ranges([(3, 8)])}  # it has forgotten: it hears of them again
+    with Shard(tmp_path / "live") as shard:
+        begin(shard)
+        lease(shard)
+        finish(shard, 1, {0: Ranges([(0, 3)])})
+        then = dict(shard.datasets)
+        finish(shard, 2, {0: Ranges([(3, 8)])})
+        lease(shard, samples=20)
+        roll_back(shard, 1, "")
+        assert shard.datasets == then
+        assert lease(shard).granted == {0: Ranges([(3, 8)])}  # it has forgotten: it hears of them again
         with Shard(after_a_crash(tmp_path / "live")) as again:
-            assert again.datasets == engine.datasets
+            assert again.datasets == shard.datasets
