@@ -26,10 +26,10 @@ def _require_buffers(shard: Shard, identity: Identity, generation: int) -> Buffe
 
 def exchange_buffers(shard: Shard, identity: Identity, generation: int, step: int, samples: int, data: bytes) -> bytes:
     """Average a worker's buffers in, once a step and not after the run's end, and return the average."""
+    record, live = shard.dedup.record(identity), len(shard.leases)
     with shard.durability.averaging:
         shard.apply_thread.require_free()
         buffers = _require_buffers(shard, identity, generation)  # a rollback may have put others there meanwhile
-        record, live = shard.dedup.record(identity), len(shard.leases)
         if samples and step > record.buffer_step and shard.run.state is RunState.TRAINING:
             buffers.check(data)
             shard.durability.events.averaged(identity, step, samples, data, live)
