@@ -1,4 +1,4 @@
-"""The writer: the one thread that owns a shard's parameters and runs everything that touches them, in order."""
+"""The apply thread: the one thread that owns a shard's parameters and runs everything that touches them, in order."""
 
 import logging
 import queue
@@ -20,12 +20,16 @@ Result = TypeVar("Result")
 BUSY_RETRY_SECONDS = 0.2
 
 
-class Writer:
+class ApplyThread:
     """Runs jobs one at a time in the order of submission, behind a bounded queue; the thread starts at once.
 
     ``waited`` is called with the seconds that each job has waited, ``on_failure`` once, when a change has failed
     half-way: then no job is run any more, and the process is to stop and recover. Without threads in ``environment``
     a job runs in the thread of its caller.
+
+    Attributes:
+        held: whether jobs are refused because the state is replaced; set by a job, reset from any thread.
+        failed: whether a change has failed half-way.
     """
 
     def __init__(
@@ -37,9 +41,9 @@ class Writer:
     ) -> None:
         self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any], float] | None] = queue.Queue(queue_limit)
         self._waited, self._on_failure = waited, on_failure
-        self.failed = self._held = self._closed = False
+        self.failed = self.held = self._closed = False
         self._closing = threading.Lock()
-        self._thread = environment.start(self._work, "shard-writer")
+        self._thread = environment.start(self._work, "apply-thread")
 
     @property
     def queued(self) -> int:
@@ -47,10 +51,7 @@ class Writer:
         return self._jobs.qsize()
 
     def run(self, job: Callable[[], Result]) -> Result:
-        """Run ``job`` on the writer thread and return its result, or raise what it raised.
-
-        Raises :class:`Rejected` (``BUSY``) where the queue is full or the state is replaced, or (``DRAINING``).
-        """
+        """Run ``job`` on the apply thread; return its result or raise its error (``BUSY``: the queue is full)."""
         future: Future[Result] = Future()
         with self._closing:
             self.require_free()
@@ -65,18 +66,10 @@ class Writer:
                 ) from None
         return future.result() if self._thread is not None else job()
 
-    def hold(self) -> None:
-        """Refuse every job behind this one, on the writer thread: the state is replaced, until :meth:`release`."""
-        self._held = True
-
-    def release(self) -> None:
-        """Run jobs again."""
-        self._held = False
-
     def require_free(self) -> None:
         """Raise :class:`Rejected` while the state is replaced (``BUSY``) or half changed (``DRAINING``)."""
         self.require_whole()
-        if self._held:
+        if self.held:
             raise Rejected(ErrorCode.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
 
     def require_whole(self) -> None:
@@ -88,10 +81,7 @@ class Writer:
 
     @contextmanager
     def all_or_stop(self) -> Iterator[None]:
-        """Stop the shard where the block, a change that is journaled already, fails half-way; on any thread.
-
-        The block's own :class:`Rejected` passes, and leaves everything as it was; any other error becomes ``DRAINING``.
-        """
+        """Stop the shard where the block, a journaled change, fails with another error than :class:`Rejected`."""
         try:
             yield
         except Rejected:

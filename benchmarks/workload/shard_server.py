@@ -21,7 +21,6 @@ from psservice.shard.lifecycle import open_shard
 from psservice.shard.model_install import finish_upload, open_upload
 from psservice.shard.pull import pull
 from psservice.shard.push import check_push, commit
-from psservice.shard.types import Push
 from psservice.types import Identity, PushAnswer
 from psservice.wire.push_stream import PushReader, read_all, read_push
 
@@ -44,16 +43,8 @@ class InProcessShard:
         self.settings = ServerSettings.model_validate(values)
         self.engine = open_shard(self.settings, torch.device("cpu"), Metrics())
         self.identity = Identity("bench", str(uuid.uuid4()))
-        joined = join(
-            self.engine,
-            self.identity,
-            layout,
-            "bench",
-            {},
-            generation_seen=0,
-            has_replica=False,
-            index_codecs=frozenset(READABLE_INDEX_CODECS),
-        )
+        request = pb.JoinRequest(method="bench", index_codecs=READABLE_INDEX_CODECS)
+        joined = join(self.engine, self.identity, layout, request)
         self.generation = joined.generation
         self.span = Span(0, layout.size)
         upload, checksum = open_upload(self.engine, self.identity, self.generation, 0), frames.Checksum()
@@ -106,7 +97,7 @@ class InProcessShard:
     ) -> PushAnswer:
         """Merge and apply a push that has been read; the messages go into the journal, where there is one."""
         raw = [message.SerializeToString() for message in messages]
-        answer, repeated = commit(self.engine, Push(header, segments, raw))
+        answer, repeated = commit(self.engine, header, segments, raw)
         assert not repeated
         return answer
 
@@ -116,7 +107,7 @@ class InProcessShard:
         identity = pb.WorkerIdentity(worker_id=self.identity.worker_id, incarnation=self.identity.incarnation)
         base, generation = self.model.version, self.generation
         header = pb.PushHeader(identity=identity, step=self._step, generation=generation, base_version=base, samples=1)
-        commit(self.engine, Push(header, [push]))
+        commit(self.engine, header, [push])
 
     def pull(self, base_version: int) -> Reply:
         """Ask for an exact reply from a version on."""

@@ -22,9 +22,10 @@ def bind_metrics(shard: Shard, running_calls: Callable[[], int]) -> None:
         (metrics.snapshot_interval_seconds, shard.durability.snapshot_interval_seconds),
     ):
         gauge.set(value)
-    metrics.queued.set_function(lambda: shard.writer.queued)
-    metrics.image_bytes.set_function(lambda: shard.images.bytes)
+    metrics.queued.set_function(lambda: shard.apply_thread.queued)
+    metrics.image_bytes.set_function(lambda: shard.topk.images.bytes)
     metrics.running_calls.set_function(running_calls)
+    metrics.live_workers.set_function(lambda: len(shard.leases))
     metrics.clock_spread.set_function(shard.leases.clock_spread)
     metrics.training.set_function(lambda: shard.run.state is RunState.TRAINING)
     metrics.draining.set_function(lambda: shard.drain_gate.is_closed)

@@ -144,7 +144,7 @@ class Server:
                 break
             self.check_liveness()
         self.stop()
-        if self.shard.writer.failed:
+        if self.shard.apply_thread.failed:
             raise ShardFailedError("an update failed half-way; start the server again and it recovers")
 
     def check_liveness(self) -> None:
@@ -156,9 +156,9 @@ class Server:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
         log.info("draining")
         self._serving = False
-        self.shard.drain_gate.close()
+        self.shard.drain_gate.is_closed = True
         self._update_health()
-        failed = self.shard.writer.failed
+        failed = self.shard.apply_thread.failed
         self._loop.run(self._door.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))
         *_, port = self._ports
         self._loop.run(port.stop(min(self.settings.drain_seconds, _LAST_CALLS_SECONDS)))

@@ -1,7 +1,4 @@
-"""The last push of each incarnation of a worker: a repeated push gets the first answer and is applied once.
-
-A record outlives its worker's lease, so that a repeat is recognised even after a lost lease.
-"""
+"""The last push of each incarnation, also after its lease: a repeat gets the first answer and is applied once."""
 
 import threading
 from collections import OrderedDict
@@ -21,10 +18,7 @@ RECORD_SECONDS = 24 * 3600.0
 
 @dataclass(slots=True)
 class PushRecord:
-    """One incarnation's record; read and written on the writer thread.
-
-    ``own`` has the versions that its pushes have made, and ``used`` is the time of the last use by the clock of leases.
-    """
+    """One incarnation's record, for the apply thread; ``used`` is the last use by the clock of leases."""
 
     step: int = 0
     answer: PushAnswer | None = None

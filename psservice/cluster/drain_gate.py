@@ -8,7 +8,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 
 
 class DrainGate:
-    """Counts the calls that may change the shard, and refuses new changes while closed. Thread-safe.
+    """Counts the calls that may change the shard, and refuses new changes while ``is_closed``, set from any thread.
 
     A call is counted before the call asks whether the gate is open. So once the gate is closed and the count has
     reached zero, no worker changes the shard any more.
@@ -18,16 +18,6 @@ class DrainGate:
         self._lock = threading.Lock()
         self.in_flight = 0
         self.is_closed = False
-
-    def close(self) -> None:
-        """Refuse new changes from now on; calls in flight go on."""
-        with self._lock:
-            self.is_closed = True
-
-    def open(self) -> None:
-        """Admit changes again."""
-        with self._lock:
-            self.is_closed = False
 
     @contextmanager
     def track(self) -> Iterator[None]:
@@ -42,6 +32,5 @@ class DrainGate:
 
     def require_open(self) -> None:
         """Raise :class:`Rejected` (``DRAINING``) while the gate is closed."""
-        with self._lock:
-            if self.is_closed:
-                raise Rejected(ErrorCode.DRAINING, "the server is drained, or stopping")
+        if self.is_closed:
+            raise Rejected(ErrorCode.DRAINING, "the server is drained, or stopping")

@@ -6,7 +6,7 @@ the lease's end.
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from pscore.wire.errors import ErrorCode, Rejected
@@ -18,24 +18,42 @@ from psservice.policy.staleness import smoothed
 from psservice.types import Identity
 
 
+class ServingClock:
+    """The clock of leases: seconds during which this process could have answered. Thread-safe.
+
+    A process that is stopped or swapped out receives no renewal meanwhile. When it continues, renewals that wait must
+    be served before any lease ends. So time between two readings counts up to ``longest_gap`` seconds only, and the
+    clock must be read more often than that. ``clock`` returns monotonic seconds.
+    """
+
+    def __init__(self, longest_gap: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._longest_gap, self._clock = longest_gap, clock
+        self._lock = threading.Lock()
+        self._read = clock()
+        self._time = 0.0
+
+    def __call__(self) -> float:
+        """Return the seconds that have counted."""
+        with self._lock:
+            now = self._clock()
+            self._time += min(now - self._read, self._longest_gap)
+            self._read = now
+            return self._time
+
+
 class Leases:
     """The live workers of a shard. Thread-safe; nothing waits for a disk under the lock.
 
     All leases are of one length, so members in the order of their last renewal are in the order of their leases' ends.
-    :meth:`expire` calls ``on_expire`` with each member whose lease has run out, outside the lock.
     """
 
     def __init__(
-        self,
-        lease_seconds: float,
-        make_rule: Callable[[], ReplyRule],
-        on_expire: Callable[[Member], None] = lambda member: None,
-        clock: Callable[[], float] = time.monotonic,
+        self, lease_seconds: float, make_rule: Callable[[], ReplyRule], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.lease_seconds, self.clock = lease_seconds, clock
-        self._make_rule, self._on_expire = make_rule, on_expire
+        self._make_rule = make_rule
         self._members: OrderedDict[str, Member] = OrderedDict()
-        self._ended: deque[Member] = deque()
+        self._ended: list[Member] = []
         self._lock = threading.RLock()
         self._bans: dict[str, float] = {}  # ends by name; in memory only, so a restart forgets them
 
@@ -93,7 +111,7 @@ class Leases:
         """End the lease under a name, ban the name (0 ends a ban), and return the member (``NO_SUCH_WORKER``)."""
         with self._lock:
             member = self._named(worker_id)
-            if member is None and not ban_seconds and worker_id not in self._bans_left():
+            if member is None and not ban_seconds and worker_id not in self.evicted():
                 raise Rejected(
                     ErrorCode.NO_SUCH_WORKER, f"no live worker is called {worker_id!r} here", worker=worker_id
                 )
@@ -105,17 +123,16 @@ class Leases:
     def evicted(self) -> dict[str, float]:
         """Return the seconds that are left of each ban, by name."""
         with self._lock:
-            return self._bans_left()
+            now = self.clock()
+            self._bans = {name: end for name, end in sorted(self._bans.items()) if end > now}
+            return {name: end - now for name, end in self._bans.items()}
 
-    def expire(self) -> None:
-        """Report every member whose lease has run out and that was not reported yet.
-
-        One thread at a time calls this, before the next lease of the same name is journaled.
-        """
+    def pop_ended(self) -> list[Member]:
+        """Return every member whose lease has run out and that was not returned yet."""
         with self._lock:
             self._drop_ended()
-        while self._ended:
-            self._on_expire(self._ended.popleft())
+            ended, self._ended = self._ended, []
+            return ended
 
     def is_live(self, identity: Identity) -> bool:
         """Tell whether this identity has a lease."""
@@ -156,18 +173,12 @@ class Leases:
             member.clock += 1
             member.clock_moved = now
 
-    def intervals(self) -> list[float]:
-        """Return the mean time between pushes of each live member, seconds; 0 where it is not known yet."""
-        return [member.interval_seconds for member in self.members()]
-
     def same_batches(self, member: Member, fingerprint: int) -> int:
-        """Note the fingerprint of a member's first batches; return how many other members have the same one.
-
-        A member without a call since then may be a former life of this worker, and is not counted.
-        """
+        """Note the fingerprint of a member's first batches; return how many other members have the same one."""
         with self._lock:
             if fingerprint != member.first_batches:
                 member.first_batches, member.batches_told = fingerprint, self.clock()
+            # A member without a call since then may be a former life of this worker.
             heard_after = member.batches_told + self.lease_seconds
             return sum(
                 other is not member and other.first_batches == fingerprint and other.lease_end > heard_after
@@ -187,11 +198,6 @@ class Leases:
                 member.downlink = ReplySession(self._make_rule())
 
     # Below, the lock is held.
-
-    def _bans_left(self) -> dict[str, float]:
-        now = self.clock()
-        self._bans = {name: end for name, end in sorted(self._bans.items()) if end > now}
-        return {name: end - now for name, end in self._bans.items()}
 
     def _require_no_ban(self, worker_id: str) -> None:
         remaining = self._bans.get(worker_id, 0.0) - self.clock() if self._bans else 0.0

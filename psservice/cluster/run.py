@@ -25,14 +25,10 @@ class RunState(Enum):
 
 
 class Run:
-    """One training run as one shard sees it.
+    """One training run as one shard sees it; an end of 0 is none.
 
-    Args:
-        run_id: its name. Where that is empty, the coordinator draws one, and another shard adopts that of the model
-            uploaded to it or, where it began with a model of its own, of the first push to that model.
-        coordinator: whether this is shard 0.
-        end_versions: version of this shard at which the run ends; 0 for no such end.
-        end_samples: samples after which the run ends; 0 for no such end.
+    Without ``run_id`` the coordinator, shard 0, draws one. Another shard adopts that of the model uploaded to it or,
+    where it began with a model of its own, of the first push to that model.
     """
 
     def __init__(self, run_id: str, *, coordinator: bool = True, end_versions: int = 0, end_samples: int = 0) -> None:
@@ -55,10 +51,7 @@ class Run:
         return RunState.TRAINING if self.state is RunState.EMPTY else self.state
 
     def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
-        """Raise :class:`Rejected` (``RUN_MISMATCH``) where a caller names another run.
-
-        A shard that adopts a run and has none yet has nothing to compare with; a name alone is not adopted.
-        """
+        """Raise :class:`Rejected` (``RUN_MISMATCH``) where a caller names another run than one that is known here."""
         if (may_be_empty and not run_id) or (self._adopts and not self.run_id):
             return
         if run_id != self.run_id:
@@ -96,19 +89,10 @@ class Run:
                     setting=shown(name),
                 )
 
-    def restore(self, run_id: str, state: RunState, method: str, settings: Mapping[str, str], samples: int) -> None:
-        """Continue a run after a restart."""
-        self.run_id, self.state, self.samples = run_id, state, samples
-        self.method, self.method_settings = method, dict(settings)
-
     def require_open(self) -> None:
         """Raise :class:`Rejected` (``RUN_FINISHED``) where the run is over."""
         if self.is_finished:
             raise Rejected(ErrorCode.RUN_FINISHED, f"run {self.run_id!r} is over")
-
-    def count(self, samples: int) -> None:
-        """Count a push's samples."""
-        self.samples = added(self.samples, samples)
 
     def is_over(self, version: int) -> bool:
         """Tell whether the counts have reached the run's end."""

@@ -1,8 +1,4 @@
-"""Commands for running servers.
-
-``client`` calls the shards, ``fleet`` joins their answers, ``commands`` and ``drain`` act, ``top`` repeats, ``render``
-writes for people. :func:`call` is one call to one shard.
-"""
+"""Commands for running servers; :func:`call` is one call to one shard."""
 
 from psservice.operator.client import OperateError, call
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +33,7 @@ _ADVICE = {
 
 
 class OperateError(Exception):
-    """A server gave no answer, or has refused; the message has its address and why.
-
-    Attributes:
-        refused: whether the server has answered.
-        reason: the server's reason, where it is known here.
-    """
+    """A server gave no answer, or has ``refused`` for a ``reason``; the message has its address and why."""
 
     def __init__(self, message: str, *, refused: bool = False, reason: ErrorCode | None = None) -> None:
         super().__init__(message)
@@ -54,30 +50,26 @@ class Outcome:
 
 
 class ShardClients:
-    """Channels to shards at these ``HOST:PORT``, with a deadline for each call. Use as a context.
-
-    Raises:
-        OperateError: a channel cannot be secured as asked.
-    """
+    """Channels to shards at these ``HOST:PORT``, with a deadline for each call; a context (:class:`OperateError`)."""
 
     def __init__(self, addresses: Sequence[str], timeout_seconds: float, security: Security) -> None:
         self.addresses, self.timeout_seconds = tuple(addresses), timeout_seconds
-        self._channels: dict[str, grpc.Channel] = {}
+        self._stubs: dict[str, ParameterServerServiceStub] = {}
+        self._open = ExitStack()
         for address in self.addresses:
             try:
-                self._channels[address] = open_channel(address, security, _CHANNEL_OPTIONS)
+                channel = self._open.enter_context(open_channel(address, security, _CHANNEL_OPTIONS))
             except ChannelError as error:
                 raise OperateError(f"{address}: {error}") from error
-        self._stubs = {address: ParameterServerServiceStub(channel) for address, channel in self._channels.items()}
+            self._stubs[address] = ParameterServerServiceStub(channel)
         self._threads = ThreadPoolExecutor(min(_MOST_THREADS, len(self.addresses)), thread_name_prefix="shard")
+        self._open.callback(self._threads.shutdown, wait=False, cancel_futures=True)
 
     def __enter__(self) -> "ShardClients":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for channel in self._channels.values():
-            channel.close()
+        self._open.close()
 
     def one(self, address: str, rpc: str, request: Message, most_seconds: float = math.inf) -> Outcome:
         """Call one shard; wait no longer than ``most_seconds``."""

@@ -1,13 +1,11 @@
-"""Operators' commands. Each reads the fleet's status first, acts, prints, and returns its exit status.
-
-``options`` are those of the command line: ``json`` and a command's own.
-"""
+"""Operators' commands. Each reads the fleet's status first, acts, prints, and returns its exit status."""
 
 import json
 import time
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from google.protobuf.message import Message
@@ -19,8 +17,6 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.operator import render
 from psservice.operator.client import OperateError, Outcome, ShardClients, exit_status
 from psservice.operator.fleet import Fleet, disagreement, read_fleet
-
-_ByShard = dict[int, pb.CheckpointStatus]
 
 
 class MixedShardsError(Exception):
@@ -64,7 +60,7 @@ def finish(clients: ShardClients, options: Namespace) -> int:
 def snapshot(clients: ShardClients, options: Namespace) -> int:
     """Take one checkpoint over all shards, with a name or an id; where one shard does not answer, none is taken."""
     fleet = one_run(clients)
-    if fleet.errors:
+    if fleet.unreached:
         return _nothing_done(fleet, "no snapshot was taken", options)
 
     def words(answer: pb.TakeSnapshotResponse) -> str:
@@ -76,16 +72,16 @@ def snapshot(clients: ShardClients, options: Namespace) -> int:
 def restore(clients: ShardClients, options: Namespace) -> int:
     """Take every shard back to a version or a checkpoint; where one shard does not answer, none is taken back."""
     fleet = one_run(clients)
-    if fleet.errors:
+    if fleet.unreached:
         return _nothing_done(fleet, "no shard was taken back", options)
     request = pb.RestoreModelRequest(checkpoint=options.checkpoint or "")
     if options.version is not None:
         request = pb.RestoreModelRequest(version=options.version)
 
-    def words(answer: pb.RestoreModelResponse) -> str:
-        return f"back at version {answer.version}; workers pull it with their next step"
-
-    return report(clients.all("RestoreModel", request, [*fleet.reached]), words, options)
+    restored = clients.all("RestoreModel", request, [*fleet.reached])
+    return report(
+        restored, lambda answer: f"back at version {answer.version}; workers pull it with their next step", options
+    )
 
 
 def evict(clients: ShardClients, options: Namespace) -> int:
@@ -110,24 +106,24 @@ def checkpoints(clients: ShardClients, options: Namespace) -> int:
     fleet = read_fleet(clients)
     indices = {address: status.shard_index for address, status in fleet.reached.items()}
     outcomes = ask_all(clients, fleet, "ListCheckpoints", pb.ListCheckpointsRequest())
-    by_name: dict[str, _ByShard] = defaultdict(dict)
+    by_name: dict[str, dict[int, pb.CheckpointStatus]] = defaultdict(dict)
     for each in outcomes:
         for checkpoint in each.answer.checkpoints if each.error is None else ():
             index = indices[each.address]
             name = checkpoint.checkpoint or f"\0{index}-{checkpoint.version}-{checkpoint.created_unix_seconds}"
             by_name[name][index] = checkpoint
-    rows = sorted(by_name.values(), key=_created)
+    rows = sorted(map(_checkpoint_plain, by_name.values()), key=itemgetter("created_unix_seconds"))
     if options.json:
         failed = _plain([each for each in outcomes if each.error is not None])
-        print(json.dumps({"checkpoints": [_checkpoint_plain(row) for row in rows], "failed": failed}, indent=2))
+        print(json.dumps({"checkpoints": rows, "failed": failed}, indent=2))
     elif rows:
         columns = (
-            render.Column("checkpoint", lambda row: render.cell(_one(row).checkpoint or "(of one shard alone)"), True),
-            render.Column("version", _versions),
-            render.Column("taken", lambda row: f"{max(0.0, time.time() - _created(row)):,.0f} s ago"),
-            render.Column("size", lambda row: human_bytes(sum(each.bytes for each in row.values()))),
-            render.Column("kept", lambda row: "until deleted" if _one(row).named else "until newer ones come", True),
-            render.Column("", lambda row: _missing({*indices.values()}, row), True),
+            render.Column("checkpoint", lambda row: render.cell(row["checkpoint"] or "(of one shard alone)"), True),
+            render.Column("version", lambda row: render.range_of([*row["versions"].values()])),
+            render.Column("taken", lambda row: f"{max(0.0, time.time() - row['created_unix_seconds']):,.0f} s ago"),
+            render.Column("size", lambda row: human_bytes(row["bytes"])),
+            render.Column("kept", lambda row: "until deleted" if row["named"] else "until newer ones come", True),
+            render.Column("", lambda row: _missing(row, indices.values()), True),
         )
         table = render.table_of(columns, rows)
         table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
@@ -165,11 +161,7 @@ def take_snapshots(clients: ShardClients, addresses: Sequence[str], name: str = 
 
 
 def one_run(clients: ShardClients) -> Fleet:
-    """Read the fleet's status before anything is done to one shard.
-
-    Raises:
-        MixedShardsError: the shards that answer are of several runs, or the run has more.
-    """
+    """Read the fleet's status before a command acts; raises :class:`MixedShardsError`."""
     fleet = read_fleet(clients)
     if wrong := disagreement(fleet.reached):
         raise MixedShardsError(f"{wrong}; nothing was done. Give the addresses of one run's shards, each once")
@@ -189,12 +181,11 @@ def ask_all(clients: ShardClients, fleet: Fleet, rpc: str, request: Message) -> 
 
 def _nothing_done(fleet: Fleet, what: str, options: Namespace) -> int:
     """Report shards without an answer, without which nothing is done."""
-    outcomes = [shard for shard in fleet.shards if shard.error is not None]
     if options.json:
-        print(json.dumps(_plain(outcomes), indent=2))
-    render.say_errors(outcomes)
+        print(json.dumps(_plain(fleet.unreached), indent=2))
+    render.say_errors(fleet.unreached)
     render.say(f"{what}: it takes all {len(fleet.shards)} shards", failed=True)
-    return exit_status(outcomes)
+    return exit_status(fleet.unreached)
 
 
 def report(
@@ -227,28 +218,17 @@ def _plain(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [render.outcome_plain(each) for each in outcomes]
 
 
-def _one(row: _ByShard) -> pb.CheckpointStatus:
-    return next(iter(row.values()))
-
-
-def _created(row: _ByShard) -> float:
-    return max(each.created_unix_seconds for each in row.values())
-
-
-def _versions(row: _ByShard) -> str:
-    versions = sorted({each.version for each in row.values()})
-    return str(versions[0]) if len(versions) == 1 else f"{versions[0]}–{versions[-1]}"
-
-
-def _missing(indices: set[int], row: _ByShard) -> Text:
-    return render.missing_cell(sorted(indices - {*row}) if _one(row).checkpoint else ())
-
-
-def _checkpoint_plain(row: _ByShard) -> dict[str, object]:
+def _checkpoint_plain(by_shard: dict[int, pb.CheckpointStatus]) -> dict[str, Any]:
+    first = next(iter(by_shard.values()))
     return {
-        "checkpoint": _one(row).checkpoint,
-        "named": _one(row).named,
-        "versions": {str(index): row[index].version for index in sorted(row)},
-        "created_unix_seconds": _created(row),
-        "bytes": sum(each.bytes for each in row.values()),
+        "checkpoint": first.checkpoint,
+        "named": first.named,
+        "versions": {str(index): by_shard[index].version for index in sorted(by_shard)},
+        "created_unix_seconds": max(each.created_unix_seconds for each in by_shard.values()),
+        "bytes": sum(each.bytes for each in by_shard.values()),
     }
+
+
+def _missing(row: dict[str, Any], indices: Iterable[int]) -> Text:
+    missing = [index for index in sorted({*indices}) if str(index) not in row["versions"]]
+    return render.missing_cell(missing if row["checkpoint"] else ())

@@ -89,7 +89,7 @@ class _Drained:
         if self.is_pending:
             return (
                 f"{address}: closed, and not drained yet: {answer.calls_inside} calls under way, "
-                f"{answer.queued} waiting for the writer; ask again"
+                f"{answer.queued} waiting for the apply thread; ask again"
             )
         parts = [f"{address}: drained at version {answer.version}"]
         if self.snapshot is None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import OperateError, Outcome, ShardClients
+from psservice.operator.client import Outcome, ShardClients
 
 _STATUS_SECONDS = 10.0  # the longest deadline of a status; a command's own calls may take longer
 
@@ -21,14 +21,7 @@ Rates = dict[str, float]
 class Worker:
     """A worker over all shards that answered; the fields are those of ``--json``.
 
-    Attributes:
-        incarnation: at the first shard.
-        step: the last one that any shard has applied.
-        staleness: of the last push, by shard index.
-        lease_remaining_seconds: until the first of the leases ends.
-        idle_seconds: since the last push.
-        pushes_per_second: 0 before the second push.
-        missing_shards: shards that answered and have no lease of the worker.
+    ``staleness`` is that of the last push, by shard index; ``missing_shards`` answered and have no lease of the worker.
     """
 
     worker_id: str
@@ -45,10 +38,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The statuses of all shards at about the same time (monotonic seconds), in the order of shard indices.
-
-    Shards without an answer follow the others.
-    """
+    """The statuses of all shards at about the same time (monotonic seconds), by shard index; unreached ones last."""
 
     shards: tuple[Outcome, ...]
     seconds: float = field(default_factory=time.monotonic)
@@ -59,9 +49,9 @@ class Fleet:
         return {shard.address: shard.answer for shard in self.shards if shard.answer is not None}
 
     @property
-    def errors(self) -> dict[str, OperateError]:
-        """Errors of the other shards, by address."""
-        return {shard.address: shard.error for shard in self.shards if shard.error is not None}
+    def unreached(self) -> list[Outcome]:
+        """The other shards."""
+        return [shard for shard in self.shards if shard.error is not None]
 
     def workers(self) -> list[Worker]:
         """Return the live workers of all shards by name; numbers in a name count by value."""

@@ -14,7 +14,7 @@ from pscore.names import escaped
 from pscore.units import human_bytes
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.observability.protojson import plain
-from psservice.operator.client import OperateError, Outcome
+from psservice.operator.client import Outcome
 from psservice.operator.fleet import Fleet, Worker, saved_bytes, saved_share
 
 _PIPED_COLUMNS = 160
@@ -52,15 +52,11 @@ def new_console() -> Console:
 
 
 def outcome_plain(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome for JSON."""
-    if outcome.error is not None:
-        return {"address": outcome.address, **error_plain(outcome.error)}
+    """Return an answer for JSON, or an error with the reason of a refusal that has one."""
+    error = outcome.error
+    if error is not None:
+        return {"address": outcome.address, "error": str(error), "reason": error.reason.name if error.reason else None}
     return {"address": outcome.address, **plain(outcome.answer)}
-
-
-def error_plain(error: OperateError) -> dict[str, Any]:
-    """Return an error for JSON: the message, and the reason of a refusal that has one."""
-    return {"error": str(error), "reason": error.reason.name if error.reason else None}
 
 
 def workers_plain(fleet: Fleet) -> dict[str, Any]:
@@ -68,7 +64,7 @@ def workers_plain(fleet: Fleet) -> dict[str, Any]:
     return {
         "workers": [dataclasses.asdict(worker) for worker in fleet.workers()],
         "evicted": fleet.evicted(),
-        "unreached": [{"address": address, **error_plain(error)} for address, error in fleet.errors.items()],
+        "unreached": [outcome_plain(each) for each in fleet.unreached],
     }
 
 
@@ -136,11 +132,15 @@ def evicted_lines(fleet: Fleet) -> list[Text]:
 
 def _staleness(values: list[int]) -> str:
     """Write a worker's staleness at each shard, by index."""
-    if len(set(values)) == 1:
-        return str(values[0])
-    if len(values) > _MOST_STALENESS_SHOWN:
-        return f"{min(values)}–{max(values)}"
+    if len(set(values)) == 1 or len(values) > _MOST_STALENESS_SHOWN:
+        return range_of(values)
     return " ".join(map(str, values))
+
+
+def range_of(values: Sequence[int]) -> str:
+    """Write the lowest and the highest of these numbers, or the number that all of them are."""
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low}–{high}"
 
 
 def print_statuses(fleet: Fleet) -> None:

@@ -20,18 +20,9 @@ from rich.text import Text
 from pscore.names import escaped
 from pscore.units import human_bytes
 from psservice.observability.protojson import plain
+from psservice.operator import render
 from psservice.operator.client import EXIT_DONE, Outcome, ShardClients, exit_status
 from psservice.operator.fleet import RATES, Fleet, Rates, read_fleet, saved_bytes, saved_share
-from psservice.operator.render import (
-    Column,
-    cell,
-    error_plain,
-    evicted_lines,
-    new_console,
-    state_of,
-    table_of,
-    worker_table,
-)
 
 WIDE_COLUMNS = 110
 """Width of a terminal from which everything is shown."""
@@ -44,9 +35,6 @@ def top(clients: ShardClients, options: Namespace) -> int:
     """Show shards and workers until q or Ctrl-C; once with ``--once``, or where stdout is no terminal.
 
     Rates are those between two statuses, so a single frame takes ``--interval-seconds`` too.
-
-    Returns:
-        The exit status: of a single frame as for ``status``, else 0.
     """
     try:
         if options.json and not options.once:
@@ -67,7 +55,7 @@ def _single(clients: ShardClients, options: Namespace) -> int:
     if options.json:
         print(json.dumps(frame_plain(fleet, rates)))
     else:
-        console = new_console()
+        console = render.new_console()
         console.print(frame(fleet, rates, console.width))
     return exit_status(fleet.shards)
 
@@ -82,7 +70,7 @@ def _stream(clients: ShardClients, interval_seconds: float) -> int:
 
 
 def _live(clients: ShardClients, interval_seconds: float) -> int:
-    console, before = new_console(), None
+    console, before = render.new_console(), None
     with _keys() as watched, Live(console=console, screen=True, auto_refresh=False) as live:
         live.update(Text("asking the shards …"), refresh=True)
         while before is None or not _quits(watched, interval_seconds):
@@ -132,7 +120,7 @@ def frame_plain(fleet: Fleet, rates: dict[str, Rates]) -> dict[str, Any]:
         del values["workers"], values["evicted"]  # they follow, joined over the shards
         unknown = {f"{name}_per_second": None for name in RATES}
         shards.append({"address": address, **values, "saved_bytes": saved_bytes(status), **rates.get(address, unknown)})
-    shards += [{"address": address, **error_plain(error)} for address, error in fleet.errors.items()]
+    shards += [render.outcome_plain(each) for each in fleet.unreached]
     return {
         "unix_seconds": time.time(),
         "shards": shards,
@@ -144,7 +132,7 @@ def frame_plain(fleet: Fleet, rates: dict[str, Rates]) -> dict[str, Any]:
 def frame(fleet: Fleet, rates: dict[str, Rates], columns: int, lines: int | None = None) -> RenderableType:
     """Return a frame for a terminal of so many columns and lines; ``None`` for as many lines as the frame needs."""
     workers = fleet.workers()
-    below = evicted_lines(fleet)
+    below = render.evicted_lines(fleet)
     hidden = 0
     if lines is not None:
         taken = 1 + len(fleet.shards) + 2 * _TABLE_LINES + len(below) + 1  # headline, shards, workers' table, one below
@@ -152,7 +140,8 @@ def frame(fleet: Fleet, rates: dict[str, Rates], columns: int, lines: int | None
     if hidden:
         below.insert(0, Text(f"and {hidden} more workers: make the terminal higher, or see psservice workers", "dim"))
     wide = columns >= WIDE_COLUMNS
-    table = worker_table(workers[: len(workers) - hidden], wide=wide) if workers else Text("no live workers", "dim")
+    visible = workers[: len(workers) - hidden]
+    table = render.worker_table(visible, wide=wide) if workers else Text("no live workers", "dim")
     return Group(_headline(fleet, len(workers)), _shard_table(fleet, rates, wide=wide), table, *below)
 
 
@@ -175,21 +164,22 @@ _FIGURES = ("version", "pushes/s", "up/s", "down/s", "saved", "queue", "snapshot
 def _shard_table(fleet: Fleet, rates: dict[str, Rates], *, wide: bool) -> Table:
     """Return the table of shards; a narrow one has the address of those only that do not answer."""
     columns = [
-        Column(name, itemgetter(name), name in ("address", "state"), wide=name in ("address", "snapshot"))
+        render.Column(name, itemgetter(name), name in ("address", "state"), wide=name in ("address", "snapshot"))
         for name in ("shard", "address", "state", *_FIGURES)
     ]
-    return table_of(columns, (_shard_row(shard, rates.get(shard.address), wide) for shard in fleet.shards), wide=wide)
+    rows = [_shard_row(shard, rates.get(shard.address), wide) for shard in fleet.shards]
+    return render.table_of(columns, rows, wide=wide)
 
 
 def _shard_row(shard: Outcome, rates: Rates | None, wide: bool) -> dict[str, str | Text]:
-    row: dict[str, str | Text] = dict.fromkeys(_FIGURES, "–") | {"address": cell(shard.address)}
+    row: dict[str, str | Text] = dict.fromkeys(_FIGURES, "–") | {"address": render.cell(shard.address)}
     if shard.error is not None:
         why = "refuses" if shard.error.refused else "no answer"
-        return row | {"shard": "?", "state": cell(why if wide else f"{shard.address}: {why}", "bold red")}
+        return row | {"shard": "?", "state": render.cell(why if wide else f"{shard.address}: {why}", "bold red")}
     status = shard.answer
     row |= {
         "shard": str(status.shard_index),
-        "state": cell(state_of(status), "yellow" if status.draining or not status.durable else ""),
+        "state": render.cell(render.state_of(status), "yellow" if status.draining or not status.durable else ""),
         "version": f"{status.version:,}",
         "queue": f"{status.queued}/{status.queue_limit}",
     }

@@ -7,7 +7,7 @@ import torch
 from google.protobuf.json_format import MessageToDict
 
 from pscore.wire.messages import layout_to_message
-from psservice.apply_thread import Writer
+from psservice.apply_thread import ApplyThread
 from psservice.cluster.checkpoints import Place, place_of
 from psservice.cluster.dedup import Dedup, PushRecord
 from psservice.cluster.leases import Leases
@@ -16,7 +16,7 @@ from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
 from psservice.recovery.replayer import BUFFER_PREFIX, MEMORY_PREFIX, THETA, LogReplayer, live_worker
-from psservice.sampling.codec import kept
+from psservice.sampling.codec import to_manifest
 from psservice.sampling.dataset import Datasets
 from psservice.settings import ServerSettings
 from psservice.storage.environment import Environment
@@ -49,7 +49,7 @@ class DurableShard(Protocol):
     run: Run
     leases: Leases
     dedup: Dedup
-    writer: Writer
+    apply_thread: ApplyThread
     metrics: Metrics
 
     @property
@@ -93,7 +93,7 @@ def capture(
         last_pushes=dict(last_pushes),
         workers=[live_worker(member.identity, member.index_codecs, member.clock) for member in shard.leases.members()],
         memory=dict(memory.plain),
-        datasets=kept(content.datasets),
+        datasets=to_manifest(content.datasets),
         delay_compensation=model.settings.delay_compensation,
         ledger_multiple=model.settings.ledger_multiple,
         buffer_weight=average[0],

@@ -279,28 +279,28 @@ class Durability:
         """
         shard = self._shard
         with self._snapshotting:
-            return self._write(shard.writer.run(lambda: self._copy(shard.content(), checkpoint)))
+            return self._write(shard.apply_thread.run(lambda: self._copy(shard.content(), checkpoint)))
 
     def install(self, make: Callable[[], Content], publish: Callable[[Content], None]) -> Content:
-        """Take the first snapshot of a new content, and publish that; the writer refuses jobs meanwhile.
+        """Take the first snapshot of a new content, and publish that; the apply thread refuses jobs meanwhile.
 
-        Raises :class:`Rejected` (``NOT_DURABLE``), or what ``make`` raises on the writer thread.
+        Raises :class:`Rejected` (``NOT_DURABLE``), or what ``make`` raises on the apply thread.
         """
-        writer = self._shard.writer
+        apply_thread = self._shard.apply_thread
 
         def begin() -> tuple[Content, Capture | None]:
-            writer.hold()  # first: buffers are averaged in beside the writer
+            apply_thread.held = True  # first: buffers are averaged in beside the apply thread
             content = make()
             return content, None if self._dir is None else self._copy(content, "")
 
         with self._snapshotting, or_not_durable():  # a snapshot of the old model must not come behind this one
             try:
-                content, copied = writer.run(begin)
+                content, copied = apply_thread.run(begin)
                 if copied is not None:
                     self._write(copied)
                 publish(content)
             finally:
-                writer.release()
+                apply_thread.held = False
         return content
 
     def _is_saved(self, model: ModelShard) -> bool:
@@ -313,7 +313,7 @@ class Durability:
         shard, model, average = self._shard, content.model, content.buffers
         with self._counting_errors():
             with self.averaging:
-                shard.writer.require_whole()  # nor half of an average that has failed
+                shard.apply_thread.require_whole()  # nor half of an average that has failed
                 segment = self._require_dir().rotate()
                 self._bytes_behind = self.journal_bytes
                 buffers = average.export() if average else (0.0, {})

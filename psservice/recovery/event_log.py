@@ -14,7 +14,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.wagma.group_rounds import Decision
 from psservice.sampling.codec import record_of
-from psservice.sampling.dataset import Leased, Wish
+from psservice.sampling.dataset import Leased, SampleRequest
 from psservice.storage.files import StorageError
 from psservice.storage.journal import Journal
 from psservice.storage.journal_format import Body
@@ -106,9 +106,9 @@ class EventLog:
         codecs = [cast("pb.IndexCodec.ValueType", codec) for codec in sorted(index_codecs)]
         self._append(Kind.JOINED, body_of(pb.JoinRequest(identity=identity_to_message(identity), index_codecs=codecs)))
 
-    def leased(self, identity: Identity, wish: Wish, leased: Leased) -> None:
+    def leased(self, identity: Identity, request: SampleRequest, leased: Leased) -> None:
         """Write a lease of samples."""
-        self._append(Kind.LEASED, body_of(*record_of(identity, wish, leased)))
+        self._append(Kind.LEASED, body_of(*record_of(identity, request, leased)))
 
     def left(self, identity: Identity) -> None:
         """Write the end of a lease; where that fails, the lease ends once more after a restart."""

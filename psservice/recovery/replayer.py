@@ -31,7 +31,7 @@ from psservice.model.wagma.group_rounds import Decision
 from psservice.model.wagma.replicas import GroupedShard, shard_kind
 from psservice.policy.staleness import OwnVersions
 from psservice.recovery.event_log import Kind, messages_in
-from psservice.sampling.codec import brought_back, finished_of, redo
+from psservice.sampling.codec import finished_of, from_manifest, replay_record
 from psservice.settings import ShardSettings
 from psservice.storage.files import StorageError
 from psservice.storage.journal_format import Record
@@ -100,7 +100,7 @@ class LogReplayer:
         self.pushes = OrderedDict(_remembered(push) for push in manifest.pushes)
         self.last_pushes = OrderedDict(manifest.last_pushes)
         self.workers = {worker.worker_id: worker for worker in manifest.workers}
-        self.datasets = brought_back(manifest.datasets)
+        self.datasets = from_manifest(manifest.datasets)
         self.replayed = 0
 
     def replay(self, to_version: int | None = None) -> Iterator[int]:
@@ -245,7 +245,7 @@ class LogReplayer:
                 raise ValueError("the shard has no groups")
             self.model.decide(Decision.from_bytes(record.body))
         elif record.kind == Kind.LEASED:
-            redo(self.datasets, messages)
+            replay_record(self.datasets, messages)
         else:
             raise ValueError(f"records of kind {record.kind} are not known to this version of the server")
 
@@ -265,7 +265,7 @@ class LogReplayer:
             return
         self.run_id = self.run_id or header.identity.run_id  # a shard that follows learns it from its workers
         identity = identity_from_message(header.identity)
-        self.datasets.put(self.datasets.finish(identity, finished_of(header)))
+        self.datasets.update(self.datasets.finish(identity, finished_of(header)))
         known = self.pushes.setdefault(identity, PushRecord())
         known.step = header.step
         known.answer = PushAnswer(answer.version, answer.staleness, 0, answer.applied_scale or 1.0)

@@ -79,13 +79,13 @@ class OperatorCalls:
         shard, gate = self._shard, self._shard.drain_gate
         match request.action:
             case pb.DRAIN_ACTION_CLOSE | pb.DRAIN_ACTION_STOP:
-                gate.close()
+                gate.is_closed = True
             case pb.DRAIN_ACTION_OPEN:
-                gate.open()
+                gate.is_closed = False
             case _:
                 raise Rejected(ErrorCode.BAD_REQUEST, f"{request.action} is no action that this server knows")
         self._on_drain()
-        inside, queued = gate.in_flight, shard.writer.queued
+        inside, queued = gate.in_flight, shard.apply_thread.queued
         stopping = request.action == pb.DRAIN_ACTION_STOP and not inside and not queued
         if stopping:
             self._stop()

@@ -56,7 +56,7 @@ class StatusReport:
             pull_bytes=count_of(counts.sent_bytes, "PullDiff"),
             buffer_bytes=sum(count_of(each, "ExchangeBuffers") for each in (counts.received_bytes, counts.sent_bytes)),
             samples=shard.run.samples,
-            queued=shard.writer.queued,
+            queued=shard.apply_thread.queued,
             uptime_seconds=time.monotonic() - self._started,
             server_version=__version__,
             durability=settings.durability if settings.data_dir else "none",

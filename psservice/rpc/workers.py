@@ -16,7 +16,6 @@ from pscore.telemetry.tracing import traced
 from pscore.version import __version__
 from pscore.wire import frames
 from pscore.wire.codecs.names import (
-    PLAIN_INDEX_CODECS,
     PLAIN_VALUE_CODECS,
     READABLE_INDEX_CODECS,
     READABLE_VALUE_CODECS,
@@ -31,14 +30,13 @@ from psservice.model.reply_session import PullRequest, Reply
 from psservice.rpc.calls import Call, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, charged, largest_stream
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
-from psservice.sampling.codec import answer_to_message, finished_of, wish_of
+from psservice.sampling.codec import answer_to_message, finished_of, sample_request_of
 from psservice.shard import model_install
 from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples, open_exchange
 from psservice.shard.join import JoinLayouts, join, leave
 from psservice.shard.pull import pull
 from psservice.shard.push import check_push, commit
 from psservice.shard.shard import Shard
-from psservice.shard.types import Push
 from psservice.shard.upload import Upload
 from psservice.types import Identity
 from psservice.wire.identity import identity_from_message
@@ -47,8 +45,6 @@ from psservice.wire.push_stream import PushReader, Reading, header_of, read_push
 WAIT_RETRY_SECONDS = 0.2
 
 _CHECKED_BYTES = 1 << 20  # of a reply, after which the worker may verify what came so far
-
-_JOIN_STATES = {"ready": pb.JOIN_STATE_READY, "upload": pb.JOIN_STATE_UPLOAD, "wait": pb.JOIN_STATE_WAIT}
 
 
 class WorkerCalls:
@@ -81,43 +77,27 @@ class WorkerCalls:
                 f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, "
                 "or start the server with --down-value-type fp32",
             )
-        outcome = join(
-            shard,
-            identity,
-            self._layouts.read(identity, request.layout),
-            request.method,
-            dict(request.method_settings),
-            generation_seen=request.generation_seen,
-            has_replica=request.has_replica,
-            index_codecs=frozenset(request.index_codecs or PLAIN_INDEX_CODECS),
-            loaded=request.loaded if request.HasField("loaded") else None,
-        )
-        incarnation, step = outcome.last_push or ("", 0)
-        return pb.JoinResponse(
-            state=_JOIN_STATES[outcome.state],
+        answer = join(shard, identity, self._layouts.read(identity, request.layout), request)
+        others = pb.JoinResponse(
             run_id=shard.run.run_id,
             settings=run_settings(self._settings),
-            generation=outcome.generation,
-            version=outcome.version,
             retry_seconds=WAIT_RETRY_SECONDS,
             live_workers=len(shard.leases),
-            last_step=step,
-            last_incarnation=incarnation,
             run_state=RUN_STATES[shard.run.state],
             server_version=__version__,
             index_codecs=READABLE_INDEX_CODECS,
             value_codecs=READABLE_VALUE_CODECS,
-            first_step=outcome.first_step,
-            upload=None if outcome.state == "upload" else model_install.upload_progress(shard),
-            load_refused=outcome.load_refused,
+            upload=None if answer.state == pb.JOIN_STATE_UPLOAD else model_install.upload_progress(shard),
         )
+        answer.MergeFrom(others)
+        return answer
 
     def renew_lease(self, call: Call, request: pb.RenewLeaseRequest) -> pb.RenewLeaseResponse:
         """Renew a lease."""
         shard = self._shard
         identity = self._identity(request.identity)
         member = shard.leases.require(identity)
-        shard.uploads.grant.note(identity, request.uploaded)
+        shard.uploads.note_progress(identity, request.uploaded)
         shard.durability.on_checkpoint(request.checkpoint)
         return pb.RenewLeaseResponse(
             checkpoint=shard.durability.announced_checkpoint(),
@@ -204,7 +184,7 @@ class WorkerCalls:
             finally:
                 receiving.end()
             identity = self._identity(header.identity)
-            answer, repeated = commit(shard, Push(header, segments, call.raw))
+            answer, repeated = commit(shard, header, segments, call.raw)
             if repeated:
                 self._metrics.repeated_pushes.inc()
             shard.leases.require(identity).push_bytes += call.received_bytes
@@ -260,7 +240,7 @@ class WorkerCalls:
     def lease_samples(self, call: Call, request: pb.LeaseSamplesRequest) -> pb.LeaseSamplesResponse:
         """Lease samples to a worker."""
         shard = self._shard
-        leased = lease_samples(shard, self._identity(request.identity), wish_of(request))
+        leased = lease_samples(shard, self._identity(request.identity), sample_request_of(request))
         answer = answer_to_message(leased, len(shard.leases))
         answer.run_state = RUN_STATES[shard.run.state]
         return answer

@@ -1,6 +1,7 @@
 """Data leases as messages, as records of the journal, and as a part of a snapshot's manifest; everything is checked."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 from google.protobuf.message import Message
 
@@ -15,12 +16,12 @@ from psservice.sampling.dataset import (
     MOST_SIZE,
     Dataset,
     Datasets,
+    Epoch,
     Leased,
     Plan,
+    SampleRequest,
     Share,
-    Wish,
 )
-from psservice.sampling.epoch import Epoch
 from psservice.storage.manifest import KeptDataset, KeptEpoch, KeptShare
 from psservice.types import Identity
 from psservice.wire.identity import identity_from_message, identity_to_message, require_name
@@ -29,12 +30,12 @@ _ASKS_A_SECOND = 20  # of all workers together that wait for an epoch's end
 _SHORTEST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 2.0
 
 
-def wish_of(request: pb.LeaseSamplesRequest) -> Wish:
+def sample_request_of(request: pb.LeaseSamplesRequest) -> SampleRequest:
     """Read a request whose numbers are within their bounds; raises :class:`Rejected` (``BAD_REQUEST``)."""
     require_name("a dataset's name", request.dataset)
     plan = Plan(request.size, request.seed, request.shuffle)
     epoch = request.epoch if request.has_epoch else None
-    return Wish(request.dataset, plan, epoch, request.samples, share_of(request.held, request.size))
+    return SampleRequest(request.dataset, plan, epoch, request.samples, share_of(request.held, request.size))
 
 
 def finished_of(header: pb.PushHeader) -> dict[str, Share]:
@@ -63,8 +64,7 @@ def share_of(messages: Sequence[pb.SampleRange], size: int) -> dict[int, Ranges]
         end = each.start + each.count
         if not each.count or end > size or each.epoch >= MOST_EPOCHS:
             raise Rejected(
-                ErrorCode.BAD_REQUEST,
-                f"a dataset of {size} has no samples [{each.start}, {end}) of epoch {each.epoch}",
+                ErrorCode.BAD_REQUEST, f"a dataset of {size} has no samples [{each.start}, {end}) of epoch {each.epoch}"
             )
         pairs.setdefault(each.epoch, []).append((each.start, end))
     return {epoch: Ranges(found) for epoch, found in pairs.items()}
@@ -82,34 +82,30 @@ def answer_to_message(leased: Leased, live_workers: int) -> pb.LeaseSamplesRespo
     )
 
 
-def record_of(identity: Identity, wish: Wish, leased: Leased) -> list[Message]:
+def record_of(identity: Identity, asked: SampleRequest, leased: Leased) -> list[Message]:
     """Return a record's messages: the request, what was granted, and the workers whose places were returned before."""
-    plan = wish.plan
     request = pb.LeaseSamplesRequest(
         identity=identity_to_message(identity),
-        dataset=wish.dataset,
-        size=plan.size,
-        seed=plan.seed,
-        shuffle=plan.shuffle,
-        has_epoch=wish.epoch is not None,
-        epoch=wish.epoch or 0,
-        held=share_to_messages(wish.held),
+        dataset=asked.dataset,
+        **asdict(asked.plan),
+        has_epoch=asked.epoch is not None,
+        epoch=asked.epoch or 0,
+        held=share_to_messages(asked.held),
     )
     response = pb.LeaseSamplesResponse(granted=share_to_messages(leased.granted))
     return [request, response, *(pb.LeaveRequest(identity=identity_to_message(gone)) for gone in leased.gone)]
 
 
-def redo(datasets: Datasets, messages: Sequence[bytes]) -> None:
+def replay_record(datasets: Datasets, messages: Sequence[bytes]) -> None:
     """Repeat a record; raises :class:`Rejected` or ``ValueError`` where it makes no sense."""
     first, second, *others = messages
     request, response = pb.LeaseSamplesRequest.FromString(first), pb.LeaseSamplesResponse.FromString(second)
     gone = frozenset(identity_from_message(pb.LeaveRequest.FromString(each).identity) for each in others)
-    datasets.redo(
-        identity_from_message(request.identity), wish_of(request), share_of(response.granted, request.size), gone
-    )
+    granted = share_of(response.granted, request.size)
+    datasets.redo(identity_from_message(request.identity), sample_request_of(request), granted, gone)
 
 
-def kept(datasets: Datasets) -> list[KeptDataset]:
+def to_manifest(datasets: Datasets) -> list[KeptDataset]:
     """Write all datasets for a manifest."""
 
     def shares(found: Mapping[Identity, Ranges]) -> list[KeptShare]:
@@ -121,20 +117,18 @@ def kept(datasets: Datasets) -> list[KeptDataset]:
     return [
         KeptDataset(
             name=name,
-            size=each.plan.size,
-            seed=each.plan.seed,
-            shuffle=each.plan.shuffle,
+            **asdict(each.plan),
             newest=each.newest,
             epochs=[
                 KeptEpoch(epoch=number, fresh=epoch.fresh, held=shares(epoch.held), returned=shares(epoch.returned))
                 for number, epoch in each.epochs.items()
             ],
         )
-        for name, each in datasets.all().items()
+        for name, each in datasets.items()
     ]
 
 
-def brought_back(manifest: Iterable[KeptDataset]) -> Datasets:
+def from_manifest(manifest: Iterable[KeptDataset]) -> Datasets:
     """Read the datasets of a manifest."""
 
     def shares(found: Iterable[KeptShare]) -> dict[Identity, Ranges]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.cluster.run import RunState
 from psservice.model.buffers import BufferAverage
-from psservice.sampling.dataset import Leased, Wish
+from psservice.sampling.dataset import Leased, SampleRequest
 from psservice.shard.shard import Shard
 from psservice.types import Identity
 
@@ -26,27 +26,22 @@ def _require_buffers(shard: Shard, identity: Identity, generation: int) -> Buffe
 
 def exchange_buffers(shard: Shard, identity: Identity, generation: int, step: int, samples: int, data: bytes) -> bytes:
     """Average a worker's buffers in, once a step and not after the run's end, and return the average."""
-    _require_buffers(shard, identity, generation)
-    record = shard.dedup.record(identity)
-    live = len(shard.leases)
+    record, live = shard.dedup.record(identity), len(shard.leases)
     with shard.durability.averaging:
-        shard.writer.require_free()
+        shard.apply_thread.require_free()
         buffers = _require_buffers(shard, identity, generation)  # a rollback may have put others there meanwhile
         if samples and step > record.buffer_step and shard.run.state is RunState.TRAINING:
             buffers.check(data)
             shard.durability.events.averaged(identity, step, samples, data, live)
-            with shard.writer.all_or_stop():
+            with shard.apply_thread.all_or_stop():
                 buffers.contribute(data, samples, live)
                 record.buffer_step = step
     shard.durability.events.wait()
     return buffers.packed()
 
 
-def lease_samples(shard: Shard, identity: Identity, wish: Wish) -> Leased:
-    """Lease a worker samples to train; on the writer thread, so that the order with pushes is that of the journal.
-
-    Raises :class:`Rejected` (``SETTINGS_MISMATCH``, ``BAD_REQUEST``, ``NOT_DURABLE``, ``DRAINING``).
-    """
+def lease_samples(shard: Shard, identity: Identity, request: SampleRequest) -> Leased:
+    """Lease a worker samples to train; on the apply thread, so that the order with pushes is that of the journal."""
     shard.drain_gate.require_open()
     if not shard.is_coordinator:
         raise Rejected(ErrorCode.BAD_REQUEST, "shard 0 hands out samples; the others know of none")
@@ -55,14 +50,15 @@ def lease_samples(shard: Shard, identity: Identity, wish: Wish) -> Leased:
         member = shard.leases.require(identity)
         shard.require_model(None)
         live = {member.identity for member in shard.leases.members()}
-        leased = shard.datasets.lease(identity, replace(wish, samples=0) if shard.run.is_finished else wish, live)
+        asked = replace(request, samples=0) if shard.run.is_finished else request
+        leased = shard.datasets.lease(identity, asked, live)
         if leased.changed:
-            shard.durability.events.leased(identity, wish, leased)
-            with shard.writer.all_or_stop():
-                shard.datasets.put({wish.dataset: leased.after})
-        member.has_no_samples = wish.samples > 0 and not leased.after.held_by(identity)
+            shard.durability.events.leased(identity, request, leased)
+            with shard.apply_thread.all_or_stop():
+                shard.datasets[request.dataset] = leased.after
+        member.has_no_samples = request.samples > 0 and not leased.after.held_by(identity)
         return leased
 
-    leased = shard.writer.run(lease)
+    leased = shard.apply_thread.run(lease)
     shard.durability.events.wait()
     return leased

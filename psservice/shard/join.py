@@ -1,10 +1,9 @@
 """How a worker joins a shard and how its lease ends before its time (docs/protocol.md, *Joining*)."""
 
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
 
 from pscore.model.layout import ModelLayout
+from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch
 from pscore.wire.messages import first_difference, layout_from_message, layout_to_message
@@ -12,27 +11,16 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.model.training_mode import TrainingMode
 from psservice.shard import model_install
-from psservice.shard.lifecycle import close_due_rounds
+from psservice.shard.lifecycle import close_rounds_after_leave, journal_ended_leases
 from psservice.shard.shard import Shard
-from psservice.shard.types import JoinOutcome
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)
 
 
-def join(
-    shard: Shard,
-    identity: Identity,
-    layout: ModelLayout,
-    method: str,
-    method_settings: Mapping[str, str],
-    *,
-    generation_seen: int,
-    has_replica: bool,
-    index_codecs: frozenset[int] = frozenset(),
-    loaded: pb.LoadedModel | None = None,
-) -> JoinOutcome:
-    """Grant a lease; the outcome is whether the worker pulls, uploads or waits."""
+def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.JoinRequest) -> pb.JoinResponse:
+    """Grant a lease, after :class:`JoinLayouts`; the answer tells whether the worker pulls, uploads or waits."""
+    method_settings = dict(request.method_settings)
     num_shards = shard.settings.num_shards
     if layout.size < num_shards:
         raise Rejected(ErrorCode.BAD_REQUEST, f"a model of {layout.size} elements cannot be cut into {num_shards}")
@@ -43,26 +31,27 @@ def join(
         alone = not starts and shard.is_alone(identity)
         # Read before they become the run's; where they must be the run's, that has been done.
         mode = TrainingMode.of(method_settings) if alone or starts or not shard.run.method else shard.mode
-        if shard.layout is not None and not alone:
-            _require_same_layout(shard.layout, layout)
-        shard.run.agree(method, method_settings, replace=alone or starts)
+        if shard.layout is not None and not alone and shard.layout.fingerprint != layout.fingerprint:
+            _refuse(layout_to_message(shard.layout), layout_to_message(layout))
+        shard.run.agree(request.method, method_settings, replace=alone or starts)
         shard.mode = mode
         if alone or (shard.layout is None and not starts):
             shard.layout = layout
-        _grant_lease(shard, identity, index_codecs)
+        _grant_lease(shard, identity, frozenset(request.index_codecs or PLAIN_INDEX_CODECS))
         if fitted is None:
-            return _outcome(shard, identity, generation_seen, has_replica, loaded)
-        model_install.claim_start(shard, fitted)
+            return _answer(shard, identity, request)
+        model_install.claim(shard)
+        shard.layout, shard.uploads.start = layout, None
     model_install.install_start(shard, fitted)
     with shard.join_lock:
-        return _outcome(shard, identity, generation_seen, has_replica, loaded)
+        return _answer(shard, identity, request)
 
 
 def _grant_lease(shard: Shard, identity: Identity, index_codecs: frozenset[int]) -> None:
     known = shard.leases.is_live(identity)
     member = shard.leases.join(identity)
     if not known:
-        shard.leases.expire()
+        journal_ended_leases(shard)
         try:
             shard.durability.events.joined(identity, index_codecs)
         except Rejected:  # else the next attempt would find a lease that no restart knows of
@@ -71,27 +60,32 @@ def _grant_lease(shard: Shard, identity: Identity, index_codecs: frozenset[int])
         shard.metrics.joins.inc()
         log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
     member.index_codecs = index_codecs
-    shard.metrics.live_workers.set(len(shard.leases))
 
 
-def _outcome(
-    shard: Shard, identity: Identity, generation_seen: int, has_replica: bool, loaded: pb.LoadedModel | None
-) -> JoinOutcome:
+def _answer(shard: Shard, identity: Identity, request: pb.JoinRequest) -> pb.JoinResponse:
     """Return what a worker that has joined does next; the join lock is held."""
-    last_push, model = shard.dedup.last_push(identity.worker_id), shard.model
+    generation_seen, has_replica = request.generation_seen, request.has_replica
+    loaded = request.loaded if request.HasField("loaded") else None
+    incarnation, step = shard.dedup.last_push(identity.worker_id) or ("", 0)
+    answer = pb.JoinResponse(state=pb.JOIN_STATE_WAIT, first_step=1, last_step=step, last_incarnation=incarnation)
     if shard.installing:
-        return JoinOutcome("wait", 0, 0, last_push)
+        return answer
+    model = shard.model
     replaces = loaded is not None and shard.is_coordinator and model_install.replaces(shard, loaded)
     if model is not None and shard.is_coordinator and has_replica:
         # Another shard has a part of an upload that did not reach this one: a replica of that model mends that.
         replaces |= epoch(generation_seen) > epoch(model.generation)
     if model is not None and not replaces:
-        refused = loaded is not None and not model_install.began_as(shard, loaded)
-        return JoinOutcome("ready", model.generation, model.version, last_push, model.first_step, refused)
+        answer.state, answer.generation, answer.version = pb.JOIN_STATE_READY, model.generation, model.version
+        answer.first_step = model.first_step
+        answer.load_refused = loaded is not None and not model_install.began_as(shard, loaded)
+        return answer
     if model is not None:
         generation_seen = max(generation_seen, model.generation)
-    granted = shard.uploads.grant.request(identity, generation_seen, has_replica) if shard.is_coordinator else None
-    return JoinOutcome("wait" if granted is None else "upload", granted or 0, 0, last_push)
+    granted = shard.uploads.grant(identity, generation_seen, has_replica) if shard.is_coordinator else None
+    if granted is not None:
+        answer.state, answer.generation = pb.JOIN_STATE_UPLOAD, granted
+    return answer
 
 
 def leave(shard: Shard, identity: Identity) -> None:
@@ -102,34 +96,20 @@ def leave(shard: Shard, identity: Identity) -> None:
             shard.durability.events.left(identity)
     model_install.forget_upload(shard, identity)
     if left:
-        _lease_ended(shard)
+        close_rounds_after_leave(shard)
         shard.metrics.leaves.inc()
         log.info("worker left", extra={"worker": identity.worker_id})
 
 
 def evict(shard: Shard, worker_id: str, ban_seconds: float) -> Member | None:
-    """End a lease from outside, ban the worker, and return the member that had the lease (``NO_SUCH_WORKER``).
-
-    A push of that worker that has not reached the writer yet is refused there; the record of its pushes stays.
-    """
+    """End a lease from outside, ban the worker, and return the member that had the lease (``NO_SUCH_WORKER``)."""
     with shard.join_lock:  # else the journal might have the worker's next lease before the end of this one
         member = shard.leases.evict(worker_id, ban_seconds)
         if member is not None:
             shard.durability.events.left(member.identity)
-    _lease_ended(shard)
+    close_rounds_after_leave(shard)
     log.warning("worker evicted", extra={"worker": worker_id, "ban_seconds": ban_seconds})
     return member
-
-
-def _lease_ended(shard: Shard) -> None:
-    with suppress(Rejected):
-        close_due_rounds(shard)
-    shard.metrics.live_workers.set(len(shard.leases))
-
-
-def _require_same_layout(ours: ModelLayout, theirs: ModelLayout) -> None:
-    if ours.fingerprint != theirs.fingerprint:
-        _refuse(layout_to_message(ours), layout_to_message(theirs))
 
 
 def _refuse(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> None:

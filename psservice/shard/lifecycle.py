@@ -9,9 +9,7 @@ import torch
 
 from pscore.wire.errors import Rejected
 from psservice.cluster.run import RunState
-from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
-from psservice.recovery.final_model import ModelCopy
 from psservice.recovery.past_model import read_start
 from psservice.settings import ServerSettings
 from psservice.shard.model_install import forget_upload
@@ -29,17 +27,14 @@ def open_shard(
     on_failure: Callable[[], None] = lambda: None,
     environment: Environment = MACHINE,
 ) -> Shard:
-    """Recover a shard from its data directory, or begin an empty one, and start its threads.
-
-    Raises ``ModelFileError`` or ``StorageError`` where the directory or the ``--init`` model cannot be used.
-    """
+    """Recover a shard, or begin an empty one, and start its threads (``ModelFileError``, ``StorageError``)."""
     shard = Shard(settings, device, metrics, on_health, on_failure, environment)
     try:
         shard.durability.recover()
         if settings.init and shard.model is None:
             shard.uploads.start = read_start(settings.init, settings.init_checkpoint)
     except BaseException:
-        shard.writer.close()
+        shard.apply_thread.close()
         shard.durability.abandon()
         raise
     _resume_end(shard)
@@ -56,60 +51,74 @@ def _end_leases_in_time(shard: Shard) -> None:
 def end_leases(shard: Shard) -> None:
     """End the leases that have run out; the thread of leases calls this often."""
     with shard.join_lock:
-        shard.leases.expire()
+        journal_ended_leases(shard)
     shard.dedup.drop_old()
     forget_upload(shard)
-    shard.metrics.live_workers.set(len(shard.leases))
-    with suppress(Rejected):  # busy, or not durable: the round is due next time still
+    close_rounds_after_leave(shard)
+
+
+def journal_ended_leases(shard: Shard) -> None:
+    """Write the ends of leases that have run out, before one of these names joins again; ``join_lock`` is held."""
+    for member in shard.leases.pop_ended():
+        shard.durability.events.left(member.identity)
+        shard.metrics.leases_expired.inc()
+        log.warning(
+            "lease ended: worker is taken for dead",
+            extra={"worker": member.identity.worker_id, "last_step": member.last_step},
+        )
+
+
+def close_rounds_after_leave(shard: Shard) -> None:
+    """Close the round that waited for nobody but workers whose leases have ended."""
+    with suppress(Rejected):  # busy, or not durable: the round is still due next time
         close_due_rounds(shard)
 
 
 def close_due_rounds(shard: Shard) -> None:
     """Close the round where it is due, from any thread."""
-    coordinator = shard.coordinator
-    if coordinator is None or not coordinator.is_due():
+    synchronizer = shard.synchronizer
+    if synchronizer is None or not synchronizer.is_due():
         return
 
     def close() -> None:
-        if shard.coordinator is coordinator:
-            coordinator.close_if_due()
+        if shard.synchronizer is synchronizer:
+            synchronizer.close_if_due()
             end_if_over(shard)
 
-    shard.writer.run(close)
+    shard.apply_thread.run(close)
 
 
 def end_if_over(shard: Shard) -> None:
-    """End the run where its counts have reached its end; on the writer thread."""
+    """End the run where its counts have reached its end; on the apply thread."""
     if shard.run.is_over(shard.require_model(None).version):
         _end(shard)
 
 
 def finish(shard: Shard) -> str:
     """End the run, write the final model if asked to, and return its path."""
-    shard.require_model(None)
-    shard.writer.run(lambda: _end(shard))
+    shard.apply_thread.run(lambda: _end(shard))
     shard.durability.events.wait()
     return shard.final_model.wait()
 
 
 def _end(shard: Shard) -> None:
-    """End the run; on the writer thread, so that the final model is the one at the last version.
+    """End the run; on the apply thread, so that the final model is the one at the last version.
 
     Where the run has ended and that model could not be written, write it again: a full disk may have room by now.
     """
-    coordinator = shard.require_coordinator(None)
-    model = coordinator.model
+    synchronizer = shard.require_synchronizer(None)
+    model = synchronizer.model
     if shard.run.is_finished:
         if shard.final_model.has_failed:
-            _write_final_model(shard, model)
+            shard.final_model.begin(shard.copy_now, shard.run.run_id)
         return
-    coordinator.close()
+    synchronizer.close()
     shard.durability.events.finished(shard.run.run_id)
-    with shard.writer.all_or_stop():
+    with shard.apply_thread.all_or_stop():
         shard.run.state = RunState.FINISHED
         model.finish()
     log.info("run finished", extra={"version": model.version, "samples": shard.run.samples})
-    _write_final_model(shard, model)
+    shard.final_model.begin(shard.copy_now, shard.run.run_id)
 
 
 def _resume_end(shard: Shard) -> None:
@@ -118,14 +127,6 @@ def _resume_end(shard: Shard) -> None:
     if model is None:
         return
     if run.state is RunState.TRAINING and run.is_over(model.version):
-        shard.writer.run(lambda: _end(shard))
+        shard.apply_thread.run(lambda: _end(shard))
     elif run.state is RunState.FINISHED and not shard.final_model.is_there(run.run_id, model.version):
-        _write_final_model(shard, model)
-
-
-def _write_final_model(shard: Shard, model: ModelShard) -> None:
-    buffers = shard.buffers
-    shard.final_model.begin(
-        lambda: ModelCopy(model, model.version, model.current(), buffers.state() if buffers else {}),
-        shard.run.run_id,
-    )
+        shard.final_model.begin(shard.copy_now, run.run_id)

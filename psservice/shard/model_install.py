@@ -1,7 +1,7 @@
 """Putting another model in a shard's place: an upload, the ``--init`` model, or an older version.
 
 The first snapshot of a model is on the disk before anybody is told of the model, and writing it takes as long as the
-disk does. So nothing waits for it: the place is claimed under the join lock, the writer thread copies and then refuses
+disk does. So nothing waits for it: the place is claimed under the join lock, the apply thread copies and then refuses
 what comes (``BUSY``), the snapshot is written by the caller's thread, and the model is published in one step. Workers
 that join meanwhile wait. A server that dies before the snapshot has its name recovers the state before; one that dies
 after it recovers the new model.
@@ -26,8 +26,7 @@ from psservice.model.wagma.replicas import shard_kind
 from psservice.recovery.capture import Content
 from psservice.recovery.past_model import Start, fit
 from psservice.shard.shard import Shard
-from psservice.shard.types import Origin
-from psservice.shard.upload import Upload
+from psservice.shard.upload import Origin, Upload
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 # Claim, copy, write, publish
 
 
-def _claim(shard: Shard) -> None:
+def claim(shard: Shard) -> None:
     """Claim the model's place; ``join_lock`` is held. Raises :class:`Rejected` (``BUSY``) where it is claimed."""
     if shard.installing:
         raise Rejected(ErrorCode.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
@@ -46,7 +45,7 @@ def _claim(shard: Shard) -> None:
 def _install(shard: Shard, make: Callable[[], Content], published: Callable[[], None] = lambda: None) -> None:
     """Write the content of a claimed place, publish it, and free the claim (``NOT_DURABLE``: all goes on as before).
 
-    ``make`` runs on the writer thread behind everything that was queued, ``published`` under the join lock at the end.
+    ``make`` runs on the apply thread behind everything that was queued, ``published`` under the join lock at the end.
     """
 
     def publish(content: Content) -> None:
@@ -111,7 +110,7 @@ def _check_upload(shard: Shard, identity: Identity, generation: int) -> None:
     if shard.model is not None and epoch(generation) == ours:
         raise Rejected(ErrorCode.ALREADY_UPLOADED, "another worker has uploaded the model meanwhile")
     if shard.is_coordinator:
-        shard.uploads.grant.require(identity, generation)
+        shard.uploads.require_grant(identity, generation)
     if epoch(generation) <= ours:
         raise Rejected(ErrorCode.STALE_GENERATION, f"generation {generation} is older than what is here")
 
@@ -123,18 +122,15 @@ def _buffer_bytes(shard: Shard) -> int:
 
 
 def upload_progress(shard: Shard) -> pb.ModelProgress | None:
-    """Return the progress of the model that a worker uploads; ``None`` where no worker uploads.
-
-    Everything has arrived while the model is installed, which takes as long as its first snapshot does.
-    """
-    return shard.uploads.grant.progress() or (pb.ModelProgress(share=1.0) if shard.installing else None)
+    """Return the progress of a worker's upload, 1 while the model is installed; ``None`` where no worker uploads."""
+    return shard.uploads.progress() or (pb.ModelProgress(share=1.0) if shard.installing else None)
 
 
 def forget_upload(shard: Shard, identity: Identity | None = None) -> None:
     """Free the unfinished upload of a worker that has left, or one that no worker resumes: the shard has a model."""
     uploads = shard.uploads
     if identity is not None:
-        uploads.grant.release(identity)
+        uploads.release_grant(identity)
     with uploads.lock:
         upload = uploads.current
         if upload is not None:
@@ -144,10 +140,7 @@ def forget_upload(shard: Shard, identity: Identity | None = None) -> None:
 
 
 def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "", digest: bytes = b"") -> int:
-    """Install an uploaded model that is whole, and return its version.
-
-    The version is the one that the worker names, at least the previous one and at most ``MOST_FIRST_VERSION``.
-    """
+    """Install a whole upload, and return its version: at least the previous, at most ``MOST_FIRST_VERSION``."""
     if shard.is_coordinator and shard.model is not None:  # a run's version does not go back
         version = max(version, shard.model.version)
     version = min(version, MOST_FIRST_VERSION)
@@ -157,7 +150,7 @@ def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "
             shard.run.require_upload(run_id or shard.run.run_id)
             layout = shard.layout
             assert layout is not None  # the check has found a member, who brought one
-            _claim(shard)
+            claim(shard)
         specs = layout.buffers if _buffer_bytes(shard) else ()
 
         def make() -> Content:
@@ -169,11 +162,11 @@ def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "
 
         def published() -> None:
             shard.uploads.origin = Origin(upload.generation, version, digest) if digest else None
-            shard.uploads.grant.end()
+            shard.uploads.end_grant()
 
         _install(shard, make, published)
     except BaseException:
-        upload.reopen()
+        upload.is_whole = False
         raise
     with shard.uploads.lock:
         if shard.uploads.current is upload:
@@ -223,14 +216,8 @@ def fit_start(shard: Shard, layout: ModelLayout) -> FittedStart | None:
     return FittedStart(start, layout, *fit(layout, start.tensors, with_buffers=with_buffers))
 
 
-def claim_start(shard: Shard, fitted: FittedStart) -> None:
-    """Claim the model's place; ``join_lock`` is held. :func:`install_start` comes next, without the lock."""
-    _claim(shard)
-    shard.layout, shard.uploads.start = fitted.layout, None
-
-
 def install_start(shard: Shard, fitted: FittedStart) -> None:
-    """Install the ``--init`` model; after :class:`Rejected` (``NOT_DURABLE``) the next worker's join tries again."""
+    """Install the ``--init`` model in the claimed place; after ``NOT_DURABLE`` the next worker's join tries again."""
     start, layout = fitted.start, fitted.layout
 
     def make() -> Content:
@@ -251,7 +238,7 @@ def install_start(shard: Shard, fitted: FittedStart) -> None:
         return Content(model, average, datasets, run.run_id, run.state_with_model, samples)
 
     try:
-        _install(shard, make, shard.uploads.grant.end)
+        _install(shard, make, shard.uploads.end_grant)
     except BaseException:
         shard.uploads.start = start
         raise
@@ -269,7 +256,7 @@ def roll_back(shard: Shard, version: int | None, checkpoint: str) -> ModelShard:
     before = shard.require_model(None)
     history = shard.durability.replay_to(version, checkpoint)
     with shard.join_lock:
-        _claim(shard)
+        claim(shard)
 
     def make() -> Content:
         old = shard.require_model(None)

@@ -12,11 +12,7 @@ from psservice.types import Identity
 
 
 def pull(
-    shard: Shard,
-    identity: Identity,
-    generation: int,
-    request: PullRequest,
-    reserve: Reserve = lambda nbytes: None,
+    shard: Shard, identity: Identity, generation: int, request: PullRequest, reserve: Reserve = lambda nbytes: None
 ) -> Reply:
     """Answer a pull, exactly or top-k; ``reserve`` charges what the answer occupies, before it is made."""
     member = shard.leases.require(identity)
@@ -25,14 +21,14 @@ def pull(
             ErrorCode.BAD_REQUEST, f"base_end is {request.base_end}; it must be an index that the shard owns"
         )
     close_due_rounds(shard)
-    if shard.coordinator is not None and shard.run.state is RunState.TRAINING:
-        shard.coordinator.require_closed(identity.worker_id)
-    coordinator = shard.require_coordinator(generation)
-    model, base_version = coordinator.seen_by(member, request.base_version, request.acknowledged)
+    if shard.synchronizer is not None and shard.run.state is RunState.TRAINING:
+        shard.synchronizer.require_closed(identity.worker_id)
+    synchronizer = shard.require_synchronizer(generation)
+    model, base_version = synchronizer.model_for(member, request.base_version, request.acknowledged)
     form = WireForm(allowed=member.index_codecs, link_bytes_per_second=request.link_bytes_per_second)
     seen = replace(request, base_version=base_version)
-    reply = ReplyMaker(model, shard.writer, member.downlink, shard.topk, seen, form, reserve).answer()
-    shard.writer.require_whole()  # a top-k reply is read beside the writer
+    reply = ReplyMaker(model, shard.apply_thread, member.downlink, shard.topk, seen, form, reserve).answer()
+    shard.apply_thread.require_whole()  # a top-k reply is read beside the apply thread
     shard.durability.events.wait()
     member.reply_mode, member.reply_density = reply.mode, reply.density
     shard.metrics.observe_pull(reply.mode.value, reply.density)

@@ -1,7 +1,7 @@
 """A push, from its header to its answer."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from pscore.model.sparse_slice import SparseSlice, merge
 from pscore.wire.errors import ErrorCode, Rejected
@@ -15,31 +15,32 @@ from psservice.sampling.codec import finished_of
 from psservice.sampling.dataset import Share
 from psservice.shard.lifecycle import end_if_over
 from psservice.shard.shard import Shard
-from psservice.shard.types import Push
 from psservice.storage.journal_format import Body
 from psservice.types import Identity, PushAnswer
 
 
 def check_push(shard: Shard, identity: Identity, step: int) -> None:
-    """Refuse at the header what need not be received: draining, no lease, a new push too far ahead of the others.
-
-    The writer decides the rest, and the lead once more.
-    """
+    """Refuse at the header what need not be received: draining, no lease, a new push too far ahead of the others."""
     shard.drain_gate.require_open()
     member = shard.leases.require(identity)
     if step > shard.dedup.record(identity).step and shard.run.state is RunState.TRAINING:
         _require_in_step(shard, member)
-        if shard.coordinator is not None:
-            shard.coordinator.require_turn(identity)
+        if shard.synchronizer is not None:
+            shard.synchronizer.require_turn(identity)
 
 
-def commit(shard: Shard, push: Push) -> tuple[PushAnswer, bool]:
-    """Apply a push once; return the answer and whether this identity had been answered before."""
-    merged = merge(shard.span, sorted(push.segments, key=lambda segment: segment.span.start))
-    norm, finished = shard.admission.norm(merged), finished_of(push.header)
+def commit(
+    shard: Shard, header: pb.PushHeader, segments: Iterable[SparseSlice], messages: Sequence[bytes] = ()
+) -> tuple[PushAnswer, bool]:
+    """Apply a push once; return the answer and whether this identity had been answered before.
+
+    The segments are disjoint, inside the shard's span, and in any order; ``messages`` go into the journal.
+    """
+    merged = merge(shard.span, sorted(segments, key=lambda segment: segment.span.start))
+    norm, finished = shard.admission.norm(merged), finished_of(header)
     update = on_device(merged, shard.device)
-    body = shard.durability.events.push_body(push.messages)
-    answer, repeated = shard.writer.run(lambda: _commit(shard, push.header, update, norm, finished, body))
+    body = shard.durability.events.push_body(messages)
+    answer, repeated = shard.apply_thread.run(lambda: _commit(shard, header, update, norm, finished, body))
     shard.durability.events.wait()
     return answer, repeated
 
@@ -52,7 +53,7 @@ def _commit(
     finished: Mapping[str, Share],
     body: Body | None,
 ) -> tuple[PushAnswer, bool]:
-    """Admit, journal, apply and count a push; on the writer thread."""
+    """Admit, journal, apply and count a push; on the apply thread."""
     identity = Identity(header.identity.worker_id, header.identity.incarnation)
     member, record = shard.leases.require(identity), shard.dedup.record(identity)
     if header.step == record.step and record.answer is not None:
@@ -61,13 +62,13 @@ def _commit(
         raise Rejected(ErrorCode.STEP_OUT_OF_ORDER, f"step {header.step} comes after step {record.step} was applied")
 
     shard.run.require_open()
-    coordinator = shard.require_coordinator(header.generation)
-    model, own = coordinator.model, record.own
+    synchronizer = shard.require_synchronizer(header.generation)
+    model, own = synchronizer.model, record.own
     if header.base_version > model.version:
         raise Rejected(
             ErrorCode.VERSION_IN_FUTURE, f"base version {header.base_version}, the server has {model.version}"
         )
-    coordinator.admit(identity, header.step)
+    synchronizer.admit(identity, header.step)
     staleness = model.version - header.base_version - own.since(header.generation, header.base_version)
     in_rounds = model.round is not None and header.samples > 0  # a flush is the last chance of its entries
     shard.admission.require_fresh(staleness, in_rounds=in_rounds)
@@ -76,13 +77,14 @@ def _commit(
     factor, settings = 1.0, shard.settings
     scaling = StalenessScaling(settings.staleness_step == "adaptive", settings.rescale_speed)
     if scaling.is_on and model.mode.is_asynchronous:
-        factor = scaling.factor(staleness, member.interval_seconds, shard.leases.intervals())
+        intervals = [other.interval_seconds for other in shard.leases.members()]
+        factor = scaling.factor(staleness, member.interval_seconds, intervals)
     datasets = shard.datasets.finish(identity, finished)
 
     shard.durability.events.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
 
     started = time.perf_counter_ns()
-    with shard.writer.all_or_stop():
+    with shard.apply_thread.all_or_stop():
         context = PushContext.of(header, factor)
         version = model.take(identity.worker_id, update, context, header.step)  # refused here: by a replay too
         if not shard.run.run_id:
@@ -91,14 +93,14 @@ def _commit(
         if model.round is None:
             own = own.noted(header.generation, header.base_version, version)
         shard.dedup.remember_push(identity, header.step, answer, own)
-        shard.datasets.put(datasets)
+        shard.datasets.update(datasets)
 
     member.last_step, member.staleness = header.step, staleness
     shard.leases.tick(member)
     member.samples = added(member.samples, header.samples)
     shard.metrics.observe_push(answer, model.version)
-    shard.run.count(header.samples)
-    coordinator.close_if_due()
+    shard.run.samples = added(shard.run.samples, header.samples)
+    synchronizer.close_if_due()
     end_if_over(shard)
     return answer, False
 

@@ -3,7 +3,6 @@
 What is done with a shard is in the files beside this one: joining, pushes, pulls, installing a model, the run's end.
 """
 
-import logging
 import threading
 from collections.abc import Callable
 
@@ -13,14 +12,11 @@ from pscore.model.layout import ModelLayout, Span
 from pscore.select import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.apply_thread import Writer
+from psservice.apply_thread import ApplyThread
 from psservice.cluster.dedup import Dedup
 from psservice.cluster.drain_gate import DrainGate
-from psservice.cluster.leases import Leases
-from psservice.cluster.member import Member
+from psservice.cluster.leases import Leases, ServingClock
 from psservice.cluster.run import Run
-from psservice.cluster.serving_clock import ServingClock
-from psservice.cluster.upload_grant import UploadGrant
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.model.topk import ImageBudget, TopKSettings
@@ -34,12 +30,10 @@ from psservice.recovery.final_model import FinalModel, ModelCopy
 from psservice.recovery.replayer import LogReplayer
 from psservice.sampling.dataset import Datasets
 from psservice.settings import ServerSettings
-from psservice.shard.coordinator import Coordinator, Parts, coordinator_for
-from psservice.shard.types import Uploads
+from psservice.shard.synchronizer import Synchronizer, synchronizer_for
+from psservice.shard.upload import Uploads
 from psservice.storage.environment import Environment
 from psservice.types import Identity
-
-log = logging.getLogger(__name__)
 
 
 class Shard:
@@ -47,7 +41,7 @@ class Shard:
 
     Attributes:
         layout: the model's, from the first join on.
-        coordinator: has the model, and coordinates the pushes to it; ``None`` before the upload.
+        synchronizer: has the model, and synchronizes the pushes to it; ``None`` before the upload.
         buffers: their average; on shard 0 only, where the run has any.
         mode: what the run's method asks of the server.
         installing: whether another model is on its way in: joining workers wait for it. Set under ``join_lock``.
@@ -64,8 +58,7 @@ class Shard:
         on_failure: Callable[[], None],
         environment: Environment,
     ) -> None:
-        self.settings, self.device, self.metrics = settings, device, metrics
-        self.environment = environment
+        self.settings, self.device, self.metrics, self.environment = settings, device, metrics, environment
         self.drain_gate = DrainGate()
         self.is_coordinator = settings.shard_index == 0
         self.run = Run(
@@ -77,27 +70,27 @@ class Shard:
         self.leases = Leases(
             settings.lease_seconds,
             lambda: ReplyRule(settings.down_mode, settings.exact_limit),
-            self._lease_ended,
             ServingClock(settings.lease_seconds / 4, environment.monotonic),
         )
         self.dedup = Dedup(self.leases)
         self.admission = Admission(
             settings.max_staleness, settings.ssp_bound if self.is_coordinator else 0, settings.max_update_norm
         )
-        self.images = ImageBudget(settings.image_bytes)
         self.topk = TopKSettings(
             settings.down_density,
             settings.down_dense_below,
             SELECTORS[settings.down_selector],
             VALUE_CODECS[settings.down_value_type],
             settings.chunk_bytes,
-            self.images,
+            ImageBudget(settings.image_bytes),
         )
-        self.uploads = Uploads(UploadGrant(self.leases, settings.stream_idle_seconds))
+        self.uploads = Uploads(self.leases, settings.stream_idle_seconds)
         self.final_model = FinalModel(settings.final_model, settings.shard_index, settings.num_shards, environment)
-        self.writer = Writer(settings.apply_queue_limit, metrics.queue_seconds.observe, on_failure, environment)
+        self.apply_thread = ApplyThread(
+            settings.apply_queue_limit, metrics.queue_seconds.observe, on_failure, environment
+        )
         self.layout: ModelLayout | None = None
-        self.coordinator: Coordinator | None = None
+        self.synchronizer: Synchronizer | None = None
         self.buffers: BufferAverage | None = None
         self.datasets = Datasets()
         self.mode = TrainingMode()
@@ -118,45 +111,46 @@ class Shard:
     @property
     def model(self) -> ModelShard | None:
         """The shard's part of the model, from the upload on."""
-        return None if self.coordinator is None else self.coordinator.model
+        return None if self.synchronizer is None else self.synchronizer.model
 
     def set_model(self, model: ModelShard) -> None:
-        """Replace the model; while nothing is served, or the writer thread is held."""
-        parts = Parts(self.leases, self.durability.events, self.writer, self.metrics)
-        self.coordinator = coordinator_for(model, parts)
+        """Replace the model; while nothing is served, or the apply thread is held."""
+        events = self.durability.events
+        self.synchronizer = synchronizer_for(model, self.leases, events, self.apply_thread, self.metrics)
         self.metrics.version.set(model.version)
 
     def is_alone(self, identity: Identity) -> bool:
         """Tell whether there is no model and no worker but this one, which may then change what was agreed on."""
         return (
-            self.coordinator is None
+            self.synchronizer is None
             and not self.installing
             and all(member.identity == identity for member in self.leases.members())
         )
 
-    def require_coordinator(self, generation: int | None) -> Coordinator:
-        """Return the coordinator; raises :class:`Rejected` where there is no model, or one of another generation."""
-        if self.coordinator is None:
+    def require_synchronizer(self, generation: int | None) -> Synchronizer:
+        """Return the synchronizer; raises :class:`Rejected` where there is no model, or one of another generation."""
+        if self.synchronizer is None:
             raise Rejected(ErrorCode.NOT_INITIALISED, "no worker has uploaded a model yet")
-        ours = self.coordinator.model.generation
+        ours = self.synchronizer.model.generation
         if generation is not None and generation != ours:
             raise Rejected(ErrorCode.STALE_GENERATION, f"the caller has generation {generation}, the server {ours}")
-        return self.coordinator
+        return self.synchronizer
 
     def require_model(self, generation: int | None) -> ModelShard:
-        """Return the model; raises as :meth:`require_coordinator`."""
-        return self.require_coordinator(generation).model
+        """Return the model; raises as :meth:`require_synchronizer`."""
+        return self.require_synchronizer(generation).model
 
     def content(self) -> Content:
-        """Return everything that is replaced with the model; on the writer thread. Raises :class:`Rejected`."""
+        """Return everything that is replaced with the model; on the apply thread. Raises :class:`Rejected`."""
         run = self.run
         return Content(self.require_model(None), self.buffers, self.datasets, run.run_id, run.state, run.samples)
 
     def adopt(self, history: LogReplayer) -> None:
         """Become what a history has been replayed to; before anything is served."""
-        manifest = history.manifest
+        manifest, run = history.manifest, self.run
         self.layout, self.buffers, self.datasets = history.layout, history.buffers, history.datasets
-        self.run.restore(history.run_id, history.run_state, manifest.method, manifest.method_settings, history.samples)
+        run.run_id, run.state, run.samples = history.run_id, history.run_state, history.samples
+        run.method, run.method_settings = manifest.method, manifest.method_settings
         self.mode = history.model.mode
         self.set_model(history.model)
         self.dedup.restore(history.pushes, history.last_pushes)
@@ -164,21 +158,24 @@ class Shard:
             member = self.leases.join(Identity(live.worker_id, live.incarnation))
             member.index_codecs, member.clock = frozenset(live.index_codecs), live.clock
             member.last_step = self.dedup.record(member.identity).step
-        self.metrics.live_workers.set(len(self.leases))
 
     def copy_model(self) -> ModelCopy:
-        """Copy the shard's values at the current version."""
-        model = self.require_model(None)
-        version, values = self.writer.run(lambda: (model.version, model.current()))
+        """Copy the shard's values at a version that is durable."""
+        copy = self.apply_thread.run(self.copy_now)
         self.durability.events.wait()
-        return ModelCopy(model, version, values, self.buffers.state() if self.buffers else {})
+        return copy
+
+    def copy_now(self) -> ModelCopy:
+        """Copy the shard's values at the current version; on the apply thread."""
+        model = self.require_model(None)
+        return ModelCopy(model, model.version, model.current(), self.buffers.state() if self.buffers else {})
 
     def close(self) -> None:
         """Finish what is committed and stop the threads; a state that a failed change has left is not kept."""
         self.stopping.set()
         self.durability.stop()
-        self.writer.close()
-        if self.writer.failed:
+        self.apply_thread.close()
+        if self.apply_thread.failed:
             self.durability.abandon()
         else:
             self.durability.close()
@@ -187,11 +184,3 @@ class Shard:
     def _health_changed(self, healthy: bool) -> None:
         self.durable = healthy
         self._on_health(healthy)
-
-    def _lease_ended(self, member: Member) -> None:
-        self.durability.events.left(member.identity)
-        self.metrics.leases_expired.inc()
-        log.warning(
-            "lease ended: worker is taken for dead",
-            extra={"worker": member.identity.worker_id, "last_step": member.last_step},
-        )

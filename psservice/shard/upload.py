@@ -1,26 +1,38 @@
-"""A model on its way into a shard, over as many calls as that takes.
+"""A model on its way into a shard: which worker may upload (docs/protocol.md, *Joining*), and what has arrived.
 
 An upload keeps what has arrived when a call is cut; the next call of the same worker for the same generation resumes
 behind that. Values are written where the model will have them, so an upload occupies what the model does.
 """
 
+import logging
+import math
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from pscore.model.layout import Span
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.generation import epoch, next_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.leases import Leases
+from psservice.limits import MOST_EPOCH_SEEN
+from psservice.recovery.past_model import Start
 from psservice.types import Identity
+
+log = logging.getLogger(__name__)
+
+_LEAST_RISE = 1e-6
+"""Of the share sent, that counts as progress: no grant is prolonged for ever by ever smaller rises."""
 
 
 class Upload:
     """One upload of one worker. Thread-safe; every method may raise :class:`Rejected`.
 
     ``values`` are fp32 ``[span.length]`` on the host; the system allocates memory as they are written. ``moved`` is
-    when the last message arrived.
+    when the last message arrived. While ``is_whole``, nothing is read.
     """
 
     def __init__(
@@ -31,7 +43,7 @@ class Upload:
         self._clock = clock
         self._lock = threading.Lock()
         self._call = 0
-        self._is_whole = False
+        self.is_whole = False
         self._begin()
 
     def _begin(self) -> None:
@@ -91,16 +103,115 @@ class Upload:
             except Rejected:
                 self._begin()
                 raise
-            self._is_whole = True
-
-    def reopen(self) -> None:
-        """Read again, after a whole upload could not be installed."""
-        self._is_whole = False
+            self.is_whole = True
 
     def buffers(self) -> bytes:
         """Return all buffers (``BAD_COMMIT``)."""
         return self._buffers.finish()
 
     def _require_current(self, call: int) -> None:
-        if call != self._call or self._is_whole:
+        if call != self._call or self.is_whole:
             raise Rejected(ErrorCode.STALE_GENERATION, "another call of this worker has gone on with this upload")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The model that a worker has uploaded: where its training began, and its digest."""
+
+    generation: int
+    version: int
+    digest: bytes
+
+
+@dataclass(slots=True)
+class _Grant:
+    identity: Identity
+    generation: int
+    from_replica: bool
+    began: float
+    moved: float
+    share: float = 0.0
+
+
+class Uploads:
+    """Where the shard's model comes from; shard 0 grants the upload to one worker.
+
+    A grant ends after ``idle_seconds`` without progress. Only :meth:`note_progress` and :meth:`progress` are called
+    without ``join_lock``.
+
+    Attributes:
+        start: the ``--init`` model, until the first worker has brought a layout that fits.
+        current: the unfinished upload; changed under ``lock``.
+        origin: of the model that is installed.
+    """
+
+    def __init__(self, leases: Leases, idle_seconds: float) -> None:
+        self._leases, self._idle_seconds = leases, idle_seconds
+        self._grant: _Grant | None = None
+        self.start: Start | None = None
+        self.current: Upload | None = None
+        self.origin: Origin | None = None
+        self.lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an unfinished upload."""
+        upload = self.current
+        return 0 if upload is None else upload.nbytes
+
+    def grant(self, identity: Identity, generation_seen: int, has_replica: bool) -> int | None:
+        """Return the generation that this worker is to upload, or ``None`` while another uploads (``BAD_REQUEST``)."""
+        grant, now = self._grant, self._leases.clock()
+        replica_beats_fresh = has_replica and grant is not None and not grant.from_replica
+        if grant is not None and grant.identity != identity and self._is_active(grant) and not replica_beats_fresh:
+            return None
+        previous = 0 if grant is None else grant.generation
+        if epoch(generation_seen) > max(MOST_EPOCH_SEEN, epoch(previous)):
+            raise Rejected(
+                ErrorCode.BAD_REQUEST,
+                f"generation_seen is of epoch {epoch(generation_seen)}; it must be 0 to {MOST_EPOCH_SEEN}, or shard 0 "
+                "must know it. Where a shard really has such a model, restart all shards together, empty",
+            )
+        # A shard with this very generation was filled by this worker; another generation of its epoch was not.
+        is_outdone = generation_seen != previous and epoch(generation_seen) >= epoch(previous)
+        if grant is None or grant.identity != identity or is_outdone:
+            generation = next_generation(max(previous, generation_seen))
+            self._grant = grant = _Grant(identity, generation, has_replica, now, now)
+            log.info("upload granted", extra={"worker": identity.worker_id, "generation": grant.generation})
+        return grant.generation
+
+    def require_grant(self, identity: Identity, generation: int) -> None:
+        """Raise :class:`Rejected` (``STALE_GENERATION``) unless this worker may upload this generation."""
+        grant = self._grant
+        if grant is None or (grant.identity, grant.generation) != (identity, generation):
+            raise Rejected(ErrorCode.STALE_GENERATION, "another worker holds the upload now")
+
+    def note_progress(self, identity: Identity, share: float) -> None:
+        """Note how much of the whole model, 0 to 1, a worker has sent to all shards; only a new maximum counts."""
+        grant = self._grant
+        if grant is not None and grant.identity == identity and share > grant.share + _LEAST_RISE:
+            grant.share, grant.moved = share, self._leases.clock()
+
+    def progress(self) -> pb.ModelProgress | None:
+        """Return the upload's progress; ``None`` where no worker uploads."""
+        grant = self._grant
+        if grant is None or not self._is_active(grant):
+            return None
+        left = (self._leases.clock() - grant.began) * (1 - grant.share) / grant.share if grant.share else 0.0
+        return pb.ModelProgress(worker_id=grant.identity.worker_id, share=grant.share, seconds_left=left)
+
+    def release_grant(self, identity: Identity) -> None:
+        """End the grant of a worker that has left; its generation stays known."""
+        if self._grant is not None and self._grant.identity == identity:
+            self._grant.moved = -math.inf
+
+    def end_grant(self) -> None:
+        """Drop the grant: the model is installed."""
+        self._grant = None
+
+    def _is_active(self, grant: _Grant) -> bool:
+        """Tell whether a worker uploads, or may resume sooner than another worker could send everything again."""
+        patience = self._idle_seconds
+        if not self._leases.is_live(grant.identity):
+            patience = min(patience, self._leases.lease_seconds + grant.moved - grant.began)
+        return self._leases.clock() - grant.moved < patience

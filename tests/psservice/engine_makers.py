@@ -1,4 +1,4 @@
-"""Engines without a network: joining, uploading and pushing in a line each."""
+"""Shards without a network: joining, uploading and pushing in a line each."""
 
 from contextlib import contextmanager
 
@@ -19,11 +19,11 @@ from psservice.shard import pull as pulling
 from psservice.shard.lifecycle import open_shard
 from psservice.shard.model_install import finish_upload, open_upload
 from psservice.shard.push import commit
-from psservice.shard.types import Push
 from psservice.types import Identity
 
 HOUR = 3600.0
 ANNA, BERT = Identity("anna", "1"), Identity("bert", "1")
+READY, UPLOAD, WAIT = pb.JOIN_STATE_READY, pb.JOIN_STATE_UPLOAD, pb.JOIN_STATE_WAIT
 
 
 @contextmanager
@@ -40,16 +40,16 @@ def engines(num_shards=1, **settings):
     try:
         yield made
     finally:
-        for engine in made:
-            engine.close()
+        for shard in made:
+            shard.close()
 
 
 @contextmanager
 def serving(layout, values, buffers=(), **settings):
-    """One engine that has its model, with Anna joined."""
-    with engines(**settings) as (engine,):
-        upload(engine, values, ANNA, join(engine, layout, ANNA).generation, buffers=buffers)
-        yield engine
+    """One shard that has its model, with Anna joined."""
+    with engines(**settings) as (shard,):
+        upload(shard, values, ANNA, join(shard, layout, ANNA).generation, buffers=buffers)
+        yield shard
 
 
 @contextmanager
@@ -67,46 +67,51 @@ def full(epoch, nonce=1):
     return epoch << 32 | nonce
 
 
-def join(engine, layout, who=ANNA, method="dgs", method_settings=None, *, seen=0, has_replica=False, loaded=None):
-    settings = method_settings or {}
-    return joining.join(
-        engine, who, layout, method, settings, generation_seen=seen, has_replica=has_replica, loaded=loaded
+def join(shard, layout, who=ANNA, method="dgs", method_settings=None, *, seen=0, has_replica=False, loaded=None):
+    request = pb.JoinRequest(
+        method=method, method_settings=method_settings, generation_seen=seen, has_replica=has_replica, loaded=loaded
     )
+    return joining.join(shard, who, layout, request)
 
 
-def upload(engine, values, who, generation, *, version=0, buffers=(), digest=b""):
-    """Send an engine its range of the whole model's values."""
-    part = values[engine.span.start : engine.span.end].clone()
+def last_push(joined):
+    """Incarnation and step of the last push under the name of a worker that has joined."""
+    return joined.last_incarnation, joined.last_step
+
+
+def upload(shard, values, who, generation, *, version=0, buffers=(), digest=b""):
+    """Send a shard its range of the whole model's values."""
+    part = values[shard.span.start : shard.span.end].clone()
     packed, checksum = pack(buffers), frames.Checksum()
-    brought = open_upload(engine, who, generation, len(packed))
+    brought = open_upload(shard, who, generation, len(packed))
     call = brought.go_on()
-    for chunk, _ in frames.encode(SparseSlice(engine.span, None, part), chunk_bytes=1 << 20):
+    for chunk, _ in frames.encode(SparseSlice(shard.span, None, part), chunk_bytes=1 << 20):
         checksum.add(chunk)
         brought.read(call, chunk)
     for piece in frames.encode_bytes(packed, 1 << 20):
         brought.read_buffers(call, piece)
     brought.verify(call, checksum.commit())
-    return finish_upload(engine, brought, version, digest=digest)
+    return finish_upload(shard, brought, version, digest=digest)
 
 
-def present(engine):
-    """The generation that an engine holds."""
-    return engine.model.generation if engine.model else full(1)
+def present(shard):
+    """The generation that a shard holds."""
+    return shard.model.generation if shard.model else full(1)
 
 
-def push(engine, step, entries=(), who=ANNA, *, generation=None, base=0, samples=1):
+def push(shard, step, entries=(), who=ANNA, *, generation=None, base=0, samples=1):
     """Push {index: value} entries, or ready segments."""
-    generation = present(engine) if generation is None else generation
+    generation = present(shard) if generation is None else generation
     if isinstance(entries, dict):
-        chosen = sorted(i for i in entries if engine.span.start <= i < engine.span.end)
-        offsets = torch.tensor([i - engine.span.start for i in chosen], dtype=torch.int64)
+        chosen = sorted(i for i in entries if shard.span.start <= i < shard.span.end)
+        offsets = torch.tensor([i - shard.span.start for i in chosen], dtype=torch.int64)
         values = torch.tensor([entries[i] for i in chosen], dtype=torch.float32)
-        entries = [SparseSlice(engine.span, offsets, values)] if chosen else []
-    return commit(engine, push_of(who, step, generation, base, samples, list(entries)))
+        entries = [SparseSlice(shard.span, offsets, values)] if chosen else []
+    return commit(shard, *push_of(who, step, generation, base, samples, list(entries)))
 
 
-def push_of(who, step, generation, base, samples, segments, messages=(), learning_rate=0.0, finished=None):
-    """A push as it is received; ``finished`` has samples by dataset."""
+def push_of(who, step, generation, base, samples, segments, learning_rate=0.0, finished=None):
+    """Header and segments of a push; ``finished`` has samples by dataset."""
     header = pb.PushHeader(
         identity=pb.WorkerIdentity(worker_id=who.worker_id, incarnation=who.incarnation),
         step=step,
@@ -117,16 +122,16 @@ def push_of(who, step, generation, base, samples, segments, messages=(), learnin
     )
     for dataset, share in (finished or {}).items():
         header.finished.add(dataset=dataset, ranges=share_to_messages(share))
-    return Push(header, segments, messages)
+    return header, segments
 
 
-def pull(engine, who=ANNA, *, generation=None, base=None, acknowledged=0, image=False):
-    generation = present(engine) if generation is None else generation
-    return pulling.pull(engine, who, generation, PullRequest(base, acknowledged, image))
+def pull(shard, who=ANNA, *, generation=None, base=None, acknowledged=0, image=False):
+    generation = present(shard) if generation is None else generation
+    return pulling.pull(shard, who, generation, PullRequest(base, acknowledged, image))
 
 
-def theta(engine):
-    return engine.copy_model().values
+def theta(shard):
+    return shard.copy_model().values
 
 
 def reason_of(call, *arguments, **options):
@@ -137,7 +142,7 @@ def reason_of(call, *arguments, **options):
 
 
 class Clock:
-    """A clock that a test moves; give it to ``engine.leases``."""
+    """A clock that a test moves; give it to ``shard.leases``."""
 
     def __init__(self):
         self.now = 0.0
@@ -146,9 +151,9 @@ class Clock:
         return self.now
 
 
-def with_clock(engine):
+def with_clock(shard):
     clock = Clock()
-    engine.leases.clock = clock
-    for member in engine.leases._members.values():
+    shard.leases.clock = clock
+    for member in shard.leases._members.values():
         member.lease_end = clock.now + HOUR
     return clock

@@ -11,7 +11,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.select import SELECTORS
 from pscore.wire import frames
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.apply_thread import Writer
+from psservice.apply_thread import ApplyThread
 from psservice.model.parameters import ModelShard
 from psservice.model.reply_session import PullRequest, ReplyMaker, ReplyMode, ReplySession
 from psservice.model.topk import TopKSettings
@@ -46,7 +46,7 @@ def shard_of(layout, values, *, num_shards=1, index=0, ledger_multiple=100.0, ve
 @contextmanager
 def writing():
     """A writer thread that ends with the block."""
-    writer = Writer(64)
+    writer = ApplyThread(64)
     try:
         yield writer
     finally:

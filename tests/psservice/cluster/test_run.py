@@ -3,7 +3,7 @@
 import pytest
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.cluster.run import Run, RunState
+from psservice.cluster.run import Run, RunState, added
 
 
 def refusal_of(call):
@@ -75,7 +75,7 @@ def test_pushes_are_taken_until_the_end():
 
 
 def counted(run, version, samples):
-    run.count(samples)
+    run.samples = added(run.samples, samples)
     return run.is_over(version)
 
 

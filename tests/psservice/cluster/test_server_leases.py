@@ -4,7 +4,7 @@ import pytest
 
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.cluster.dedup import Dedup
-from psservice.cluster.leases import Leases
+from psservice.cluster.leases import Leases, ServingClock
 from psservice.policy.reply_mode import ReplyRule
 from psservice.policy.staleness import OwnVersions
 from psservice.types import Identity, PushAnswer
@@ -23,8 +23,8 @@ class Clock:
 
 class World:
     def __init__(self):
-        self.clock, self.expired = Clock(), []
-        self.members = Leases(LEASE, lambda: ReplyRule("exact"), on_expire=self.expired.append, clock=self.clock)
+        self.clock = Clock()
+        self.members = Leases(LEASE, lambda: ReplyRule("exact"), self.clock)
         self.dedup = Dedup(self.members)
 
 
@@ -37,6 +37,18 @@ def reason_of(call):
     with pytest.raises(Rejected) as refused:
         call()
     return refused.value.reason
+
+
+@pytest.mark.parametrize(
+    ("gaps", "counted"), [([0.5, 1.0, 0.25], 1.75), ([0.5, 100.0, 0.5], 2.0), ([], 0.0), ([1000.0], 1.0)]
+)
+def test_time_in_which_the_process_stands_still_does_not_count(gaps, counted):
+    clock = Clock()
+    serving = ServingClock(1.0, clock)
+    for gap in gaps:
+        clock.now += gap
+        serving()
+    assert serving() == counted
 
 
 def test_a_lease_lives_its_seconds_and_not_longer(world):
@@ -68,9 +80,8 @@ def test_asking_whether_one_lives_renews_nothing(world):
 def test_the_end_frees_what_is_kept_and_is_told_once(world):
     first = world.members.join(ANNA)
     world.clock.now += LEASE
-    world.members.expire()
-    world.members.expire()
-    assert world.expired == [first]
+    assert world.members.pop_ended() == [first]
+    assert world.members.pop_ended() == []
     again = world.members.join(ANNA)
     assert again is not first
     assert again.downlink is not first.downlink
@@ -110,7 +121,7 @@ def test_another_incarnation_may_join_when_the_first(world, how):
 def test_leaving_twice_is_harmless(world):
     world.members.join(ANNA)
     assert [world.members.leave(ANNA), world.members.leave(ANNA)] == [True, False]
-    assert world.expired == []
+    assert world.members.pop_ended() == []
 
 
 def test_one_end_does_not_touch_the_others(world):

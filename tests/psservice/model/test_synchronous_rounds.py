@@ -15,7 +15,7 @@ from pscore.wire.errors import ErrorCode
 from psservice.cluster.run import RunState
 from psservice.model.synchronous_rounds import RoundSettings, SynchronousRound
 from psservice.observability.metrics import Metrics
-from psservice.sampling.dataset import Plan, Wish
+from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.settings import ServerSettings
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
@@ -26,6 +26,7 @@ from tests.psservice.engine_makers import (
     ANNA,
     BERT,
     HOUR,
+    UPLOAD,
     Clock,
     engines,
     join,
@@ -56,7 +57,7 @@ def engine():
 def begin(engine, *who, **options):
     for each in who:
         outcome = join(engine, LAYOUT, each, "ssgd", rounds(**options))
-        if outcome.state == "upload":
+        if outcome.state == UPLOAD:
             upload(engine, ZERO, each, outcome.generation)
 
 
@@ -77,7 +78,7 @@ def test_who_has_contributed_waits_until_the_mean_is_applied(engine, monkeypatch
     seen, apply = [], engine.model.rule.apply
 
     def applied(*args):
-        seen.append(reason_of(engine.coordinator.require_closed, ANNA.worker_id))
+        seen.append(reason_of(engine.synchronizer.require_closed, ANNA.worker_id))
         return apply(*args)
 
     monkeypatch.setattr(engine.model.rule, "apply", applied)
@@ -323,9 +324,9 @@ def test_nobody_waits_for_a_worker_that_waits_for_samples_itself(engine):
 
     def lease(who, held=0, epoch=0):
         share = {0: Ranges([(0, held)])} if held else {}
-        return lease_samples(engine, who, Wish("train", Plan(4, 1, True), epoch, 8, share)).granted
+        return lease_samples(engine, who, SampleRequest("train", Plan(4, 1, True), epoch, 8, share)).granted
 
-    while lease(BERT, engine.datasets.all()["train"].held_by(BERT)[0].total if engine.datasets.all() else 0):
+    while lease(BERT, engine.datasets["train"].held_by(BERT)[0].total if engine.datasets else 0):
         pass
     assert not lease(ANNA)
     push(engine, 1, {0: 2.0}, BERT)

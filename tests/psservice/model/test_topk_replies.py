@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pscore.model.sparse_slice import SparseSlice
-from psservice.apply_thread import Writer
+from psservice.apply_thread import ApplyThread
 from psservice.model.reply_session import ReplyMode, ReplySession
 from psservice.policy.reply_mode import ReplyRule
 from tests.psservice.service_makers import (
@@ -35,7 +35,7 @@ class TopKWorker(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.writer = Writer(64)
+        self.writer = ApplyThread(64)
         self.owed = None  # the bytes that a repeated question must get again
 
     @initialize(
@@ -142,7 +142,7 @@ TestTopKWorker.settings = settings(deadline=None, max_examples=120, stateful_ste
 
 @pytest.fixture
 def link():
-    writer = Writer(64)
+    writer = ApplyThread(64)
     layout = layout_of((60, F32), (40, BF16))
     model = shard_of(layout, torch.randn(layout.size))
     yield Link(model, writer, new_replica(layout), topk(0.1), Rule(topk=True))
@@ -230,7 +230,7 @@ def test_closing_the_image_restores_signed_zeros_too(link):
 
 def test_auto_leaves_dense_replies_where_a_fleet_outruns_the_ledger():
     """And not because of a base that was never there, or of dense pushes: then the way down may be dense."""
-    layout, writer = layout_of((1000, F32)), Writer(8)
+    layout, writer = layout_of((1000, F32)), ApplyThread(8)
     try:
         model = shard_of(layout, torch.zeros(1000))  # a ledger of as many entries
         link = Link(model, writer, new_replica(layout), topk(0.2, 0), ReplyRule("auto", 0.1))

@@ -14,7 +14,19 @@ from psservice.model.update.base import PushContext
 from psservice.policy.staleness import StalenessScaling
 from psservice.settings import ShardSettings
 from psservice.shard.push import commit
-from tests.psservice.engine_makers import ANNA, BERT, engines, join, push, push_of, serving, theta, upload, with_clock
+from tests.psservice.engine_makers import (
+    ANNA,
+    BERT,
+    UPLOAD,
+    engines,
+    join,
+    push,
+    push_of,
+    serving,
+    theta,
+    upload,
+    with_clock,
+)
 from tests.psservice.service_makers import F32, bits, layout_of, sparse_push
 
 LAYOUT = layout_of((8, F32))
@@ -63,7 +75,7 @@ def test_in_a_round_workers_count_alike():
     with engines(rescale_speed=True, staleness_step="adaptive") as (engine,):
         for who in (ANNA, BERT):
             outcome = join(engine, LAYOUT, who, "some", settings)
-            if outcome.state == "upload":
+            if outcome.state == UPLOAD:
                 upload(engine, torch.zeros(8), who, outcome.generation)
         clock = with_clock(engine)
         for step in range(1, 5):
@@ -179,8 +191,8 @@ def test_an_engine_compensates_by_the_rate_that_the_push_carries():
     with serving(LAYOUT, torch.zeros(8), delay_compensation=1.0) as engine:
         push(engine, 1, {0: 1.0})
         offsets, values = torch.tensor([0]), torch.tensor([0.5])
-        stale = push_of(ANNA, 2, engine.model.generation, 0, 1, [SparseSlice(engine.span, offsets, values)], (), 0.25)
-        commit(engine, stale)
+        stale = push_of(ANNA, 2, engine.model.generation, 0, 1, [SparseSlice(engine.span, offsets, values)], 0.25)
+        commit(engine, *stale)
         assert theta(engine)[0] == -1.0 - (0.5 + (1.0 / 0.25) * 0.25 * -1.0)
 
 

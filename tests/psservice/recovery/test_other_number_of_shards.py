@@ -11,7 +11,7 @@ from pscore.model.ranges import Ranges
 from pscore.model.sparse_slice import SparseSlice
 from psservice.model.update.base import PieceState
 from psservice.model.update.torch_optimizer import reshard
-from psservice.sampling.dataset import Plan, Wish
+from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.push import commit
 from psservice.storage.files import StorageError
@@ -42,7 +42,7 @@ def push(shard, who, step, gradient, finished=None):
     values = gradient[shard.span.start : shard.span.end]
     done = {"train": {0: Ranges([finished])}} if finished else {}
     segments = [SparseSlice(shard.span, None, values)]
-    commit(shard, push_of(who, step, present(shard), shard.model.version, 1, segments, finished=done))
+    commit(shard, *push_of(who, step, present(shard), shard.model.version, 1, segments, finished=done))
 
 
 def train(shards, who, gradients):
@@ -55,7 +55,7 @@ def lease(shard, who):
     """Ask for samples until none is left; return how many places were handed out."""
     mine = Ranges()
     while True:
-        wish = Wish("train", Plan(SAMPLES, 1, True), 0, SAMPLES, {0: mine} if mine else {})
+        wish = SampleRequest("train", Plan(SAMPLES, 1, True), 0, SAMPLES, {0: mine} if mine else {})
         granted = lease_samples(shard, who, wish).granted.get(0)
         if not granted:
             return sum(end - start for start, end in mine)

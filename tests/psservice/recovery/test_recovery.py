@@ -23,7 +23,6 @@ from psservice.shard.buffers_and_samples import exchange_buffers
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish, open_shard
 from psservice.shard.push import commit
-from psservice.shard.types import Push
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError
@@ -91,7 +90,7 @@ def send(engine, step, segment, who=ANNA, **options):
     """Push over a stream; return the answer and whether it was a repeat."""
     messages = stream(engine, step, segment, who, **options)
     header, _, segments = read_all(read_push(lambda header: PushReader.of(header, engine.span)), messages)
-    return commit(engine, Push(header, segments, [message.SerializeToString() for message in messages]))
+    return commit(engine, header, segments, [message.SerializeToString() for message in messages])
 
 
 def after_a_crash(directory: Path) -> Path:
@@ -115,7 +114,7 @@ def assert_same(again: shard.Shard, engine: shard.Shard) -> None:
         for one in (again, engine)
     ]
     assert live[0] == live[1]
-    assert again.datasets.all() == engine.datasets.all()
+    assert again.datasets == engine.datasets
     mine, theirs = again.dedup.remembered(), engine.dedup.remembered()
     assert mine[1] == theirs[1]
     plain = [

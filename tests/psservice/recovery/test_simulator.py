@@ -172,7 +172,7 @@ class Simulator:
             self.trace.append(str(error.reason))
         if not died and not self.disk.dead and self.engine.model is not None:
             self.look()
-        if died or self.disk.dead or self.engine.durability.is_broken or self.engine.writer.failed:
+        if died or self.disk.dead or self.engine.durability.is_broken or self.engine.apply_thread.failed:
             self.restart(power_cut=self.random.random() < 0.4)
         self.disk.fuse = None
 

@@ -13,7 +13,7 @@ from pscore.wire.errors import Rejected
 from psservice.recovery.past_model import replay_shards
 from psservice.shard.join import leave
 from psservice.shard.model_install import roll_back
-from tests.psservice.engine_makers import ANNA, BERT, join, theta, upload
+from tests.psservice.engine_makers import ANNA, BERT, UPLOAD, join, theta, upload
 from tests.psservice.recovery.test_recovery import LAYOUT, START, Shard, after_a_crash, send, values
 from tests.psservice.service_makers import bits, sparse_push
 
@@ -55,7 +55,7 @@ scripts = st.lists(
 def begin_regime(engine, method_settings):
     for who in (ANNA, BERT):
         outcome = join(engine, LAYOUT, who, "some", method_settings)
-        if outcome.state == "upload":
+        if outcome.state == UPLOAD:
             upload(engine, values(), who, outcome.generation, buffers=START)
 
 

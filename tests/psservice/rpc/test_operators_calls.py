@@ -8,12 +8,12 @@ import torch
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.apply_thread import Writer
+from psservice.apply_thread import ApplyThread
 from psservice.cluster.drain_gate import DrainGate
 from psservice.rpc.calls import handlers_of
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.status import StatusReport
-from psservice.sampling.dataset import Plan, Wish
+from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.shard.buffers_and_samples import lease_samples, open_exchange
 from psservice.shard.join import evict
 from psservice.shard.model_install import open_upload
@@ -26,6 +26,7 @@ from tests.psservice.engine_makers import (
     HOUR,
     engines,
     join,
+    last_push,
     pull,
     push,
     reason_of,
@@ -58,11 +59,11 @@ def test_a_door_counts_who_is_inside_and_lets_nobody_in_while_it_is_closed():
     door = DrainGate()
     with door.track():
         door.require_open()
-        door.close()
+        door.is_closed = True
         assert door.in_flight == 1
         assert reason_of(door.require_open) is ErrorCode.DRAINING
     assert (door.in_flight, door.is_closed) == (0, True)
-    door.open()
+    door.is_closed = False
     door.require_open()
 
 
@@ -80,7 +81,7 @@ def test_nothing_comes_in_behind_a_count_that_has_reached_zero():
     threads = [threading.Thread(target=call) for _ in range(40)]
     for number, thread in enumerate(threads):
         if number == 20:
-            door.close()
+            door.is_closed = True
             while door.in_flight:
                 pass
             counts.append(len(acted))
@@ -96,7 +97,7 @@ def test_a_closed_shard_refuses_what_changes_it_and_answers_the_rest(engine):
     answer = call("Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_CLOSE))
     assert (answer.draining, answer.calls_inside, answer.version, answer.stopping) == (True, 0, 1, False)
     assert told == ["changed"]
-    wish = Wish("train", Plan(10, 0, False), 0, 3, {})
+    wish = SampleRequest("train", Plan(10, 0, False), 0, 3, {})
     for refused in (
         lambda: check_push(engine, ANNA, 2),
         lambda: join(engine, LAYOUT, BERT),
@@ -114,7 +115,7 @@ def test_a_closed_shard_refuses_what_changes_it_and_answers_the_rest(engine):
 
 def test_a_push_that_was_inside_when_the_door_closed_is_applied(engine):
     check_push(engine, ANNA, 1)
-    engine.drain_gate.close()
+    engine.drain_gate.is_closed = True
     assert push(engine, 1, {0: 1.0})[0].version == 1
     assert theta(engine)[0] == 0.0
 
@@ -141,21 +142,21 @@ def test_an_evicted_worker_has_lost_its_lease_and_not_its_record(engine):
     first, _ = push(engine, 1, {0: 1.0})
     assert evict(engine, "anna", 0.0).identity == ANNA
     assert reason_of(push, engine, 2, {0: 1.0}) is ErrorCode.LEASE_EXPIRED
-    assert join(engine, LAYOUT, ANNA).last_push == ("1", 1)
+    assert last_push(join(engine, LAYOUT, ANNA)) == ("1", 1)
     assert push(engine, 1, {0: 1.0}) == (first, True), "a repeat is answered, not applied"
     assert push(engine, 2, {0: 1.0})[0].version == 2
 
 
 def test_a_push_that_waits_for_the_writer_is_refused_behind_an_eviction(engine, monkeypatch):
     before = theta(engine)
-    run = Writer.run
+    run = ApplyThread.run
 
     def evict_first(writer, job):
-        monkeypatch.setattr(Writer, "run", run)
+        monkeypatch.setattr(ApplyThread, "run", run)
         evict(engine, "anna", 60.0)
         return run(writer, job)
 
-    monkeypatch.setattr(Writer, "run", evict_first)
+    monkeypatch.setattr(ApplyThread, "run", evict_first)
     assert reason_of(push, engine, 1, {0: 1.0}) is ErrorCode.EVICTED
     assert torch.equal(theta(engine), before)
 
@@ -179,7 +180,7 @@ def test_a_ban_is_on_the_name_and_ends_by_itself_or_by_another_call(engine):
 
 
 def test_samples_of_an_evicted_worker_are_handed_to_others(engine):
-    wish = Wish("train", Plan(4, 0, False), 0, 4, {})
+    wish = SampleRequest("train", Plan(4, 0, False), 0, 4, {})
     held = lease_samples(engine, ANNA, wish).granted
     join(engine, LAYOUT, BERT)
     evict(engine, "anna", HOUR)
@@ -212,4 +213,4 @@ def test_an_eviction_is_remembered_by_the_journal(tmp_path):
         evict(engine, "anna", 60.0)
     with engines(data_dir=tmp_path) as (engine,):
         assert len(engine.leases) == 0
-        assert join(engine, LAYOUT, ANNA).last_push == ("1", 1), "who was kept out is forgotten, what it pushed is not"
+        assert last_push(join(engine, LAYOUT, ANNA)) == ("1", 1), "who was kept out is forgotten, what it pushed is not"

@@ -10,9 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.sampling.codec import brought_back, kept, record_of, redo, share_of, share_to_messages
-from psservice.sampling.dataset import MOST_DATASETS, MOST_RANGES, Dataset, Datasets, Plan, Wish
-from psservice.sampling.epoch import Epoch
+from psservice.sampling.codec import from_manifest, record_of, replay_record, share_of, share_to_messages, to_manifest
+from psservice.sampling.dataset import MOST_DATASETS, MOST_RANGES, Dataset, Datasets, Epoch, Plan, SampleRequest
 from psservice.types import Identity
 
 ANNA, BERT, CARL = (Identity(name, "1") for name in ("anna", "bert", "carl"))
@@ -24,18 +23,18 @@ def plan(size=20):
 
 
 def wish(epoch=0, samples=4, held=None, size=20, name="train"):
-    return Wish(name, plan(size), epoch, samples, held or {})
+    return SampleRequest(name, plan(size), epoch, samples, held or {})
 
 
 def ask(datasets, who, wanted, live=None):
     """Lease, and let it be so."""
     leased = datasets.lease(who, wanted, live or {ANNA, BERT, CARL})
-    datasets.put({wanted.dataset: leased.after})
+    datasets.update({wanted.dataset: leased.after})
     return leased
 
 
 def finish(datasets, who, share, name="train"):
-    datasets.put(datasets.finish(who, {name: share}))
+    datasets.update(datasets.finish(who, {name: share}))
 
 
 def places(share):
@@ -71,12 +70,12 @@ class Workers(RuleBasedStateMachine):
 
     def lease(self, who, goal, samples, claimed, heard=True):
         live = {self.identity(each) for each in self.live if self.live[each] > 0}
-        wanted = Wish("train", plan(self.size), goal, samples, share(*claimed))
+        wanted = SampleRequest("train", plan(self.size), goal, samples, share(*claimed))
         leased = self.datasets.lease(self.identity(who), wanted, live)
         if leased.changed:
             messages = [each.SerializeToString() for each in record_of(self.identity(who), wanted, leased)]
-            redo(self.twin, messages)
-            self.datasets.put({"train": leased.after})
+            replay_record(self.twin, messages)
+            self.datasets.update({"train": leased.after})
         for place in places(leased.granted):
             assert not self.finished[place], "handed out after it was finished"
             holders = [each for each in self.live if self.live[each] > 0 and each != who and place in self.held(each)]
@@ -86,7 +85,7 @@ class Workers(RuleBasedStateMachine):
         return leased
 
     def held(self, who):
-        return set(places(self.datasets.all().get("train", EMPTY).held_by(self.identity(who))))
+        return set(places(self.datasets.get("train", EMPTY).held_by(self.identity(who))))
 
     workers = st.sampled_from([ANNA, BERT, CARL])
 
@@ -94,7 +93,7 @@ class Workers(RuleBasedStateMachine):
     @rule(who=workers, ahead=st.integers(0, 2), samples=st.integers(0, 9), heard=st.booleans())
     def asks(self, who, ahead, samples, heard):
         if self.live[who] > 0:
-            newest = self.datasets.all()["train"].newest
+            newest = self.datasets["train"].newest
             self.lease(who, max(0, newest - 1 + ahead), samples, self.knows[who], heard)
 
     @rule(who=workers, data=st.data())
@@ -108,7 +107,7 @@ class Workers(RuleBasedStateMachine):
             self.knows[who] -= done
 
     def left_by(self, who):
-        known = self.datasets.all()["train"]
+        known = self.datasets["train"]
         return {
             (number, place)
             for number, epoch in known.epochs.items()
@@ -138,13 +137,13 @@ class Workers(RuleBasedStateMachine):
 
     @rule()
     def server_starts_again(self):
-        self.datasets = brought_back(kept(self.datasets))
+        self.datasets = from_manifest(to_manifest(self.datasets))
 
     @invariant()
     def each_place_is_in_one_state(self):
-        assert self.datasets.all() == self.twin.all(), "the journal tells another story"
+        assert self.datasets == self.twin, "the journal tells another story"
         assert max(self.finished.values(), default=1) == 1
-        for known in self.datasets.all().values():
+        for known in self.datasets.values():
             for number, epoch in known.epochs.items():
                 seen = Counter(range(epoch.fresh, self.size))
                 for ranges in (*epoch.held.values(), *epoch.returned.values()):
@@ -155,9 +154,9 @@ class Workers(RuleBasedStateMachine):
     def teardown(self):
         """One worker that goes on alone finishes everything: nothing is lost, nobody starves."""
         last = Identity("last", "1")
-        newest = self.datasets.all()["train"].newest
+        newest = self.datasets["train"].newest
         for _ in range(1000):
-            answer = ask(self.datasets, last, Wish("train", plan(self.size), newest, 5, {}), {last})
+            answer = ask(self.datasets, last, SampleRequest("train", plan(self.size), newest, 5, {}), {last})
             if not answer.granted:
                 break
             self.finished.update(places(answer.granted))
@@ -191,14 +190,14 @@ def test_who_was_taken_for_dead_keeps_what_nobody_has_taken():
     theirs = ask(datasets, BERT, wish(samples=2), {BERT}).granted
     answer = ask(datasets, ANNA, wish(held=mine, samples=0))
     assert (answer.granted, answer.lost) == ({}, theirs)
-    assert datasets.all()["train"].held_by(ANNA) == {0: mine[0] - theirs[0]}
+    assert datasets["train"].held_by(ANNA) == {0: mine[0] - theirs[0]}
 
 
 def test_an_epoch_begins_when_nothing_of_those_before_it_is_left():
     datasets = Datasets()
     assert set(ask(datasets, ANNA, wish(epoch=0, samples=100), {ANNA}).granted) == {0}
     while ask(datasets, BERT, wish(epoch=0, samples=100)).granted:
-        finish(datasets, BERT, datasets.all()["train"].held_by(BERT))
+        finish(datasets, BERT, datasets["train"].held_by(BERT))
     drained = ask(datasets, BERT, wish(epoch=0))
     assert drained.held_by_others == 10
     assert drained.after.newest == 0
@@ -228,19 +227,19 @@ def test_workers_must_agree(other):
     datasets = Datasets()
     ask(datasets, ANNA, wish())
     with pytest.raises(Rejected) as refused:
-        datasets.lease(BERT, Wish("train", other, 0, 4, {}), {ANNA, BERT})
+        datasets.lease(BERT, SampleRequest("train", other, 0, 4, {}), {ANNA, BERT})
     assert refused.value.reason is ErrorCode.SETTINGS_MISMATCH
 
 
 def test_what_a_worker_does_not_hold_it_can_neither_finish_nor_claim():
     datasets = Datasets()
     mine = ask(datasets, ANNA, wish()).granted
-    before = datasets.all()
+    before = dict(datasets)
     finish(datasets, BERT, {0: Ranges([(0, 20)]), 9: Ranges([(0, 1)])})
-    assert datasets.all() == before
+    assert datasets == before
     answer = ask(datasets, BERT, wish(held={0: Ranges([(0, 20)]), 5: Ranges([(0, 1)])}, samples=0))
     assert answer.lost == {0: Ranges([(0, 20)]), 5: Ranges([(0, 1)])}
-    assert datasets.all()["train"].held_by(ANNA) == mine
+    assert datasets["train"].held_by(ANNA) == mine
 
 
 def test_nobody_fills_the_memory():
@@ -255,7 +254,7 @@ def test_nobody_fills_the_memory():
     for epoch in range(1000):
         granted = ask(datasets, ANNA, wish(epoch=epoch, size=1, held=held)).granted
         held |= granted
-    assert len(datasets.all()["train"].epochs) == len(held) == 64
+    assert len(datasets["train"].epochs) == len(held) == 64
     size = 10 * MOST_RANGES
     datasets = Datasets()
     ask(datasets, ANNA, wish(size=size, samples=size), {ANNA})

@@ -1,11 +1,11 @@
-"""The writer: one thread, in order, behind a bounded queue."""
+"""The apply thread: one thread, in order, behind a bounded queue."""
 
 import threading
 
 import pytest
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.apply_thread import Writer
+from psservice.apply_thread import ApplyThread
 
 
 def in_thread(job):
@@ -15,60 +15,60 @@ def in_thread(job):
 
 
 def test_jobs_run_one_at_a_time_on_one_thread_which_is_not_the_caller():
-    writer, seen = Writer(64), []
-    callers = [in_thread(lambda: writer.run(lambda: seen.append(threading.get_ident()))) for _ in range(8)]
+    apply_thread, seen = ApplyThread(64), []
+    callers = [in_thread(lambda: apply_thread.run(lambda: seen.append(threading.get_ident()))) for _ in range(8)]
     for caller in callers:
         caller.join()
-    writer.close()
+    apply_thread.close()
     assert len(seen) == 8
     assert len(set(seen)) == 1
     assert threading.get_ident() not in seen
 
 
 def test_a_job_returns_its_result_or_raises_its_error():
-    writer = Writer(4)
-    assert writer.run(lambda: 42) == 42
+    apply_thread = ApplyThread(4)
+    assert apply_thread.run(lambda: 42) == 42
     with pytest.raises(ZeroDivisionError):
-        writer.run(lambda: 1 / 0)
-    assert writer.run(lambda: "goes on") == "goes on"
-    writer.close()
+        apply_thread.run(lambda: 1 / 0)
+    assert apply_thread.run(lambda: "goes on") == "goes on"
+    apply_thread.close()
 
 
-def blocked(writer):
-    """Occupy the writer until the returned event is set."""
+def blocked(apply_thread):
+    """Occupy the apply thread until the returned event is set."""
     running, release = threading.Event(), threading.Event()
 
     def job():
         running.set()
         release.wait()
 
-    in_thread(lambda: writer.run(job))
+    in_thread(lambda: apply_thread.run(job))
     running.wait()
     return release
 
 
 def test_a_full_queue_is_busy_and_says_when_to_come_back():
-    writer = Writer(1)
-    release = blocked(writer)
-    waiting = in_thread(lambda: writer.run(lambda: None))
-    while writer.queued < 1:
+    apply_thread = ApplyThread(1)
+    release = blocked(apply_thread)
+    waiting = in_thread(lambda: apply_thread.run(lambda: None))
+    while apply_thread.queued < 1:
         pass
     with pytest.raises(Rejected) as refused:
-        writer.run(lambda: None)
+        apply_thread.run(lambda: None)
     assert refused.value.reason is ErrorCode.BUSY
     assert refused.value.retry_seconds > 0
     release.set()
     waiting.join()
-    writer.close()
+    apply_thread.close()
 
 
 def test_closing_finishes_what_is_queued():
-    writer, done = Writer(8), []
-    release = blocked(writer)
-    waiting = [in_thread(lambda i=i: writer.run(lambda: done.append(i))) for i in range(4)]
-    while writer.queued < 4:
+    apply_thread, done = ApplyThread(8), []
+    release = blocked(apply_thread)
+    waiting = [in_thread(lambda i=i: apply_thread.run(lambda: done.append(i))) for i in range(4)]
+    while apply_thread.queued < 4:
         pass
-    closing = in_thread(writer.close)
+    closing = in_thread(apply_thread.close)
     release.set()
     closing.join()
     for each in waiting:
@@ -77,12 +77,12 @@ def test_closing_finishes_what_is_queued():
 
 
 def test_a_job_after_the_end_is_refused_and_leaves_nobody_waiting():
-    writer, refusals = Writer(4), []
-    writer.close()
+    apply_thread, refusals = ApplyThread(4), []
+    apply_thread.close()
 
     def late():
         try:
-            writer.run(lambda: None)
+            apply_thread.run(lambda: None)
         except Rejected as refusal:
             refusals.append(refusal.reason)
 

@@ -15,24 +15,24 @@ def directory(tmp_path):
     return tmp_path / "live"
 
 
-def come_and_go(engine, number):
+def come_and_go(shard, number):
     who = Identity(f"former{number}", "1")
-    join(engine, LAYOUT, who)
-    push(engine, 1, who=who, generation=present(engine))
-    leave(engine, who)
+    join(shard, LAYOUT, who)
+    push(shard, 1, who=who, generation=present(shard))
+    leave(shard, who)
     return who
 
 
 def test_the_records_of_former_workers_are_bounded_in_memory_and_on_the_disk(directory):
-    with Shard(directory, fsync="never") as engine:
-        begin(engine)
-        first = send(engine, 1, sparse_push(engine.span, 0.5, 1))
+    with Shard(directory, fsync="never") as shard:
+        begin(shard)
+        first = send(shard, 1, sparse_push(shard.span, 0.5, 1))
         for number in range(MOST_RECORDS + 200):
-            last = come_and_go(engine, number)
-        manifest = engine.durability.take_asked("").manifest
+            last = come_and_go(shard, number)
+        manifest = shard.durability.take_asked("").manifest
         assert len(manifest.pushes) <= MOST_RECORDS + 1
         assert len(manifest.last_pushes) <= MOST_RECORDS + 1
-        assert send(engine, 1, None) == (first[0], True), "one that lives is never forgotten"
+        assert send(shard, 1, None) == (first[0], True), "one that lives is never forgotten"
         with Shard(after_a_crash(directory)) as again:
             join(again, LAYOUT, last)
             assert push(again, 1, who=last)[1], "nor the latest of those who are gone"
@@ -41,23 +41,23 @@ def test_the_records_of_former_workers_are_bounded_in_memory_and_on_the_disk(dir
 
 
 def test_a_former_worker_is_forgotten_after_a_day(directory):
-    with Shard(directory) as engine:
-        begin(engine)
-        clock = with_clock(engine)
-        gone = come_and_go(engine, 1)
+    with Shard(directory) as shard:
+        begin(shard)
+        clock = with_clock(shard)
+        gone = come_and_go(shard, 1)
         clock.now += RECORD_SECONDS - 1
-        engine.dedup.drop_old()
-        assert engine.dedup.last_push(gone.worker_id) == (gone.incarnation, 1)
+        shard.dedup.drop_old()
+        assert shard.dedup.last_push(gone.worker_id) == (gone.incarnation, 1)
         clock.now += 2
-        engine.dedup.drop_old()
-        assert engine.dedup.last_push(gone.worker_id) is None
+        shard.dedup.drop_old()
+        assert shard.dedup.last_push(gone.worker_id) is None
 
 
 def test_a_worker_that_comes_back_after_its_lease_has_ended_has_its_lease_after_a_crash(directory):
-    with Shard(directory) as engine:
-        begin(engine)
-        clock = with_clock(engine)
-        clock.now += engine.settings.lease_seconds + 1
-        join(engine, LAYOUT, ANNA)
+    with Shard(directory) as shard:
+        begin(shard)
+        clock = with_clock(shard)
+        clock.now += shard.settings.lease_seconds + 1
+        join(shard, LAYOUT, ANNA)
         with Shard(after_a_crash(directory)) as again:
             assert again.leases.is_live(ANNA)

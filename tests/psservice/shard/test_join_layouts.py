@@ -16,7 +16,7 @@ LAYOUT = layout_of((6, F32), (4, F32), buffers=(TensorSpec("count", (), torch.in
 
 
 @pytest.fixture
-def engine(monkeypatch):
+def shard(monkeypatch):
     with serving(LAYOUT, torch.zeros(10), buffers=[torch.tensor(0)]) as running:
 
         def read(message):
@@ -32,11 +32,11 @@ def changed(layout, position, **fields):
     return ModelLayout(tuple(specs), layout.buffers)
 
 
-def test_the_same_model_is_the_runs_own(engine):
-    layouts = joining.JoinLayouts(engine)
-    assert layouts.read(BERT, layout_to_message(LAYOUT)) is engine.layout
+def test_the_same_model_is_the_runs_own(shard):
+    layouts = joining.JoinLayouts(shard)
+    assert layouts.read(BERT, layout_to_message(LAYOUT)) is shard.layout
     tied = layout_to_message(changed(LAYOUT, 1, aliases=("head",)))
-    assert layouts.read(BERT, tied) is engine.layout
+    assert layouts.read(BERT, tied) is shard.layout
 
 
 @pytest.mark.parametrize(
@@ -49,36 +49,36 @@ def test_the_same_model_is_the_runs_own(engine):
         (ModelLayout((*LAYOUT.parameters, TensorSpec("more", (1,), F32)), LAYOUT.buffers), "more"),
     ],
 )
-def test_another_model_is_refused_by_its_first_tensor_that_differs(engine, other, tensor):
+def test_another_model_is_refused_by_its_first_tensor_that_differs(shard, other, tensor):
     with pytest.raises(Rejected) as refused:
-        joining.JoinLayouts(engine).read(BERT, layout_to_message(other))
+        joining.JoinLayouts(shard).read(BERT, layout_to_message(other))
     assert refused.value.reason is ErrorCode.FINGERPRINT_MISMATCH
     assert refused.value.metadata == {"tensor": tensor}
 
 
-def test_a_name_of_any_length_makes_a_short_answer(engine):
+def test_a_name_of_any_length_makes_a_short_answer(shard):
     message = layout_to_message(LAYOUT)
     message.parameters[0].name = "\x1b" * 1_000_000
     message.parameters[1].shape.extend(range(200_000))
     with pytest.raises(Rejected) as refused:
-        joining.JoinLayouts(engine).read(BERT, message)
+        joining.JoinLayouts(shard).read(BERT, message)
     assert len(str(refused.value)) < 2000
     assert str(refused.value).isprintable()
 
 
-def test_a_fingerprint_that_is_not_the_models_is_refused(engine):
+def test_a_fingerprint_that_is_not_the_models_is_refused(shard):
     message = layout_to_message(LAYOUT)
     message.fingerprint = bytes(32)
     with pytest.raises(Rejected, match="fingerprint") as refused:
-        joining.JoinLayouts(engine).read(BERT, message)
+        joining.JoinLayouts(shard).read(BERT, message)
     assert refused.value.reason is ErrorCode.BAD_REQUEST
 
 
 def test_before_there_is_a_model_one_who_is_alone_brings_another():
     other = layout_of((5, F32))
-    with engines() as (engine,):
-        join(engine, LAYOUT, ANNA)
-        layouts = joining.JoinLayouts(engine)
+    with engines() as (shard,):
+        join(shard, LAYOUT, ANNA)
+        layouts = joining.JoinLayouts(shard)
         assert layouts.read(ANNA, layout_to_message(other)) == other
         with pytest.raises(Rejected):
             layouts.read(BERT, layout_to_message(other))

@@ -11,6 +11,7 @@ from psservice.shard.lifecycle import finish
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
+    READY,
     engines,
     join,
     pull,
@@ -29,14 +30,14 @@ ONES = torch.ones(10)
 
 @pytest.mark.parametrize(("ending", "samples"), [({"end_versions": 2}, 1), ({"end_samples": 50}, 25)])
 def test_a_run_ends_at_a_version_or_after_samples(ending, samples):
-    with serving(LAYOUT, ONES, **ending) as engine:
-        push(engine, 1, samples=samples)
-        assert engine.run.state is RunState.TRAINING
-        last, _ = push(engine, 2, {0: 1.0}, samples=samples)
-        assert engine.run.state is RunState.FINISHED
-        assert reason_of(push, engine, 3, {0: 1.0}) is ErrorCode.RUN_FINISHED
-        assert push(engine, 2, {0: 1.0}) == (last, True), "a repeat is answered after the end too"
-        assert engine.model.version == 2
+    with serving(LAYOUT, ONES, **ending) as shard:
+        push(shard, 1, samples=samples)
+        assert shard.run.state is RunState.TRAINING
+        last, _ = push(shard, 2, {0: 1.0}, samples=samples)
+        assert shard.run.state is RunState.FINISHED
+        assert reason_of(push, shard, 3, {0: 1.0}) is ErrorCode.RUN_FINISHED
+        assert push(shard, 2, {0: 1.0}) == (last, True), "a repeat is answered after the end too"
+        assert shard.model.version == 2
 
 
 def test_only_the_coordinator_counts():
@@ -49,39 +50,39 @@ def test_only_the_coordinator_counts():
 
 
 def test_after_the_end_everyone_can_fetch_the_model():
-    with serving(LAYOUT, ONES) as engine:
-        push(engine, 1, {0: 1.0})
-        finish(engine)
-        assert pull(engine, base=0).version == 1
-        assert join(engine, LAYOUT, BERT).state == "ready"
-        assert pull(engine, BERT).version == 1
-        assert engine.copy_model().version == 1
+    with serving(LAYOUT, ONES) as shard:
+        push(shard, 1, {0: 1.0})
+        finish(shard)
+        assert pull(shard, base=0).version == 1
+        assert join(shard, LAYOUT, BERT).state == READY
+        assert pull(shard, BERT).version == 1
+        assert shard.copy_model().version == 1
 
 
 def test_finishing_twice_is_finishing_once(tmp_path):
     path = tmp_path / "final.safetensors"
-    with serving(LAYOUT, ONES, final_model=path) as engine:
-        assert finish(engine) == str(path)
+    with serving(LAYOUT, ONES, final_model=path) as shard:
+        assert finish(shard) == str(path)
         written = path.read_bytes()
         path.unlink()
-        assert finish(engine) == ""
+        assert finish(shard) == ""
         assert written
         assert not path.exists()
 
 
 def test_there_is_no_end_without_a_model():
-    with engines() as (engine,):
-        assert reason_of(finish, engine) is ErrorCode.NOT_INITIALISED
+    with engines() as (shard,):
+        assert reason_of(finish, shard) is ErrorCode.NOT_INITIALISED
 
 
 def test_the_final_model_is_that_of_the_last_version_with_its_buffers(tmp_path):
     path = tmp_path / "final.safetensors"
     mean = torch.tensor([3.0, 4.0])
-    with serving(WITH_BUFFERS, ONES, [mean], final_model=path, end_versions=2) as engine:
-        push(engine, 1, {0: 0.5})
-        push(engine, 2, {9: 0.25})
-        assert finish(engine) == str(path)
-        expected = theta(engine)
+    with serving(WITH_BUFFERS, ONES, [mean], final_model=path, end_versions=2) as shard:
+        push(shard, 1, {0: 0.5})
+        push(shard, 2, {9: 0.25})
+        assert finish(shard) == str(path)
+        expected = theta(shard)
     state = modelfile.read(path)
     assert torch.equal(modelfile.flatten(WITH_BUFFERS, state), expected)
     assert torch.equal(state["mean"], mean)
@@ -98,8 +99,8 @@ def test_the_parts_of_several_shards_join_to_the_whole(tmp_path):
 
 def test_a_server_that_closes_has_written_its_model(tmp_path):
     path = tmp_path / "final.safetensors"
-    with serving(LAYOUT, ONES, final_model=path, end_versions=1) as engine:
-        push(engine, 1, {0: 1.0}, ANNA)
+    with serving(LAYOUT, ONES, final_model=path, end_versions=1) as shard:
+        push(shard, 1, {0: 1.0}, ANNA)
     assert modelfile.read(path)["t0"][0].item() == 0
 
 

@@ -1,4 +1,4 @@
-"""How the pushes of several workers are coordinated: not at all, in synchronous rounds, or in WAGMA-SGD's groups.
+"""How the pushes of several workers are synchronized: not at all, in rounds, or in the groups of WAGMA-SGD.
 
 Each shard decides for itself. A decision is journaled before it is made. No call waits for another worker: a worker
 whose round is open asks again.
@@ -7,7 +7,7 @@ whose round is open asks again.
 from dataclasses import dataclass
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.apply_thread import Writer
+from psservice.apply_thread import ApplyThread
 from psservice.cluster.leases import Leases
 from psservice.cluster.member import Member
 from psservice.limits import MOST_STEP_AHEAD
@@ -20,100 +20,93 @@ from psservice.recovery.event_log import EventLog
 from psservice.types import Identity
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of a shard that coordinate."""
+@dataclass(frozen=True)
+class Synchronizer:
+    """Asynchronous training: every push is applied as it comes. The subclasses override what differs.
 
+    :meth:`admit`, :meth:`close_if_due` and :meth:`close` run on the apply thread. A refusal is ``ROUND_OPEN`` where a
+    worker has to wait for a round, else ``BAD_REQUEST`` or ``NOT_DURABLE``.
+    """
+
+    model: ModelShard
     leases: Leases
     events: EventLog
-    writer: Writer
+    apply_thread: ApplyThread
     metrics: Metrics
 
-
-class Coordinator:
-    """Asynchronous training: every push is applied as it comes. The other forms override what differs."""
-
-    def __init__(self, model: ModelShard) -> None:
-        self.model = model
-
     def require_turn(self, identity: Identity) -> None:
-        """Raise :class:`Rejected` (``ROUND_OPEN``) where a push comes before its worker's turn; from any thread."""
+        """Refuse a push that comes before its worker's turn."""
 
     def admit(self, identity: Identity, step: int) -> None:
-        """Admit a push; on the writer thread. Raises :class:`Rejected` (``ROUND_OPEN``, ``BAD_REQUEST``)."""
+        """Admit a push, or refuse it."""
 
     def is_due(self) -> bool:
-        """Tell, from any thread, whether :meth:`close_if_due` would close a round."""
+        """Tell whether :meth:`close_if_due` would close a round."""
         return False
 
     def close_if_due(self) -> None:
-        """Close rounds that are due; on the writer thread. Raises :class:`Rejected` (``NOT_DURABLE``)."""
-
-    def close(self) -> None:
-        """Close the open round with what is there; on the writer thread."""
-
-    def require_closed(self, worker: str) -> None:
-        """Raise :class:`Rejected` (``ROUND_OPEN``) where a worker's pull has to wait for a round."""
-
-    def seen_by(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
-        """Return the model of which a pull is answered, and the replica's version of that (``ROUND_OPEN``)."""
-        return self.model, base_version
-
-
-class RoundCoordinator(Coordinator):
-    """Synchronous rounds: closed by a push, by the death of the worker that a round waits for, or by the clock."""
-
-    def __init__(self, model: ModelShard, open_round: SynchronousRound, parts: Parts) -> None:
-        super().__init__(model)
-        self._round, self._parts = open_round, parts
-
-    def is_due(self) -> bool:
-        """Apply the rule of the run's settings."""
-        live = [member.identity.worker_id for member in self._parts.leases.members() if not member.has_no_samples]
-        return self._round.is_due(live, is_first=self.model.version == 0)
-
-    def close_if_due(self) -> None:
-        """Close the round where it is due."""
+        """Close rounds that are due."""
         if self.is_due():
             self.close()
 
     def close(self) -> None:
+        """Close the open round with what is there."""
+
+    def require_closed(self, worker: str) -> None:
+        """Refuse a worker's pull that has to wait for a round."""
+
+    def model_for(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
+        """Return the model of which a pull is answered, and the replica's version of that."""
+        return self.model, base_version
+
+
+@dataclass(frozen=True)
+class RoundSynchronizer(Synchronizer):
+    """Synchronous rounds: closed by a push, by the death of the worker that a round waits for, or by the clock."""
+
+    open_round: SynchronousRound
+
+    def is_due(self) -> bool:
+        """Apply the rule of the run's settings."""
+        live = [member.identity.worker_id for member in self.leases.members() if not member.has_no_samples]
+        return self.open_round.is_due(live, is_first=self.model.version == 0)
+
+    def close(self) -> None:
         """Apply the mean of the open round, if anything is in it."""
-        if not self._round.contributors and self._round.is_empty:
+        if not self.open_round.contributors and self.open_round.is_empty:
             return
-        self._parts.metrics.round_contributors.observe(len(self._round.contributors))
-        self._parts.events.closed_round(self.model.version + 1)
-        with self._parts.writer.all_or_stop():
+        self.metrics.round_contributors.observe(len(self.open_round.contributors))
+        self.events.closed_round(self.model.version + 1)
+        with self.apply_thread.all_or_stop():
             version = self.model.close_round()
-        self._parts.metrics.version.set(version)
+        self.metrics.version.set(version)
 
     def require_closed(self, worker: str) -> None:
         """Refuse contributors to the open round."""
-        if worker in self._round.contributors:
+        if worker in self.open_round.contributors:
             raise Rejected(
                 ErrorCode.ROUND_OPEN,
-                f"the round of version {self.model.version + 1} has {len(self._round.contributors)} contributions and "
-                f"waits for others; live workers: {len(self._parts.leases)}"
+                f"the round of version {self.model.version + 1} has {len(self.open_round.contributors)} contributions "
+                f"and waits for others; live workers: {len(self.leases)}"
                 + (", and the first round waits for start_workers of them" if self.model.version == 0 else ""),
-                retry_seconds=self._round.retry_seconds,
+                retry_seconds=self.open_round.retry_seconds,
             )
 
 
-class WagmaCoordinator(Coordinator):
+@dataclass(frozen=True)
+class WagmaSynchronizer(Synchronizer):
     """WAGMA-SGD: a model a worker, averaged in groups; workers enter at their first push or pull."""
 
-    def __init__(self, model: GroupedShard, parts: Parts) -> None:
-        super().__init__(model)
-        self._grouped, self._parts = model, parts
+    model: GroupedShard
 
     def require_turn(self, identity: Identity) -> None:
         """Refuse a push while its worker's round is open."""
-        self._parts.writer.run(lambda: self._enter(identity))
+        self.apply_thread.run(lambda: self._enter(identity))
 
     def admit(self, identity: Identity, step: int) -> None:
         """Enter a new worker, and refuse a push that would bring new workers near the end of all steps."""
         self._enter(identity)
-        first_step = self._grouped.first_step
+        first_step = self.model.first_step
         if step > first_step + MOST_STEP_AHEAD:
             raise Rejected(
                 ErrorCode.BAD_REQUEST,
@@ -123,18 +116,18 @@ class WagmaCoordinator(Coordinator):
 
     def close_if_due(self) -> None:
         """Freeze the rounds that are due."""
-        while (frozen := self._grouped.rounds.due()) is not None:
-            self._parts.metrics.round_contributors.observe(len(frozen.fresh))
+        while (frozen := self.model.rounds.due()) is not None:
+            self.metrics.round_contributors.observe(len(frozen.fresh))
             self._decide(Decision("freeze", frozen.fresh[0], iteration=frozen.iteration))
 
-    def seen_by(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
+    def model_for(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
         """Return the worker's own model; without a base until the worker has acknowledged a reply from that model."""
 
         def enter() -> Replica:
             self._enter(member.identity)
-            return self._grouped.replicas[member.identity.worker_id]
+            return self.model.replicas[member.identity.worker_id]
 
-        replica = self._parts.writer.run(enter)
+        replica = self.apply_thread.run(enter)
         if model_id := replica.unsynced:
             if not member.downlink.has_acknowledged(model_id, acknowledged):
                 return replica.model, None
@@ -143,7 +136,7 @@ class WagmaCoordinator(Coordinator):
 
     def _enter(self, identity: Identity) -> None:
         """Remove dead workers, enter this one, and raise :class:`Rejected` (``ROUND_OPEN``) where its round is open."""
-        model, live = self._grouped, {each.identity for each in self._parts.leases.members()}
+        model, live = self.model, {each.identity for each in self.leases.members()}
         for worker, replica in [*model.replicas.items()]:
             if Identity(worker, replica.incarnation) not in live:
                 self._decide(Decision("leave", worker))
@@ -160,15 +153,18 @@ class WagmaCoordinator(Coordinator):
             )
 
     def _decide(self, decision: Decision) -> None:
-        self._parts.events.decided(decision)
-        with self._parts.writer.all_or_stop():
-            self._grouped.decide(decision)
+        self.events.decided(decision)
+        with self.apply_thread.all_or_stop():
+            self.model.decide(decision)
 
 
-def coordinator_for(model: ModelShard, parts: Parts) -> Coordinator:
-    """Return the form of coordination that a model needs."""
+def synchronizer_for(
+    model: ModelShard, leases: Leases, events: EventLog, apply_thread: ApplyThread, metrics: Metrics
+) -> Synchronizer:
+    """Return the synchronizer that a model needs."""
+    parts = (leases, events, apply_thread, metrics)
     if isinstance(model, GroupedShard):
-        return WagmaCoordinator(model, parts)
+        return WagmaSynchronizer(model, *parts)
     if model.round is not None:
-        return RoundCoordinator(model, model.round, parts)
-    return Coordinator(model)
+        return RoundSynchronizer(model, *parts, model.round)
+    return Synchronizer(model, *parts)

@@ -1,4 +1,4 @@
-"""WAGMA-SGD through an engine: who is sent away, who is answered with what, and what a restart finds again."""
+"""WAGMA-SGD through a shard: who is sent away, who is answered with what, and what a restart finds again."""
 
 import pytest
 import torch
@@ -45,65 +45,65 @@ def values(seed=0):
     return torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(seed))
 
 
-def dense(engine, seed):
-    return [SparseSlice(engine.span, None, values(seed)[engine.span.start : engine.span.end])]
+def dense(shard, seed):
+    return [SparseSlice(shard.span, None, values(seed)[shard.span.start : shard.span.end])]
 
 
 class Site:
     """Engines of a run, whose workers keep replicas as real ones do; what is not due never comes by itself."""
 
     def __init__(self, *shards, workers=(ANNA, BERT), **chosen):
-        self.engines, self.clock = shards, Clock()
+        self.shards, self.clock = shards, Clock()
         self.replicas, self.links, self.steps = {}, {}, {}
         self.chosen = agreed(**chosen)
-        for engine in shards:
-            outcome = join(engine, LAYOUT, workers[0], "wagma", self.chosen)
-            upload(engine, values(), workers[0], outcome.generation or full(1))
-            engine.model.rounds._clock = self.clock
+        for shard in shards:
+            outcome = join(shard, LAYOUT, workers[0], "wagma", self.chosen)
+            upload(shard, values(), workers[0], outcome.generation or full(1))
+            shard.model.rounds._clock = self.clock
         for who in workers:
             self.enter(who)
 
     def enter(self, who):
-        self.steps[who] = max(join(engine, LAYOUT, who, "wagma", self.chosen).first_step for engine in self.engines) - 1
+        self.steps[who] = max(join(shard, LAYOUT, who, "wagma", self.chosen).first_step for shard in self.shards) - 1
         self.replicas[who] = torch.full((LAYOUT.size,), torch.nan)
-        for engine in self.engines:
-            self.links[who, engine] = (None, 0)
-            self.pull(who, engine)
+        for shard in self.shards:
+            self.links[who, shard] = (None, 0)
+            self.pull(who, shard)
 
-    def pull(self, who, engine=None):
+    def pull(self, who, shard=None):
         """Take a reply over, as a worker with exact replies does it; return how many entries it had."""
-        engine = engine or self.engines[0]
-        base, acknowledged = self.links[who, engine]
-        reply = pull(engine, who, base=base, acknowledged=acknowledged)
+        shard = shard or self.shards[0]
+        base, acknowledged = self.links[who, shard]
+        reply = pull(shard, who, base=base, acknowledged=acknowledged)
         for segment in reply.segments:
             where = slice(segment.span.start, segment.span.end)
             if segment.offsets is None:
                 self.replicas[who][where] = segment.values
             else:
                 self.replicas[who][where][segment.offsets] = segment.values
-        self.links[who, engine] = (reply.version, reply.number)
-        own = engine.model.replicas[who.worker_id].model.theta
-        assert bits(self.replicas[who][engine.span.start : engine.span.end]) == bits(own)
+        self.links[who, shard] = (reply.version, reply.number)
+        own = shard.model.replicas[who.worker_id].model.theta
+        assert bits(self.replicas[who][shard.span.start : shard.span.end]) == bits(own)
         return sum(segment.entries for segment in reply.segments)
 
-    def push(self, who, seed, engine=None, *, entries=None, step=None):
+    def push(self, who, seed, shard=None, *, entries=None, step=None):
         """Push a dense change, or entries, as the next step."""
-        engine = engine or self.engines[0]
-        if engine is self.engines[0] and step is None:
+        shard = shard or self.shards[0]
+        if shard is self.shards[0] and step is None:
             self.steps[who] += 1
-        base, _ = self.links[who, engine]
-        payload = dense(engine, seed) if entries is None else entries
-        return push(engine, step or self.steps[who], payload, who, base=base or 0)
+        base, _ = self.links[who, shard]
+        payload = dense(shard, seed) if entries is None else entries
+        return push(shard, step or self.steps[who], payload, who, base=base or 0)
 
 
 @pytest.fixture
 def site():
-    with engines() as (engine,):
-        yield Site(engine)
+    with engines() as (shard,):
+        yield Site(shard)
 
 
 def own(site, who):
-    return site.engines[0].model.replicas[who.worker_id].model.theta
+    return site.shards[0].model.replicas[who.worker_id].model.theta
 
 
 def steady(site, workers, steps):
@@ -118,21 +118,21 @@ def steady(site, workers, steps):
 
 
 def test_alone_a_worker_trains_its_own_model_which_is_the_model():
-    with engines() as (engine,):
-        site = Site(engine, workers=(ANNA,))
+    with engines() as (shard,):
+        site = Site(shard, workers=(ANNA,))
         expected = values()
         for step in range(1, 9):
             site.push(ANNA, step)
             expected -= values(step)
             site.pull(ANNA)
-            assert bits(theta(engine)) == bits(expected) == bits(site.replicas[ANNA])
-        assert engine.model.version == 8
+            assert bits(theta(shard)) == bits(expected) == bits(site.replicas[ANNA])
+        assert shard.model.version == 8
 
 
 def test_both_get_the_mean_when_both_are_there(site):
     steady(site, (ANNA, BERT), 8)
     assert bits(site.replicas[ANNA]) == bits(site.replicas[BERT])
-    assert site.engines[0].model.version == 16
+    assert site.shards[0].model.version == 16
 
 
 def test_the_first_is_told_to_come_back_until_the_grace_is_over(site):
@@ -152,8 +152,8 @@ def test_the_first_is_told_to_come_back_until_the_grace_is_over(site):
 
 
 def test_in_a_global_round_only_the_end_of_a_lease_helps(site):
-    engine = site.engines[0]
-    leases = with_clock(engine)
+    shard = site.shards[0]
+    leases = with_clock(shard)
     steady(site, (ANNA, BERT), 3)
     site.push(ANNA, 4)
     for _ in range(5):
@@ -161,28 +161,28 @@ def test_in_a_global_round_only_the_end_of_a_lease_helps(site):
         site.clock.now += HOUR
         assert reason_of(site.pull, ANNA) is ErrorCode.ROUND_OPEN
     leases.now += HOUR / 5.5
-    assert not engine.leases.is_live(BERT)
+    assert not shard.leases.is_live(BERT)
     site.pull(ANNA)
-    assert bits(theta(engine)) == bits(site.replicas[ANNA])
+    assert bits(theta(shard)) == bits(site.replicas[ANNA])
 
 
 def test_while_its_round_is_open_a_worker_may_repeat_its_push_and_not_make_the_next(site):
     steady(site, (ANNA, BERT), 3)
     answer, _ = site.push(ANNA, 4)  # the fourth is global
     assert site.push(ANNA, 4, step=4) == (answer, True)
-    engine = site.engines[0]
+    shard = site.shards[0]
     assert reason_of(site.push, ANNA, 5, step=5) is ErrorCode.ROUND_OPEN
-    assert reason_of(check_push, engine, ANNA, 5) is ErrorCode.ROUND_OPEN
-    check_push(engine, ANNA, 4)
-    assert engine.model.version == 7
+    assert reason_of(check_push, shard, ANNA, 5) is ErrorCode.ROUND_OPEN
+    check_push(shard, ANNA, 4)
+    assert shard.model.version == 7
     site.push(BERT, 4)
-    check_push(engine, ANNA, 5)
+    check_push(shard, ANNA, 5)
 
 
 def test_a_lost_lease_begins_anew_with_the_mean_although_the_version_is_the_same(site):
     """Nobody has pushed meanwhile, so the version that the worker names is a version of its new model too."""
-    engine = site.engines[0]
-    leases = with_clock(engine)
+    shard = site.shards[0]
+    leases = with_clock(shard)
     steady(site, (ANNA, BERT), 1)
     site.push(ANNA, 50)
     site.clock.now += 10
@@ -192,28 +192,28 @@ def test_a_lost_lease_begins_anew_with_the_mean_although_the_version_is_the_same
     leases.now += 0.2 * HOUR
     assert reason_of(site.pull, BERT) is ErrorCode.LEASE_EXPIRED
     site.pull(ANNA)
-    base, _ = site.links[BERT, engine]
-    join(engine, LAYOUT, BERT, "wagma", site.chosen)
+    base, _ = site.links[BERT, shard]
+    join(shard, LAYOUT, BERT, "wagma", site.chosen)
     assert site.pull(BERT) == LAYOUT.size
     assert bits(site.replicas[BERT]) == bits(site.replicas[ANNA])
-    assert base <= engine.model.version
+    assert base <= shard.model.version
     assert site.pull(BERT) == 0
 
 
 def test_a_reply_that_was_lost_is_whole_again(site):
-    engine = site.engines[0]
-    join(engine, LAYOUT, CARL, "wagma", site.chosen)
+    shard = site.shards[0]
+    join(shard, LAYOUT, CARL, "wagma", site.chosen)
     for _ in range(3):  # none of these arrives
-        assert sum(s.entries for s in pull(engine, CARL, base=engine.model.version).segments) == LAYOUT.size
+        assert sum(s.entries for s in pull(shard, CARL, base=shard.model.version).segments) == LAYOUT.size
 
 
 def test_another_life_of_a_worker_has_another_model(site):
-    engine = site.engines[0]
+    shard = site.shards[0]
     steady(site, (ANNA, BERT), 1)
     site.push(BERT, 77)
     site.clock.now += 10
     site.pull(BERT)
-    leave(engine, BERT)
+    leave(shard, BERT)
     again = Identity("bert", "2")
     site.enter(again)
     assert bits(site.replicas[again]) == bits(own(site, ANNA))
@@ -224,7 +224,7 @@ def test_a_newcomer_is_given_the_number_of_the_next_iteration(site):
     steady(site, (ANNA, BERT), 5)
     site.enter(CARL)
     assert site.steps[CARL] == 5
-    torch.testing.assert_close(site.replicas[CARL], theta(site.engines[0]))
+    torch.testing.assert_close(site.replicas[CARL], theta(site.shards[0]))
     steady(site, (ANNA, BERT, CARL), 3)
     assert bits(site.replicas[CARL]) == bits(site.replicas[ANNA])  # the eighth was global
 
@@ -237,24 +237,24 @@ def test_sparse_changes_are_answered_sparsely(site):
 
 
 def test_the_end_gives_everybody_the_model(site):
-    engine = site.engines[0]
+    shard = site.shards[0]
     steady(site, (ANNA, BERT), 3)
     site.push(ANNA, 9)  # waits for all
-    finish(engine)
-    assert engine.run.state is RunState.FINISHED
+    finish(shard)
+    assert shard.run.state is RunState.FINISHED
     for who in (ANNA, BERT):
         site.pull(who)
-        assert bits(site.replicas[who]) == bits(theta(engine))
+        assert bits(site.replicas[who]) == bits(theta(shard))
 
 
 def test_a_push_that_is_refused_changes_nothing_and_its_step_stays_free():
-    with engines() as (engine,):
-        site = Site(engine, workers=(ANNA,))
+    with engines() as (shard,):
+        site = Site(shard, workers=(ANNA,))
         site.push(ANNA, 0, entries={0: -3.4e38})
         site.pull(ANNA)
         before = bits(own(site, ANNA))
         assert reason_of(site.push, ANNA, 0, entries={0: -3.4e38, 1: 1.0}, step=2) is ErrorCode.NON_FINITE
-        assert (bits(own(site, ANNA)), engine.model.version) == (before, 1)
+        assert (bits(own(site, ANNA)), shard.model.version) == (before, 1)
         assert site.push(ANNA, 0, entries={1: 1.0})[0].version == 2
         assert site.pull(ANNA) == 1
 
@@ -267,11 +267,11 @@ def test_shards_decide_by_themselves_and_alike_where_all_are_on_time(num_shards)
             for site in sites:
                 site.clock.now += 1.0
                 for who in (ANNA, BERT):
-                    for engine in site.engines:
-                        site.push(who, step + len(who.worker_id + who.worker_id[:1]) * step, engine)
+                    for shard in site.shards:
+                        site.push(who, step + len(who.worker_id + who.worker_id[:1]) * step, shard)
                 for who in (ANNA, BERT):
-                    for engine in site.engines:
-                        site.pull(who, engine)
+                    for shard in site.shards:
+                        site.pull(who, shard)
         for who in (ANNA, BERT):
             assert bits(sites[0].replicas[who]) == bits(sites[1].replicas[who])
 
@@ -286,9 +286,9 @@ def test_where_shards_freeze_different_sets_each_averages_over_its_own():
         site.clock.now += 1.0
         site.push(BERT, 2, first)
         site.push(BERT, 2, second)
-        for engine in shards:
+        for shard in shards:
             for who in (ANNA, BERT):
-                site.pull(who, engine)
+                site.pull(who, shard)
         mean = values() - (values(1) + values(2)) / 2
         torch.testing.assert_close(site.replicas[BERT], mean)
 
@@ -305,78 +305,78 @@ scripts = st.lists(
 )
 
 
-def act(engine, clock, steps, number, action, who):
-    """One act on an engine; what is refused changes nothing."""
+def act(shard, clock, steps, number, action, who):
+    """One act on a shard; what is refused changes nothing."""
     try:
         if action == "time":
             clock.now += 10.0
         elif action == "snapshot":
-            engine.durability.take()
+            shard.durability.take()
         elif action == "finish" and number % 4 == 0:
-            finish(engine)
+            finish(shard)
         elif action == "join":
-            steps[who] = max(steps.get(who, 1), join(engine, LAYOUT, who, "wagma", agreed(late="paper")).first_step)
+            steps[who] = max(steps.get(who, 1), join(shard, LAYOUT, who, "wagma", agreed(late="paper")).first_step)
         elif action == "leave":
-            leave(engine, who)
+            leave(shard, who)
         elif action == "pull":
-            pull(engine, who)
+            pull(shard, who)
         elif action in ("push", "sparse", "huge"):
             segment = {
-                "push": lambda: SparseSlice(engine.span, None, values(number)),
-                "sparse": lambda: sparse_push(engine.span, 0.3, number),
+                "push": lambda: SparseSlice(shard.span, None, values(number)),
+                "sparse": lambda: sparse_push(shard.span, 0.3, number),
                 "huge": lambda: SparseSlice(
-                    engine.span, torch.tensor([3]), torch.tensor([-3e38])
+                    shard.span, torch.tensor([3]), torch.tensor([-3e38])
                 ),  # the next is refused
             }[action]()
-            send(engine, steps.get(who, 1), segment, who, base=engine.model.version)
+            send(shard, steps.get(who, 1), segment, who, base=shard.model.version)
             steps[who] = steps.get(who, 1) + 1
     except Rejected:
         pass
 
 
-def assert_same_models(again, engine):
-    assert bits(again.model.current()) == bits(engine.model.current())
-    mine, theirs = again.model.export(), engine.model.export()
+def assert_same_models(again, shard):
+    assert bits(again.model.current()) == bits(shard.model.current())
+    mine, theirs = again.model.export(), shard.model.export()
     assert mine.plain["rounds"] == theirs.plain["rounds"]
     assert {n: bits(t) for n, t in mine.tensors.items()} == {n: bits(t) for n, t in theirs.tensors.items()}
     assert [found["version"] for found in mine.plain["workers"]] == [f["version"] for f in theirs.plain["workers"]]
-    assert again.model.version == engine.model.version
+    assert again.model.version == shard.model.version
 
 
 @given(script=scripts)
 @settings(deadline=None, max_examples=40)
 def test_whatever_happened_a_restart_finds_every_model_and_every_open_round(script, tmp_path_factory):
     directory = tmp_path_factory.mktemp("data") / "live"
-    with Shard(directory) as engine:
-        outcome = join(engine, LAYOUT, ANNA, "wagma", agreed(late="paper"))
-        upload(engine, values(), ANNA, outcome.generation)
+    with Shard(directory) as shard:
+        outcome = join(shard, LAYOUT, ANNA, "wagma", agreed(late="paper"))
+        upload(shard, values(), ANNA, outcome.generation)
         clock, steps = Clock(), {}
-        engine.model.rounds._clock = clock
-        join(engine, LAYOUT, BERT, "wagma", agreed(late="paper"))
+        shard.model.rounds._clock = clock
+        join(shard, LAYOUT, BERT, "wagma", agreed(late="paper"))
         for number, (action, who) in enumerate(script):
-            act(engine, clock, steps, number, action, who)
+            act(shard, clock, steps, number, action, who)
         with Shard(after_a_crash(directory)) as again:
-            assert_same_models(again, engine)
-            assert present(again) == present(engine)
-            for one in (engine, again):
+            assert_same_models(again, shard)
+            assert present(again) == present(shard)
+            for one in (shard, again):
                 ahead = dict(steps)
                 one.model.rounds._clock, one.model.rounds._times, one.model.rounds._began = Clock(), StepTimes(), {}
                 for number, who in enumerate((ANNA, BERT, ANNA)):
                     act(one, clock, ahead, number, "push", who)
                     act(one, clock, ahead, number, "pull", who)
-            assert_same_models(again, engine)
+            assert_same_models(again, shard)
 
 
 def test_a_rollback_brings_back_every_model(tmp_path):
-    with Shard(tmp_path / "live") as engine:
-        site = Site(engine)
+    with Shard(tmp_path / "live") as shard:
+        site = Site(shard)
         for step in range(1, 7):
             for who in (ANNA, BERT):
-                send(engine, step, SparseSlice(engine.span, None, values(step)), who, base=0)
+                send(shard, step, SparseSlice(shard.span, None, values(step)), who, base=0)
             if step == 3:
-                before = bits(theta(engine))
-        roll_back(engine, 6, "")
-        assert bits(theta(engine)) == before
+                before = bits(theta(shard))
+        roll_back(shard, 6, "")
+        assert bits(theta(shard)) == before
         site.links = dict.fromkeys(site.links, (None, 0))
         for who in (ANNA, BERT):
             site.pull(who)
@@ -384,10 +384,10 @@ def test_a_rollback_brings_back_every_model(tmp_path):
 
 def kept(site, who, seed):
     """Push a dense change as the next step, which the journal has."""
-    (engine,) = site.engines
+    (shard,) = site.shards
     site.steps[who] += 1
-    base, _ = site.links[who, engine]
-    send(engine, site.steps[who], SparseSlice(engine.span, None, values(seed)), who, base=base or 0)
+    base, _ = site.links[who, shard]
+    send(shard, site.steps[who], SparseSlice(shard.span, None, values(seed)), who, base=base or 0)
 
 
 def three_steps(site):
@@ -401,13 +401,13 @@ def three_steps(site):
 
 def test_nobody_waits_for_one_whose_push_was_dropped_by_going_back(tmp_path):
     """Bert's part reached this shard before it went back and another one after: he waits there, and not here."""
-    with Shard(tmp_path / "live") as engine:
-        site = Site(engine)
+    with Shard(tmp_path / "live") as shard:
+        site = Site(shard)
         three_steps(site)
-        at = engine.model.version
+        at = shard.model.version
         kept(site, BERT, 3)  # the global iteration: it waits for Anna
         assert reason_of(site.pull, BERT) is ErrorCode.ROUND_OPEN
-        roll_back(engine, at, "")
+        roll_back(shard, at, "")
         site.links = dict.fromkeys(site.links, (None, 0))
         kept(site, ANNA, 3)
         for who in (ANNA, BERT):
@@ -423,15 +423,15 @@ def test_nobody_waits_for_one_whose_push_was_dropped_by_going_back(tmp_path):
 
 
 def test_a_round_that_was_open_then_is_not_open_after_going_back(tmp_path):
-    with Shard(tmp_path / "live") as engine:
-        site = Site(engine)
+    with Shard(tmp_path / "live") as shard:
+        site = Site(shard)
         three_steps(site)
         kept(site, BERT, 3)
-        at = engine.model.version
+        at = shard.model.version
         kept(site, ANNA, 3)
         for who in (ANNA, BERT):
             site.pull(who)
-        roll_back(engine, at, "")
+        roll_back(shard, at, "")
         site.links = dict.fromkeys(site.links, (None, 0))
         for who in (BERT, ANNA):
             site.pull(who)

@@ -1,4 +1,4 @@
-"""Reading beside the writer: whoever sees a version finds it in the ledger."""
+"""Reading beside the apply thread: whoever sees a version finds it in the ledger."""
 
 import threading
 
