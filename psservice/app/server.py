@@ -23,7 +23,7 @@ from psservice.app.metric_bindings import bind_metrics
 from psservice.http.pages import application
 from psservice.http.server import WebServer
 from psservice.observability.metrics import Metrics
-from psservice.rpc.auth import Authenticator, CertificateFiles, SecurityError, TokenFile
+from psservice.rpc.auth import Authenticator, CertificateFiles, SecurityError
 from psservice.rpc.calls import SERVICE, handlers_of
 from psservice.rpc.door import Door
 from psservice.rpc.operators import OperatorCalls
@@ -90,7 +90,7 @@ class Server:
         try:
             if settings.tracing:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
-            gate = Authenticator(TokenFile(settings.tokens) if settings.tokens else None)
+            authenticator = Authenticator(settings.tokens)
             credentials = None
             if settings.tls_cert and settings.tls_key:
                 files = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
@@ -100,12 +100,12 @@ class Server:
             )
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
-        self.shard.durability.checkpoints.keys = gate.server_keys
+        self.shard.durability.checkpoints.keys = authenticator.server_keys
         report = StatusReport(self.shard)
         operators = OperatorCalls(self.shard, report, self._update_health, self._ask_to_stop)
         self._door = Door(
             handlers_of(WorkerCalls(self.shard)) | handlers_of(operators),
-            gate,
+            authenticator,
             settings,
             self._metrics,
             self.shard.drain_gate.track,
@@ -114,7 +114,7 @@ class Server:
         handlers = [self._door.handler(), self._health.handler()]
         is_local = is_loopback(split_address(settings.listen)[0])
         if settings.reflection == "on" or (settings.reflection == "auto" and is_local):
-            handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), gate)
+            handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), authenticator)
         self.metrics_address = self._start_web(report) if settings.metrics_listen else ""
         self.address = self._listen(settings.listen, "--listen", handlers, credentials)
         self._background = Background(lambda: self.shard.layout.size if self.shard.layout else 0)

@@ -12,7 +12,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc import bounds
-from psservice.rpc.auth import Caller, Role, require_worker
+from psservice.rpc.auth import Caller, Role
 from psservice.rpc.memory_budget import Reservation
 from psservice.settings import ServerSettings
 
@@ -117,7 +117,7 @@ def check(call: Call, message: Message) -> None:
     bounds.require(message)
     named: Any = getattr(message, "header", message)
     if "identity" in named.DESCRIPTOR.fields_by_name and named.identity.worker_id:
-        require_worker(call.caller, named.identity.worker_id)
+        call.caller.require_worker(named.identity.worker_id)
 
 
 def require_place(settings: ServerSettings, meant: str) -> None:
