@@ -25,7 +25,7 @@ from psservice.http.server import WebServer
 from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import Authenticator, CertificateFiles, SecurityError
 from psservice.rpc.calls import SERVICE, handlers_of
-from psservice.rpc.door import Door
+from psservice.rpc.dispatcher import Dispatcher
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.ports import EventLoop, bind_port, open_port
 from psservice.rpc.standard import LIVENESS, Health, reflection_handlers
@@ -103,15 +103,15 @@ class Server:
         self.shard.durability.checkpoints.keys = authenticator.server_keys
         report = StatusReport(self.shard)
         operators = OperatorCalls(self.shard, report, self._update_health, self._ask_to_stop)
-        self._door = Door(
+        self._dispatcher = Dispatcher(
             handlers_of(WorkerCalls(self.shard)) | handlers_of(operators),
             authenticator,
             settings,
             self._metrics,
             self.shard.drain_gate.track,
         )
-        bind_metrics(self.shard, lambda: self._door.at_work)
-        handlers = [self._door.handler(), self._health.handler()]
+        bind_metrics(self.shard, lambda: self._dispatcher.at_work)
+        handlers = [self._dispatcher.service, self._health.handler()]
         is_local = is_loopback(split_address(settings.listen)[0])
         if settings.reflection == "on" or (settings.reflection == "auto" and is_local):
             handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), authenticator)
@@ -159,10 +159,10 @@ class Server:
         self.shard.drain_gate.close()
         self._update_health()
         failed = self.shard.writer.failed
-        self._loop.run(self._door.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))
+        self._loop.run(self._dispatcher.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))
         *_, port = self._ports
         self._loop.run(port.stop(min(self.settings.drain_seconds, _LAST_CALLS_SECONDS)))
-        self._door.close()
+        self._dispatcher.close()
         self.shard.close()
         self._background.close()
         self._loop.run(self._close_ports())

@@ -1,8 +1,8 @@
 """The table of calls: who may make each, and which threads serve it; and one call as its handler sees it."""
 
 import re
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from psservice.settings import ServerSettings
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _REQUESTS: dict[str, type[Message]] = {method.name: getattr(pb, method.input_type.name) for method in SERVICE.methods}
 
-Answer: TypeAlias = Message | Iterator[Message]
+Answer: TypeAlias = Message | Generator[Any, None, None]
 """One message, or those of a stream."""
 
 StreamReader: TypeAlias = Generator[None, Any, Answer]
@@ -75,8 +75,7 @@ class Call:
 
     Attributes:
         charge: the memory that a stream occupies; set by its handler.
-        keeps_raw: whether a handler wants :attr:`raw`.
-        raw: the messages of the stream as they came.
+        raw: the messages of the stream as they came, where its handler has set an empty list.
         received_bytes: of all messages so far, as gRPC frames them.
         arrived_nanoseconds: when the message that the handler works on arrived (``perf_counter_ns``).
         on_received: called with the bytes of messages of a stream before they are read; set by the handler.
@@ -86,8 +85,7 @@ class Call:
     rpc: str
     caller: Caller
     charge: Reservation | None = None
-    keeps_raw: bool = False
-    raw: list[bytes] = field(default_factory=list)
+    raw: list[bytes] | None = None
     received_bytes: int = 0
     arrived_nanoseconds: int = 0
     on_received: Callable[[int], None] = lambda nbytes: None

@@ -187,7 +187,7 @@ class WorkerCalls:
     def push_sparse(self, call: Call) -> Reading[pb.PushSparseRequest, pb.PushSparseResponse]:
         """Receive a push and apply it."""
         shard = self._shard
-        call.keeps_raw = shard.durability.events.keeps_journal
+        call.raw = [] if shard.durability.events.keeps_journal else None
         with self._stream(call) as charge:
 
             def open_push(header: pb.PushHeader) -> PushReader:
@@ -204,7 +204,7 @@ class WorkerCalls:
             finally:
                 receiving.end()
             identity = self._identity(header.identity)
-            answer, repeated = commit(shard, Push(header, segments, call.raw))
+            answer, repeated = commit(shard, Push(header, segments, call.raw or []))
             if repeated:
                 self._metrics.repeated_pushes.inc()
             shard.leases.require(identity).push_bytes += call.received_bytes

@@ -54,7 +54,7 @@ class Ended(Exception):  # noqa: N818 - what gRPC raises to end a call
 
 
 def called(engine: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
-    """Call a handler without a network, as the door does; return its answers.
+    """Call a handler without a network, as the dispatcher does; return its answers.
 
     Raises:
         Ended: it was refused, or failed.
@@ -82,7 +82,8 @@ def _read(reading: Any, call: Call, requests: list[Any]) -> Any:
     def received() -> Iterator[Any]:
         for request in requests:
             check(call, request)
-            call.raw += [request.SerializeToString()] if call.keeps_raw else []
+            if call.raw is not None:
+                call.raw.append(request.SerializeToString())
             yield request
 
     return read_all(reading, received())

@@ -135,7 +135,7 @@ def test_answers_that_are_not_read_hold_no_thread(start, rpc, tmp_path):
     request = pull if rpc == "PullDiff" else pb.DownloadModelRequest()
     calls = [getattr(worker.stub, rpc)(request, timeout=TIMEOUT) for _ in range(6)]
     assert worker.push([1], [1.0]).version == 1
-    wait_until(lambda: not server._door.open_calls)  # cut, or gone wholly into the connection's own buffers
+    wait_until(lambda: not server._dispatcher.open_calls)  # cut, or gone wholly into the connection's own buffers
     for call in calls:
         call.cancel()
     wait_until(lambda: in_flight(server) == 0)
