@@ -18,18 +18,17 @@ from pscore.net.channels import is_loopback
 from pscore.telemetry import tracing
 from pscore.telemetry.span import TracingError
 from pscore.version import __version__
-from psservice.app.background import Background
-from psservice.app.metric_bindings import bind_metrics
+from psservice.app.maintenance import MaintenanceThread
 from psservice.http.pages import application
 from psservice.http.server import WebServer
 from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import Authenticator, CertificateFiles, SecurityError
 from psservice.rpc.calls import SERVICE, handlers_of
 from psservice.rpc.dispatcher import Dispatcher
+from psservice.rpc.health_and_reflection import LIVENESS, Health, reflection_handlers
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.ports import EventLoop, bind_port, open_port
-from psservice.rpc.standard import LIVENESS, Health, reflection_handlers
-from psservice.rpc.status import StatusReport
+from psservice.rpc.status import StatusReport, bind_metrics
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings, shown, split_address
 from psservice.shard.lifecycle import open_shard
@@ -64,7 +63,7 @@ class Server:
             torch.set_num_threads(settings.compute_threads)
         self._metrics = Metrics()
         self._loop = EventLoop()
-        self._health = Health(self._loop.loop)
+        self._health = Health(self._loop)
         self._ports: list[grpc.aio.Server] = []
         self._web: WebServer | None = None
         self._stop_asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose put a signal may interrupt
@@ -117,7 +116,7 @@ class Server:
             handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), authenticator)
         self.metrics_address = self._start_web(report) if settings.metrics_listen else ""
         self.address = self._listen(settings.listen, "--listen", handlers, credentials)
-        self._background = Background(lambda: self.shard.layout.size if self.shard.layout else 0)
+        self._maintenance = MaintenanceThread(lambda: self.shard.layout.size if self.shard.layout else 0)
 
     def run(self) -> None:
         """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop.
@@ -164,7 +163,7 @@ class Server:
         self._loop.run(port.stop(min(self.settings.drain_seconds, _LAST_CALLS_SECONDS)))
         self._dispatcher.close()
         self.shard.close()
-        self._background.close()
+        self._maintenance.close()
         self._loop.run(self._close_ports())
         self._loop.close()
         if self._web is not None:

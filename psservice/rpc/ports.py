@@ -5,6 +5,7 @@ import logging
 import random
 import resource
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -14,26 +15,23 @@ import grpc.aio
 
 Result = TypeVar("Result")
 
-_CYTHON_LOG = logging.getLogger("grpc._cython.cygrpc")
 _LINES_A_MINUTE = 6
 _HANDSHAKE_SECONDS = 10
 
 
-class _FewLines(logging.Filter):
-    """Passes few lines a minute: anybody can make gRPC log a traceback, by headers that are no UTF-8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._minute, self._lines = 0, 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        minute = int(record.created // 60)
-        self._minute, self._lines = minute, self._lines + 1 if minute == self._minute else 1
-        return self._lines <= _LINES_A_MINUTE
+_lines_of_minute: Counter[int] = Counter()
 
 
-_CYTHON_LOG.addFilter(_FewLines())
+def _is_one_of_few(record: logging.LogRecord) -> bool:
+    """Pass few lines a minute: anybody can make gRPC log a traceback, by headers that are no UTF-8."""
+    minute = int(record.created // 60)
+    if minute not in _lines_of_minute:
+        _lines_of_minute.clear()
+    _lines_of_minute[minute] += 1
+    return _lines_of_minute[minute] <= _LINES_A_MINUTE
 
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_one_of_few)
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share

@@ -1,6 +1,7 @@
-"""A shard's status as a message, for `GetStatus` and the status page."""
+"""A shard's status: as a message, for `GetStatus` and the status page, and as metrics that are read on request."""
 
 import time
+from collections.abc import Callable
 
 from pscore.model.layout import Span
 from pscore.version import __version__
@@ -59,7 +60,7 @@ class StatusReport:
             queued=shard.writer.queued,
             uptime_seconds=time.monotonic() - self._started,
             server_version=__version__,
-            durability=settings.durability if settings.data_dir else "none",
+            durability=_durability(settings),
             snapshot_version=snapshot.version if snapshot else 0,
             snapshot_checkpoint=snapshot.checkpoint if snapshot else "",
             snapshot_age_seconds=max(0.0, time.time() - snapshot.created_unix_seconds) if snapshot else 0.0,
@@ -111,4 +112,46 @@ def run_settings(settings: ServerSettings) -> pb.RunSettings:
         end_versions=settings.end_versions,
         end_samples=settings.end_samples,
         down_value_codec=VALUE_CODECS[settings.down_value_type],  # type: ignore[arg-type]
+    )
+
+
+def _durability(settings: ServerSettings) -> str:
+    return settings.durability if settings.data_dir else "none"
+
+
+def bind_metrics(shard: Shard, running_calls: Callable[[], int]) -> None:
+    """Bind the shard's metrics to its state, and set those that are settings."""
+    metrics, settings = shard.metrics, shard.settings
+    for gauge, value in (
+        (metrics.num_shards, settings.num_shards),
+        (metrics.lease_seconds, settings.lease_seconds),
+        (metrics.ssp_bound, shard.admission.ssp_bound),
+        (metrics.max_staleness, settings.max_staleness),
+        (metrics.queue_limit, settings.apply_queue_limit),
+        (metrics.call_limit, settings.rpc_threads),
+        (metrics.bytes_in_flight_limit, settings.inflight_bytes),
+        (metrics.image_bytes_limit, settings.image_bytes),
+        (metrics.snapshot_interval_seconds, shard.durability.snapshot_interval_seconds),
+    ):
+        gauge.set(value)
+    metrics.queued.set_function(lambda: shard.writer.queued)
+    metrics.image_bytes.set_function(lambda: shard.images.bytes)
+    metrics.running_calls.set_function(running_calls)
+    metrics.clock_spread.set_function(shard.leases.clock_spread)
+    metrics.training.set_function(lambda: shard.run.state is RunState.TRAINING)
+    metrics.draining.set_function(lambda: shard.drain_gate.is_closed)
+    metrics.elements.set_function(lambda: shard.span.length if shard.layout else 0)
+    metrics.journal_bytes.set_function(lambda: shard.durability.journal_bytes)
+    metrics.journal_errors.set_function(lambda: shard.durability.journal_errors)
+    metrics.snapshot_errors.set_function(lambda: shard.durability.snapshot_errors)
+    metrics.shard_info.set_function(
+        lambda: {
+            "run": shard.run.run_id,
+            "shard": str(settings.shard_index),
+            "shards": str(settings.num_shards),
+            "method": shard.run.method,
+            "device": str(shard.device),
+            "durability": _durability(settings),
+            "release": __version__,
+        }
     )
