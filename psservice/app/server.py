@@ -7,7 +7,6 @@ import os
 import queue
 import signal
 from collections.abc import Sequence
-from types import FrameType
 
 import grpc
 import grpc.aio
@@ -69,10 +68,10 @@ class Server:
         self._stop_asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose put a signal may interrupt
         self._serving = False
         self._healthy = True
+        self.health_address = self.metrics_address = ""
         try:
             self._update_health()
             self._health.set(LIVENESS, serving=True)
-            self.health_address = ""
             if settings.health_listen:
                 self.health_address = self._listen(settings.health_listen, "--health-listen", [self._health.handler()])
             self._start_service()
@@ -114,7 +113,8 @@ class Server:
         is_local = is_loopback(split_address(settings.listen)[0])
         if settings.reflection == "on" or (settings.reflection == "auto" and is_local):
             handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), authenticator)
-        self.metrics_address = self._start_web(report) if settings.metrics_listen else ""
+        if settings.metrics_listen:
+            self.metrics_address = self._start_web(report)
         self.address = self._listen(settings.listen, "--listen", handlers, credentials)
         self._maintenance = MaintenanceThread(lambda: self.shard.layout.size if self.shard.layout else 0)
 
@@ -125,7 +125,7 @@ class Server:
             ShardFailedError: an update failed half-way, and the server has stopped.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda *_: self._ask_to_stop())
         addresses = {"address": self.address, "health": self.health_address, "metrics": self.metrics_address}
         device, settings = str(self.shard.device), shown(self.settings)
         log.info("serving", extra={**addresses, "device": device, "version": __version__, "settings": settings})
@@ -173,9 +173,6 @@ class Server:
 
     async def _close_ports(self) -> None:
         await asyncio.gather(*(port.stop(0.0) for port in self._ports))
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._ask_to_stop()
 
     def _ask_to_stop(self) -> None:
         self._stop_asked.put(None)
