@@ -230,7 +230,7 @@ class Server:
             raise StartError(
                 f"cannot listen on {self.settings.metrics_listen} (--metrics-listen; empty turns it off): {error}"
             ) from error
-        return f"[{host}]:{self._web.port}" if ":" in host else f"{host}:{self._web.port}"
+        return f"[{host}]:{self._web.server_port}" if ":" in host else f"{host}:{self._web.server_port}"
 
 
 def resolve_device(name: str) -> torch.device:
