@@ -14,11 +14,7 @@ from psservice.observability.metrics import count_of
 from psservice.settings import ServerSettings
 from psservice.shard.shard import Shard
 
-RUN_STATES = {
-    RunState.EMPTY: pb.RUN_STATE_EMPTY,
-    RunState.TRAINING: pb.RUN_STATE_TRAINING,
-    RunState.FINISHED: pb.RUN_STATE_FINISHED,
-}
+RUN_STATES = {state: pb.RunState.Value(f"RUN_STATE_{state.name}") for state in RunState}
 REPLY_MODES = {ReplyMode.EXACT: pb.REPLY_MODE_EXACT, ReplyMode.TOPK: pb.REPLY_MODE_TOPK}
 _DOWN_MODES = {"auto": pb.DOWN_MODE_AUTO, "exact": pb.DOWN_MODE_EXACT, "topk": pb.DOWN_MODE_TOPK}
 _BUFFER_POLICIES = {"sync": pb.BUFFER_POLICY_SYNC, "local": pb.BUFFER_POLICY_LOCAL, "none": pb.BUFFER_POLICY_NONE}

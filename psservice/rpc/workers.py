@@ -178,7 +178,8 @@ class WorkerCalls:
                 )
             )
             checksum = frames.Checksum()
-            for chunk in self._chunks(model.as_sent(SparseSlice(model.span, None, copy.values)), WireForm(), checksum):
+            for chunk in self._encoded(model.as_sent(SparseSlice(model.span, None, copy.values)), WireForm()):
+                checksum.add(chunk)
                 yield pb.DownloadModelResponse(chunk=chunk)
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)
@@ -288,13 +289,16 @@ class WorkerCalls:
 
     def _stream(self, call: Call) -> Reservation:
         """Open the charge of a stream that a worker sends."""
-        most = self._settings.stream_bytes or self._sizes()[0]
-        call.charge = self._inflight.open(most, self._most_of_worker)
+        call.charge = self._inflight.open(self._most_of_stream, self._most_of_worker)
         return call.charge
 
     @property
+    def _most_of_stream(self) -> int:
+        return self._settings.stream_bytes or self._sizes()[0]
+
+    @property
     def _most_of_worker(self) -> int:
-        return self._settings.worker_bytes or 2 * (self._settings.stream_bytes or self._sizes()[0])
+        return self._settings.worker_bytes or 2 * self._most_of_stream
 
     def _sizes(self) -> tuple[int, int]:
         """Return the bytes that a valid stream may occupy, and those of all elements; computed once for a layout."""
@@ -313,27 +317,22 @@ class WorkerCalls:
         self._metrics.answered.labels(rpc=rpc).inc()
         self._metrics.dense_bytes.labels(rpc=rpc).inc(self._sizes()[1])
 
-    def _chunks(self, segments: Sequence[SparseSlice], form: WireForm, checksum: frames.Checksum) -> Iterator[pb.Chunk]:
+    def _encoded(self, segments: Sequence[SparseSlice], form: WireForm) -> Iterator[pb.Chunk]:
         for segment in segments:
             for chunk, _ in frames.encode(segment, form, chunk_bytes=self._settings.chunk_bytes):
-                checksum.add(chunk)
                 yield chunk
 
     @traced("encode")
     def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse]:
         checksum, unchecked = frames.Checksum(), 0
         yield pb.PullDiffResponse(header=header)
-        if reply.chunks is None:
-            for chunk in self._chunks(reply.segments, reply.form, checksum):
-                yield pb.PullDiffResponse(chunk=chunk)
-                unchecked += len(chunk.values) + len(chunk.indices)
-                if unchecked >= _CHECKED_BYTES:
-                    unchecked = 0
-                    yield pb.PullDiffResponse(so_far=checksum.commit())
-        else:
-            for chunk in reply.chunks:
-                checksum.add(chunk)
-                yield pb.PullDiffResponse(chunk=chunk)
+        for chunk in self._encoded(reply.segments, reply.form) if reply.chunks is None else reply.chunks:
+            checksum.add(chunk)
+            yield pb.PullDiffResponse(chunk=chunk)
+            unchecked += len(chunk.values) + len(chunk.indices)
+            if reply.chunks is None and unchecked >= _CHECKED_BYTES:
+                unchecked = 0
+                yield pb.PullDiffResponse(so_far=checksum.commit())
         yield pb.PullDiffResponse(commit=checksum.commit())
 
 
