@@ -21,7 +21,7 @@ from psservice.app.maintenance import MaintenanceThread
 from psservice.http.pages import application
 from psservice.http.server import WebServer
 from psservice.observability.metrics import Metrics
-from psservice.rpc.auth import Authenticator, CertificateFiles, SecurityError
+from psservice.rpc.auth import Authenticator, SecurityError, server_credentials
 from psservice.rpc.calls import SERVICE, handlers_of
 from psservice.rpc.dispatcher import Dispatcher
 from psservice.rpc.health_and_reflection import LIVENESS, Health, reflection_handlers
@@ -91,8 +91,7 @@ class Server:
             authenticator = Authenticator(settings.tokens)
             credentials = None
             if settings.tls_cert and settings.tls_key:
-                files = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-                credentials = files.credentials()
+                credentials = server_credentials(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
             self.shard = open_shard(
                 settings, resolve_device(settings.device), self._metrics, self._durable, self._failed
             )

@@ -40,7 +40,7 @@ from psservice.storage.recovery_source import RecoverySource, sources
 from psservice.storage.snapshots import Snapshot, found
 from psservice.types import Identity, PushAnswer
 from psservice.wire.identity import identity_from_message
-from psservice.wire.push_stream import PushReader, read_all, read_push
+from psservice.wire.push_stream import read_all, read_push
 
 log = logging.getLogger(__name__)
 
@@ -237,9 +237,8 @@ class LogReplayer:
 
     def _push_in(self, record: Record) -> tuple[pb.PushHeader, list[SparseSlice], pb.PushSparseResponse]:
         *requests, answer = messages_in(record.body)
-        header, _, segments = read_all(
-            read_push(lambda opened: PushReader.of(opened, self.span)), map(pb.PushSparseRequest.FromString, requests)
-        )
+        pushed = map(pb.PushSparseRequest.FromString, requests)
+        header, segments, _ = read_all(read_push(lambda opened: self.span), pushed)
         segments.sort(key=lambda segment: segment.span.start)
         return header, segments, pb.PushSparseResponse.FromString(answer)
 

@@ -149,11 +149,7 @@ def _digest(token: str) -> bytes:
 
 
 def read_tokens(path: Path) -> dict[bytes, Caller]:
-    """Return callers by the SHA-256 of their tokens.
-
-    Raises:
-        SecurityError: the file cannot be read; the message has file and line, and nothing of a token.
-    """
+    """Return callers by the SHA-256 of their tokens; the message of a :class:`SecurityError` shows no token."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -185,26 +181,20 @@ def read_tokens(path: Path) -> dict[bytes, Caller]:
     return callers
 
 
-class CertificateFiles:
-    """The server's certificate chain, its key, and the CA of its clients (PEM), read again when one of them changes.
+def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
+    """Return the credentials of a port from PEM files, which a handshake reads again where one has changed.
 
     With ``client_ca``, a caller needs a certificate of that CA (mutual TLS). Raises :class:`SecurityError` where a file
     cannot be read.
     """
+    warn_of_readers(key)
+    paths = tuple(path for path in (cert, key, client_ca) if path is not None)
+    files = _Watched("certificates", paths, lambda: _read_certificates(paths))
 
-    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
-        warn_of_readers(key)
-        paths = tuple(path for path in (cert, key, client_ca) if path is not None)
-        self._files = _Watched("certificates", paths, lambda: _read_certificates(paths))
-        self._mutual = client_ca is not None
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        return files.content if files.refresh() else None
 
-    def credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials of a port; each handshake uses the files as they are then."""
-        return grpc.dynamic_ssl_server_credentials(self._files.content, self._changed, self._mutual)  # type: ignore[arg-type]
-
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return another configuration where a file has changed; gRPC asks at each handshake."""
-        return self._files.content if self._files.refresh() else None
+    return grpc.dynamic_ssl_server_credentials(files.content, changed, client_ca is not None)  # type: ignore[arg-type]
 
 
 def _read_certificates(paths: Sequence[Path]) -> grpc.ServerCertificateConfiguration:

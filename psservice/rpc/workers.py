@@ -42,7 +42,7 @@ from psservice.shard.types import Push
 from psservice.shard.upload import Upload
 from psservice.types import Identity
 from psservice.wire.identity import identity_from_message
-from psservice.wire.push_stream import PushReader, Reading, header_of, read_push, require_end
+from psservice.wire.push_stream import Reading, header_of, read_push, require_end
 
 WAIT_RETRY_SECONDS = 0.2
 
@@ -191,17 +191,18 @@ class WorkerCalls:
         call.raw = [] if shard.durability.events.keeps_journal else None
         with self._stream(call) as charge:
 
-            def open_push(header: pb.PushHeader) -> PushReader:
+            def admit(header: pb.PushHeader) -> Span:
                 identity = self._identity(header.identity)
                 charge.belongs_to(identity.worker_id)
                 call.on_received = partial(shard.leases.received, identity)
                 check_push(shard, identity, header.step)
                 finished_of(header)  # refused here, before the rest of it is received
-                return PushReader.of(header, shard.span, lambda: call.arrived_nanoseconds)
+                return shard.span
 
             receiving = tracing.begin("receive")
             try:
-                header, reader, segments = yield from charged(read_push(open_push), charge)
+                reading = read_push(admit, lambda: call.arrived_nanoseconds)
+                header, segments, arrivals = yield from charged(reading, charge)
             finally:
                 receiving.end()
             identity = self._identity(header.identity)
@@ -215,7 +216,7 @@ class WorkerCalls:
                 version=answer.version,
                 staleness=answer.staleness,
                 repeated_push=repeated,
-                group_arrival_nanoseconds=reader.arrivals,
+                group_arrival_nanoseconds=arrivals,
                 apply_nanoseconds=answer.apply_nanoseconds,
                 applied_scale=answer.applied_scale,
                 live_workers=len(shard.leases),

@@ -10,10 +10,10 @@ from psservice.rpc.auth import (
     ANONYMOUS_ADMIN,
     Authenticator,
     Caller,
-    CertificateFiles,
     Role,
     SecurityError,
     read_tokens,
+    server_credentials,
 )
 from psservice.rpc.calls import RULES, SERVICE, Call, check
 
@@ -142,6 +142,6 @@ def test_a_changed_file_is_read_again_and_a_broken_one_leaves_the_old_tokens(tok
 def test_a_file_that_is_no_certificate_is_named(tmp_path):
     (tmp_path / "cert").write_text("hello")
     with pytest.raises(SecurityError, match="PEM"):
-        CertificateFiles(tmp_path / "cert", tmp_path / "cert", None)
+        server_credentials(tmp_path / "cert", tmp_path / "cert", None)
     with pytest.raises(SecurityError, match="missing"):
-        CertificateFiles(tmp_path / "missing", tmp_path / "missing", None)
+        server_credentials(tmp_path / "missing", tmp_path / "missing", None)

@@ -18,7 +18,7 @@ from psservice.rpc.memory_budget import MemoryBudget, charged, decoded_bytes, la
 from psservice.rpc.workers import read_upload
 from psservice.shard.upload import Upload
 from psservice.types import Identity
-from psservice.wire.push_stream import PushReader, read_all, read_push
+from psservice.wire.push_stream import read_all, read_push
 from tests.psservice.service_makers import F32, layout_of
 
 MOST, WORKER, LARGEST = 100, 60, 50
@@ -195,7 +195,7 @@ def test_a_horde_of_tiny_chunks_is_refused_while_it_is_small():
     ledger = MemoryBudget(1 << 40)
     before = resident_bytes()
     with ledger.open(limit) as charge, pytest.raises(Rejected, match="stream-bytes") as refused:
-        read_all(charged(read_push(lambda header: PushReader([span], span)), charge), received())
+        read_all(charged(read_push(lambda header: span), charge), received())
     assert refused.value.reason is ErrorCode.BAD_REQUEST
     assert 1000 < len(kept) < 20_000
     assert resident_bytes() - before < limit  # what is charged is not less than what it takes

@@ -15,7 +15,7 @@ from psservice.shard.model_install import roll_back
 from psservice.shard.push import commit
 from psservice.shard.types import Push
 from psservice.types import Identity
-from psservice.wire.push_stream import PushReader, read_all, read_push
+from psservice.wire.push_stream import read_all, read_push
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
@@ -43,7 +43,7 @@ def finish(engine, step, share, who=ANNA):
     """Push nothing but that samples are finished, as a stream that the journal keeps."""
     messages = stream(engine, step, None, who, base=engine.model.version)
     messages[0].header.finished.add(dataset="train", ranges=share_to_messages(share))
-    header, _, segments = read_all(read_push(lambda opened: PushReader.of(opened, engine.span)), messages)
+    header, segments, _ = read_all(read_push(lambda opened: engine.span), messages)
     raw = [message.SerializeToString() for message in messages]
     return commit(engine, Push(header, segments, raw))
 
