@@ -13,7 +13,7 @@ from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc import bounds
 from psservice.rpc.auth import Caller, Role
-from psservice.rpc.memory_budget import Reservation
+from psservice.rpc.memory_budget import Reservation, decoded_bytes
 from psservice.settings import ServerSettings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
@@ -111,11 +111,16 @@ def parse(call: Call, raw: bytes) -> Message:
 
 
 def check(call: Call, message: Message) -> None:
-    """Check what a message contains, and that its caller may be the worker that it names; raises :class:`Rejected`."""
+    """Check what a message contains, that its caller may be the worker that it names, and the memory for its content.
+
+    A message of a stream is charged here for what is decoded of it, before its reader has it. Raises :class:`Rejected`.
+    """
     bounds.require(message)
     named: Any = getattr(message, "header", message)
     if "identity" in named.DESCRIPTOR.fields_by_name and named.identity.worker_id:
         call.caller.require_worker(named.identity.worker_id)
+    if call.charge is not None:
+        call.charge.add(decoded_bytes(message))
 
 
 def require_place(settings: ServerSettings, meant: str) -> None:

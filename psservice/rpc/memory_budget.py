@@ -10,8 +10,8 @@ and the most that can be occupied is the total and one stream.
 import math
 import random
 import threading
-from collections.abc import Generator
-from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from pscore.model.layout import ModelLayout
 from pscore.wire.errors import ErrorCode, Rejected
@@ -27,8 +27,6 @@ _ELEMENT_BYTES = 48  # of a push of every element, as raw offsets and fp32 value
 _TENSOR_BYTES = 16 << 10  # each may be a group, and a chunk or a few, of its own
 
 _RETRY_SECONDS = 0.5
-
-Result = TypeVar("Result")
 
 
 def largest_stream(layout: ModelLayout | None, elements: int) -> int:
@@ -117,41 +115,19 @@ class Reservation:
             budget.bytes += nbytes
 
 
-def charged(
-    reading: Generator[None, Any, Result], charge: Reservation, *, is_kept: bool = True
-) -> Generator[None, Any, Result]:
-    """Charge what each message of a stream is decoded to, before its reader has it; raises as :meth:`Reservation.add`.
-
-    Without ``is_kept`` a message occupies its charge only until the reader has written it elsewhere, and not until the
-    stream's end. (A batch that has arrived behind it is not counted then.)
-    """
-    next(reading)
-    while True:
-        request = yield
-        if request is not None:
-            charge.add(decoded_bytes(request))
-        try:
-            reading.send(request)
-            if not is_kept:
-                charge.clear()
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-
-
 def received_bytes(nbytes: int) -> int:
     """Return what a message occupies beside what is decoded of it: as it came, and as the journal writes it."""
     return _MESSAGE_BYTES + 2 * nbytes
 
 
-def decoded_bytes(request: pb.PushSparseRequest | pb.UploadModelRequest | pb.ExchangeBuffersRequest) -> int:
-    """Return what is decoded of a message at its largest, and merged."""
+def decoded_bytes(request: Message) -> int:
+    """Return what is decoded of a message at its largest, and merged; only streams decode much."""
     nbytes = 0
     if isinstance(request, pb.PushSparseRequest):
         nbytes += _GROUP_BYTES * len(request.header.plan)
-    if not isinstance(request, pb.PushSparseRequest):
+    if isinstance(request, pb.UploadModelRequest | pb.ExchangeBuffersRequest):
         nbytes += 2 * len(request.buffers.data)
-    if not isinstance(request, pb.ExchangeBuffersRequest):
+    if isinstance(request, pb.PushSparseRequest | pb.UploadModelRequest):
         dense = request.chunk.index_codec == pb.INDEX_CODEC_DENSE
         entry_bytes = (_DENSE_ENTRY_BYTES if dense else _SPARSE_ENTRY_BYTES) + _SPARSE_ENTRY_BYTES
         nbytes += min(request.chunk.count, request.chunk.length) * entry_bytes  # a false count is refused when decoded

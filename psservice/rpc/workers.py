@@ -29,7 +29,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.model.reply_session import PullRequest, Reply
 from psservice.rpc.calls import Call, require_place
-from psservice.rpc.memory_budget import MemoryBudget, Reservation, charged, largest_stream
+from psservice.rpc.memory_budget import MemoryBudget, Reservation, largest_stream
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, wish_of
 from psservice.shard import model_install
@@ -148,7 +148,7 @@ class WorkerCalls:
                 call.on_received = partial(shard.leases.received, identity)
                 return upload
 
-            header, upload, is_whole = yield from charged(read_upload(open_upload), charge, is_kept=False)
+            header, upload, is_whole = yield from read_upload(open_upload, charge.clear)
             answer = upload.received()
             if is_whole:
                 answer.version = model_install.finish_upload(
@@ -201,8 +201,7 @@ class WorkerCalls:
 
             receiving = tracing.begin("receive")
             try:
-                reading = read_push(admit, lambda: call.arrived_nanoseconds)
-                header, segments, arrivals = yield from charged(reading, charge)
+                header, segments, arrivals = yield from read_push(admit, lambda: call.arrived_nanoseconds)
             finally:
                 receiving.end()
             identity = self._identity(header.identity)
@@ -252,8 +251,18 @@ class WorkerCalls:
 
     def exchange_buffers(self, call: Call) -> Reading[pb.ExchangeBuffersRequest, Iterator[pb.ExchangeBuffersResponse]]:
         """Average a worker's buffers."""
+        shard = self._shard
         with self._stream(call) as charge:
-            average = yield from charged(self._read_buffers(charge), charge)
+            header: pb.BuffersHeader = header_of((yield), "an exchange of buffers")
+            identity = self._identity(header.identity)
+            charge.belongs_to(identity.worker_id)
+            buffers = open_exchange(shard, identity, header.generation)
+            reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
+            while not reader.complete and (request := (yield)) is not None:
+                reader.read(request.buffers)
+            data = reader.finish()
+            require_end((yield))
+            average = exchange_buffers(shard, identity, header.generation, header.step, header.samples, data)
         self._metrics.received_bytes.labels(rpc="ExchangeBuffers").inc(call.received_bytes)
         call.on_sent = partial(self._sent, "ExchangeBuffers", None)
         pieces = frames.encode_bytes(average, self._settings.chunk_bytes)
@@ -273,20 +282,6 @@ class WorkerCalls:
         """Read the identity of a worker of this run."""
         self._shard.run.require_id(message.run_id)
         return identity_from_message(message)
-
-    def _read_buffers(self, charge: Reservation) -> Reading[pb.ExchangeBuffersRequest, bytes]:
-        """Read a contribution; return the packed average."""
-        shard = self._shard
-        header: pb.BuffersHeader = header_of((yield), "an exchange of buffers")
-        identity = self._identity(header.identity)
-        charge.belongs_to(identity.worker_id)
-        buffers = open_exchange(shard, identity, header.generation)
-        reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
-        while not reader.complete and (request := (yield)) is not None:
-            reader.read(request.buffers)
-        data = reader.finish()
-        require_end((yield))
-        return exchange_buffers(shard, identity, header.generation, header.step, header.samples, data)
 
     def _stream(self, call: Call) -> Reservation:
         """Open the charge of a stream that a worker sends."""
@@ -338,18 +333,18 @@ class WorkerCalls:
 
 
 def read_upload(
-    open_upload: Callable[[pb.UploadHeader], Upload],
+    open_upload: Callable[[pb.UploadHeader], Upload], written: Callable[[], None] = lambda: None
 ) -> Reading[pb.UploadModelRequest, tuple[pb.UploadHeader, Upload, bool]]:
     """Read one call of an upload; tell whether that was its last one, with a commit that agrees.
 
-    ``open_upload`` checks the header and returns the upload that the call continues.
-
-    Raises:
-        Rejected: the stream breaks the form, or the commit does not agree.
+    ``open_upload`` checks the header and returns the upload that the call continues; ``written`` is called when the
+    upload has what a message brought. Raises :class:`Rejected` where the stream breaks the form, or the commit does not
+    agree.
     """
     header = header_of((yield), "an upload")
     upload = open_upload(header)
     call = upload.go_on()
+    written()
     while (request := (yield)) is not None:
         kind = request.WhichOneof("message")
         if kind == "chunk":
@@ -362,6 +357,7 @@ def read_upload(
             return header, upload, True
         else:
             raise Rejected(ErrorCode.BAD_REQUEST, f"unexpected {kind or 'empty message'} inside an upload")
+        written()
     return header, upload, False
 
 
