@@ -27,7 +27,7 @@ from psservice.rpc.dispatcher import Dispatcher
 from psservice.rpc.health_and_reflection import LIVENESS, Health, reflection_handlers
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.ports import EventLoop, bind_port, open_port
-from psservice.rpc.status import StatusReport, bind_metrics
+from psservice.rpc.status import bind_metrics
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings, shown, split_address
 from psservice.shard.lifecycle import open_shard
@@ -98,8 +98,7 @@ class Server:
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
         self.shard.durability.checkpoints.keys = authenticator.server_keys
-        report = StatusReport(self.shard)
-        operators = OperatorCalls(self.shard, report, self._update_health, self._ask_to_stop)
+        operators = OperatorCalls(self.shard, self._update_health, self._ask_to_stop)
         self._dispatcher = Dispatcher(
             handlers_of(WorkerCalls(self.shard)) | handlers_of(operators),
             authenticator,
@@ -113,7 +112,7 @@ class Server:
         if settings.reflection == "on" or (settings.reflection == "auto" and is_local):
             handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), authenticator)
         if settings.metrics_listen:
-            self.metrics_address = self._start_web(report)
+            self.metrics_address = self._start_web(operators)
         self.address = self._listen(settings.listen, "--listen", handlers, credentials)
         self._maintenance = MaintenanceThread(lambda: self.shard.layout.size if self.shard.layout else 0)
 
@@ -220,10 +219,10 @@ class Server:
         self._ports.append(port)
         return f"{host}:{number}"
 
-    def _start_web(self, report: StatusReport) -> str:
+    def _start_web(self, operators: OperatorCalls) -> str:
         host, port = split_address(self.settings.metrics_listen)
         try:
-            pages = application(self._metrics.registry, report.message)
+            pages = application(self._metrics.registry, operators.status)
             self._web = bind_port(port, lambda each: WebServer(host, each, pages))
         except OSError as error:
             raise StartError(

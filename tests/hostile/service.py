@@ -27,7 +27,6 @@ from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call, check, handlers_of
 from psservice.rpc.operators import OperatorCalls
-from psservice.rpc.status import StatusReport
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings
 from psservice.shard.lifecycle import open_shard
@@ -96,7 +95,7 @@ class Service:
         """Join and upload."""
         values = {"lease_seconds": 3600.0, "run_id": "fuzz", **settings}
         self.engine = open_shard(ServerSettings.model_validate(values), torch.device("cpu"), Metrics())
-        operators = OperatorCalls(self.engine, StatusReport(self.engine), lambda: None, lambda: None)
+        operators = OperatorCalls(self.engine, lambda: None, lambda: None)
         self.handlers = handlers_of(WorkerCalls(self.engine)) | handlers_of(operators)
         self.identity = pb.WorkerIdentity(run_id="fuzz", worker_id="anna", incarnation="1")
         self.step = 0
