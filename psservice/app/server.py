@@ -52,11 +52,7 @@ class Server:
     """One running shard: the service, its health, and its metrics and status page, each on a port of its own."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Bind every port and start to serve; the health service answers first, before a journal is replayed.
-
-        Raises:
-            StartError: the message names what is missing.
-        """
+        """Bind every port and start to serve, health first, before a journal is replayed; raises ``StartError``."""
         self.settings = settings
         if settings.compute_threads:
             torch.set_num_threads(settings.compute_threads)
@@ -119,8 +115,7 @@ class Server:
     def run(self) -> None:
         """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop.
 
-        Raises:
-            ShardFailedError: an update failed half-way, and the server has stopped.
+        Raises :class:`ShardFailedError` where the server has stopped because an update failed half-way.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._ask_to_stop())

@@ -21,8 +21,7 @@ _BUSY = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: clos
 class WebServer(socketserver.ThreadingMixIn, WSGIServer):
     """Serves a WSGI application from a thread of its own; ``server_port`` is the one that was bound, also for 0.
 
-    Raises:
-        OSError: the address cannot be bound.
+    Raises ``OSError`` where the address cannot be bound.
     """
 
     daemon_threads = True

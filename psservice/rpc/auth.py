@@ -57,10 +57,7 @@ ANONYMOUS_ADMIN = Caller(Role.ADMIN)
 
 
 class _Watched(Generic[Content]):
-    """The content of files, read again when one of them changes. Thread-safe.
-
-    A change that cannot be read leaves the old content in force, and is logged. A missing file has changed.
-    """
+    """The content of files, read again when one changes, unless that fails. Thread-safe. A missing file has changed."""
 
     def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], Content]) -> None:
         self._name, self._paths, self._read = name, paths, read
@@ -116,8 +113,7 @@ class Authenticator:
     def admit(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str, needed: Role) -> Caller:
         """Return who calls, by a call's headers alone.
 
-        Raises:
-            Rejected: ``UNAUTHENTICATED`` without a known token, ``PERMISSION_DENIED`` where its role is too low.
+        Raises :class:`Rejected`: ``UNAUTHENTICATED``, or ``PERMISSION_DENIED`` where the token's role is too low.
         """
         callers = self._callers()
         if callers is None:

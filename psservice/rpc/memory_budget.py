@@ -1,10 +1,9 @@
 """Bytes in flight: what calls occupy while they run, limited by stream, by worker and in total.
 
-A call is charged for a message when it arrives, and before it is decoded for what that will occupy at its largest:
-messages are kept for the journal and written there, entries are decoded and then merged into one update. Beyond a limit
-a call is refused, and its bytes are released; nothing here waits. The oldest call in flight is exempt from the total,
-and the oldest of a worker from the worker's limit: so one of them always gets through, however small the limits are,
-and the most that can be occupied is the total and one stream.
+A call is charged for a message on arrival, and, before the decoding, for what the content will occupy at its largest.
+Beyond a limit a call is refused, and its bytes are released; nothing here waits. The oldest call in flight is exempt
+from the total, and the oldest of a worker from the worker's limit: so one of them always gets through, and the most
+that can be occupied is the total and one stream.
 """
 
 import math
@@ -71,9 +70,8 @@ class Reservation:
         with budget.lock:
             del budget.calls[self]
             if self._worker is not None:
-                mine = budget.by_worker[self._worker]
-                del mine[self]
-                if not mine:
+                del budget.by_worker[self._worker][self]
+                if not budget.by_worker[self._worker]:
                     del budget.by_worker[self._worker]
 
     def clear(self) -> None:
@@ -91,11 +89,7 @@ class Reservation:
         self.add(0)
 
     def add(self, nbytes: int) -> None:
-        """Charge what comes next.
-
-        Raises:
-            Rejected: ``BAD_REQUEST`` where no valid stream is as large, ``BUSY`` where other calls occupy too much.
-        """
+        """Charge more bytes; raises ``BAD_REQUEST`` beyond any valid stream, ``BUSY`` beyond the other limits."""
         budget = self._budget
         with budget.lock:
             if self.bytes + nbytes > self._largest:

@@ -49,12 +49,9 @@ _TRIES = 100
 
 
 def bind_port(port: int, bind: Callable[[int], Result]) -> Result:
-    """Bind a port, or for 0 any free one of 20000 to 29999, and return the result of ``bind``.
+    """Bind a port, or for 0 any free one of 20000 to 29999, and return or raise as ``bind`` does.
 
     Linux itself assigns higher ports, and 50051 among them: the port of a server that may be restarting.
-
-    Raises:
-        OSError, RuntimeError: the error of ``bind`` at the last port that was tried.
     """
     *numbers, last = [port] if port else random.SystemRandom().sample(_UNNAMED_PORTS, _TRIES)
     for number in numbers:
@@ -87,8 +84,7 @@ async def open_port(
 ) -> tuple[grpc.aio.Server, int]:
     """Start a gRPC server at ``HOST:PORT``, in plaintext without credentials; return it with the port's number.
 
-    Raises:
-        RuntimeError: the address cannot be bound.
+    Raises ``RuntimeError`` where the address cannot be bound.
     """
     most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # the other half is for files
     server = grpc.aio.server(options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)])
