@@ -102,7 +102,7 @@ class Server:
             self._metrics,
             self.shard.drain_gate.track,
         )
-        bind_metrics(self.shard, lambda: self._dispatcher.at_work)
+        bind_metrics(self.shard)
         handlers = [self._dispatcher.service, self._health.handler()]
         is_local = is_loopback(split_address(settings.listen)[0])
         if settings.reflection == "on" or (settings.reflection == "auto" and is_local):

@@ -56,7 +56,7 @@ ANONYMOUS_ADMIN = Caller(Role.ADMIN)
 """Every caller of a server without tokens."""
 
 
-class _Watched(Generic[Content]):
+class _WatchedFiles(Generic[Content]):
     """The content of files, read again when one changes, unless that fails. Thread-safe. A missing file has changed."""
 
     def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], Content]) -> None:
@@ -101,7 +101,7 @@ class Authenticator:
         self._file = None
         if path is not None:
             warn_of_readers(path)
-            self._file = _Watched("tokens", (path,), lambda: read_tokens(path))
+            self._file = _WatchedFiles("tokens", (path,), lambda: read_tokens(path))
 
     def server_keys(self) -> list[bytes] | None:
         """Return hashes of the admins' tokens, which servers share and workers have not; ``None`` without tokens."""
@@ -185,7 +185,7 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.Se
     """
     warn_of_readers(key)
     paths = tuple(path for path in (cert, key, client_ca) if path is not None)
-    files = _Watched("certificates", paths, lambda: _read_certificates(paths))
+    files = _WatchedFiles("certificates", paths, lambda: _read_certificates(paths))
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
         return files.content if files.refresh() else None

@@ -1,4 +1,4 @@
-"""The table of calls: who may make each, and which threads serve it; and one call as its handler sees it."""
+"""The table of calls: who may make each, and which threads serve it; and one call as its handler knows the call."""
 
 import re
 from collections.abc import Callable, Generator
@@ -74,7 +74,7 @@ class Call:
     """One call that is being served.
 
     Attributes:
-        charge: the memory that a stream occupies; set by its handler.
+        reservation: the memory that a stream occupies; set by its handler.
         raw: the messages of the stream as they came, where its handler has set an empty list.
         received_bytes: of all messages so far, as gRPC frames them.
         arrived_nanoseconds: when the message that the handler works on arrived (``perf_counter_ns``).
@@ -84,7 +84,7 @@ class Call:
 
     rpc: str
     caller: Caller
-    charge: Reservation | None = None
+    reservation: Reservation | None = None
     raw: list[bytes] | None = None
     received_bytes: int = 0
     arrived_nanoseconds: int = 0
@@ -119,8 +119,8 @@ def check(call: Call, message: Message) -> None:
     named: Any = getattr(message, "header", message)
     if "identity" in named.DESCRIPTOR.fields_by_name and named.identity.worker_id:
         call.caller.require_worker(named.identity.worker_id)
-    if call.charge is not None:
-        call.charge.add(decoded_bytes(message))
+    if call.reservation is not None:
+        call.reservation.add(decoded_bytes(message))
 
 
 def require_place(settings: ServerSettings, meant: str) -> None:

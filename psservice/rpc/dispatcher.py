@@ -1,4 +1,4 @@
-"""Every call's headers, time and threads, on one event loop; what a call means is left to its handler.
+"""Every call's headers, time and threads, on one event loop; handlers know the meaning of calls.
 
 A caller is known by its headers before a message of its call is read, and a call occupies no thread while it waits for
 its client: threads work on messages that have arrived. Messages are read as raw bytes and parsed here, since a
@@ -41,8 +41,8 @@ _Answers: TypeAlias = tuple[_Batch, Generator[_Batch, None, None]]  # the first 
 
 _FIRST_BYTES = 16 << 10  # of a stream, after which its header is checked
 _SOON_SECONDS = 0.005  # or after so long in which nothing follows, or at the stream's end
-_BATCH_BYTES = 128 << 10  # of messages that one visit to a thread works on
-_ANSWER_BYTES = 1 << 20  # of messages that one visit to a thread writes
+_BATCH_BYTES = 128 << 10  # of messages that a thread reads in one piece of work
+_ANSWER_BYTES = 1 << 20  # of messages that a thread writes in one piece of work
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
 _MOST_CALLS = 4096
 _MOST_SILENT = 256  # calls without a message; beyond that the oldest is cut
@@ -59,7 +59,7 @@ class _StalledError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _OpenCall:
-    """A call as the event loop sees it."""
+    """The event loop's side of a call."""
 
     call: Call
     context: Any
@@ -88,7 +88,6 @@ class Dispatcher:
         counted: context of a call that changes the shard, which a drain waits for.
 
     Attributes:
-        at_work: calls that have a thread of their lane, or wait for one.
         service: the service's handler for a gRPC server.
     """
 
@@ -110,9 +109,10 @@ class Dispatcher:
         self._silent: dict[_OpenCall, None] = {}
         self._joins = asyncio.Semaphore(_MOST_JOINS)
         self._penalty = Penalty()
-        self._requests = MemoryBudget(_REQUEST_BYTES)
+        self._request_budget = MemoryBudget(_REQUEST_BYTES)
         self._stopping = False
-        self.at_work = 0
+        self._at_work = 0  # calls that have a thread of their lane, or wait for one
+        metrics.running_calls.set_function(lambda: self._at_work)
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             rpc: grpc.stream_stream_rpc_method_handler(partial(self._serve, rpc, handler))
             for rpc, handler in handlers.items()
@@ -227,8 +227,8 @@ class Dispatcher:
             answer = cast(Callable[[Call, Message], Answer], handler)
             return _begin(opened.call, answer(opened.call, parse(opened.call, raw)))
 
-        with self._requests.open() as charge:
-            charge.add(received_bytes(len(raw)))
+        with self._request_budget.open() as reservation:
+            reservation.add(received_bytes(len(raw)))
             return await self._in_thread(opened, work)
 
     async def _read_stream(self, opened: _OpenCall, handler: Handler) -> _Answers:
@@ -246,8 +246,8 @@ class Dispatcher:
                 await self._in_thread(opened, lambda: _feed(call, reading, batch))
 
             while (raw := await self._next_or(opened, feed if pending and most == _FIRST_BYTES else None)) is not None:
-                if call.charge is not None:
-                    call.charge.add(received_bytes(len(raw)))
+                if call.reservation is not None:
+                    call.reservation.add(received_bytes(len(raw)))
                 pending.append((raw, time.perf_counter_ns()))
                 size += len(raw)
                 if size >= most:
@@ -323,7 +323,7 @@ class Dispatcher:
     async def _in_thread(self, opened: _OpenCall, work: Callable[[], Result]) -> Result:
         """Run work in the call's lane; a call that is cancelled meanwhile ends when its work has."""
         loop = asyncio.get_running_loop()
-        self.at_work += 1
+        self._at_work += 1
         future = loop.run_in_executor(self._pools[opened.rule.lane], opened.span.run, work)
         try:
             return await asyncio.shield(future)
@@ -333,7 +333,7 @@ class Dispatcher:
                 future.exception()  # fetched, or asyncio logs that nobody did
             raise
         finally:
-            self.at_work -= 1
+            self._at_work -= 1
 
 
 def _begin(call: Call, answer: Answer) -> _Answers:

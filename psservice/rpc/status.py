@@ -1,7 +1,6 @@
 """A shard's status: as a message, for `GetStatus` and the status page, and as metrics that are read on request."""
 
 import time
-from collections.abc import Callable
 
 from pscore.model.layout import Span
 from pscore.version import __version__
@@ -108,7 +107,7 @@ def _durability(settings: ServerSettings) -> str:
     return settings.durability if settings.data_dir else "none"
 
 
-def bind_metrics(shard: Shard, running_calls: Callable[[], int]) -> None:
+def bind_metrics(shard: Shard) -> None:
     """Bind the shard's metrics to its state, and set those that are settings."""
     metrics, settings = shard.metrics, shard.settings
     for gauge, value in (
@@ -125,7 +124,6 @@ def bind_metrics(shard: Shard, running_calls: Callable[[], int]) -> None:
         gauge.set(value)
     metrics.queued.set_function(lambda: shard.writer.queued)
     metrics.image_bytes.set_function(lambda: shard.images.bytes)
-    metrics.running_calls.set_function(running_calls)
     metrics.clock_spread.set_function(shard.leases.clock_spread)
     metrics.training.set_function(lambda: shard.run.state is RunState.TRAINING)
     metrics.draining.set_function(lambda: shard.drain_gate.is_closed)

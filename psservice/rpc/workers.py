@@ -57,11 +57,11 @@ class WorkerCalls:
     def __init__(self, shard: Shard) -> None:
         self._shard, self._settings, self._metrics = shard, shard.settings, shard.metrics
         self._layouts = JoinLayouts(shard)
-        self._inflight = MemoryBudget(self._settings.inflight_bytes)
-        self._downloads = MemoryBudget(self._settings.inflight_bytes)
+        self._training_budget = MemoryBudget(self._settings.inflight_bytes)
+        self._download_budget = MemoryBudget(self._settings.inflight_bytes)
         self._sized: tuple[ModelLayout | None, int, int] = (None, largest_stream(None, 0), 0)
         self._metrics.bytes_in_flight.set_function(
-            lambda: self._inflight.bytes + self._downloads.bytes + shard.uploads.nbytes
+            lambda: self._training_budget.bytes + self._download_budget.bytes + shard.uploads.nbytes
         )
 
     def join(self, call: Call, request: pb.JoinRequest) -> pb.JoinResponse:
@@ -138,17 +138,17 @@ class WorkerCalls:
     def upload_model(self, call: Call) -> Reading[pb.UploadModelRequest, pb.UploadModelResponse]:
         """Receive the model, or a part of it."""
         shard = self._shard
-        with self._stream(call) as charge:
+        with self._stream(call) as reservation:
 
             def open_upload(header: pb.UploadHeader) -> Upload:
                 identity = identity_from_message(header.identity)
-                charge.belongs_to(identity.worker_id)
+                reservation.belongs_to(identity.worker_id)
                 upload = model_install.open_upload(shard, identity, header.generation, header.buffer_bytes)
                 shard.run.require_upload(header.identity.run_id)
                 call.on_received = partial(shard.leases.received, identity)
                 return upload
 
-            header, upload, is_whole = yield from read_upload(open_upload, charge.clear)
+            header, upload, is_whole = yield from read_upload(open_upload, reservation.clear)
             answer = upload.received()
             if is_whole:
                 answer.version = model_install.finish_upload(
@@ -159,8 +159,8 @@ class WorkerCalls:
     def download_model(self, call: Call, request: pb.DownloadModelRequest) -> Iterator[pb.DownloadModelResponse]:
         """Send the model. Downloads have a memory budget apart from that of training."""
         shard = self._shard
-        with self._downloads.open() as charge:
-            charge.add(4 * shard.require_model(None).span.length)  # the copy, fp32
+        with self._download_budget.open() as reservation:
+            reservation.add(4 * shard.require_model(None).span.length)  # the copy, fp32
             copy = shard.copy_model()
             model = copy.model
             specs = model.layout.buffers if copy.buffers else ()
@@ -189,11 +189,11 @@ class WorkerCalls:
         """Receive a push and apply it."""
         shard = self._shard
         call.raw = [] if shard.durability.events.keeps_journal else None
-        with self._stream(call) as charge:
+        with self._stream(call) as reservation:
 
             def admit(header: pb.PushHeader) -> Span:
                 identity = self._identity(header.identity)
-                charge.belongs_to(identity.worker_id)
+                reservation.belongs_to(identity.worker_id)
                 call.on_received = partial(shard.leases.received, identity)
                 check_push(shard, identity, header.step)
                 finished_of(header)  # refused here, before the rest of it is received
@@ -225,9 +225,9 @@ class WorkerCalls:
     def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[pb.PullDiffResponse]:
         """Send a worker what its replica lacks."""
         shard = self._shard
-        with self._inflight.open(most_of_worker=self._most_of_worker) as charge:
+        with self._training_budget.open(most_of_worker=self._most_of_worker) as reservation:
             identity = self._identity(request.identity)
-            charge.belongs_to(identity.worker_id)
+            reservation.belongs_to(identity.worker_id)
             asked = PullRequest(
                 base_version=request.base_version if request.has_base else None,
                 base_end=request.base_end,
@@ -235,7 +235,7 @@ class WorkerCalls:
                 replica_is_image=request.image,
                 link_bytes_per_second=request.link_bytes_per_second,
             )
-            reply = pull(shard, identity, request.generation, asked, charge.add)
+            reply = pull(shard, identity, request.generation, asked, reservation.add)
             header = pb.PullHeader(
                 mode=REPLY_MODES[reply.mode],
                 version=reply.version,
@@ -252,10 +252,10 @@ class WorkerCalls:
     def exchange_buffers(self, call: Call) -> Reading[pb.ExchangeBuffersRequest, Iterator[pb.ExchangeBuffersResponse]]:
         """Average a worker's buffers."""
         shard = self._shard
-        with self._stream(call) as charge:
+        with self._stream(call) as reservation:
             header: pb.BuffersHeader = header_of((yield), "an exchange of buffers")
             identity = self._identity(header.identity)
-            charge.belongs_to(identity.worker_id)
+            reservation.belongs_to(identity.worker_id)
             buffers = open_exchange(shard, identity, header.generation)
             reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
             while not reader.complete and (request := (yield)) is not None:
@@ -284,9 +284,9 @@ class WorkerCalls:
         return identity_from_message(message)
 
     def _stream(self, call: Call) -> Reservation:
-        """Open the charge of a stream that a worker sends."""
-        call.charge = self._inflight.open(self._most_of_stream, self._most_of_worker)
-        return call.charge
+        """Open the reservation of a stream that a worker sends."""
+        call.reservation = self._training_budget.open(self._most_of_stream, self._most_of_worker)
+        return call.reservation
 
     @property
     def _most_of_stream(self) -> int:
