@@ -249,9 +249,7 @@ def split_address(address: str) -> tuple[str, int]:
 def load(arguments: Sequence[str]) -> ServerSettings:
     """Read the settings from command-line flags and everything below them.
 
-    Raises:
-        SettingsError: a setting is unknown or out of range, or the YAML file cannot be read.
-        SystemExit: ``--help``, or a flag that does not exist.
+    Raises :class:`SettingsError`, and ``SystemExit`` for ``--help`` or a flag that does not exist.
     """
     flags = CliSettingsSource[Any](
         ServerSettings,

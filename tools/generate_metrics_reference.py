@@ -45,7 +45,8 @@ def declared_labels(metrics: Metrics) -> dict[str, tuple[str, ...]]:
         if isinstance(declared, Counter | Gauge | Histogram):
             found[declared._name] = tuple(declared._labelnames)
         elif isinstance(declared, ReadMetric):
-            found[next(iter(declared.collect())).name] = declared.labels
+            (metric,) = declared.collect()
+            found[metric.name] = tuple(metric.samples[0].labels)
     return found
 
 

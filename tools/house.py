@@ -44,7 +44,7 @@ ROOMS = {
         ["cluster", "storage", "wire"],
         ["observability"],
         ["model"],
-        ["__init__", "limits", "policy", "settings", "types"],
+        ["__init__", "policy", "settings", "types"],
     ],
 }
 """The rooms of each package, upper rows first: a room imports rooms of lower rows only (docs/architecture.md)."""

@@ -22,7 +22,7 @@ from psservice.shard.model_install import finish_upload, open_upload
 from psservice.shard.pull import pull
 from psservice.shard.push import check_push, commit
 from psservice.types import Identity, PushAnswer
-from psservice.wire.push_stream import PushReader, read_all, read_push
+from psservice.wire.push_stream import read_all, read_push
 
 _LEASE_SECONDS = 3600.0
 
@@ -85,11 +85,11 @@ class InProcessShard:
     def read(self, messages: Sequence[pb.PushSparseRequest]) -> tuple[pb.PushHeader, list[SparseSlice]]:
         """Decode and validate a push, as the server does while it arrives."""
 
-        def open_push(header: pb.PushHeader) -> PushReader:
+        def admit(header: pb.PushHeader) -> Span:
             check_push(self.engine, self.identity, header.step)
-            return PushReader.of(header, self.engine.span)
+            return self.engine.span
 
-        header, _, segments = read_all(read_push(open_push), messages)
+        header, segments, _ = read_all(read_push(admit), messages)
         return header, segments
 
     def apply(

@@ -7,7 +7,6 @@ import os
 import queue
 import signal
 from collections.abc import Sequence
-from types import FrameType
 
 import grpc
 import grpc.aio
@@ -18,18 +17,17 @@ from pscore.net.channels import is_loopback
 from pscore.telemetry import tracing
 from pscore.telemetry.span import TracingError
 from pscore.version import __version__
-from psservice.app.background import Background
-from psservice.app.metric_bindings import bind_metrics
+from psservice.app.maintenance import MaintenanceThread
 from psservice.http.pages import application
 from psservice.http.server import WebServer
 from psservice.observability.metrics import Metrics
-from psservice.rpc.auth import Authenticator, CertificateFiles, SecurityError, TokenFile
+from psservice.rpc.auth import Authenticator, SecurityError, server_credentials
 from psservice.rpc.calls import SERVICE, handlers_of
-from psservice.rpc.door import Door
+from psservice.rpc.dispatcher import Dispatcher
+from psservice.rpc.health_and_reflection import LIVENESS, Health, reflection_handlers
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.ports import EventLoop, bind_port, open_port
-from psservice.rpc.standard import LIVENESS, Health, reflection_handlers
-from psservice.rpc.status import StatusReport
+from psservice.rpc.status import bind_metrics
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings, shown, split_address
 from psservice.shard.lifecycle import open_shard
@@ -54,26 +52,22 @@ class Server:
     """One running shard: the service, its health, and its metrics and status page, each on a port of its own."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Bind every port and start to serve; the health service answers first, before a journal is replayed.
-
-        Raises:
-            StartError: the message names what is missing.
-        """
+        """Bind every port and start to serve, health first, before a journal is replayed; raises ``StartError``."""
         self.settings = settings
         if settings.compute_threads:
             torch.set_num_threads(settings.compute_threads)
         self._metrics = Metrics()
         self._loop = EventLoop()
-        self._health = Health(self._loop.loop)
+        self._health = Health(self._loop)
         self._ports: list[grpc.aio.Server] = []
         self._web: WebServer | None = None
         self._stop_asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose put a signal may interrupt
         self._serving = False
         self._healthy = True
+        self.health_address = self.metrics_address = ""
         try:
             self._update_health()
             self._health.set(LIVENESS, serving=True)
-            self.health_address = ""
             if settings.health_listen:
                 self.health_address = self._listen(settings.health_listen, "--health-listen", [self._health.handler()])
             self._start_service()
@@ -90,43 +84,41 @@ class Server:
         try:
             if settings.tracing:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
-            gate = Authenticator(TokenFile(settings.tokens) if settings.tokens else None)
+            authenticator = Authenticator(settings.tokens)
             credentials = None
             if settings.tls_cert and settings.tls_key:
-                files = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-                credentials = files.credentials()
+                credentials = server_credentials(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
             self.shard = open_shard(
                 settings, resolve_device(settings.device), self._metrics, self._durable, self._failed
             )
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
-        self.shard.durability.checkpoints.keys = gate.server_keys
-        report = StatusReport(self.shard)
-        operators = OperatorCalls(self.shard, report, self._update_health, self._ask_to_stop)
-        self._door = Door(
+        self.shard.durability.checkpoints.keys = authenticator.server_keys
+        operators = OperatorCalls(self.shard, self._update_health, self._ask_to_stop)
+        self._dispatcher = Dispatcher(
             handlers_of(WorkerCalls(self.shard)) | handlers_of(operators),
-            gate,
+            authenticator,
             settings,
             self._metrics,
             self.shard.drain_gate.track,
         )
-        bind_metrics(self.shard, lambda: self._door.at_work)
-        handlers = [self._door.handler(), self._health.handler()]
+        bind_metrics(self.shard)
+        handlers = [self._dispatcher.service, self._health.handler()]
         is_local = is_loopback(split_address(settings.listen)[0])
         if settings.reflection == "on" or (settings.reflection == "auto" and is_local):
-            handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), gate)
-        self.metrics_address = self._start_web(report) if settings.metrics_listen else ""
+            handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), authenticator)
+        if settings.metrics_listen:
+            self.metrics_address = self._start_web(operators)
         self.address = self._listen(settings.listen, "--listen", handlers, credentials)
-        self._background = Background(lambda: self.shard.layout.size if self.shard.layout else 0)
+        self._maintenance = MaintenanceThread(lambda: self.shard.layout.size if self.shard.layout else 0)
 
     def run(self) -> None:
         """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop.
 
-        Raises:
-            ShardFailedError: an update failed half-way, and the server has stopped.
+        Raises :class:`ShardFailedError` where the server has stopped because an update failed half-way.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda *_: self._ask_to_stop())
         addresses = {"address": self.address, "health": self.health_address, "metrics": self.metrics_address}
         device, settings = str(self.shard.device), shown(self.settings)
         log.info("serving", extra={**addresses, "device": device, "version": __version__, "settings": settings})
@@ -159,12 +151,12 @@ class Server:
         self.shard.drain_gate.is_closed = True
         self._update_health()
         failed = self.shard.apply_thread.failed
-        self._loop.run(self._door.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))
+        self._loop.run(self._dispatcher.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))
         *_, port = self._ports
         self._loop.run(port.stop(min(self.settings.drain_seconds, _LAST_CALLS_SECONDS)))
-        self._door.close()
+        self._dispatcher.close()
         self.shard.close()
-        self._background.close()
+        self._maintenance.close()
         self._loop.run(self._close_ports())
         self._loop.close()
         if self._web is not None:
@@ -174,9 +166,6 @@ class Server:
 
     async def _close_ports(self) -> None:
         await asyncio.gather(*(port.stop(0.0) for port in self._ports))
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._ask_to_stop()
 
     def _ask_to_stop(self) -> None:
         self._stop_asked.put(None)
@@ -225,16 +214,16 @@ class Server:
         self._ports.append(port)
         return f"{host}:{number}"
 
-    def _start_web(self, report: StatusReport) -> str:
+    def _start_web(self, operators: OperatorCalls) -> str:
         host, port = split_address(self.settings.metrics_listen)
         try:
-            pages = application(self._metrics.registry, report.message)
+            pages = application(self._metrics.registry, operators.status)
             self._web = bind_port(port, lambda each: WebServer(host, each, pages))
         except OSError as error:
             raise StartError(
                 f"cannot listen on {self.settings.metrics_listen} (--metrics-listen; empty turns it off): {error}"
             ) from error
-        return f"[{host}]:{self._web.port}" if ":" in host else f"{host}:{self._web.port}"
+        return f"[{host}]:{self._web.server_port}" if ":" in host else f"{host}:{self._web.server_port}"
 
 
 def resolve_device(name: str) -> torch.device:

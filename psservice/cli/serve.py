@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pscore.names import escaped
 from pscore.version import __version__
@@ -97,30 +97,32 @@ _COMMANDS = {
 """Commands for running servers: their help, and the deadline of their calls, seconds."""
 
 
-class _Flag(NamedTuple):
-    """A flag of one command; one without a placeholder is a switch."""
-
-    command: str
-    name: str
-    help: str
-    placeholder: str = ""
-    type: Callable[[str], Any] = str
-    default: Any = None
-
-
 _BAN = "keep the worker out for so long (default 0: it may join again at once; also ends a ban); at most a week"
-_FLAGS = (
-    _Flag("top", "--once", "show one frame; the same where stdout is no terminal"),
-    _Flag("top", "--interval-seconds", "between two frames (default 2)", "SECONDS", _seconds, 2.0),
-    _Flag("snapshot", "--name", "keep it under this name until it is deleted", "NAME", _checkpoint_name),
-    _Flag("checkpoints", "--delete", "delete this one", "NAME", _name),
-    _Flag("restore", "--version", "version of each shard to go back to", "V", _version),
-    _Flag("restore", "--checkpoint", "checkpoint to go back to", "ID", _name),
-    _Flag("drain", "--stop", "then end the processes, as SIGTERM does"),
-    _Flag("drain", "--undo", "open the shards again"),
-    _Flag("evict", "--ban-seconds", _BAN, "N", _seconds_or_none, 0.0),
-)
-
+_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
+    "top": {
+        "--once": {"action": "store_true", "help": "show one frame; the same where stdout is no terminal"},
+        "--interval-seconds": {
+            "type": _seconds,
+            "default": 2.0,
+            "metavar": "SECONDS",
+            "help": "between two frames (default 2)",
+        },
+    },
+    "snapshot": {
+        "--name": {"type": _checkpoint_name, "metavar": "NAME", "help": "keep it under this name until it is deleted"}
+    },
+    "checkpoints": {"--delete": {"type": _name, "metavar": "NAME", "help": "delete this one"}},
+    "restore": {
+        "--version": {"type": _version, "metavar": "V", "help": "version of each shard to go back to"},
+        "--checkpoint": {"type": _name, "metavar": "ID", "help": "checkpoint to go back to"},
+    },
+    "drain": {
+        "--stop": {"action": "store_true", "help": "then end the processes, as SIGTERM does"},
+        "--undo": {"action": "store_true", "help": "open the shards again"},
+    },
+    "evict": {"--ban-seconds": {"type": _seconds_or_none, "default": 0.0, "metavar": "N", "help": _BAN}},
+}
+"""The flags that only one command has."""
 
 _SERVER_MODULES = ("grpc_health", "grpc_reflection", "prometheus_client", "pythonjsonlogger")  # the extra [server]
 
@@ -195,11 +197,8 @@ def _add_command(add: Callable[..., argparse.ArgumentParser], name: str, what: s
     parser.add_argument("--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=help_)
     is_exclusive = name in ("restore", "drain")
     group = parser.add_mutually_exclusive_group(required=name == "restore") if is_exclusive else parser
-    for own in (each for each in _FLAGS if each.command == name):
-        takes: dict[str, Any] = {"action": "store_true"}
-        if own.placeholder:
-            takes = {"type": own.type, "metavar": own.placeholder}
-        group.add_argument(own.name, default=own.default, help=own.help, **takes)
+    for flag, own in _FLAGS.get(name, {}).items():
+        group.add_argument(flag, **own)
 
 
 def _for_a_reader(command: Callable[[], int]) -> int:
@@ -282,13 +281,25 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
 
 
 def _health(options: argparse.Namespace) -> int:
-    from psservice.cli import health
+    """Ask a server's plaintext health port, as a container's health check does."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    try:
-        health.check(options.address, options.timeout)
-    except health.UnhealthyError as error:
-        return _failed("health", error)
-    print(f"{options.address}: serving")
+    address, states = options.address, health_pb2.HealthCheckResponse
+    # Without the proxy of the environment, through which gRPC would go to loopback too.
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]  # made at run time
+                health_pb2.HealthCheckRequest(), timeout=options.timeout
+            )
+        except grpc.RpcError as error:
+            why = f"{error.code().name}: {error.details()}; is a server running with --health-listen {address}?"
+            return _failed("health", f"{address}: {why}")
+    if answer.status != states.SERVING:
+        state = states.ServingStatus.Name(answer.status)
+        why = "the server is starting, drained or stopping, or cannot write its journal: see its log"
+        return _failed("health", f"{address}: {state}; {why}")
+    print(f"{address}: serving")
     return EXIT_DONE
 
 
@@ -336,6 +347,6 @@ def _serve(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def _failed(command: str, error: Exception, status: int = EXIT_UNABLE) -> int:
+def _failed(command: str, error: Exception | str, status: int = EXIT_UNABLE) -> int:
     print(f"psservice {command}: {escaped(str(error))}", file=sys.stderr)
     return status

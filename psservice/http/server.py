@@ -18,36 +18,29 @@ _POLL_SECONDS = 0.5
 _BUSY = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class WebServer:
-    """Serves a WSGI application from a thread of its own; ``port`` is the one that was bound, also for 0.
+class WebServer(socketserver.ThreadingMixIn, WSGIServer):
+    """Serves a WSGI application from a thread of its own; ``server_port`` is the one that was bound, also for 0.
 
-    Raises:
-        OSError: the address cannot be bound.
+    Raises ``OSError`` where the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, application: WSGIApplication) -> None:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        kind = type("_Server", (_Server,), {"address_family": family})
-        self._server: _Server = kind(address[:2], _Request)
-        self._server.set_app(application)
-        self.port = self._server.server_port
-        threading.Thread(target=self._server.serve_forever, args=(_POLL_SECONDS,), name="web", daemon=True).start()
-
-    def close(self) -> None:
-        """End the thread and close the port."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, host: str, port: int, application: WSGIApplication) -> None:
         self._begun: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
-        super().__init__(*arguments)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, *_, address = found[0]
+        super().__init__(address[:2], _Request)  # type: ignore[arg-type]  # a port and a host, also of IPv6
+        self.set_app(application)
+        threading.Thread(target=self.serve_forever, args=(_POLL_SECONDS,), name="web", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread and close the port."""
+        self.shutdown()
+        self.server_close()
 
     def server_bind(self) -> None:
         """Bind without asking the name service for this machine's name."""
@@ -72,6 +65,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and free the connection's place."""
         try:
             super().process_request_thread(request, client_address)
         finally:

@@ -1,7 +1,7 @@
 """Prometheus metrics of one shard, in a registry of their own: all of them are declared here.
 
 Events are counted where they happen; states (a queue's length, a bound) are read on request
-(:mod:`psservice.app.metric_bindings`). docs/metrics.md is generated from what this file declares.
+(:func:`psservice.rpc.status.bind_metrics`). docs/metrics.md is generated from what this file declares.
 """
 
 import time
@@ -28,23 +28,10 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series be
 
 
 class ReadMetric(Collector):
-    """A metric whose value another object has, read on request.
+    """A metric whose value another object has, read on request; ``value`` until :meth:`set_function` is called."""
 
-    Args:
-        family: makes the exposed metric of a value.
-        value: until :meth:`set_function` is called.
-        registry: where the metric is registered.
-        labels: those of the metric, if any.
-    """
-
-    def __init__(
-        self,
-        family: Callable[[Any], Metric],
-        value: Any,
-        registry: CollectorRegistry,
-        labels: tuple[str, ...] = (),
-    ) -> None:
-        self._family, self.labels = family, labels
+    def __init__(self, family: Callable[[Any], Metric], value: Any, registry: CollectorRegistry) -> None:
+        self._family = family
         self._read: Callable[[], Any] = lambda: value
         registry.register(self)
 
@@ -67,36 +54,10 @@ class Metrics:
     """All metrics of a shard; their names begin with ``psservice_``."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._declare_work()
-        self._declare_fleet()
-        self._declare_load()
-        self._declare_durability()
-        labels = ("run", "shard", "shards", "method", "device", "durability", "release")
-        self.shard_info = ReadMetric(  # a run's name is known later
-            partial(
-                InfoMetricFamily,
-                "psservice_shard",
-                "Always 1; which shard of which run this is, to be joined with the others by instance",
-            ),
-            dict.fromkeys(labels, ""),
-            self.registry,
-            labels,
-        )
-        ProcessCollector(registry=self.registry)
-        self.answered = Counter(
-            "psservice_answered_calls", "Calls answered, for the status only", ["rpc"], registry=None
-        )
-        for rpc in _COUNTED_CALLS:  # a rate needs the zero before the first one
-            for counter in (self.received_bytes, self.sent_bytes, self.dense_bytes):
-                counter.labels(rpc=rpc)
-        for reason in ErrorCode:
-            self.refusals.labels(reason=reason.name)
-        self._started_unix_seconds = time.time()
-        self._is_saved = True
+        self.registry = registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
 
-    def _declare_work(self) -> None:
-        counter, gauge, histogram = self._kinds()
         self.pushes = counter("psservice_pushes", "Pushes applied")
         self.repeated_pushes = counter(
             "psservice_repeated_pushes", "Pushes that had been applied and were answered again"
@@ -134,8 +95,6 @@ class Metrics:
         self.elements = gauge("psservice_elements", "Elements of the model that this shard owns")
         self.num_shards = gauge("psservice_shards", "Number of shards of the model")
 
-    def _declare_fleet(self) -> None:
-        counter, gauge, _ = self._kinds()
         self.live_workers = gauge("psservice_live_workers", "Workers with a lease")
         self.joins = counter("psservice_joins", "Leases granted to workers that had none")
         self.leaves = counter("psservice_leaves", "Leases that workers ended")
@@ -151,8 +110,6 @@ class Metrics:
             "psservice_max_staleness", "Staleness above which pushes are refused; 0 for no limit"
         )
 
-    def _declare_load(self) -> None:
-        counter, gauge, histogram = self._kinds()
         self.queued = gauge("psservice_queued", "Jobs in the writer's queue")
         self.queue_limit = gauge("psservice_queue_limit", "Longest queue of the writer")
         self.queue_seconds = histogram(
@@ -177,11 +134,8 @@ class Metrics:
         )
         self.draining = gauge("psservice_draining", "1 while the server refuses new pushes")
 
-    def _declare_durability(self) -> None:
-        _, gauge, _ = self._kinds()
-
         def read_counter(name: str, documentation: str) -> ReadMetric:
-            return ReadMetric(partial(CounterMetricFamily, name, documentation), 0.0, self.registry)
+            return ReadMetric(partial(CounterMetricFamily, name, documentation), 0.0, registry)
 
         self.durable = gauge("psservice_durable", "1 while pushes can be written to the disk as --durability promises")
         self.durable.set(1)
@@ -204,13 +158,22 @@ class Metrics:
         )
         self.snapshot_errors = read_counter("psservice_snapshot_errors", "Snapshots that could not be written")
 
-    def _kinds(self) -> tuple[partial[Counter], partial[Gauge], partial[Histogram]]:
-        registry = self.registry
-        return (
-            partial(Counter, registry=registry),
-            partial(Gauge, registry=registry),
-            partial(Histogram, registry=registry),
+        labels = ("run", "shard", "shards", "method", "device", "durability", "release")
+        about = "Always 1; which shard of which run this is, to be joined with the others by instance"
+        self.shard_info = ReadMetric(  # a run's name is known later
+            partial(InfoMetricFamily, "psservice_shard", about), dict.fromkeys(labels, ""), registry
         )
+        ProcessCollector(registry=registry)
+        self.answered = Counter(
+            "psservice_answered_calls", "Calls answered, for the status only", ["rpc"], registry=None
+        )
+        for rpc in _COUNTED_CALLS:  # a rate needs the zero before the first one
+            for counted in (self.received_bytes, self.sent_bytes, self.dense_bytes):
+                counted.labels(rpc=rpc)
+        for reason in ErrorCode:
+            self.refusals.labels(reason=reason.name)
+        self._started_unix_seconds = time.time()
+        self._is_saved = True
 
     def observe_snapshot(self, version: int, unix_seconds: float) -> None:
         """Note the newest snapshot; newer pushes were applied after it, or replayed when this process began."""

@@ -39,7 +39,7 @@ from psservice.storage.manifest import KnownPush, LiveWorker
 from psservice.storage.recovery_source import RecoverySource
 from psservice.types import Identity, PushAnswer
 from psservice.wire.identity import identity_from_message
-from psservice.wire.push_stream import PushReader, read_all, read_push
+from psservice.wire.push_stream import read_all, read_push
 
 log = logging.getLogger(__name__)
 
@@ -210,9 +210,8 @@ class LogReplayer:
 
     def _read_push(self, messages: list[bytes]) -> tuple[pb.PushHeader, SparseSlice | None, pb.PushSparseResponse]:
         *requests, answer = messages
-        header, _, segments = read_all(
-            read_push(lambda opened: PushReader.of(opened, self.span)), map(pb.PushSparseRequest.FromString, requests)
-        )
+        pushed = map(pb.PushSparseRequest.FromString, requests)
+        header, segments, _ = read_all(read_push(lambda opened: self.span), pushed)
         segments.sort(key=lambda segment: segment.span.start)
         return header, merge(self.span, segments), pb.PushSparseResponse.FromString(answer)
 

@@ -46,16 +46,18 @@ class Caller:
     role: Role
     worker: str = ""
 
+    def require_worker(self, worker_id: str) -> None:
+        """Check that the caller may be this worker; raises :class:`Rejected` (``PERMISSION_DENIED``)."""
+        if self.worker and self.worker != worker_id:
+            raise Rejected(ErrorCode.PERMISSION_DENIED, f"the token is that of another worker than {worker_id!r}")
+
 
 ANONYMOUS_ADMIN = Caller(Role.ADMIN)
 """Every caller of a server without tokens."""
 
 
-class _Watched(Generic[Content]):
-    """The content of files, read again when one of them changes. Thread-safe.
-
-    A change that cannot be read leaves the old content in force, and is logged. A missing file has changed.
-    """
+class _WatchedFiles(Generic[Content]):
+    """The content of files, read again when one changes, unless that fails. Thread-safe. A missing file has changed."""
 
     def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], Content]) -> None:
         self._name, self._paths, self._read = name, paths, read
@@ -87,30 +89,50 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     return (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
-class TokenFile:
-    """The tokens of a file, read again when it changes.
+class Authenticator:
+    """Admits callers by the tokens of a file, which is read again when it changes, or everybody where there is none.
 
     A line is ``ROLE TOKEN [WORKER]``; ``#`` begins a comment. ``sha256:`` and the hexadecimal hash of a token may stand
-    for the token. ``clock`` returns monotonic seconds.
-
-    Raises:
-        SecurityError: the file cannot be read now.
+    for the token. ``clock`` returns monotonic seconds. Raises :class:`SecurityError` where the file cannot be read.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        warn_of_readers(path)
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._checked = clock, clock()
-        self._file = _Watched("tokens", (path,), lambda: read_tokens(path))
+        self._file = None
+        if path is not None:
+            warn_of_readers(path)
+            self._file = _WatchedFiles("tokens", (path,), lambda: read_tokens(path))
 
-    def caller(self, token: str) -> Caller | None:
-        """Return the caller with this token; ``None`` for an unknown one."""
-        return self._callers().get(hashlib.sha256(token.encode()).digest())
+    def server_keys(self) -> list[bytes] | None:
+        """Return hashes of the admins' tokens, which servers share and workers have not; ``None`` without tokens."""
+        callers = self._callers()
+        if callers is None:
+            return None
+        return sorted(digest for digest, caller in callers.items() if caller.role is Role.ADMIN)
 
-    def admin_keys(self) -> list[bytes]:
-        """Return the hashes of the admins' tokens: servers that share the file have them, and workers do not."""
-        return sorted(digest for digest, caller in self._callers().items() if caller.role is Role.ADMIN)
+    def admit(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str, needed: Role) -> Caller:
+        """Return who calls, by a call's headers alone.
 
-    def _callers(self) -> dict[bytes, Caller]:
+        Raises :class:`Rejected`: ``UNAUTHENTICATED``, or ``PERMISSION_DENIED`` where the token's role is too low.
+        """
+        callers = self._callers()
+        if callers is None:
+            return ANONYMOUS_ADMIN
+        shown = next((str(value) for key, value in metadata if key.lower() == "authorization"), "")
+        kind, _, token = shown.partition(" ")
+        caller = callers.get(_digest(token.strip())) if kind.lower() == "bearer" else None
+        if caller is None:
+            why = "its token is not known" if shown else "no token came with it"
+            raise Rejected(ErrorCode.UNAUTHENTICATED, f"{rpc} is for callers with a token, and {why}")
+        if caller.role < needed:
+            raise Rejected(
+                ErrorCode.PERMISSION_DENIED, f"{rpc} needs the role {needed.name.lower()}, the token has less"
+            )
+        return caller
+
+    def _callers(self) -> dict[bytes, Caller] | None:
+        if self._file is None:
+            return None
         now = self._clock()
         if now - self._checked >= _RELOAD_SECONDS:
             self._checked = now
@@ -118,12 +140,12 @@ class TokenFile:
         return self._file.content
 
 
-def read_tokens(path: Path) -> dict[bytes, Caller]:
-    """Return callers by the SHA-256 of their tokens.
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
 
-    Raises:
-        SecurityError: the file cannot be read; the message has file and line, and nothing of a token.
-    """
+
+def read_tokens(path: Path) -> dict[bytes, Caller]:
+    """Return callers by the SHA-256 of their tokens; the message of a :class:`SecurityError` shows no token."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -146,7 +168,7 @@ def read_tokens(path: Path) -> dict[bytes, Caller]:
             if len(digest) != hashlib.sha256().digest_size:
                 raise SecurityError(f"{path}, line {number}: {_HASHED} is not followed by 64 hexadecimal digits")
         else:
-            digest = hashlib.sha256(token.encode()).digest()
+            digest = _digest(token)
         if digest in callers:
             raise SecurityError(f"{path}, line {number}: this token stands in another line too")
         callers[digest] = Caller(role, words[2] if len(words) == 3 else "")
@@ -155,63 +177,20 @@ def read_tokens(path: Path) -> dict[bytes, Caller]:
     return callers
 
 
-class Authenticator:
-    """Admits callers by their tokens, or everybody where there is no token file."""
-
-    def __init__(self, tokens: TokenFile | None) -> None:
-        self._tokens = tokens
-
-    def server_keys(self) -> list[bytes] | None:
-        """Return keys that servers have and workers have not; ``None`` without tokens."""
-        return None if self._tokens is None else self._tokens.admin_keys()
-
-    def admit(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str, needed: Role) -> Caller:
-        """Return who calls, by a call's headers alone.
-
-        Raises:
-            Rejected: ``UNAUTHENTICATED`` without a known token, ``PERMISSION_DENIED`` where its role is too low.
-        """
-        if self._tokens is None:
-            return ANONYMOUS_ADMIN
-        shown = next((str(value) for key, value in metadata if key.lower() == "authorization"), "")
-        kind, _, token = shown.partition(" ")
-        caller = self._tokens.caller(token.strip()) if kind.lower() == "bearer" else None
-        if caller is None:
-            why = "its token is not known" if shown else "no token came with it"
-            raise Rejected(ErrorCode.UNAUTHENTICATED, f"{rpc} is for callers with a token, and {why}")
-        if caller.role < needed:
-            raise Rejected(
-                ErrorCode.PERMISSION_DENIED, f"{rpc} needs the role {needed.name.lower()}, the token has less"
-            )
-        return caller
-
-
-def require_worker(caller: Caller, worker_id: str) -> None:
-    """Check that a caller may be this worker; raises :class:`Rejected` (``PERMISSION_DENIED``)."""
-    if caller.worker and caller.worker != worker_id:
-        raise Rejected(ErrorCode.PERMISSION_DENIED, f"the token is that of another worker than {worker_id!r}")
-
-
-class CertificateFiles:
-    """The server's certificate chain, its key, and the CA of its clients (PEM), read again when one of them changes.
+def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
+    """Return the credentials of a port from PEM files, which a handshake reads again where one has changed.
 
     With ``client_ca``, a caller needs a certificate of that CA (mutual TLS). Raises :class:`SecurityError` where a file
     cannot be read.
     """
+    warn_of_readers(key)
+    paths = tuple(path for path in (cert, key, client_ca) if path is not None)
+    files = _WatchedFiles("certificates", paths, lambda: _read_certificates(paths))
 
-    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
-        warn_of_readers(key)
-        paths = tuple(path for path in (cert, key, client_ca) if path is not None)
-        self._files = _Watched("certificates", paths, lambda: _read_certificates(paths))
-        self._mutual = client_ca is not None
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        return files.content if files.refresh() else None
 
-    def credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials of a port; each handshake uses the files as they are then."""
-        return grpc.dynamic_ssl_server_credentials(self._files.content, self._changed, self._mutual)  # type: ignore[arg-type]
-
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return another configuration where a file has changed; gRPC asks at each handshake."""
-        return self._files.content if self._files.refresh() else None
+    return grpc.dynamic_ssl_server_credentials(files.content, changed, client_ca is not None)  # type: ignore[arg-type]
 
 
 def _read_certificates(paths: Sequence[Path]) -> grpc.ServerCertificateConfiguration:

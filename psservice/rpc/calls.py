@@ -1,8 +1,8 @@
-"""The table of calls: who may make each, and which threads serve it; and one call as its handler sees it."""
+"""The table of calls: who may make each, and which threads serve it; and one call as its handler knows the call."""
 
 import re
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -12,14 +12,14 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc import bounds
-from psservice.rpc.auth import Caller, Role, require_worker
-from psservice.rpc.memory_budget import Reservation
+from psservice.rpc.auth import Caller, Role
+from psservice.rpc.memory_budget import Reservation, decoded_bytes
 from psservice.settings import ServerSettings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _REQUESTS: dict[str, type[Message]] = {method.name: getattr(pb, method.input_type.name) for method in SERVICE.methods}
 
-Answer: TypeAlias = Message | Iterator[Message]
+Answer: TypeAlias = Message | Generator[Any, None, None]
 """One message, or those of a stream."""
 
 StreamReader: TypeAlias = Generator[None, Any, Answer]
@@ -74,9 +74,8 @@ class Call:
     """One call that is being served.
 
     Attributes:
-        charge: the memory that a stream occupies; set by its handler.
-        keeps_raw: whether a handler wants :attr:`raw`.
-        raw: the messages of the stream as they came.
+        reservation: the memory that a stream occupies; set by its handler.
+        raw: the messages of the stream as they came, where its handler has set an empty list.
         received_bytes: of all messages so far, as gRPC frames them.
         arrived_nanoseconds: when the message that the handler works on arrived (``perf_counter_ns``).
         on_received: called with the bytes of messages of a stream before they are read; set by the handler.
@@ -85,9 +84,8 @@ class Call:
 
     rpc: str
     caller: Caller
-    charge: Reservation | None = None
-    keeps_raw: bool = False
-    raw: list[bytes] = field(default_factory=list)
+    reservation: Reservation | None = None
+    raw: list[bytes] | None = None
     received_bytes: int = 0
     arrived_nanoseconds: int = 0
     on_received: Callable[[int], None] = lambda nbytes: None
@@ -113,11 +111,16 @@ def parse(call: Call, raw: bytes) -> Message:
 
 
 def check(call: Call, message: Message) -> None:
-    """Check what a message contains, and that its caller may be the worker that it names; raises :class:`Rejected`."""
+    """Check what a message contains, that its caller may be the worker that it names, and the memory for its content.
+
+    A message of a stream is charged here for what is decoded of it, before its reader has it. Raises :class:`Rejected`.
+    """
     bounds.require(message)
     named: Any = getattr(message, "header", message)
     if "identity" in named.DESCRIPTOR.fields_by_name and named.identity.worker_id:
-        require_worker(call.caller, named.identity.worker_id)
+        call.caller.require_worker(named.identity.worker_id)
+    if call.reservation is not None:
+        call.reservation.add(decoded_bytes(message))
 
 
 def require_place(settings: ServerSettings, meant: str) -> None:

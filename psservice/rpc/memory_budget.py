@@ -1,17 +1,16 @@
 """Bytes in flight: what calls occupy while they run, limited by stream, by worker and in total.
 
-A call is charged for a message when it arrives, and before it is decoded for what that will occupy at its largest:
-messages are kept for the journal and written there, entries are decoded and then merged into one update. Beyond a limit
-a call is refused, and its bytes are released; nothing here waits. The oldest call in flight is exempt from the total,
-and the oldest of a worker from the worker's limit: so one of them always gets through, however small the limits are,
-and the most that can be occupied is the total and one stream.
+A call is charged for a message on arrival, and, before the decoding, for what the content will occupy at its largest.
+Beyond a limit a call is refused, and its bytes are released; nothing here waits. The oldest call in flight is exempt
+from the total, and the oldest of a worker from the worker's limit: so one of them always gets through, and the most
+that can be occupied is the total and one stream.
 """
 
 import math
 import random
 import threading
-from collections.abc import Generator
-from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from pscore.model.layout import ModelLayout
 from pscore.wire.errors import ErrorCode, Rejected
@@ -27,8 +26,6 @@ _ELEMENT_BYTES = 48  # of a push of every element, as raw offsets and fp32 value
 _TENSOR_BYTES = 16 << 10  # each may be a group, and a chunk or a few, of its own
 
 _RETRY_SECONDS = 0.5
-
-Result = TypeVar("Result")
 
 
 def largest_stream(layout: ModelLayout | None, elements: int) -> int:
@@ -73,9 +70,8 @@ class Reservation:
         with budget.lock:
             del budget.calls[self]
             if self._worker is not None:
-                mine = budget.by_worker[self._worker]
-                del mine[self]
-                if not mine:
+                del budget.by_worker[self._worker][self]
+                if not budget.by_worker[self._worker]:
                     del budget.by_worker[self._worker]
 
     def clear(self) -> None:
@@ -93,11 +89,7 @@ class Reservation:
         self.add(0)
 
     def add(self, nbytes: int) -> None:
-        """Charge what comes next.
-
-        Raises:
-            Rejected: ``BAD_REQUEST`` where no valid stream is as large, ``BUSY`` where other calls occupy too much.
-        """
+        """Charge more bytes; raises ``BAD_REQUEST`` beyond any valid stream, ``BUSY`` beyond the other limits."""
         budget = self._budget
         with budget.lock:
             if self.bytes + nbytes > self._largest:
@@ -117,41 +109,19 @@ class Reservation:
             budget.bytes += nbytes
 
 
-def charged(
-    reading: Generator[None, Any, Result], charge: Reservation, *, is_kept: bool = True
-) -> Generator[None, Any, Result]:
-    """Charge what each message of a stream is decoded to, before its reader has it; raises as :meth:`Reservation.add`.
-
-    Without ``is_kept`` a message occupies its charge only until the reader has written it elsewhere, and not until the
-    stream's end. (A batch that has arrived behind it is not counted then.)
-    """
-    next(reading)
-    while True:
-        request = yield
-        if request is not None:
-            charge.add(decoded_bytes(request))
-        try:
-            reading.send(request)
-            if not is_kept:
-                charge.clear()
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-
-
 def received_bytes(nbytes: int) -> int:
     """Return what a message occupies beside what is decoded of it: as it came, and as the journal writes it."""
     return _MESSAGE_BYTES + 2 * nbytes
 
 
-def decoded_bytes(request: pb.PushSparseRequest | pb.UploadModelRequest | pb.ExchangeBuffersRequest) -> int:
-    """Return what is decoded of a message at its largest, and merged."""
+def decoded_bytes(request: Message) -> int:
+    """Return what is decoded of a message at its largest, and merged; only streams decode much."""
     nbytes = 0
     if isinstance(request, pb.PushSparseRequest):
         nbytes += _GROUP_BYTES * len(request.header.plan)
-    if not isinstance(request, pb.PushSparseRequest):
+    if isinstance(request, pb.UploadModelRequest | pb.ExchangeBuffersRequest):
         nbytes += 2 * len(request.buffers.data)
-    if not isinstance(request, pb.ExchangeBuffersRequest):
+    if isinstance(request, pb.PushSparseRequest | pb.UploadModelRequest):
         dense = request.chunk.index_codec == pb.INDEX_CODEC_DENSE
         entry_bytes = (_DENSE_ENTRY_BYTES if dense else _SPARSE_ENTRY_BYTES) + _SPARSE_ENTRY_BYTES
         nbytes += min(request.chunk.count, request.chunk.length) * entry_bytes  # a false count is refused when decoded

@@ -1,11 +1,12 @@
 """The calls of operators: status, end of the run, snapshots, rollback, drain, eviction."""
 
+import time
 from collections.abc import Callable
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc.calls import Call
-from psservice.rpc.status import StatusReport
+from psservice.rpc.status import status_of
 from psservice.shard.join import evict
 from psservice.shard.lifecycle import finish
 from psservice.shard.model_install import roll_back
@@ -15,21 +16,21 @@ from psservice.shard.shard import Shard
 class OperatorCalls:
     """The calls of operators over one shard; each method serves the call that it is named after.
 
-    Args:
-        shard: the shard.
-        report: its status as a message.
-        on_drain: called after the shard was closed or opened.
-        stop: ends the process as SIGTERM does, without waiting for that.
+    ``on_drain`` is called after the shard was closed or opened; ``stop`` ends the process as SIGTERM does, without
+    waiting for that. The uptime counts from here.
     """
 
-    def __init__(
-        self, shard: Shard, report: StatusReport, on_drain: Callable[[], None], stop: Callable[[], None]
-    ) -> None:
-        self._shard, self._report, self._on_drain, self._stop = shard, report, on_drain, stop
+    def __init__(self, shard: Shard, on_drain: Callable[[], None], stop: Callable[[], None]) -> None:
+        self._shard, self._on_drain, self._stop = shard, on_drain, stop
+        self._started = time.monotonic()
+
+    def status(self, *, brief: bool = False) -> pb.GetStatusResponse:
+        """Return the status, also for the status page."""
+        return status_of(self._shard, time.monotonic() - self._started, brief=brief)
 
     def get_status(self, call: Call, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
         """Report."""
-        return self._report.message(brief=request.brief)
+        return self.status(brief=request.brief)
 
     def finish_run(self, call: Call, request: pb.FinishRunRequest) -> pb.FinishRunResponse:
         """End the run."""

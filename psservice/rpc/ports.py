@@ -5,6 +5,7 @@ import logging
 import random
 import resource
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -14,26 +15,23 @@ import grpc.aio
 
 Result = TypeVar("Result")
 
-_CYTHON_LOG = logging.getLogger("grpc._cython.cygrpc")
 _LINES_A_MINUTE = 6
 _HANDSHAKE_SECONDS = 10
 
 
-class _FewLines(logging.Filter):
-    """Passes few lines a minute: anybody can make gRPC log a traceback, by headers that are no UTF-8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._minute, self._lines = 0, 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        minute = int(record.created // 60)
-        self._minute, self._lines = minute, self._lines + 1 if minute == self._minute else 1
-        return self._lines <= _LINES_A_MINUTE
+_lines_of_minute: Counter[int] = Counter()
 
 
-_CYTHON_LOG.addFilter(_FewLines())
+def _is_one_of_few(record: logging.LogRecord) -> bool:
+    """Pass few lines a minute: anybody can make gRPC log a traceback, by headers that are no UTF-8."""
+    minute = int(record.created // 60)
+    if minute not in _lines_of_minute:
+        _lines_of_minute.clear()
+    _lines_of_minute[minute] += 1
+    return _lines_of_minute[minute] <= _LINES_A_MINUTE
 
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_one_of_few)
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
@@ -51,12 +49,9 @@ _TRIES = 100
 
 
 def bind_port(port: int, bind: Callable[[int], Result]) -> Result:
-    """Bind a port, or for 0 any free one of 20000 to 29999, and return the result of ``bind``.
+    """Bind a port, or for 0 any free one of 20000 to 29999, and return or raise as ``bind`` does.
 
     Linux itself assigns higher ports, and 50051 among them: the port of a server that may be restarting.
-
-    Raises:
-        OSError, RuntimeError: the error of ``bind`` at the last port that was tried.
     """
     *numbers, last = [port] if port else random.SystemRandom().sample(_UNNAMED_PORTS, _TRIES)
     for number in numbers:
@@ -70,7 +65,7 @@ class EventLoop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="door", daemon=True)
+        self._thread = threading.Thread(target=self.loop.run_forever, name="grpc-loop", daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
@@ -89,8 +84,7 @@ async def open_port(
 ) -> tuple[grpc.aio.Server, int]:
     """Start a gRPC server at ``HOST:PORT``, in plaintext without credentials; return it with the port's number.
 
-    Raises:
-        RuntimeError: the address cannot be bound.
+    Raises ``RuntimeError`` where the address cannot be bound.
     """
     most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # the other half is for files
     server = grpc.aio.server(options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)])

@@ -1,4 +1,4 @@
-"""A shard's status as a message, for `GetStatus` and the status page."""
+"""A shard's status: as a message, for `GetStatus` and the status page, and as metrics that are read on request."""
 
 import time
 
@@ -13,89 +13,78 @@ from psservice.observability.metrics import count_of
 from psservice.settings import ServerSettings
 from psservice.shard.shard import Shard
 
-RUN_STATES = {
-    RunState.EMPTY: pb.RUN_STATE_EMPTY,
-    RunState.TRAINING: pb.RUN_STATE_TRAINING,
-    RunState.FINISHED: pb.RUN_STATE_FINISHED,
-}
+RUN_STATES = {state: pb.RunState.Value(f"RUN_STATE_{state.name}") for state in RunState}
 REPLY_MODES = {ReplyMode.EXACT: pb.REPLY_MODE_EXACT, ReplyMode.TOPK: pb.REPLY_MODE_TOPK}
 _DOWN_MODES = {"auto": pb.DOWN_MODE_AUTO, "exact": pb.DOWN_MODE_EXACT, "topk": pb.DOWN_MODE_TOPK}
 _BUFFER_POLICIES = {"sync": pb.BUFFER_POLICY_SYNC, "local": pb.BUFFER_POLICY_LOCAL, "none": pb.BUFFER_POLICY_NONE}
 
 
-class StatusReport:
-    """Reports on a shard; the uptime counts from here."""
+def status_of(shard: Shard, uptime_seconds: float, *, brief: bool = False) -> pb.GetStatusResponse:
+    """Return a shard's status now; ``brief`` leaves the workers out."""
+    settings, counts = shard.settings, shard.metrics
+    model, layout = shard.model, shard.layout
+    span = shard.span if layout else Span(0, 0)
+    last = shard.durability.last_snapshot
+    snapshot = last.manifest if last else None
+    return pb.GetStatusResponse(
+        run_id=shard.run.run_id,
+        run_state=RUN_STATES[shard.run.state],
+        settings=run_settings(settings),
+        method=shard.run.method,
+        version=model.version if model else 0,
+        generation=model.generation if model else 0,
+        parameters=layout.size if layout else 0,
+        start=span.start,
+        length=span.length,
+        shard_index=settings.shard_index,
+        num_shards=settings.num_shards,
+        device=str(shard.device),
+        workers=[_worker_status(shard, member) for member in shard.leases.members() if not brief],
+        push_bytes=count_of(counts.received_bytes, "PushSparse"),
+        pull_bytes=count_of(counts.sent_bytes, "PullDiff"),
+        buffer_bytes=sum(count_of(each, "ExchangeBuffers") for each in (counts.received_bytes, counts.sent_bytes)),
+        samples=shard.run.samples,
+        queued=shard.apply_thread.queued,
+        uptime_seconds=uptime_seconds,
+        server_version=__version__,
+        durability=_durability(settings),
+        snapshot_version=snapshot.version if snapshot else 0,
+        snapshot_checkpoint=snapshot.checkpoint if snapshot else "",
+        snapshot_age_seconds=max(0.0, time.time() - snapshot.created_unix_seconds) if snapshot else 0.0,
+        journal_bytes=shard.durability.journal_bytes,
+        draining=shard.drain_gate.is_closed,
+        calls_inside=shard.drain_gate.in_flight,
+        queue_limit=settings.apply_queue_limit,
+        durable=shard.durable,
+        pushes=count_of(counts.answered, "PushSparse"),
+        pulls=count_of(counts.answered, "PullDiff"),
+        dense_push_bytes=count_of(counts.dense_bytes, "PushSparse"),
+        dense_pull_bytes=count_of(counts.dense_bytes, "PullDiff"),
+        evicted=[
+            pb.EvictedWorker(worker_id=name, remaining_seconds=seconds)
+            for name, seconds in shard.leases.evicted().items()
+        ],
+        max_staleness=settings.max_staleness,
+    )
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        self._started = time.monotonic()
 
-    def message(self, *, brief: bool = False) -> pb.GetStatusResponse:
-        """Return the status now; ``brief`` leaves the workers out."""
-        shard, settings = self._shard, self._shard.settings
-        model, layout = shard.model, shard.layout
-        span = shard.span if layout else Span(0, 0)
-        last = shard.durability.last_snapshot
-        snapshot = last.manifest if last else None
-        counts = shard.metrics
-        return pb.GetStatusResponse(
-            run_id=shard.run.run_id,
-            run_state=RUN_STATES[shard.run.state],
-            settings=run_settings(settings),
-            method=shard.run.method,
-            version=model.version if model else 0,
-            generation=model.generation if model else 0,
-            parameters=layout.size if layout else 0,
-            start=span.start,
-            length=span.length,
-            shard_index=settings.shard_index,
-            num_shards=settings.num_shards,
-            device=str(shard.device),
-            workers=[self._worker(member) for member in shard.leases.members() if not brief],
-            push_bytes=count_of(counts.received_bytes, "PushSparse"),
-            pull_bytes=count_of(counts.sent_bytes, "PullDiff"),
-            buffer_bytes=sum(count_of(each, "ExchangeBuffers") for each in (counts.received_bytes, counts.sent_bytes)),
-            samples=shard.run.samples,
-            queued=shard.apply_thread.queued,
-            uptime_seconds=time.monotonic() - self._started,
-            server_version=__version__,
-            durability=settings.durability if settings.data_dir else "none",
-            snapshot_version=snapshot.version if snapshot else 0,
-            snapshot_checkpoint=snapshot.checkpoint if snapshot else "",
-            snapshot_age_seconds=max(0.0, time.time() - snapshot.created_unix_seconds) if snapshot else 0.0,
-            journal_bytes=shard.durability.journal_bytes,
-            draining=shard.drain_gate.is_closed,
-            calls_inside=shard.drain_gate.in_flight,
-            queue_limit=settings.apply_queue_limit,
-            durable=shard.durable,
-            pushes=count_of(counts.answered, "PushSparse"),
-            pulls=count_of(counts.answered, "PullDiff"),
-            dense_push_bytes=count_of(counts.dense_bytes, "PushSparse"),
-            dense_pull_bytes=count_of(counts.dense_bytes, "PullDiff"),
-            evicted=[
-                pb.EvictedWorker(worker_id=name, remaining_seconds=seconds)
-                for name, seconds in shard.leases.evicted().items()
-            ],
-            max_staleness=settings.max_staleness,
-        )
-
-    def _worker(self, member: Member) -> pb.WorkerStatus:
-        now = self._shard.leases.clock()
-        return pb.WorkerStatus(
-            worker_id=member.identity.worker_id,
-            incarnation=member.identity.incarnation,
-            last_step=member.last_step,
-            staleness=member.staleness,
-            pushes=member.pushes,
-            push_bytes=member.push_bytes,
-            pull_bytes=member.pull_bytes,
-            samples=member.samples,
-            lease_remaining_seconds=max(0.0, member.lease_end - now),
-            reply_mode=REPLY_MODES[member.reply_mode] if member.reply_mode else pb.REPLY_MODE_UNSPECIFIED,
-            reply_density=member.reply_density,
-            idle_seconds=max(0.0, now - member.clock_moved),
-            interval_seconds=member.interval_seconds,
-        )
+def _worker_status(shard: Shard, member: Member) -> pb.WorkerStatus:
+    now = shard.leases.clock()
+    return pb.WorkerStatus(
+        worker_id=member.identity.worker_id,
+        incarnation=member.identity.incarnation,
+        last_step=member.last_step,
+        staleness=member.staleness,
+        pushes=member.pushes,
+        push_bytes=member.push_bytes,
+        pull_bytes=member.pull_bytes,
+        samples=member.samples,
+        lease_remaining_seconds=max(0.0, member.lease_end - now),
+        reply_mode=REPLY_MODES[member.reply_mode] if member.reply_mode else pb.REPLY_MODE_UNSPECIFIED,
+        reply_density=member.reply_density,
+        idle_seconds=max(0.0, now - member.clock_moved),
+        interval_seconds=member.interval_seconds,
+    )
 
 
 def run_settings(settings: ServerSettings) -> pb.RunSettings:
@@ -111,4 +100,46 @@ def run_settings(settings: ServerSettings) -> pb.RunSettings:
         end_versions=settings.end_versions,
         end_samples=settings.end_samples,
         down_value_codec=VALUE_CODECS[settings.down_value_type],  # type: ignore[arg-type]
+    )
+
+
+def _durability(settings: ServerSettings) -> str:
+    return settings.durability if settings.data_dir else "none"
+
+
+def bind_metrics(shard: Shard) -> None:
+    """Bind the shard's metrics to its state, and set those that are settings."""
+    metrics, settings = shard.metrics, shard.settings
+    for gauge, value in (
+        (metrics.num_shards, settings.num_shards),
+        (metrics.lease_seconds, settings.lease_seconds),
+        (metrics.ssp_bound, shard.admission.ssp_bound),
+        (metrics.max_staleness, settings.max_staleness),
+        (metrics.queue_limit, settings.apply_queue_limit),
+        (metrics.call_limit, settings.rpc_threads),
+        (metrics.bytes_in_flight_limit, settings.inflight_bytes),
+        (metrics.image_bytes_limit, settings.image_bytes),
+        (metrics.snapshot_interval_seconds, shard.durability.snapshot_interval_seconds),
+    ):
+        gauge.set(value)
+    metrics.queued.set_function(lambda: shard.apply_thread.queued)
+    metrics.image_bytes.set_function(lambda: shard.topk.images.bytes)
+    metrics.live_workers.set_function(lambda: len(shard.leases))
+    metrics.clock_spread.set_function(shard.leases.clock_spread)
+    metrics.training.set_function(lambda: shard.run.state is RunState.TRAINING)
+    metrics.draining.set_function(lambda: shard.drain_gate.is_closed)
+    metrics.elements.set_function(lambda: shard.span.length if shard.layout else 0)
+    metrics.journal_bytes.set_function(lambda: shard.durability.journal_bytes)
+    metrics.journal_errors.set_function(lambda: shard.durability.journal_errors)
+    metrics.snapshot_errors.set_function(lambda: shard.durability.snapshot_errors)
+    metrics.shard_info.set_function(
+        lambda: {
+            "run": shard.run.run_id,
+            "shard": str(settings.shard_index),
+            "shards": str(settings.num_shards),
+            "method": shard.run.method,
+            "device": str(shard.device),
+            "durability": _durability(settings),
+            "release": __version__,
+        }
     )

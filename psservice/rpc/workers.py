@@ -28,7 +28,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.model.reply_session import PullRequest, Reply
 from psservice.rpc.calls import Call, require_place
-from psservice.rpc.memory_budget import MemoryBudget, Reservation, charged, largest_stream
+from psservice.rpc.memory_budget import MemoryBudget, Reservation, largest_stream
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, sample_request_of
 from psservice.shard import model_install
@@ -40,7 +40,7 @@ from psservice.shard.shard import Shard
 from psservice.shard.upload import Upload
 from psservice.types import Identity
 from psservice.wire.identity import identity_from_message
-from psservice.wire.push_stream import PushReader, Reading, header_of, read_push, require_end
+from psservice.wire.push_stream import Reading, header_of, read_push, require_end
 
 WAIT_RETRY_SECONDS = 0.2
 
@@ -53,11 +53,11 @@ class WorkerCalls:
     def __init__(self, shard: Shard) -> None:
         self._shard, self._settings, self._metrics = shard, shard.settings, shard.metrics
         self._layouts = JoinLayouts(shard)
-        self._inflight = MemoryBudget(self._settings.inflight_bytes)
-        self._downloads = MemoryBudget(self._settings.inflight_bytes)
+        self._training_budget = MemoryBudget(self._settings.inflight_bytes)
+        self._download_budget = MemoryBudget(self._settings.inflight_bytes)
         self._sized: tuple[ModelLayout | None, int, int] = (None, largest_stream(None, 0), 0)
         self._metrics.bytes_in_flight.set_function(
-            lambda: self._inflight.bytes + self._downloads.bytes + shard.uploads.nbytes
+            lambda: self._training_budget.bytes + self._download_budget.bytes + shard.uploads.nbytes
         )
 
     def join(self, call: Call, request: pb.JoinRequest) -> pb.JoinResponse:
@@ -118,17 +118,17 @@ class WorkerCalls:
     def upload_model(self, call: Call) -> Reading[pb.UploadModelRequest, pb.UploadModelResponse]:
         """Receive the model, or a part of it."""
         shard = self._shard
-        with self._stream(call) as charge:
+        with self._stream(call) as reservation:
 
             def open_upload(header: pb.UploadHeader) -> Upload:
                 identity = identity_from_message(header.identity)
-                charge.belongs_to(identity.worker_id)
+                reservation.belongs_to(identity.worker_id)
                 upload = model_install.open_upload(shard, identity, header.generation, header.buffer_bytes)
                 shard.run.require_upload(header.identity.run_id)
                 call.on_received = partial(shard.leases.received, identity)
                 return upload
 
-            header, upload, is_whole = yield from charged(read_upload(open_upload), charge, is_kept=False)
+            header, upload, is_whole = yield from read_upload(open_upload, reservation.clear)
             answer = upload.received()
             if is_whole:
                 answer.version = model_install.finish_upload(
@@ -139,8 +139,8 @@ class WorkerCalls:
     def download_model(self, call: Call, request: pb.DownloadModelRequest) -> Iterator[pb.DownloadModelResponse]:
         """Send the model. Downloads have a memory budget apart from that of training."""
         shard = self._shard
-        with self._downloads.open() as charge:
-            charge.add(4 * shard.require_model(None).span.length)  # the copy, fp32
+        with self._download_budget.open() as reservation:
+            reservation.add(4 * shard.require_model(None).span.length)  # the copy, fp32
             copy = shard.copy_model()
             model = copy.model
             specs = model.layout.buffers if copy.buffers else ()
@@ -158,7 +158,8 @@ class WorkerCalls:
                 )
             )
             checksum = frames.Checksum()
-            for chunk in self._chunks(model.as_sent(SparseSlice(model.span, None, copy.values)), WireForm(), checksum):
+            for chunk in self._encoded(model.as_sent(SparseSlice(model.span, None, copy.values)), WireForm()):
+                checksum.add(chunk)
                 yield pb.DownloadModelResponse(chunk=chunk)
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)
@@ -167,24 +168,24 @@ class WorkerCalls:
     def push_sparse(self, call: Call) -> Reading[pb.PushSparseRequest, pb.PushSparseResponse]:
         """Receive a push and apply it."""
         shard = self._shard
-        call.keeps_raw = shard.durability.events.journal is not None
-        with self._stream(call) as charge:
+        call.raw = None if shard.durability.events.journal is None else []
+        with self._stream(call) as reservation:
 
-            def open_push(header: pb.PushHeader) -> PushReader:
+            def admit(header: pb.PushHeader) -> Span:
                 identity = self._identity(header.identity)
-                charge.belongs_to(identity.worker_id)
+                reservation.belongs_to(identity.worker_id)
                 call.on_received = partial(shard.leases.received, identity)
                 check_push(shard, identity, header.step)
                 finished_of(header)  # refused here, before the rest of it is received
-                return PushReader.of(header, shard.span, lambda: call.arrived_nanoseconds)
+                return shard.span
 
             receiving = tracing.begin("receive")
             try:
-                header, reader, segments = yield from charged(read_push(open_push), charge)
+                header, segments, arrivals = yield from read_push(admit, lambda: call.arrived_nanoseconds)
             finally:
                 receiving.end()
             identity = self._identity(header.identity)
-            answer, repeated = commit(shard, header, segments, call.raw)
+            answer, repeated = commit(shard, header, segments, call.raw or [])
             if repeated:
                 self._metrics.repeated_pushes.inc()
             shard.leases.require(identity).push_bytes += call.received_bytes
@@ -194,7 +195,7 @@ class WorkerCalls:
                 version=answer.version,
                 staleness=answer.staleness,
                 repeated_push=repeated,
-                group_arrival_nanoseconds=reader.arrivals,
+                group_arrival_nanoseconds=arrivals,
                 apply_nanoseconds=answer.apply_nanoseconds,
                 applied_scale=answer.applied_scale,
                 live_workers=len(shard.leases),
@@ -204,9 +205,9 @@ class WorkerCalls:
     def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[pb.PullDiffResponse]:
         """Send a worker what its replica lacks."""
         shard = self._shard
-        with self._inflight.open(most_of_worker=self._most_of_worker) as charge:
+        with self._training_budget.open(most_of_worker=self._most_of_worker) as reservation:
             identity = self._identity(request.identity)
-            charge.belongs_to(identity.worker_id)
+            reservation.belongs_to(identity.worker_id)
             asked = PullRequest(
                 base_version=request.base_version if request.has_base else None,
                 base_end=request.base_end,
@@ -214,7 +215,7 @@ class WorkerCalls:
                 replica_is_image=request.image,
                 link_bytes_per_second=request.link_bytes_per_second,
             )
-            reply = pull(shard, identity, request.generation, asked, charge.add)
+            reply = pull(shard, identity, request.generation, asked, reservation.add)
             header = pb.PullHeader(
                 mode=REPLY_MODES[reply.mode],
                 version=reply.version,
@@ -230,8 +231,18 @@ class WorkerCalls:
 
     def exchange_buffers(self, call: Call) -> Reading[pb.ExchangeBuffersRequest, Iterator[pb.ExchangeBuffersResponse]]:
         """Average a worker's buffers."""
-        with self._stream(call) as charge:
-            average = yield from charged(self._read_buffers(charge), charge)
+        shard = self._shard
+        with self._stream(call) as reservation:
+            header: pb.BuffersHeader = header_of((yield), "an exchange of buffers")
+            identity = self._identity(header.identity)
+            reservation.belongs_to(identity.worker_id)
+            buffers = open_exchange(shard, identity, header.generation)
+            reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
+            while not reader.complete and (request := (yield)) is not None:
+                reader.read(request.buffers)
+            data = reader.finish()
+            require_end((yield))
+            average = exchange_buffers(shard, identity, header.generation, header.step, header.samples, data)
         self._metrics.received_bytes.labels(rpc="ExchangeBuffers").inc(call.received_bytes)
         call.on_sent = partial(self._sent, "ExchangeBuffers", None)
         pieces = frames.encode_bytes(average, self._settings.chunk_bytes)
@@ -252,29 +263,18 @@ class WorkerCalls:
         self._shard.run.require_id(message.run_id)
         return identity_from_message(message)
 
-    def _read_buffers(self, charge: Reservation) -> Reading[pb.ExchangeBuffersRequest, bytes]:
-        """Read a contribution; return the packed average."""
-        shard = self._shard
-        header: pb.BuffersHeader = header_of((yield), "an exchange of buffers")
-        identity = self._identity(header.identity)
-        charge.belongs_to(identity.worker_id)
-        buffers = open_exchange(shard, identity, header.generation)
-        reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
-        while not reader.complete and (request := (yield)) is not None:
-            reader.read(request.buffers)
-        data = reader.finish()
-        require_end((yield))
-        return exchange_buffers(shard, identity, header.generation, header.step, header.samples, data)
-
     def _stream(self, call: Call) -> Reservation:
-        """Open the charge of a stream that a worker sends."""
-        most = self._settings.stream_bytes or self._sizes()[0]
-        call.charge = self._inflight.open(most, self._most_of_worker)
-        return call.charge
+        """Open the reservation of a stream that a worker sends."""
+        call.reservation = self._training_budget.open(self._most_of_stream, self._most_of_worker)
+        return call.reservation
+
+    @property
+    def _most_of_stream(self) -> int:
+        return self._settings.stream_bytes or self._sizes()[0]
 
     @property
     def _most_of_worker(self) -> int:
-        return self._settings.worker_bytes or 2 * (self._settings.stream_bytes or self._sizes()[0])
+        return self._settings.worker_bytes or 2 * self._most_of_stream
 
     def _sizes(self) -> tuple[int, int]:
         """Return the bytes that a valid stream may occupy, and those of all elements; computed once for a layout."""
@@ -293,43 +293,38 @@ class WorkerCalls:
         self._metrics.answered.labels(rpc=rpc).inc()
         self._metrics.dense_bytes.labels(rpc=rpc).inc(self._sizes()[1])
 
-    def _chunks(self, segments: Sequence[SparseSlice], form: WireForm, checksum: frames.Checksum) -> Iterator[pb.Chunk]:
+    def _encoded(self, segments: Sequence[SparseSlice], form: WireForm) -> Iterator[pb.Chunk]:
         for segment in segments:
             for chunk, _ in frames.encode(segment, form, chunk_bytes=self._settings.chunk_bytes):
-                checksum.add(chunk)
                 yield chunk
 
     @traced("encode")
     def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse]:
         checksum, unchecked = frames.Checksum(), 0
         yield pb.PullDiffResponse(header=header)
-        if reply.chunks is None:
-            for chunk in self._chunks(reply.segments, reply.form, checksum):
-                yield pb.PullDiffResponse(chunk=chunk)
-                unchecked += len(chunk.values) + len(chunk.indices)
-                if unchecked >= _CHECKED_BYTES:
-                    unchecked = 0
-                    yield pb.PullDiffResponse(so_far=checksum.commit())
-        else:
-            for chunk in reply.chunks:
-                checksum.add(chunk)
-                yield pb.PullDiffResponse(chunk=chunk)
+        for chunk in self._encoded(reply.segments, reply.form) if reply.chunks is None else reply.chunks:
+            checksum.add(chunk)
+            yield pb.PullDiffResponse(chunk=chunk)
+            unchecked += len(chunk.values) + len(chunk.indices)
+            if reply.chunks is None and unchecked >= _CHECKED_BYTES:
+                unchecked = 0
+                yield pb.PullDiffResponse(so_far=checksum.commit())
         yield pb.PullDiffResponse(commit=checksum.commit())
 
 
 def read_upload(
-    open_upload: Callable[[pb.UploadHeader], Upload],
+    open_upload: Callable[[pb.UploadHeader], Upload], written: Callable[[], None] = lambda: None
 ) -> Reading[pb.UploadModelRequest, tuple[pb.UploadHeader, Upload, bool]]:
     """Read one call of an upload; tell whether that was its last one, with a commit that agrees.
 
-    ``open_upload`` checks the header and returns the upload that the call continues.
-
-    Raises:
-        Rejected: the stream breaks the form, or the commit does not agree.
+    ``open_upload`` checks the header and returns the upload that the call continues; ``written`` is called when the
+    upload has what a message brought. Raises :class:`Rejected` where the stream breaks the form, or the commit does not
+    agree.
     """
     header = header_of((yield), "an upload")
     upload = open_upload(header)
     call = upload.go_on()
+    written()
     while (request := (yield)) is not None:
         kind = request.WhichOneof("message")
         if kind == "chunk":
@@ -342,6 +337,7 @@ def read_upload(
             return header, upload, True
         else:
             raise Rejected(ErrorCode.BAD_REQUEST, f"unexpected {kind or 'empty message'} inside an upload")
+        written()
     return header, upload, False
 
 

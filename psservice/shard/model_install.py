@@ -19,7 +19,6 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation, sibling_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import BUSY_RETRY_SECONDS
-from psservice.limits import MOST_FIRST_VERSION
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.model.wagma.replicas import shard_kind
@@ -30,6 +29,9 @@ from psservice.shard.upload import Origin, Upload
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)
+
+_MOST_FIRST_VERSION = 1 << 52
+"""Highest version at which the count of an uploaded model begins: pushes then never reach the bound of versions."""
 
 
 # Claim, copy, write, publish
@@ -140,10 +142,10 @@ def forget_upload(shard: Shard, identity: Identity | None = None) -> None:
 
 
 def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "", digest: bytes = b"") -> int:
-    """Install a whole upload, and return its version: at least the previous, at most ``MOST_FIRST_VERSION``."""
+    """Install a whole upload, and return its version: at least the previous, at most ``_MOST_FIRST_VERSION``."""
     if shard.is_coordinator and shard.model is not None:  # a run's version does not go back
         version = max(version, shard.model.version)
-    version = min(version, MOST_FIRST_VERSION)
+    version = min(version, _MOST_FIRST_VERSION)
     try:
         with shard.join_lock:
             _check_upload(shard, upload.identity, upload.generation)

@@ -10,7 +10,6 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread
 from psservice.cluster.leases import Leases
 from psservice.cluster.member import Member
-from psservice.limits import MOST_STEP_AHEAD
 from psservice.model.parameters import ModelShard
 from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.wagma.group_rounds import Decision
@@ -18,6 +17,9 @@ from psservice.model.wagma.replicas import GroupedShard, Replica
 from psservice.observability.metrics import Metrics
 from psservice.recovery.event_log import EventLog
 from psservice.types import Identity
+
+_MOST_STEP_AHEAD = 1 << 32
+"""Iterations that one push of WAGMA may be ahead of the newest: newcomers begin behind it."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,10 @@ class WagmaSynchronizer(Synchronizer):
         """Enter a new worker, and refuse a push that would bring new workers near the end of all steps."""
         self._enter(identity)
         first_step = self.model.first_step
-        if step > first_step + MOST_STEP_AHEAD:
+        if step > first_step + _MOST_STEP_AHEAD:
             raise Rejected(
                 ErrorCode.BAD_REQUEST,
-                f"step is {step}; it must be {first_step + MOST_STEP_AHEAD} at most, as the newest iteration is "
+                f"step is {step}; it must be {first_step + _MOST_STEP_AHEAD} at most, as the newest iteration is "
                 f"that of step {first_step - 1}",
             )
 

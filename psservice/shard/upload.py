@@ -18,11 +18,13 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.leases import Leases
-from psservice.limits import MOST_EPOCH_SEEN
 from psservice.recovery.past_model import Start
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)
+
+_MOST_EPOCH_SEEN = 1 << 31
+"""Highest epoch of a generation that a joining worker may report; those that shard 0 assigns may exceed it."""
 
 _LEAST_RISE = 1e-6
 """Of the share sent, that counts as progress: no grant is prolonged for ever by ever smaller rises."""
@@ -166,10 +168,10 @@ class Uploads:
         if grant is not None and grant.identity != identity and self._is_active(grant) and not replica_beats_fresh:
             return None
         previous = 0 if grant is None else grant.generation
-        if epoch(generation_seen) > max(MOST_EPOCH_SEEN, epoch(previous)):
+        if epoch(generation_seen) > max(_MOST_EPOCH_SEEN, epoch(previous)):
             raise Rejected(
                 ErrorCode.BAD_REQUEST,
-                f"generation_seen is of epoch {epoch(generation_seen)}; it must be 0 to {MOST_EPOCH_SEEN}, or shard 0 "
+                f"generation_seen is of epoch {epoch(generation_seen)}; it must be 0 to {_MOST_EPOCH_SEEN}, or shard 0 "
                 "must know it. Where a shard really has such a model, restart all shards together, empty",
             )
         # A shard with this very generation was filled by this worker; another generation of its epoch was not.

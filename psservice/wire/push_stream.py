@@ -50,72 +50,47 @@ def require_end(request: Message | None) -> None:
         raise Rejected(ErrorCode.BAD_REQUEST, "a message follows the commit")
 
 
-class PushReader:
-    """Reads the chunks of a push: groups in any order, each group ascending inside its own span.
-
-    Args:
-        plan: the header's groups.
-        span: what the shard owns.
-        clock: when the chunk that is being read has arrived, nanoseconds.
-
-    Raises:
-        Rejected: ``BAD_REQUEST`` where groups leave the shard or overlap.
-
-    Attributes:
-        arrivals: when each group was whole, nanoseconds after the header.
-    """
-
-    @classmethod
-    def of(cls, header: pb.PushHeader, span: Span, clock: Callable[[], int] = time.perf_counter_ns) -> "PushReader":
-        """Return a reader for what follows a header."""
-        return cls([Span(group.start, group.start + group.length) for group in header.plan], span, clock)
-
-    def __init__(self, plan: list[Span], span: Span, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        for group in plan:
-            if not (span.start <= group.start and group.end <= span.end):
-                raise Rejected(
-                    ErrorCode.BAD_REQUEST,
-                    f"group [{group.start}, {group.end}) lies outside the shard's [{span.start}, {span.end})",
-                )
-        for left, right in pairwise(sorted(plan, key=lambda group: group.start)):
-            if left.end > right.start:
-                raise Rejected(ErrorCode.BAD_REQUEST, f"groups overlap at {right.start}")
-        self._checksum = Checksum()
-        self._readers = [ChunkReader(group, self._checksum) for group in plan]
-        self._clock, self._started = clock, clock()
-        self.arrivals = [0] * len(plan)
-
-    def read(self, chunk: pb.Chunk) -> None:
-        """Decode one chunk; raises :class:`Rejected`."""
-        if chunk.group >= len(self._readers):
-            raise Rejected(ErrorCode.BAD_CHUNK, f"group {chunk.group} of a plan of {len(self._readers)}")
-        self._readers[chunk.group].read(chunk)
-        self.arrivals[chunk.group] = self._clock() - self._started
-
-    def finish(self, commit: pb.Commit) -> list[SparseSlice]:
-        """Check the commit and return every segment."""
-        self._checksum.verify(commit)
-        return [segment for reader in self._readers for segment in reader.segments]
-
-
 def read_push(
-    open_push: Callable[[pb.PushHeader], PushReader],
-) -> Reading[pb.PushSparseRequest, tuple[pb.PushHeader, PushReader, list[SparseSlice]]]:
-    """Read a whole push; ``open_push`` checks the header and returns a reader for what follows.
+    admit: Callable[[pb.PushHeader], Span], clock: Callable[[], int] = time.perf_counter_ns
+) -> Reading[pb.PushSparseRequest, tuple[pb.PushHeader, list[SparseSlice], list[int]]]:
+    """Read a whole push: its groups in any order, each ascending inside its own span.
 
-    Raises:
-        Rejected: the stream breaks the form, or is cut (``BAD_COMMIT``).
+    ``admit`` checks the header and returns the shard's span; ``clock`` tells when the message that is being read has
+    arrived. Returns header, segments, and when each group was whole, nanoseconds after the header. Raises
+    :class:`Rejected` where the stream breaks the form, or is cut (``BAD_COMMIT``).
     """
     header = header_of((yield), "a push")
-    reader = open_push(header)
+    plan = plan_of(header, admit(header))
+    checksum, started = Checksum(), clock()
+    readers = [ChunkReader(group, checksum) for group in plan]
+    arrivals = [0] * len(plan)
     while (request := (yield)) is not None:
         kind = request.WhichOneof("message")
         if kind == "chunk":
-            reader.read(request.chunk)
+            group = request.chunk.group
+            if group >= len(plan):
+                raise Rejected(ErrorCode.BAD_CHUNK, f"group {group} of a plan of {len(plan)}")
+            readers[group].read(request.chunk)
+            arrivals[group] = clock() - started
         elif kind == "commit":
-            segments = reader.finish(request.commit)
+            checksum.verify(request.commit)
             require_end((yield))
-            return header, reader, segments
+            return header, [segment for reader in readers for segment in reader.segments], arrivals
         else:
             raise Rejected(ErrorCode.BAD_REQUEST, f"unexpected {kind or 'empty message'} inside a push")
     raise Rejected(ErrorCode.BAD_COMMIT, "the stream ended without a commit")
+
+
+def plan_of(header: pb.PushHeader, span: Span) -> list[Span]:
+    """Return a push's groups; raises :class:`Rejected` (``BAD_REQUEST``) where they leave the span or overlap."""
+    plan = [Span(group.start, group.start + group.length) for group in header.plan]
+    for group in plan:
+        if not (span.start <= group.start and group.end <= span.end):
+            raise Rejected(
+                ErrorCode.BAD_REQUEST,
+                f"group [{group.start}, {group.end}) lies outside the shard's [{span.start}, {span.end})",
+            )
+    for left, right in pairwise(sorted(plan, key=lambda group: group.start)):
+        if left.end > right.start:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"groups overlap at {right.start}")
+    return plan

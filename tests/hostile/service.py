@@ -27,7 +27,6 @@ from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call, check, handlers_of
 from psservice.rpc.operators import OperatorCalls
-from psservice.rpc.status import StatusReport
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings
 from psservice.shard.lifecycle import open_shard
@@ -54,7 +53,7 @@ class Ended(Exception):  # noqa: N818 - what gRPC raises to end a call
 
 
 def called(engine: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
-    """Call a handler without a network, as the door does; return its answers.
+    """Call a handler without a network, as the dispatcher does; return its answers.
 
     Raises:
         Ended: it was refused, or failed.
@@ -82,7 +81,8 @@ def _read(reading: Any, call: Call, requests: list[Any]) -> Any:
     def received() -> Iterator[Any]:
         for request in requests:
             check(call, request)
-            call.raw += [request.SerializeToString()] if call.keeps_raw else []
+            if call.raw is not None:
+                call.raw.append(request.SerializeToString())
             yield request
 
     return read_all(reading, received())
@@ -95,7 +95,7 @@ class Service:
         """Join and upload."""
         values = {"lease_seconds": 3600.0, "run_id": "fuzz", **settings}
         self.engine = open_shard(ServerSettings.model_validate(values), torch.device("cpu"), Metrics())
-        operators = OperatorCalls(self.engine, StatusReport(self.engine), lambda: None, lambda: None)
+        operators = OperatorCalls(self.engine, lambda: None, lambda: None)
         self.handlers = handlers_of(WorkerCalls(self.engine)) | handlers_of(operators)
         self.identity = pb.WorkerIdentity(run_id="fuzz", worker_id="anna", incarnation="1")
         self.step = 0

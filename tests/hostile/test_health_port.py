@@ -4,7 +4,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psclient.rpc.local_server import LocalServer
-from psservice.cli.health import check
+from psservice.cli.serve import main
 
 WATCHES, CHANNELS = 300, 4
 
@@ -19,6 +19,6 @@ def test_probes_are_answered_beside_hundreds_of_watches():
         ]
         assert all(next(watch).status == health_pb2.HealthCheckResponse.SERVING for watch in watches)
         for _ in range(3):
-            check(address, 10.0)
+            assert main(["health", address, "--timeout", "10"]) == 0
         for channel in channels:
             channel.close()

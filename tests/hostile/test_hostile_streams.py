@@ -14,7 +14,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc.workers import read_upload
 from psservice.shard.upload import Upload
 from psservice.types import Identity
-from psservice.wire.push_stream import PushReader, read_all, read_push
+from psservice.wire.push_stream import plan_of, read_all, read_push
 
 SHARD = Span(10, 110)
 GROUPS = (Span(60, 110), Span(10, 60))
@@ -40,11 +40,12 @@ def push_messages(groups=GROUPS):
     return [*messages, PUSH(commit=checksum.commit())]
 
 
-def take_push(messages):
-    def open_push(header):
-        return PushReader.of(header, SHARD)
+def header_with(plan):
+    return pb.PushHeader(plan=[pb.Group(start=group.start, length=group.length) for group in plan])
 
-    return read_all(read_push(open_push), messages)
+
+def take_push(messages):
+    return read_all(read_push(lambda header: SHARD), messages)
 
 
 def upload_messages(buffers=b"statistics"):
@@ -76,10 +77,10 @@ each_stream = pytest.mark.parametrize(("make", "take"), STREAMS.values(), ids=ST
 
 
 def test_a_good_push_is_taken_in_the_order_of_its_groups():
-    header, reader, segments = take_push(push_messages())
+    header, segments, arrivals = take_push(push_messages())
     assert header.step == 1
     assert sum(segment.entries for segment in segments) == 6
-    assert all(nanoseconds > 0 for nanoseconds in reader.arrivals)
+    assert all(nanoseconds > 0 for nanoseconds in arrivals)
 
 
 def test_a_good_upload_is_taken():
@@ -90,7 +91,7 @@ def test_a_good_upload_is_taken():
 
 def test_a_push_of_nothing_is_a_push():
     messages = [PUSH(header=pb.PushHeader(step=1)), PUSH(commit=pb.Commit())]
-    assert take_push(messages)[2] == []
+    assert take_push(messages)[1] == []
 
 
 @each_stream
@@ -161,7 +162,7 @@ def test_any_damage_to_any_message_is_taken_or_refused(make, take, data):
         taken = take(messages)
     except Rejected:
         return
-    segments = taken[2] if take is take_push else taken[1]
+    segments = taken[1]
     assert all(SHARD.start <= part.span.start and part.span.end <= SHARD.end for part in segments)
     assert all(bool(part.values.isfinite().all()) for part in segments)
 
@@ -178,7 +179,7 @@ def test_any_damage_to_any_message_is_taken_or_refused(make, take, data):
     ],
 )
 def test_groups_that_leave_the_shard_or_overlap_are_refused(plan):
-    assert reason_of(PushReader, plan, SHARD) is ErrorCode.BAD_REQUEST
+    assert reason_of(plan_of, header_with(plan), SHARD) is ErrorCode.BAD_REQUEST
 
 
 def test_a_chunk_belongs_to_a_group_of_the_plan_and_lies_inside_it():
@@ -217,4 +218,4 @@ def test_an_upload_declares_the_bytes_of_buffers_that_the_model_has(declared):
 
 def test_a_huge_plan_is_checked_without_fuss():
     plan = [Span(10 + i % 100, 11 + i % 100) for i in range(100_000)]
-    assert reason_of(PushReader, plan, SHARD) is ErrorCode.BAD_REQUEST
+    assert reason_of(plan_of, header_with(plan), SHARD) is ErrorCode.BAD_REQUEST

@@ -34,7 +34,7 @@ def served():
 
 
 def ask(server, method="GET", path="/", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -45,7 +45,7 @@ def ask(server, method="GET", path="/", **headers):
 
 def send(server, data):
     """Send bytes as they are; return what comes back until the connection ends."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as connection:
         connection.sendall(data)
         found = b""
         while piece := connection.recv(65536):
@@ -135,7 +135,9 @@ def test_slow_clients_are_cut_and_take_no_more_than_their_places(served, monkeyp
     monkeypatch.setattr(web, "CONNECTION_SECONDS", 600.0)
     monkeypatch.setattr(web._Request, "timeout", 600.0)
     before = request_threads()
-    slow = [socket.create_connection(("127.0.0.1", served.port), timeout=30) for _ in range(web.MOST_CONNECTIONS)]
+    slow = [
+        socket.create_connection(("127.0.0.1", served.server_port), timeout=30) for _ in range(web.MOST_CONNECTIONS)
+    ]
     try:
         for connection in slow:
             connection.sendall(b"GET / HTTP/1.1\r\nX: ")

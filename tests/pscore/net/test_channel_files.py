@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives import serialization
 
 from pscore.net.channels import ChannelError, Security, open_channel, warn_of_readers
 from psservice.cli.serve import main
-from psservice.rpc.auth import CertificateFiles, TokenFile
+from psservice.rpc.auth import Authenticator, server_credentials
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def test_a_secret_that_everybody_can_read_is_warned_of_once(files, tmp_path, cap
     def use_all():
         for security in (Security(token_file=token), secured):
             open_channel("localhost:1", security).close()
-        TokenFile(tokens)
-        CertificateFiles(files / "worker.pem", key, None)
+        Authenticator(tokens)
+        server_credentials(files / "worker.pem", key, None)
 
     for path in (token, tokens, key):
         path.chmod(0o640)

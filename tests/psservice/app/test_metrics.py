@@ -8,9 +8,9 @@ import torch
 
 from pscore.model.layout import Span
 from pscore.wire.errors import ErrorCode
-from psservice.app import metric_bindings
 from psservice.observability.metrics import Metrics
 from psservice.recovery.durability import Durability
+from psservice.rpc.status import bind_metrics
 from psservice.rpc.workers import dense_bytes
 from psservice.settings import ServerSettings
 from psservice.shard.join import leave
@@ -29,7 +29,7 @@ def running(tmp_path):
     settings = ServerSettings(lease_seconds=HOUR, data_dir=tmp_path, fsync="never", snapshot_seconds=HOUR, run_id="r")
     engine = open_shard(settings, torch.device("cpu"), Metrics())
     try:
-        metric_bindings.bind_metrics(engine, lambda: 0)
+        bind_metrics(engine)
         upload(engine, torch.zeros(10), ANNA, join(engine, LAYOUT, ANNA).generation)
         yield engine
     finally:

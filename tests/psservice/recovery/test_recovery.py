@@ -26,7 +26,7 @@ from psservice.shard.push import commit
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError
-from psservice.wire.push_stream import PushReader, read_all, read_push
+from psservice.wire.push_stream import read_all, read_push
 from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, present, pull, push, reason_of, theta, upload
 from tests.psservice.service_makers import BF16, F16, F32, bits, layout_of, sparse_push
 from tests.system.tools import wait_until
@@ -89,7 +89,7 @@ def stream(
 def send(engine, step, segment, who=ANNA, **options):
     """Push over a stream; return the answer and whether it was a repeat."""
     messages = stream(engine, step, segment, who, **options)
-    header, _, segments = read_all(read_push(lambda header: PushReader.of(header, engine.span)), messages)
+    header, segments, _ = read_all(read_push(lambda opened: engine.span), messages)
     return commit(engine, header, segments, [message.SerializeToString() for message in messages])
 
 

@@ -10,12 +10,10 @@ from psservice.rpc.auth import (
     ANONYMOUS_ADMIN,
     Authenticator,
     Caller,
-    CertificateFiles,
     Role,
     SecurityError,
-    TokenFile,
     read_tokens,
-    require_worker,
+    server_credentials,
 )
 from psservice.rpc.calls import RULES, SERVICE, Call, check
 
@@ -48,7 +46,7 @@ def test_every_call_of_the_service_needs_a_role():
     ("token", "role"), [("r-token", Role.READER), ("w-token", Role.WORKER), ("a-token", Role.ADMIN)]
 )
 def test_a_token_allows_what_its_role_may(rpc, token, role, tokens):
-    gate = Authenticator(TokenFile(tokens))
+    gate = Authenticator(tokens)
     needed = RULES[rpc].role
     if role >= needed:
         assert gate.admit(shown(token), rpc, needed).role is role
@@ -61,10 +59,7 @@ def test_a_token_allows_what_its_role_may(rpc, token, role, tokens):
     [[], shown("wrong"), shown(""), shown("w-token", "Basic"), [("authorization", "w-token")], shown("W-TOKEN")],
 )
 def test_nobody_gets_in_without_a_known_token(metadata, tokens):
-    assert (
-        reason_of(Authenticator(TokenFile(tokens)).admit, metadata, "GetStatus", Role.READER)
-        is ErrorCode.UNAUTHENTICATED
-    )
+    assert reason_of(Authenticator(tokens).admit, metadata, "GetStatus", Role.READER) is ErrorCode.UNAUTHENTICATED
 
 
 def test_without_a_token_file_everybody_gets_in():
@@ -72,9 +67,9 @@ def test_without_a_token_file_everybody_gets_in():
 
 
 def test_a_token_may_be_that_of_one_worker(tokens):
-    caller = Authenticator(TokenFile(tokens)).admit(shown("bound-token"), "Join", Role.WORKER)
-    require_worker(caller, "anna")
-    assert reason_of(require_worker, caller, "bert") is ErrorCode.PERMISSION_DENIED
+    caller = Authenticator(tokens).admit(shown("bound-token"), "Join", Role.WORKER)
+    caller.require_worker("anna")
+    assert reason_of(caller.require_worker, "bert") is ErrorCode.PERMISSION_DENIED
 
 
 def named(rpc, worker_id):
@@ -100,7 +95,7 @@ def test_the_token_of_one_worker_makes_no_call_for_another(rpc):
 def test_a_token_may_stand_as_its_hash(tmp_path):
     path = tmp_path / "tokens"
     path.write_text(f"admin sha256:{hashlib.sha256(b'secret').hexdigest()}")
-    assert Authenticator(TokenFile(path)).admit(shown("secret"), "FinishRun", Role.ADMIN).role is Role.ADMIN
+    assert Authenticator(path).admit(shown("secret"), "FinishRun", Role.ADMIN).role is Role.ADMIN
 
 
 @pytest.mark.parametrize(
@@ -125,12 +120,12 @@ def test_a_malformed_file_is_refused_without_showing_a_token(text, tmp_path):
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(SecurityError, match="nowhere"):
-        TokenFile(tmp_path / "nowhere")
+        Authenticator(tmp_path / "nowhere")
 
 
 def test_a_changed_file_is_read_again_and_a_broken_one_leaves_the_old_tokens(tokens):
     now = [0.0]
-    gate = Authenticator(TokenFile(tokens, lambda: now[0]))
+    gate = Authenticator(tokens, lambda: now[0])
     tokens.write_text("worker another-token\n")
     assert gate.admit(shown("w-token"), "Join", Role.WORKER)
     now[0] += 2
@@ -147,6 +142,6 @@ def test_a_changed_file_is_read_again_and_a_broken_one_leaves_the_old_tokens(tok
 def test_a_file_that_is_no_certificate_is_named(tmp_path):
     (tmp_path / "cert").write_text("hello")
     with pytest.raises(SecurityError, match="PEM"):
-        CertificateFiles(tmp_path / "cert", tmp_path / "cert", None)
+        server_credentials(tmp_path / "cert", tmp_path / "cert", None)
     with pytest.raises(SecurityError, match="missing"):
-        CertificateFiles(tmp_path / "missing", tmp_path / "missing", None)
+        server_credentials(tmp_path / "missing", tmp_path / "missing", None)

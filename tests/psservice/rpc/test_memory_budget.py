@@ -14,18 +14,33 @@ from pscore.wire import frames
 from pscore.wire.codecs.index import INDEX_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.rpc.memory_budget import MemoryBudget, charged, decoded_bytes, largest_stream, received_bytes
+from psservice.rpc.auth import ANONYMOUS_ADMIN
+from psservice.rpc.calls import Call, check
+from psservice.rpc.memory_budget import MemoryBudget, decoded_bytes, largest_stream, received_bytes
 from psservice.rpc.workers import read_upload
 from psservice.shard.upload import Upload
 from psservice.types import Identity
-from psservice.wire.push_stream import PushReader, read_all, read_push
+from psservice.wire.push_stream import read_all, read_push
 from tests.psservice.service_makers import F32, layout_of
 
 MOST, WORKER, LARGEST = 100, 60, 50
+IDENTITY = pb.WorkerIdentity(worker_id="anna", incarnation="1")
+
+
+def header_of(plan):
+    return pb.PushHeader(identity=IDENTITY, step=1, plan=plan)
 
 
 def occupied(message):
     return received_bytes(message.ByteSize()) + decoded_bytes(message)
+
+
+def checked(messages, charge, rpc="PushSparse"):
+    """The messages of a call as its reader receives them."""
+    call = Call(rpc, ANONYMOUS_ADMIN, charge)
+    for message in messages:
+        check(call, message)
+        yield message
 
 
 moves = st.lists(
@@ -118,12 +133,12 @@ def test_a_stream_is_charged_before_it_is_looked_at_and_given_back_however_it_en
                 seen.append(message)
                 assert ledger.bytes == sum(map(decoded_bytes, seen))
 
-        read_all(charged(reading(), charge), messages)
+        read_all(reading(), checked(messages, charge))
         assert seen == messages
     assert ledger.bytes == 0
     seen.clear()
     with pytest.raises(RuntimeError, match="cut"), ledger.open() as charge:
-        read_all(charged(reading(), charge), cut_after(messages))
+        read_all(reading(), checked(cut_after(messages), charge))
     assert ledger.bytes == 0
 
 
@@ -178,7 +193,7 @@ def test_a_horde_of_tiny_chunks_is_refused_while_it_is_small():
     limit = largest_stream(layout_of((1000, F32)), 1000)
 
     def horde():
-        yield pb.PushSparseRequest(header=pb.PushHeader(step=1, plan=[pb.Group(start=0, length=span.length)]))
+        yield pb.PushSparseRequest(header=header_of([pb.Group(start=0, length=span.length)]))
         for i in range(span.length):
             value = b"\0\0\x80\x3f"
             chunk = pb.Chunk(start=i, length=1, count=1, index_codec=1, value_codec=1, values=value)
@@ -195,29 +210,26 @@ def test_a_horde_of_tiny_chunks_is_refused_while_it_is_small():
     ledger = MemoryBudget(1 << 40)
     before = resident_bytes()
     with ledger.open(limit) as charge, pytest.raises(Rejected, match="stream-bytes") as refused:
-        read_all(charged(read_push(lambda header: PushReader([span], span)), charge), received())
+        read_all(read_push(lambda header: span), checked(received(), charge))
     assert refused.value.reason is ErrorCode.BAD_REQUEST
     assert 1000 < len(kept) < 20_000
     assert resident_bytes() - before < limit  # what is charged is not less than what it takes
 
 
 def test_a_horde_of_empty_groups_is_refused_before_they_are_read():
-    header = pb.PushHeader(step=1, plan=[pb.Group()] * 500_000)
-    request = pb.PushSparseRequest(header=header)
+    request = pb.PushSparseRequest(header=header_of([pb.Group()] * 500_000))
     assert request.ByteSize() < 1_100_000  # well within a message
     with MemoryBudget(1 << 40).open(largest_stream(layout_of((1000, F32)), 1000)) as charge, pytest.raises(Rejected):
-        read_all(charged(read_push(lambda header: pytest.fail("it was read")), charge), [request])
+        read_all(read_push(lambda header: pytest.fail("it was read")), checked([request], charge))
 
 
 def test_a_false_count_is_refused_for_what_it_is():
     chunk = pb.Chunk(length=10, count=(1 << 32) - 1, index_codec=1, value_codec=1, values=b"")
-    header = pb.UploadHeader(generation=1)
+    header = pb.UploadHeader(identity=IDENTITY, generation=1)
     messages = [pb.UploadModelRequest(header=header), pb.UploadModelRequest(chunk=chunk)]
+    reading = read_upload(lambda header: Upload(Identity("anna", "1"), 1, Span(0, 10), 0, lambda: 0.0))
     with MemoryBudget(1 << 30).open(1 << 20) as charge, pytest.raises(Rejected) as refused:
-        read_all(
-            charged(read_upload(lambda header: Upload(Identity("anna", "1"), 1, Span(0, 10), 0, lambda: 0.0)), charge),
-            messages,
-        )
+        read_all(reading, checked(messages, charge, "UploadModel"))
     assert refused.value.reason is ErrorCode.BAD_CHUNK
 
 

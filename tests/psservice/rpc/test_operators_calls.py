@@ -12,7 +12,6 @@ from psservice.apply_thread import ApplyThread
 from psservice.cluster.drain_gate import DrainGate
 from psservice.rpc.calls import handlers_of
 from psservice.rpc.operators import OperatorCalls
-from psservice.rpc.status import StatusReport
 from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.shard.buffers_and_samples import lease_samples, open_exchange
 from psservice.shard.join import evict
@@ -49,9 +48,7 @@ def engine():
 def calls_of(engine):
     """The operators' calls, and what they have told the process."""
     told = []
-    handlers = handlers_of(
-        OperatorCalls(engine, StatusReport(engine), lambda: told.append("changed"), lambda: told.append("stop"))
-    )
+    handlers = handlers_of(OperatorCalls(engine, lambda: told.append("changed"), lambda: told.append("stop")))
     return lambda rpc, request: called(engine, handlers[rpc], rpc, request)[0], told
 
 

@@ -14,7 +14,7 @@ from psservice.shard.lifecycle import finish as finish_run
 from psservice.shard.model_install import roll_back
 from psservice.shard.push import commit
 from psservice.types import Identity
-from psservice.wire.push_stream import PushReader, read_all, read_push
+from psservice.wire.push_stream import read_all, read_push
 from tests.psservice.engine_makers import (
     ANNA,
     BERT,
@@ -42,7 +42,7 @@ def finish(shard, step, share, who=ANNA):
     """Push nothing but that samples are finished, as a stream that the journal keeps."""
     messages = stream(shard, step, None, who, base=shard.model.version)
     messages[0].header.finished.add(dataset="train", ranges=share_to_messages(share))
-    header, _, segments = read_all(read_push(lambda opened: PushReader.of(opened, shard.span)), messages)
+    header, segments, _ = read_all(read_push(lambda opened: shard.span), messages)
     raw = [message.SerializeToString() for message in messages]
     return commit(shard, header, segments, raw)
 

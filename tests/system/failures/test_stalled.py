@@ -135,7 +135,7 @@ def test_answers_that_are_not_read_hold_no_thread(start, rpc, tmp_path):
     request = pull if rpc == "PullDiff" else pb.DownloadModelRequest()
     calls = [getattr(worker.stub, rpc)(request, timeout=TIMEOUT) for _ in range(6)]
     assert worker.push([1], [1.0]).version == 1
-    wait_until(lambda: not server._door.open_calls)  # cut, or gone wholly into the connection's own buffers
+    wait_until(lambda: not server._dispatcher.open_calls)  # cut, or gone wholly into the connection's own buffers
     for call in calls:
         call.cancel()
     wait_until(lambda: in_flight(server) == 0)
@@ -200,11 +200,11 @@ def test_a_backward_pass_longer_than_the_idle_time_costs_one_push_sent_twice(sta
 
 
 def test_a_second_stream_of_a_worker_is_busy_while_the_first_holds_its_share(start):
-    server = start(worker_bytes=200_000, stream_bytes=1 << 20)
-    size = 5_000  # more than a stream may send before its header is looked at
+    server = start(worker_bytes=2_000_000, stream_bytes=4 << 20)
+    size = 40_000  # more than a batch: decoded at once, also where the header was read alone
     worker, other = joined(server, size), joined(server, size)
     call, stream = stalled_stream(worker, "PushSparse", header(worker), chunk(worker, 0, size))
-    wait_until(lambda: in_flight(server) > 100_000)
+    wait_until(lambda: in_flight(server) > 900_000)
     assert busy(lambda: worker.push(list(range(size)), [1.0] * size))
     assert other.push(list(range(size)), [1.0] * size).version == 1
     stream.done.set()

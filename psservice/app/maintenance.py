@@ -1,4 +1,4 @@
-"""Work beside serving: compile the loops before the first push, and return freed memory to the system."""
+"""Maintenance beside serving: compile the loops before the first push, and return freed memory to the system."""
 
 import ctypes
 import logging
@@ -14,13 +14,13 @@ _POLL_SECONDS = 0.1
 _WORTH_COMPILING = 65_536
 
 
-class Background:
+class MaintenanceThread:
     """A thread that starts at once; ``size`` returns the number of elements of the model, 0 until a worker joins."""
 
     def __init__(self, size: Callable[[], int]) -> None:
         self._size = size
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="background", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="maintenance", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Every call's headers, time and threads, on one event loop; what a call means is left to its handler.
+"""Every call's headers, time and threads, on one event loop; handlers know the meaning of calls.
 
 A caller is known by its headers before a message of its call is read, and a call occupies no thread while it waits for
 its client: threads work on messages that have arrived. Messages are read as raw bytes and parsed here, since a
@@ -9,12 +9,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -36,10 +36,13 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_Batch: TypeAlias = tuple[list[bytes], bool]  # serialized answers, and whether no more follow
+_Answers: TypeAlias = tuple[_Batch, Generator[_Batch, None, None]]  # the first batch, which is made, and those behind
+
 _FIRST_BYTES = 16 << 10  # of a stream, after which its header is checked
 _SOON_SECONDS = 0.005  # or after so long in which nothing follows, or at the stream's end
-_BATCH_BYTES = 128 << 10  # of messages that one visit to a thread works on
-_ANSWER_BYTES = 1 << 20  # of messages that one visit to a thread writes
+_BATCH_BYTES = 128 << 10  # of messages that a thread reads in one piece of work
+_ANSWER_BYTES = 1 << 20  # of messages that a thread writes in one piece of work
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
 _MOST_CALLS = 4096
 _MOST_SILENT = 256  # calls without a message; beyond that the oldest is cut
@@ -56,7 +59,7 @@ class _StalledError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _OpenCall:
-    """A call as the event loop sees it."""
+    """The event loop's side of a call."""
 
     call: Call
     context: Any
@@ -74,26 +77,30 @@ class _OpenCall:
             self.timeout.reschedule(0)
 
 
-class Door:
+class Dispatcher:
     """Serves ``sparseps.v1.ParameterServerService``. All coroutines run on one event loop.
 
     Args:
         handlers: by the method's name.
-        gate: knows callers.
+        authenticator: knows callers.
         settings: the shard's place, and the limits of each call.
-        metrics: told of each call.
+        metrics: counts and times each call.
         counted: context of a call that changes the shard, which a drain waits for.
+
+    Attributes:
+        service: the service's handler for a gRPC server.
     """
 
     def __init__(
         self,
         handlers: dict[str, Handler],
-        gate: Authenticator,
+        authenticator: Authenticator,
         settings: ServerSettings,
         metrics: Metrics,
         counted: Callable[[], Any],
     ) -> None:
-        self._gate, self._settings, self._metrics, self._counted = gate, settings, metrics, counted
+        self._authenticator, self._settings, self._metrics = authenticator, settings, metrics
+        self._counted = counted
         self._pools = {
             lane: ThreadPoolExecutor(_LANE_THREADS.get(lane, settings.rpc_threads), f"rpc-{lane.value}")
             for lane in Lane
@@ -102,18 +109,15 @@ class Door:
         self._silent: dict[_OpenCall, None] = {}
         self._joins = asyncio.Semaphore(_MOST_JOINS)
         self._penalty = Penalty()
-        self._requests = MemoryBudget(_REQUEST_BYTES)
+        self._request_budget = MemoryBudget(_REQUEST_BYTES)
         self._stopping = False
-        self.at_work = 0
-        """Calls that have a thread of their lane, or wait for one."""
-        self._methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            name: grpc.stream_stream_rpc_method_handler(self._method(name, handler))
-            for name, handler in handlers.items()
+        self._at_work = 0  # calls that have a thread of their lane, or wait for one
+        metrics.running_calls.set_function(lambda: self._at_work)
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            rpc: grpc.stream_stream_rpc_method_handler(partial(self._serve, rpc, handler))
+            for rpc, handler in handlers.items()
         }
-
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Return the service's handler for a gRPC server."""
-        return grpc.method_handlers_generic_handler(SERVICE.full_name, self._methods)
+        self.service: grpc.GenericRpcHandler = grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
 
     async def drain(self, seconds: float) -> None:
         """Refuse new calls, and return when none is left, or after so many seconds.
@@ -135,16 +139,13 @@ class Door:
 
     # One call
 
-    def _method(self, rpc: str, handler: Handler) -> Callable[..., Any]:
-        async def method(_: Any, context: Any) -> None:
-            try:
-                await self._serve(rpc, handler, context)
-            except grpc.aio.InternalError:  # the client has gone, or has not read what was sent
-                raise asyncio.CancelledError from None
+    async def _serve(self, rpc: str, handler: Handler, _: Any, context: Any) -> None:
+        try:
+            await self._serve_or_refuse(rpc, handler, context)
+        except grpc.aio.InternalError:  # the client has gone, or has not read what was sent
+            raise asyncio.CancelledError from None
 
-        return method
-
-    async def _serve(self, rpc: str, handler: Handler, context: Any) -> None:
+    async def _serve_or_refuse(self, rpc: str, handler: Handler, context: Any) -> None:
         """Serve a call; end one that fails with its status, later where its caller makes many of them."""
         opened: _OpenCall | None = None
         wait = 0.0
@@ -156,7 +157,11 @@ class Door:
         except Rejected as refusal:
             if is_fault(refusal):
                 wait = self._penalty.seconds(context.peer(), 0 if opened is None else opened.call.received_bytes)
-            end = partial(context.abort_with_status, self._refused(context, rpc, refusal))
+            self._metrics.refusals.labels(reason=refusal.reason.name).inc()
+            level = logging.INFO if refusal.retry_seconds is None else logging.DEBUG
+            reason = {"reason": refusal.reason.name, "detail": refusal.detail}
+            log.log(level, "refused", extra={"rpc": rpc, "peer": context.peer(), **reason})
+            end = partial(context.abort_with_status, to_status(refusal))
         except _StalledError as stalled:
             self._metrics.calls_cut.labels(rpc=rpc, why=str(stalled)).inc()
             wait = self._penalty.seconds(context.peer())
@@ -177,7 +182,7 @@ class Door:
         """Admit a call by its headers; raises :class:`Rejected`."""
         rule = RULES[rpc]
         metadata = context.invocation_metadata()
-        caller = self._gate.admit(metadata, rpc, rule.role)
+        caller = self._authenticator.admit(metadata, rpc, rule.role)
         headers = dict(metadata)
         if SHARD_HEADER in headers:
             require_place(self._settings, str(headers[SHARD_HEADER]))
@@ -209,7 +214,7 @@ class Door:
             span.note(status=status)
             span.end("" if status == "OK" else status)
 
-    async def _read_one(self, opened: _OpenCall, handler: Handler) -> "_Answers":
+    async def _read_one(self, opened: _OpenCall, handler: Handler) -> _Answers:
         async with AsyncExitStack() as turn:
             if opened.rule.lane is Lane.JOIN:
                 await self._wait(opened, self._joins.acquire(), "turn")
@@ -220,13 +225,13 @@ class Door:
 
         def work() -> _Answers:
             answer = cast(Callable[[Call, Message], Answer], handler)
-            return _Answers(opened.call, answer(opened.call, parse(opened.call, raw)))
+            return _begin(opened.call, answer(opened.call, parse(opened.call, raw)))
 
-        with self._requests.open() as charge:
-            charge.add(received_bytes(len(raw)))
+        with self._request_budget.open() as reservation:
+            reservation.add(received_bytes(len(raw)))
             return await self._in_thread(opened, work)
 
-    async def _read_stream(self, opened: _OpenCall, handler: Handler) -> "_Answers":
+    async def _read_stream(self, opened: _OpenCall, handler: Handler) -> _Answers:
         """Send a stream into a reader in batches, a small stream as a whole."""
         call = opened.call
         reading = cast(Callable[[Call], StreamReader], handler)(call)
@@ -241,8 +246,8 @@ class Door:
                 await self._in_thread(opened, lambda: _feed(call, reading, batch))
 
             while (raw := await self._next_or(opened, feed if pending and most == _FIRST_BYTES else None)) is not None:
-                if call.charge is not None:
-                    call.charge.add(received_bytes(len(raw)))
+                if call.reservation is not None:
+                    call.reservation.add(received_bytes(len(raw)))
                 pending.append((raw, time.perf_counter_ns()))
                 size += len(raw)
                 if size >= most:
@@ -254,24 +259,23 @@ class Door:
                 try:
                     reading.send(None)
                 except StopIteration as end:
-                    return _Answers(call, end.value)
+                    return _begin(call, end.value)
                 raise AssertionError("a reader must end where its stream ends")
 
             return await self._in_thread(opened, finish)
         finally:
             reading.close()
 
-    async def _answer(self, opened: _OpenCall, answers: "_Answers") -> None:
-        try:
+    async def _answer(self, opened: _OpenCall, answers: _Answers) -> None:
+        (batch, is_last), others = answers
+        with closing(others):
             while True:
-                for number, data in enumerate(answers.batch, start=1):
-                    opened.is_answered = answers.ended and number == len(answers.batch)
+                for number, data in enumerate(batch, start=1):
+                    opened.is_answered = is_last and number == len(batch)
                     await self._wait(opened, opened.context.write(data), "reader")
-                if answers.ended:
+                if is_last:
                     return
-                await self._in_thread(opened, answers.write_batch)
-        finally:
-            answers.close()
+                batch, is_last = await self._in_thread(opened, partial(next, others))
 
     # Waiting for the client, and for threads
 
@@ -283,7 +287,7 @@ class Door:
             return None
         data: bytes = raw
         opened.call.received_bytes += len(data) + FRAMING_BYTES
-        if opened.call.keeps_raw:
+        if opened.call.raw is not None:
             opened.call.raw.append(data)
         return data
 
@@ -319,7 +323,7 @@ class Door:
     async def _in_thread(self, opened: _OpenCall, work: Callable[[], Result]) -> Result:
         """Run work in the call's lane; a call that is cancelled meanwhile ends when its work has."""
         loop = asyncio.get_running_loop()
-        self.at_work += 1
+        self._at_work += 1
         future = loop.run_in_executor(self._pools[opened.rule.lane], opened.span.run, work)
         try:
             return await asyncio.shield(future)
@@ -329,50 +333,27 @@ class Door:
                 future.exception()  # fetched, or asyncio logs that nobody did
             raise
         finally:
-            self.at_work -= 1
-
-    def _refused(self, context: Any, rpc: str, refusal: Rejected) -> grpc.Status:
-        self._metrics.refusals.labels(reason=refusal.reason.name).inc()
-        log.log(
-            logging.DEBUG if refusal.retry_seconds is not None else logging.INFO,
-            "refused",
-            extra={"rpc": rpc, "peer": context.peer(), "reason": refusal.reason.name, "detail": refusal.detail},
-        )
-        return to_status(refusal)
+            self._at_work -= 1
 
 
-class _Answers:
-    """A handler's answers, written batch by batch in a thread; the first batch is written at once.
+def _begin(call: Call, answer: Answer) -> _Answers:
+    batches = _batches(call, answer)
+    return next(batches), batches
 
-    Attributes:
-        batch: messages that are written and not sent.
-        ended: whether no more follow.
-    """
 
-    def __init__(self, call: Call, answer: Answer) -> None:
-        self._call = call
-        self._messages: Iterator[Message] = iter((answer,)) if isinstance(answer, Message) else answer
-        self.batch: list[bytes] = []
-        self.ended = False
-        self.write_batch()
-
-    def write_batch(self) -> None:
-        self.batch, size = [], 0
-        while size < _ANSWER_BYTES:
-            message = next(self._messages, None)
-            if message is None:
-                self.ended = True
-                break
+def _batches(call: Call, answer: Answer) -> Generator[_Batch, None, None]:
+    """Serialize a handler's answers, in a thread of the call's lane."""
+    batch, size = [], 0
+    with closing((each for each in (answer,)) if isinstance(answer, Message) else answer) as messages:
+        for message in messages:
             data = message.SerializeToString()
-            self._call.on_sent(len(data) + FRAMING_BYTES)
-            self.batch.append(data)
+            call.on_sent(len(data) + FRAMING_BYTES)
+            batch.append(data)
             size += len(data)
-
-    def close(self) -> None:
-        """End the handler, where it is a generator."""
-        close = getattr(self._messages, "close", None)
-        if close is not None:
-            close()
+            if size >= _ANSWER_BYTES:
+                yield batch, False
+                batch, size = [], 0
+    yield batch, True
 
 
 def _feed(call: Call, reading: StreamReader, batch: list[tuple[bytes, int]]) -> None:

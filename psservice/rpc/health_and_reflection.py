@@ -1,7 +1,8 @@
 """gRPC's own services, health and reflection, behind time limits."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from pscore.wire.errors import Rejected, to_status
 from psservice.rpc.auth import Authenticator, Role
+from psservice.rpc.ports import EventLoop
 
 LIVENESS = "liveness"
 """The name for "no restart is needed": not whether the server serves. Kubernetes restarts a pod by it."""
@@ -30,44 +32,30 @@ _REFLECTION_RPC = "ServerReflectionInfo"
 
 
 class Health:
-    """The states of one process, for all its ports, and the handler of health checks, which are open to everybody.
+    """The states of one process, for all ports of its event loop. Everybody may ask."""
 
-    Args:
-        loop: the event loop of the ports.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._servicer = health.aio.HealthServicer()
 
     def set(self, name: str, *, serving: bool) -> None:
         """Set a state, from any thread but the loop's; watchers have been told when this returns."""
         state = HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
-        asyncio.run_coroutine_threadsafe(self._servicer.set(name, state), self._loop).result()
+        self._loop.run(self._servicer.set(name, state))
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return a handler for one port; each port counts its own callers."""
         open_calls: dict[asyncio.Timeout, None] = {}
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            rpc: grpc.stream_stream_rpc_method_handler(
+                partial(self._serve, rpc == "Watch", open_calls),
+                response_serializer=HealthCheckResponse.SerializeToString,
+            )
+            for rpc in ("Check", "Watch")
+        }
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
 
-        async def check(request: HealthCheckRequest, context: Any) -> None:
-            await context.write(await self._servicer.Check(request, context))
-
-        async def watch(request: HealthCheckRequest, context: Any) -> None:
-            await self._servicer.Watch(request, context)
-
-        return grpc.method_handlers_generic_handler(
-            health.SERVICE_NAME,
-            {
-                name: grpc.stream_stream_rpc_method_handler(
-                    _bounded(serve, open_calls), response_serializer=HealthCheckResponse.SerializeToString
-                )
-                for name, serve in (("Check", check), ("Watch", watch))
-            },
-        )
-
-
-def _bounded(serve: Callable[..., Any], open_calls: dict[asyncio.Timeout, None]) -> Callable[..., Any]:
-    async def bounded(_: Any, context: Any) -> None:
+    async def _serve(self, watches: bool, open_calls: dict[asyncio.Timeout, None], _: Any, context: Any) -> None:
         try:
             async with asyncio.timeout(_REQUEST_SECONDS) as limit:
                 if len(open_calls) >= _MOST_CALLS:  # a probe is short, and must not wait for calls that stay
@@ -81,7 +69,10 @@ def _bounded(serve: Callable[..., Any], open_calls: dict[asyncio.Timeout, None])
                     request = HealthCheckRequest.FromString(b"" if raw is grpc.aio.EOF else raw)
                     if limit in open_calls and not limit.expired():
                         limit.reschedule(asyncio.get_running_loop().time() + _WATCH_SECONDS)
-                    await serve(request, context)
+                    if watches:
+                        await self._servicer.Watch(request, context)
+                    else:
+                        await context.write(await self._servicer.Check(request, context))
                 finally:
                     open_calls.pop(limit, None)
         except TimeoutError:
@@ -89,15 +80,11 @@ def _bounded(serve: Callable[..., Any], open_calls: dict[asyncio.Timeout, None])
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
 
-    return bounded
 
-
-def reflection_handlers(services: Sequence[str], gate: Authenticator) -> tuple[grpc.GenericRpcHandler, ...]:
+def reflection_handlers(services: Sequence[str], authenticator: Authenticator) -> list[grpc.GenericRpcHandler]:
     """Return handlers of v1 and v1alpha, which have the same messages, for callers with the role of a reader.
 
-    Args:
-        services: full names of the services to describe, beside reflection itself.
-        gate: knows callers.
+    ``services`` are the full names of the services to describe, beside reflection itself.
     """
     _describe_v1()
     servicer = reflection.aio.ReflectionServicer((*services, _V1, _V1ALPHA))
@@ -108,22 +95,21 @@ def reflection_handlers(services: Sequence[str], gate: Authenticator) -> tuple[g
 
     async def serve(_: Any, context: Any) -> None:
         try:
-            gate.admit(context.invocation_metadata(), _REFLECTION_RPC, Role.READER)
+            authenticator.admit(context.invocation_metadata(), _REFLECTION_RPC, Role.READER)
             async with asyncio.timeout(_REFLECTION_SECONDS):
                 async for response in servicer.ServerReflectionInfo(requests(context), context):  # type: ignore[attr-defined]
                     await context.write(response.SerializeToString())
         except Rejected as refusal:
             await context.abort_with_status(to_status(refusal))
         except TimeoutError:
-            message = f"reflection ends after {_REFLECTION_SECONDS:.0f} s"
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"reflection ends after {_REFLECTION_SECONDS:.0f} s")
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no ServerReflectionRequest")
 
     methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         _REFLECTION_RPC: grpc.stream_stream_rpc_method_handler(serve)
     }
-    return tuple(grpc.method_handlers_generic_handler(name, methods) for name in (_V1, _V1ALPHA))
+    return [grpc.method_handlers_generic_handler(name, methods) for name in (_V1, _V1ALPHA)]
 
 
 def _describe_v1() -> None:
