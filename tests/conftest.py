@@ -2,13 +2,13 @@
 
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
 import torch
 
-import psclient.rpc.local_server
-from tests.forkserver import ForkServer
+from tests import forkserver
 
 if not torch.cuda.is_available():
     # Without a GPU, Triton's kernels run on the CPU in its interpreter. Triton asks for this when it is first imported,
@@ -18,6 +18,8 @@ if not torch.cuda.is_available():
 # A shell that puts the tests in its background has SIGINT ignored, and some tests interrupt themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+EXECUTE = subprocess.Popen
+
 _JOB_VARIABLES = (
     *("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     *("SLURM_NTASKS", "SLURM_PROCID", "JOB_COMPLETION_INDEX"),
@@ -25,14 +27,19 @@ _JOB_VARIABLES = (
 
 
 @pytest.fixture(autouse=True, scope="session")
-def forked_servers():
-    """Servers that a test itself starts need not load torch again; those of scripts begin as ever."""
-    if sys.platform != "linux":
-        yield
-        return
+def forked_processes():
+    """Processes of this interpreter that a test starts need not load torch again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(psclient.rpc.local_server, "spawn", ForkServer().spawn)
+        if sys.platform == "linux":
+            patch.setattr(subprocess, "Popen", forkserver.Popen)
         yield
+
+
+@pytest.fixture(autouse=True)
+def executed_processes(request, monkeypatch):
+    """Tests of the start itself run a new interpreter."""
+    if request.node.get_closest_marker("executes_python"):
+        monkeypatch.setattr(subprocess, "Popen", EXECUTE)
 
 
 @pytest.fixture(autouse=True)

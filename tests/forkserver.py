@@ -1,56 +1,61 @@
-"""Servers of tests begin as forks of a process that has already loaded everything.
+"""Python processes of tests begin as forks of a process that has already loaded PyTorch and both packages.
 
-More than half of the CPU time of tests with servers used to be servers, most of it the import of torch.
-They are processes all the same, with an environment, files and a session of their own, and children of the process that
-tests: they are signalled, killed and waited for as ever. Tests of the start itself run ``python -m psservice``.
+Importing them used to be half of the CPU time of the tests. The forks are processes all the same: they have their own
+environment, files and session, and are children of the process that started them, which signals, kills and awaits them
+as ever. Tests of the start itself have the marker ``executes_python`` and run a new interpreter.
 
-``python -m tests.forkserver FD`` reads requests from the socket ``FD``, forks twice for each so that the server is
-orphaned at once, and answers with its process id. Whoever asks is a subreaper (``prctl(2)``) meanwhile, and so becomes
-its parent.
+``python -m tests.forkserver FD`` reads requests from the socket ``FD``, forks twice for each, so that the new process
+is orphaned at once, and answers with its id. The asking process is a subreaper (``prctl(2)``) meanwhile, and so becomes
+the parent of the new process.
 """
 
 import ctypes
 import gc
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 _ROOT = Path(__file__).parents[1]
 _SET_CHILD_SUBREAPER = 36
 _MESSAGE_BYTES = 1 << 20
+_MOST_DESCRIPTORS = 16
 _ANSWER_SECONDS = 60.0
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # libraries that start threads when loaded
+_AT_START = (
+    "PYTHON",
+    "NUMBA_",
+    "TORCH",
+    "TRITON_",
+    "CUDA_",
+)  # variables that count when an interpreter or a module starts
+_MANY = ("verify",)  # modules that start many processes, and so get a fork server of their own
+
+_Execute = subprocess.Popen
 
 
 class ForkServer:
-    """Started at the first server; ends with the process that asks."""
+    """Started with the first process; ends with the process that asks."""
 
-    def __init__(self) -> None:
-        """Do nothing yet."""
+    def __init__(self, asked: socket.socket | None = None) -> None:
         self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._socket = asked
 
-    def spawn(self, flags: Sequence[str], ready_fd: int, log_to: IO[str] | None) -> "subprocess.Popen[bytes]":
-        """Stand in for :func:`psclient.rpc.local_server.spawn`."""
-        request = {
-            "arguments": ["serve", *(flag for flag in flags if not flag.startswith("--ready-fd="))],
-            "environment": dict(os.environ),
-            "directory": os.getcwd(),
-        }
+    def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
+        """Start a process; return its id."""
         with self._lock:
             asked = self._socket or self._start()
             _subreaper(True)
             try:
-                stderr = 2 if log_to is None else log_to.fileno()
-                socket.send_fds(asked, [json.dumps(request).encode()], [ready_fd, 1, stderr])
+                socket.send_fds(asked, [json.dumps(request).encode()], descriptors)
                 pid = int(asked.recv(_MESSAGE_BYTES) or b"0")
             except BaseException:
                 self._socket = None  # the answer to this may still come, and would be taken for the next one's
@@ -59,13 +64,12 @@ class ForkServer:
                 _subreaper(False)
         if not pid:
             raise RuntimeError("the fork server is gone; its message is above")
-        return _Forked(pid, flags)
+        return pid
 
     def _start(self) -> socket.socket:
-        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(_ANSWER_SECONDS)
+        self._socket, other = _pair()
         with other:
-            self._process = subprocess.Popen(
+            _Execute(
                 [sys.executable, "-m", "tests.forkserver", str(other.fileno())],
                 pass_fds=(other.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -76,17 +80,49 @@ class ForkServer:
         return self._socket
 
 
-class _Forked(subprocess.Popen[bytes]):
-    """A child that this class did not start."""
+_server = ForkServer()
 
-    def __init__(self, pid: int, flags: Sequence[str]) -> None:
-        self.args = ["psservice", "serve", *flags]
-        self.pid = pid
-        self.returncode = None
-        self.stdin = self.stdout = self.stderr = None
-        self._child_created = True
-        self._waitpid_lock = threading.Lock()
-        self._sigint_wait_secs = 0.25
+
+class Popen(_Execute):  # type: ignore[type-arg]
+    """Stands in for :class:`subprocess.Popen`: ``python -c`` and ``python -m`` are forked, all else is executed."""
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,
+                       env: Any, startupinfo: Any, creationflags: Any, shell: Any, *rest: Any) -> None:  # fmt: skip
+        pipes, start_new_session = rest[:6], rest[-2]  # reading and writing ends of stdin, stdout, stderr; -1 for none
+        words = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
+        environment = dict(os.environ if env is None else env)
+        if shell or preexec_fn or not _is_forkable(words, environment):
+            before = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
+            super()._execute_child(*before, *rest)  # type: ignore[misc]
+            return
+        standard = (pipes[0], pipes[3], pipes[5])
+        request = {
+            "words": words[1:],
+            "environment": environment,
+            "directory": os.fspath(cwd) if cwd else os.getcwd(),
+            "numbers": [0, 1, 2, *pass_fds],
+            "session": bool(start_new_session),
+        }
+        try:
+            inherited = [usual if number == -1 else number for usual, number in enumerate(standard)]
+            self.pid = _server.fork(request, [*inherited, *pass_fds])
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def _is_forkable(words: Sequence[str], environment: dict[str, str]) -> bool:
+    def differs(name: str) -> bool:
+        return name.startswith(_AT_START) and name != "PYTHONPATH" and environment.get(name) != os.environ.get(name)
+
+    is_python = len(words) > 2 and words[0] == sys.executable and words[1] in ("-c", "-m")
+    return is_python and not any(differs(name) for name in environment.keys() | os.environ.keys())
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.settimeout(_ANSWER_SECONDS)
+    return mine, other
 
 
 def _subreaper(on: bool) -> None:
@@ -94,14 +130,12 @@ def _subreaper(on: bool) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def _fork(listening: socket.socket) -> list[str]:
-    """Fork a server for each request; return its arguments in the server, and never here.
-
-    Raises:
-        ValueError: who asks is gone, so no descriptors come.
-    """
+def _serve(listening: socket.socket) -> dict[str, Any] | None:
+    """Fork a process for each request; return the request in the process, and ``None`` here after the last."""
     while True:
-        data, (ready_fd, stdout, stderr), _, _ = socket.recv_fds(listening, _MESSAGE_BYTES, 3)
+        data, descriptors, _, _ = socket.recv_fds(listening, _MESSAGE_BYTES, _MOST_DESCRIPTORS)
+        if not data:
+            return None
         read_end, write_end = os.pipe()
         between = os.fork()
         if between == 0:
@@ -112,40 +146,83 @@ def _fork(listening: socket.socket) -> list[str]:
             os.write(write_end, str(pid).encode())
             os._exit(0)
         os.waitpid(between, 0)
-        listening.send(os.read(read_end, _MESSAGE_BYTES))  # no earlier: the server has its new parent by now
-        for descriptor in (ready_fd, stdout, stderr, read_end, write_end):
+        listening.send(os.read(read_end, _MESSAGE_BYTES))  # no earlier: the process has its new parent by now
+        for descriptor in (*descriptors, read_end, write_end):
             os.close(descriptor)
-
-    os.setsid()
-    os.dup2(stdout, 1)
-    os.dup2(stderr, 2)
-    for descriptor in (stdout, stderr, read_end, write_end, listening.detach()):
+    for descriptor in (read_end, write_end, listening.detach()):
         os.close(descriptor)
-    request = json.loads(data)
+    request: dict[str, Any] = json.loads(data)
+    _place(descriptors, request["numbers"])
+    if request["session"]:
+        os.setsid()
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
     while os.getppid() == first_parent:  # a server ends when its parent is not the one that it was told
         time.sleep(0.001)
-    return [*request["arguments"], f"--ready-fd={ready_fd}"]
+    return request
 
 
-def main() -> int:
-    """Load what a server loads, and fork."""
+def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give each descriptor its number in the new process."""
+    above = max(*descriptors, *numbers) + 1
+    for descriptor, place in zip(descriptors, range(above, above + len(descriptors)), strict=True):
+        os.dup2(descriptor, place)
+        os.close(descriptor)
+    for place, number in zip(range(above, above + len(descriptors)), numbers, strict=True):
+        os.dup2(place, number, inheritable=True)
+        os.close(place)
+
+
+def _run(words: Sequence[str]) -> None:
+    """Do what ``python -c`` and ``python -m`` do."""
+    kind, what, *arguments = words
+    for path in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        if path:
+            sys.path.insert(0, path)
+    sys.argv = [kind, *arguments]
+    if kind == "-m":
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    sys.path.insert(0, "")
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    exec(compile(what, "<string>", "exec"), main.__dict__)
+
+
+def _begin(listening: socket.socket) -> None:
+    """Be a fork server, and then, in each new process, what was asked for."""
+    request = _serve(listening)
+    if request is not None:
+        if request["words"][1] in _MANY:
+            _fork_server()
+        _run(request["words"])
+
+
+def _fork_server() -> None:
+    """Give this process, which has no threads yet, a fork server of its own."""
+    global _server
+    mine, other = _pair()
+    if os.fork() == 0:
+        mine.close()
+        _begin(other)
+        sys.exit()
+    other.close()
+    _server = ForkServer(mine)
+    subprocess.Popen = Popen  # type: ignore[misc]
+
+
+def main() -> None:
+    """Load what a server and a worker load, and fork."""
+    import psclient.optim.base  # noqa: F401
     import psservice.app.server  # noqa: F401
-    from psservice.cli.serve import main as psservice_main
 
     gc.collect()
     gc.freeze()
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("a fork would lose the threads that an import has started")
-    with socket.socket(fileno=int(sys.argv[1])) as listening:
-        try:
-            arguments = _fork(listening)
-        except ValueError:
-            return 0
-    return psservice_main(arguments)
+    _begin(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -31,10 +31,11 @@ if "--wait" in sys.argv:
 
 
 SERVER_OPTIMIZER = """
-import psclient
+import sys, psclient
 from tests.system.tools import make_data, make_model, train_step
 model = make_model(batch_norm=False)
-with psclient.LocalServer(log_format="json", log_level="info") as server:
+log = open(sys.argv[1], "w")
+with psclient.LocalServer(log_format="json", log_level="info", log_to=log) as server:
     with psclient.ServerOptimizer(model.parameters(), "AdamW", model=model, server=server) as optimizer:
         train_step(model, optimizer, *make_data())
 """
@@ -72,11 +73,11 @@ def test_it_starts_says_where_and_stops_with_the_script():
     assert not any(alive(pid) for pid in told["pids"])
 
 
-def test_a_server_with_an_optimizer_of_torchs_writes_its_own_log_lines_only():
-    process = start(script=SERVER_OPTIMIZER)
+def test_a_server_with_an_optimizer_of_torchs_writes_its_own_log_lines_only(tmp_path):
+    process = start(str(tmp_path / "log"), script=SERVER_OPTIMIZER)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    messages = [json.loads(line)["message"] for line in err.splitlines()]
+    messages = [json.loads(line)["message"] for line in (tmp_path / "log").read_text().splitlines()]
     assert (messages[0], messages[-1]) == ("serving", "stopped")
 
 
