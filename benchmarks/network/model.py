@@ -44,7 +44,7 @@ class ReplyCosts:
     Attributes:
         density: of the union of what changed since the worker's last pull: where this was measured.
         size: bytes.
-        build: seconds of the writer.
+        build: seconds of the apply thread.
         encode: seconds of a server's core.
         install: seconds of the worker, to decode and write it.
     """
@@ -65,12 +65,12 @@ class Costs:
         select: to accumulate and select, on the worker.
         encode: to write the push, on the worker.
         decode: to read and check it, on a core of the server.
-        apply: of the writer.
+        apply: of the apply thread.
         call: of one call, whatever it carries.
         density: of one push, which says how the union grows with the pushes that a reply covers.
         replies: at one or more densities of the union, ascending; between them they are interpolated.
         groups: pieces of a push and of a reply.
-        builds_beside: whether replies are built on a server's core, beside the writer.
+        builds_beside: whether replies are built on a server's core, beside the apply thread.
         server_cores: that decode and encode.
     """
 

@@ -27,13 +27,13 @@ class Costs:
 
     Attributes:
         decode: to parse, decode, check and merge a push.
-        apply: of the writer, for a push.
-        journal: of the writer, to append a push to the journal.
+        apply: of the apply thread, for a push.
+        journal: of the apply thread, to append a push to the journal.
         union_sort: to find what has changed by sorting; entries of all pushes that a pull covers.
         union_mark: likewise by marking, for each of these entries; ``union_scan`` comes on top.
         union_scan: elements of the shard.
-        gather: of the writer, to read the values of a reply; entries of the reply.
-        copy: of the writer, to copy everything; elements of the shard.
+        gather: of the apply thread, to read the values of a reply; entries of the reply.
+        copy: of the apply thread, to copy everything; elements of the shard.
         encode: to write a sparse reply.
         encode_dense: to write a dense reply; elements.
         select_all: to select a top-k reply among all; elements of the shard.

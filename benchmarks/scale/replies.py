@@ -24,8 +24,8 @@ class Reply:
     Attributes:
         size: bytes.
         entries: in it.
-        build: seconds beside the writer, with the interpreter's lock and without.
-        read: seconds of the writer.
+        build: seconds beside the apply thread, with the interpreter's lock and without.
+        read: seconds of the apply thread.
         encode: seconds, likewise.
         charge: bytes that it occupies in the server.
         topk: whether it is one.

@@ -188,7 +188,7 @@ _PUSH_ROWS = {
     _PUSH: _PUSH,
     f"{_PUSH}.parse": "  parse protobuf",
     f"{_PUSH}.decode": "  decode, validate, checksum",
-    f"{_PUSH}.merge": "  merge, hand to the writer",
+    f"{_PUSH}.merge": "  merge, hand to the apply thread",
     f"{_PUSH}.apply": "  apply and append to the ledger",
 }
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.peers.task import batches, make_model
 from psclient.compress.compressor import Choice, TensorUpdate, select_updates
-from psclient.compress.method import State, Step
+from psclient.compress.method import State, TensorGradient
 from psclient.optim.dgs import DGS
 from psclient.report import StepReport
 from pscore.model.layout import Span
@@ -102,7 +102,7 @@ def push(
     for parameter, state in zip(parameters, states, strict=True):
         assert parameter.grad is not None
         group = {"lr": rate, "momentum": _MOMENTUM, "weight_decay": 0.0}
-        said = DGS.accumulate(state, group, Step(parameter.grad.reshape(-1), None))
+        said = DGS.accumulate(state, group, TensorGradient(parameter.grad.reshape(-1), None))
         report, span = StepReport(0), Span(0, parameter.numel())
         choice = Choice(selector, "tensor", _DENSE_BELOW)
         piece = select_updates({0: TensorUpdate(said, state, span)}, density, choice, report)[0]

@@ -11,7 +11,7 @@ import torch
 
 from psclient.buckets.planner import BucketPlanner
 from psclient.compress.groups import ParamGroups
-from psclient.compress.method import Method, Sparse, State, Step, Whole, memory, restore
+from psclient.compress.method import DenseUpdate, Method, ResidualUpdate, State, TensorGradient, memory, restore
 from psclient.errors import UpdateOverflowError
 from psclient.model.module import TrainedModel
 from psclient.report import StepReport
@@ -46,7 +46,7 @@ class Choice:
 class TensorUpdate(NamedTuple):
     """A method's update of one tensor, the method's state, and the tensor's place in the layout."""
 
-    update: Sparse | Whole
+    update: ResidualUpdate | DenseUpdate
     state: State
     span: Span
 
@@ -59,9 +59,9 @@ def select_updates(
     The report counts ``Σ k`` and the selected entries; tensors that are sent whole do not count.
     """
     sent: dict[int, SparseSlice] = {}
-    sparse: dict[int, Sparse] = {}
+    sparse: dict[int, ResidualUpdate] = {}
     for position, (update, _, span) in tensors.items():
-        if isinstance(update, Whole):
+        if isinstance(update, DenseUpdate):
             sent[position] = SparseSlice(span, None, update.values)
         elif update.memory.numel() < choice.dense_below:
             sent[position] = take_whole(update, span)
@@ -80,13 +80,13 @@ def select_updates(
     return sent
 
 
-def take_whole(update: Sparse, span: Span) -> SparseSlice:
+def take_whole(update: ResidualUpdate, span: Span) -> SparseSlice:
     """Take every entry of a memory that is not zero; nothing is masked."""
     return _finish(update._replace(masked=None), take_all(_source(update)), span)
 
 
 def _pooled(
-    pool: Sequence[Sparse], state: SelectorState, density: float, selector: Selector, report: StepReport
+    pool: Sequence[ResidualUpdate], state: SelectorState, density: float, selector: Selector, report: StepReport
 ) -> list[Taken]:
     """Select from some memories as if they were one."""
     joined = Joined([_source(update) for update in pool]) if len(pool) > 1 else None
@@ -100,7 +100,7 @@ def _pooled(
 
 def _on_device(
     device: DeviceSelection,
-    sparse: Mapping[int, Sparse],
+    sparse: Mapping[int, ResidualUpdate],
     tensors: Mapping[int, TensorUpdate],
     density: float,
     report: StepReport,
@@ -119,11 +119,11 @@ def _on_device(
     return sent
 
 
-def _source(update: Sparse) -> Memory:
+def _source(update: ResidualUpdate) -> Memory:
     return Memory(update.memory, update.added, update.keep)
 
 
-def _finish(update: Sparse, taken: Taken, span: Span) -> SparseSlice:
+def _finish(update: ResidualUpdate, taken: Taken, span: Span) -> SparseSlice:
     if update.masked is not None:
         update.masked[taken.offsets] = 0
     return SparseSlice(span, taken.offsets, taken.values if update.unit == 1 else update.unit * taken.values)
@@ -166,7 +166,7 @@ class Compressor:
                 continue
             decayed = parameter.detach().reshape(-1) if group.get("weight_decay") else None
             gradient = gradients[position].detach().reshape(-1)
-            step = Step(gradient if scale == 1 else gradient.float() * scale, decayed)
+            step = TensorGradient(gradient if scale == 1 else gradient.float() * scale, decayed)
             state = self.memories[parameter]
             update = self._method.accumulate(state, group, step)
             self._shares[position] = update.share

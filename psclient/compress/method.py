@@ -17,7 +17,7 @@ Group = Mapping[str, Any]
 """A param group: ``lr``, ``momentum``, … as the schedulers left them."""
 
 
-class Step(NamedTuple):
+class TensorGradient(NamedTuple):
     """A tensor's gradient ``[n]``, and its values ``θ`` ``[n]`` where there is weight decay; neither may be changed.
 
     The gradient has the parameter's dtype, or fp32 where it was scaled.
@@ -27,7 +27,7 @@ class Step(NamedTuple):
     parameters: torch.Tensor | None
 
 
-class Sparse(NamedTuple):
+class ResidualUpdate(NamedTuple):
     """A memory of which the largest entries are sent.
 
     Attributes:
@@ -50,7 +50,7 @@ class Sparse(NamedTuple):
         return (1 - self.keep) / self.unit if self.unit else 0.0
 
 
-class Whole(NamedTuple):
+class DenseUpdate(NamedTuple):
     """A tensor that is sent whole: ``unit`` times its memory, fp32 ``[n]``, to which nothing else may refer."""
 
     values: torch.Tensor
@@ -58,7 +58,7 @@ class Whole(NamedTuple):
 
     @property
     def share(self) -> float:
-        """See :attr:`Sparse.share`."""
+        """See :attr:`ResidualUpdate.share`."""
         return 1 / self.unit if self.unit else 0.0
 
 
@@ -68,14 +68,14 @@ class Method(Protocol):
     name: ClassVar[str]
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
+    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate | DenseUpdate:
         """Return what the step adds to the residual; of a dense method, what is sent whole, the residual included.
 
-        A :class:`Sparse` only describes the addition: the selection of the tensor's entries carries it out.
+        A :class:`ResidualUpdate` only describes the addition: the selection of the tensor's entries carries it out.
         """
 
     @staticmethod
-    def held(state: State, group: Group) -> Sparse:
+    def held(state: State, group: Group) -> ResidualUpdate:
         """Return how a flush empties ``state["residual"]``, which is there."""
 
 
@@ -88,7 +88,7 @@ def memory(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def restore(residual: torch.Tensor, share: float, piece: SparseSlice) -> None:
-    """Add ``share`` of a piece that did not arrive to the residual of its span (:attr:`Sparse.share`)."""
+    """Add ``share`` of a piece that did not arrive to the residual of its span (:attr:`ResidualUpdate.share`)."""
     values = piece.values.to(residual.device)
     if piece.offsets is None:
         residual.add_(values, alpha=share)

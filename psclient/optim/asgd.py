@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import Group, State, Step, Whole
+from psclient.compress.method import DenseUpdate, Group, State, TensorGradient
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.optim.recurrences import local_momentum, send_whole, with_decay
 
@@ -38,6 +38,6 @@ class ASGD(ParameterServerOptimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, 1.0, **connection)
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Whole:
+    def accumulate(state: State, group: Group, step: TensorGradient) -> DenseUpdate:
         """``u = m·u + (g + wd·θ);  d = lr·u``, plus the residual of earlier pushes."""
         return send_whole(state, local_momentum(state, group, with_decay(group, step)), group["lr"])

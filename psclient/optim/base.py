@@ -18,7 +18,7 @@ from psclient import settings as client_settings
 from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.plan import BucketPlan
 from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.method import Group, Sparse, State, Step, Whole
+from psclient.compress.method import DenseUpdate, Group, ResidualUpdate, State, TensorGradient
 from psclient.engine.checks import gather, refuse_averaged
 from psclient.engine.sample_counter import FirstBatches, SampleCounter
 from psclient.engine.state import PushMark, from_sgd, is_out_of_date, restore_memories, split, state_as_refused
@@ -152,13 +152,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     @staticmethod
     @abstractmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
+    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate | DenseUpdate:
         """See :class:`psclient.compress.method.Method`."""
 
     @staticmethod
-    def held(state: State, group: Group) -> Sparse:
+    def held(state: State, group: Group) -> ResidualUpdate:
         """See :class:`psclient.compress.method.Method`."""
-        return Sparse(state["residual"])
+        return ResidualUpdate(state["residual"])
 
     def agreed_settings(self) -> dict[str, str]:
         """Return the settings in which all workers of a run must agree."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import Group, Sparse, State, Step
+from psclient.compress.method import Group, ResidualUpdate, State, TensorGradient
 from psclient.errors import ConfigurationError
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
@@ -69,11 +69,11 @@ class DGC(ParameterServerOptimizer):
         return min(1.0, bound / norm) if norm > 0 else 1.0
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse:
+    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate:
         """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is selected."""
         return momentum_corrected(state, group, step)._replace(masked=state["momentum"])
 
     @staticmethod
-    def held(state: State, group: Group) -> Sparse:
+    def held(state: State, group: Group) -> ResidualUpdate:
         """Return the residual; the momentum left would be new movement and stays unsent."""
-        return Sparse(state["residual"], unit=group["lr"])
+        return ResidualUpdate(state["residual"], unit=group["lr"])

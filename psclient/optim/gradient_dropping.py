@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import Group, Sparse, State, Step, memory
+from psclient.compress.method import Group, ResidualUpdate, State, TensorGradient, memory
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
 from pscore.select.kernels.base import GradientUpdate
@@ -37,8 +37,8 @@ class GradientDropping(ParameterServerOptimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, density, **connection)
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse:
+    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate:
         """``r += lr·(g + wd·θ)``."""
         lr, wd = group["lr"], group["weight_decay"]
         r = memory(state, "residual", step.gradient)
-        return Sparse(r, GradientUpdate(step.gradient, lr, step.parameters, lr * wd))
+        return ResidualUpdate(r, GradientUpdate(step.gradient, lr, step.parameters, lr * wd))

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from psclient.compress.groups import ParamGroups, Rates, check_hyperparameters
-from psclient.compress.method import Group, Sparse, State, Step, Whole
+from psclient.compress.method import DenseUpdate, Group, ResidualUpdate, State, TensorGradient
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
@@ -160,7 +160,7 @@ class Outer(ParameterServerOptimizer):
         self.inner_optimizer.load_state_dict(state_dict["inner"])  # and with it the groups
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
+    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate | DenseUpdate:
         """``e = β·e + Δ``; at ρ = 1 all of it is sent."""
         if group["decay"] != 1 and "residual" in state:
             state["residual"].mul_(group["decay"])

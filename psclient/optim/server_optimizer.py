@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NoReturn
 from torch.optim.optimizer import ParamsT
 
 from psclient.compress.groups import ParamGroups, Rates, check_hyperparameters
-from psclient.compress.method import Group, Sparse, State, Step, Whole
+from psclient.compress.method import DenseUpdate, Group, ResidualUpdate, State, TensorGradient
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
@@ -128,7 +128,7 @@ class ServerOptimizer(ParameterServerOptimizer):
         )
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
+    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate | DenseUpdate:
         """``r += g``; at ρ = 1 all of ``r`` is sent."""
         return send_top(state, group, step.gradient)
 

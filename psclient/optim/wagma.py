@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import Group, Sparse, State, Step, Whole
+from psclient.compress.method import DenseUpdate, Group, ResidualUpdate, State, TensorGradient
 from psclient.errors import ConfigurationError
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
@@ -76,7 +76,7 @@ class WAGMA(ParameterServerOptimizer):
         super().__init__(params, defaults, density, agreed, **connection)
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: Step) -> Sparse | Whole:
+    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate | DenseUpdate:
         """``lr·u``, whole or into the residual."""
         g = with_decay(group, step)
         u = local_momentum(state, group, g)

@@ -1,6 +1,6 @@
 """The model shard: fp32 master parameters over one span of the flat layout, a version, and the log of changes.
 
-Every method that reads or writes ``theta`` is called on the writer thread (:mod:`psservice.apply_thread`) and
+Every method that reads or writes ``theta`` is called on the apply thread (:mod:`psservice.apply_thread`) and
 on no other, so each sees, and leaves behind, exactly one version.
 """
 
@@ -187,7 +187,7 @@ class ModelShard:
         return pieces
 
     def _advance(self, changed: ChangedIndices) -> int:
-        # The log first: a reader beside the writer must not see a version without its changes.
+        # The log first: a reader beside the apply thread must not see a version without its changes.
         self.changelog.append(self.version + 1, changed)
         self.version += 1
         return self.version

@@ -33,7 +33,7 @@ _PENDING_ENTRY_BYTES = 20
 """Of a top-k reply that is kept until it is acknowledged: as it was written, and as it is added to the image."""
 
 
-class Writer(Protocol):
+class ParameterThread(Protocol):
     """The thread that owns the parameters."""
 
     def run(self, job: Callable[[], Result]) -> Result:
@@ -153,7 +153,7 @@ class ReplyMaker:
     """Makes one reply: ``model`` answers ``request``, and ``reserve`` is told what the reply will occupy."""
 
     model: ModelShard
-    writer: Writer
+    apply_thread: ParameterThread
     session: ReplySession
     topk: TopKSettings
     request: PullRequest
@@ -201,7 +201,7 @@ class ReplyMaker:
             image = self.topk.images.make(image_bytes, model.rounded) if opens_image else None
             return model.version, model.changed_values(all_changes), rest, image
 
-        version, changed, rest, image = self.writer.run(read)
+        version, changed, rest, image = self.apply_thread.run(read)
         inside = changed.clip(had)
         segments = [] if inside is None else model.as_sent(inside)
         if lacking.length:
@@ -224,8 +224,8 @@ class ReplyMaker:
     def _topk(self, image: torch.Tensor, changed_density: float) -> Reply:
         model, session = self.model, self.session
         self.reserve(_SPARSE_ENTRY_BYTES * self._topk_entries())
-        # Beside the writer, so that pulls of several workers select at the same time. A concurrent push is sent now
-        # or later; either way the image becomes what the worker has.
+        # Beside the apply thread, so that pulls of several workers select at the same time. A concurrent push is sent
+        # now or later; either way the image becomes what the worker has.
         selection = session.selection = session.selection or DifferenceSelection(self.topk)
         version, taken = selection.select(model, image)
         chunks: tuple[pb.Chunk, ...] = ()
@@ -242,7 +242,7 @@ class ReplyMaker:
     def _closing(self, image: torch.Tensor, changed_density: float) -> Reply:
         model, size = self.model, self.model.span.length
         self.reserve(5 * size)  # the values, and where they differ
-        version, rounded = self.writer.run(lambda: (model.version, model.rounded()))
+        version, rounded = self.apply_thread.run(lambda: (model.version, model.rounded()))
         differs = rounded.view(torch.int32) != image.view(torch.int32)  # bits, so that −0 is not taken for +0
         self.reserve(_SPARSE_ENTRY_BYTES * int(differs.sum()))
         offsets = differs.nonzero().view(-1)

@@ -84,7 +84,7 @@ class Metrics:
             "psservice_applied_scale", "Factor of each push for its staleness or speed", buckets=_SCALE_BUCKETS
         )
         self.apply_seconds = histogram(
-            "psservice_apply_seconds", "Time in which the writer applied a push", buckets=_SECONDS_BUCKETS
+            "psservice_apply_seconds", "Time in which the apply thread applied a push", buckets=_SECONDS_BUCKETS
         )
         self.reply_density = histogram("psservice_reply_density", "Density of replies", buckets=_DENSITY_BUCKETS)
         self.version = gauge("psservice_version", "Version of the shard")
@@ -110,10 +110,10 @@ class Metrics:
             "psservice_max_staleness", "Staleness above which pushes are refused; 0 for no limit"
         )
 
-        self.queued = gauge("psservice_queued", "Jobs in the writer's queue")
-        self.queue_limit = gauge("psservice_queue_limit", "Longest queue of the writer")
+        self.queued = gauge("psservice_queued", "Jobs in the apply thread's queue")
+        self.queue_limit = gauge("psservice_queue_limit", "Longest queue of the apply thread")
         self.queue_seconds = histogram(
-            "psservice_queue_seconds", "Time of a job in the writer's queue", buckets=_SECONDS_BUCKETS
+            "psservice_queue_seconds", "Time of a job in the apply thread's queue", buckets=_SECONDS_BUCKETS
         )
         self.running_calls = gauge("psservice_running_calls", "Calls that a thread works on, or that wait for a thread")
         self.call_limit = gauge("psservice_call_limit", "Calls that threads work on at once; others wait")

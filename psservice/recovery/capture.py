@@ -63,7 +63,7 @@ class DurableShard(Protocol):
 def capture(
     shard: DurableShard, content: Content, segment: int, checkpoint: str, newest: Place, average: tuple[float, Any]
 ) -> Capture:
-    """Copy a shard, with its present content or the next; on the writer thread.
+    """Copy a shard, with its present content or the next; on the apply thread.
 
     ``segment`` begins behind the copy, ``newest`` is the shard's newest checkpoint, and ``average`` has the weight and
     the values of the average of buffers.

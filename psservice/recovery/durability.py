@@ -162,7 +162,7 @@ class Durability:
             self._dir.close()
 
     def close(self) -> None:
-        """Take the last snapshot, after :meth:`stop` and the end of the writer, and close the directory."""
+        """Take the last snapshot, after :meth:`stop` and the end of the apply thread, and close the directory."""
         model = self._shard.model
         try:
             if self._dir is not None and model is not None:
@@ -309,7 +309,7 @@ class Durability:
         return last is not None and (last.generation, last.version) == (model.generation, model.version)
 
     def _copy(self, content: Content, checkpoint: str | None) -> Capture:
-        """Copy the shard, and begin another segment behind the copy; on the writer thread."""
+        """Copy the shard, and begin another segment behind the copy; on the apply thread."""
         shard, model, average = self._shard, content.model, content.buffers
         with self._counting_errors():
             with self.averaging:

@@ -82,7 +82,7 @@ class EventLog:
     journal: Journal | None = None
 
     def push_body(self, messages: Sequence[bytes]) -> Body | None:
-        """Prepare the messages of a push for :meth:`pushed`, beside the writer."""
+        """Prepare the messages of a push for :meth:`pushed`, beside the apply thread."""
         return None if self.journal is None else body_of(*messages)
 
     def pushed(self, body: Body | None, answer: PushAnswer) -> None:

@@ -120,7 +120,7 @@ def test_a_handover_is_found_from_what_a_crowd_reached():
 
 
 def test_an_exact_reply_has_what_was_pushed_while_it_waited_for_the_writer():
-    """However long the writer's queue is, replies carry as many entries as pushes have brought."""
+    """However long the apply thread's queue is, replies carry as many entries as pushes have brought."""
     costs = Costs(apply=Line(2e-3, 0.0), gather=Line(2e-3, 0.0), index_bits=Curve((0.001, 0.1), (0.0, 0.0)))
     cluster = replace(SMALL, density=1e-6, workers=40, compute=0.01)
     outcome = simulate(cluster, costs, counted=40)

@@ -52,7 +52,7 @@ class Ended(Exception):  # noqa: N818 - what gRPC raises to end a call
         self.code = code
 
 
-def called(engine: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
+def called(shard: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
     """Call a handler without a network, as the dispatcher does; return its answers.
 
     Raises:
@@ -60,7 +60,7 @@ def called(engine: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
     """
     call = Call(rpc, ANONYMOUS_ADMIN)
     try:
-        with engine.drain_gate.track() if RULES[rpc].changes else nullcontext():
+        with shard.drain_gate.track() if RULES[rpc].changes else nullcontext():
             if isinstance(request, list):
                 answer = _read(handler(call), call, request)
             else:

@@ -281,17 +281,17 @@ def test_a_wagma_step_far_ahead_is_refused_and_later_workers_join():
 
 def test_counts_that_add_up_stop_where_no_more_can_be_kept(tmp_path):
     """A server of before may have written more down than is taken now: it must come back all the same."""
-    from tests.psservice.engine_makers import engines, join, push, serving
     from tests.psservice.service_makers import F32, layout_of
+    from tests.psservice.shard_makers import join, open_shards, push, serving
 
     layout = layout_of((8, F32))
-    with serving(layout, torch.zeros(8), data_dir=tmp_path) as engine:
-        join(engine, layout)
-        push(engine, 1, {0: 1.0}, samples=2**63)
-        push(engine, 2, {0: 1.0}, base=1, samples=MOST)
-        assert engine.durability.take() is not None
-        push(engine, 3, {0: 1.0}, base=2, samples=2**63)
-    with engines(data_dir=tmp_path) as (again,):
+    with serving(layout, torch.zeros(8), data_dir=tmp_path) as shard:
+        join(shard, layout)
+        push(shard, 1, {0: 1.0}, samples=2**63)
+        push(shard, 2, {0: 1.0}, base=1, samples=MOST)
+        assert shard.durability.take() is not None
+        push(shard, 3, {0: 1.0}, base=2, samples=2**63)
+    with open_shards(data_dir=tmp_path) as (again,):
         assert again.model.version == 3
         assert again.run.samples == 2**63 - 1
 

@@ -5,7 +5,7 @@ import math
 import torch
 
 from psclient.compress.compressor import Choice, TensorUpdate, select_updates, take_whole
-from psclient.compress.method import Step, memory, restore
+from psclient.compress.method import TensorGradient, memory, restore
 from psclient.optim.asgd import ASGD
 from psclient.optim.dgc import DGC
 from psclient.optim.dgs import DGS
@@ -25,7 +25,7 @@ EPS = torch.finfo(torch.float32).eps
 
 def push(name, state, gradient, group, density=1.0, value="fp32", selector=SELECTORS["exact"]):
     """One step of a method without an optimizer around it: what arrives when values travel as ``value``."""
-    said = METHODS[name].accumulate(state, group, Step(gradient, None))
+    said = METHODS[name].accumulate(state, group, TensorGradient(gradient, None))
     tensor = TensorUpdate(said, state, Span(0, gradient.numel()))
     sent = select_updates({0: tensor}, density, Choice(selector, "tensor", 0), StepReport(0))[0]
     return travelled(name, state, group, sent, value, gradient)

@@ -8,8 +8,8 @@ from psservice.model.wagma.group_rounds import Decision
 from psservice.model.wagma.replicas import GroupedShard
 from psservice.model.wagma.schedule import GroupSettings
 from psservice.settings import ShardSettings
-from tests.psservice.engine_makers import Clock
 from tests.psservice.service_makers import F32, layout_of
+from tests.psservice.shard_makers import Clock
 
 LAYOUT = layout_of((6, F32), (4, F32))
 SIZE = LAYOUT.size

@@ -3,8 +3,8 @@
 Nobody can read an image from outside. But an entry ``q`` of a top-k reply is ``θ − θ̂`` in fp32, with the server's image
 for θ̂; and the reference has θ, and follows every replica from the replies that its worker has applied. So each entry
 says whether image and replica are the same there, a reply without any says so of all elements, and the exact reply that
-ends an image must make the replica the model. An image is selected from beside the writer: an entry may be of a version
-soon after the reply's, as a whole.
+ends an image must make the replica the model. Selection from an image runs beside the apply
+thread: an entry may be of a version soon after the reply's, as a whole.
 """
 
 from collections import defaultdict

@@ -1577,7 +1577,7 @@ class PushSparseResponse(_message.Message):
     repeated_push: _builtins.bool
     """True if this identity had been applied before; the other fields are those of the first answer."""
     apply_nanoseconds: _builtins.int
-    """How long the writer took to apply it, nanoseconds."""
+    """How long the apply thread took to apply it, nanoseconds."""
     live_workers: _builtins.int
     """Workers alive."""
     run_state: Global___RunState.ValueType
@@ -2152,7 +2152,7 @@ class GetStatusResponse(_message.Message):
     samples: _builtins.int
     """Samples reported, all workers since the start."""
     queued: _builtins.int
-    """Commits waiting for the writer."""
+    """Commits waiting for the apply thread."""
     uptime_seconds: _builtins.float
     """Seconds since the start of the server."""
     server_version: _builtins.str
@@ -2172,7 +2172,7 @@ class GetStatusResponse(_message.Message):
     calls_inside: _builtins.int
     """Calls under way that may change the shard."""
     queue_limit: _builtins.int
-    """Commits that may wait for the writer before BUSY."""
+    """Commits that may wait for the apply thread before BUSY."""
     durable: _builtins.bool
     """False while pushes cannot be written down as promised."""
     pushes: _builtins.int
@@ -2561,7 +2561,7 @@ class DrainResponse(_message.Message):
     calls_inside: _builtins.int
     """Calls under way that may change the shard; 0 in a closed one: it is drained."""
     queued: _builtins.int
-    """Commits waiting for the writer."""
+    """Commits waiting for the apply thread."""
     version: _builtins.int
     """Version of the shard."""
     stopping: _builtins.bool

@@ -67,7 +67,7 @@ PLAIN = PushContext()
 
 
 class UpdateRule(Protocol):
-    """Applies pushes; called on the writer thread, or before the shard is served. A rule without state adds ``apply``.
+    """Applies pushes; called on the apply thread, or before the shard is served. A rule without state adds ``apply``.
 
     Attributes:
         kind: of the exported state.

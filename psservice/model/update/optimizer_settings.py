@@ -194,7 +194,7 @@ def _groups(name: str, text: str) -> tuple[Group, ...]:
 
 
 def _try_out(spec: OptimizerSpec, groups: Sequence[Mapping[str, Any]], scheduler: SchedulerSpec | None) -> None:
-    """Step optimizer and scheduler over one element a group: on the writer thread a mistake is found too late.
+    """Step optimizer and scheduler over one element a group: on the apply thread a mistake is found too late.
 
     ``groups`` are the own options of each param group.
     """

@@ -58,7 +58,7 @@ class Decision:
 
 
 class GroupRounds:
-    """The rounds of one shard; called on the writer thread. ``clock`` returns seconds.
+    """The rounds of one shard; called on the apply thread. ``clock`` returns seconds.
 
     Times matter to :meth:`due` alone, so a replay of the same decisions ends in the same state.
 

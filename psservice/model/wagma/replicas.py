@@ -46,7 +46,7 @@ class Replica:
 class GroupedShard(ModelShard):
     """A model for each worker over one span of the layout, and the rounds in which they are averaged.
 
-    Called on the writer thread. A worker takes part from the decision "enter" to "leave"; its model begins as the mean.
+    Called on the apply thread. A worker takes part from the decision "enter" to "leave"; its model begins as the mean.
     ``version`` counts the pushes of all; that of a worker's own model is the one at which that model last changed.
     Delays are not compensated.
     """
@@ -193,7 +193,7 @@ class GroupedShard(ModelShard):
         differs = values.view(torch.int32) != own.theta.view(torch.int32)
         everything = int(differs.count_nonzero()) > ALMOST_ALL * values.numel()
         changed = None if everything else differs.nonzero().view(-1).to(offset_dtype(self.span.length))
-        # Values, log, version: a reader beside the writer must find a version's values, and its changes.
+        # Values, log, version: a reader beside the apply thread must find a version's values, and its changes.
         own.theta.copy_(values)
         own.changelog.append(self.version, changed)
         own.version = self.version

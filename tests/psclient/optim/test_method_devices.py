@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from psclient.compress.compressor import Choice, TensorUpdate, select_updates
-from psclient.compress.method import Step
+from psclient.compress.method import TensorGradient
 from psclient.optim.dgc import DGC
 from psclient.optim.dgs import DGS
 from psclient.optim.gradient_dropping import GradientDropping
@@ -33,7 +33,7 @@ def test_residual_and_momentum_follow_the_recurrence(method, path):
     u, r = torch.zeros(SIZE), torch.zeros(SIZE)
     for seed in range(6):
         g = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
-        said = method.accumulate(state, GROUP, Step(g.to(DEVICE), None))
+        said = method.accumulate(state, GROUP, TensorGradient(g.to(DEVICE), None))
         sent = select_updates({0: TensorUpdate(said, state, Span(0, SIZE))}, DENSITY, CHOICES[path], StepReport(0))[0]
         offsets, values = sent.offsets.cpu(), sent.values.cpu()
         assert abs(offsets.numel() - SIZE * DENSITY) <= 0.3 * SIZE * DENSITY

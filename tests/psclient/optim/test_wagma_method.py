@@ -8,7 +8,7 @@ from torch import nn
 
 import psclient
 from psclient.compress.compressor import Choice, TensorUpdate, select_updates, take_whole
-from psclient.compress.method import Step, memory, restore
+from psclient.compress.method import TensorGradient, memory, restore
 from psclient.errors import ConfigurationError
 from psclient.optim.wagma import WAGMA
 from psclient.report import StepReport
@@ -25,7 +25,7 @@ def group(density=1.0, **options):
 
 def push(state, gradient, hyper, theta=None):
     """One step without an optimizer around it: what is sent."""
-    said = WAGMA.accumulate(state, hyper, Step(gradient, theta))
+    said = WAGMA.accumulate(state, hyper, TensorGradient(gradient, theta))
     tensor, choice = TensorUpdate(said, state, Span(0, SIZE)), Choice(SELECTORS["exact"], "tensor", 0)
     return select_updates({0: tensor}, hyper["density"], choice, StepReport(0))[0]
 

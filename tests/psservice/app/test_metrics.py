@@ -17,8 +17,8 @@ from psservice.shard.join import leave
 from psservice.shard.lifecycle import open_shard
 from psservice.storage import snapshots
 from psservice.storage.environment import MACHINE
-from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, push, reason_of, upload
 from tests.psservice.service_makers import BF16, F32, layout_of
+from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, push, reason_of, upload
 
 LAYOUT = layout_of((6, F32), (4, BF16))
 
@@ -27,17 +27,17 @@ LAYOUT = layout_of((6, F32), (4, BF16))
 def running(tmp_path):
     """One engine with a data directory, whose metrics are followed, and Anna's model in it."""
     settings = ServerSettings(lease_seconds=HOUR, data_dir=tmp_path, fsync="never", snapshot_seconds=HOUR, run_id="r")
-    engine = open_shard(settings, torch.device("cpu"), Metrics())
+    shard = open_shard(settings, torch.device("cpu"), Metrics())
     try:
-        bind_metrics(engine)
-        upload(engine, torch.zeros(10), ANNA, join(engine, LAYOUT, ANNA).generation)
-        yield engine
+        bind_metrics(shard)
+        upload(shard, torch.zeros(10), ANNA, join(shard, LAYOUT, ANNA).generation)
+        yield shard
     finally:
-        engine.close()
+        shard.close()
 
 
-def value(engine, name, **labels):
-    return engine.metrics.registry.get_sample_value(name, labels)
+def value(shard, name, **labels):
+    return shard.metrics.registry.get_sample_value(name, labels)
 
 
 def test_bounds_and_size_are_told(running):

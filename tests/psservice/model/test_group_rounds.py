@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from psservice.model.wagma.group_rounds import Frozen, GroupRounds
 from psservice.model.wagma.schedule import GroupSettings
-from tests.psservice.engine_makers import Clock
+from tests.psservice.shard_makers import Clock
 
 PAIRS = GroupSettings(size=2, tau=3)
 ALL = ("a", "b", "c", "d")

@@ -22,14 +22,15 @@ from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish, open_shard
 from psservice.storage.environment import Environment
 from psservice.types import Identity
-from tests.psservice.engine_makers import (
+from tests.psservice.service_makers import F32, layout_of, sparse_push
+from tests.psservice.shard_makers import (
     ANNA,
     BERT,
     HOUR,
     UPLOAD,
     Clock,
-    engines,
     join,
+    open_shards,
     pull,
     push,
     reason_of,
@@ -37,7 +38,6 @@ from tests.psservice.engine_makers import (
     upload,
     with_clock,
 )
-from tests.psservice.service_makers import F32, layout_of, sparse_push
 
 CARL = Identity("carl", "1")
 LAYOUT = layout_of((4, F32))
@@ -50,89 +50,89 @@ def rounds(quorum=0, seconds=0.0, start_workers=1):
 
 @pytest.fixture
 def engine():
-    with engines() as (one,):
+    with open_shards() as (one,):
         yield one
 
 
-def begin(engine, *who, **options):
+def begin(shard, *who, **options):
     for each in who:
-        outcome = join(engine, LAYOUT, each, "ssgd", rounds(**options))
+        outcome = join(shard, LAYOUT, each, "ssgd", rounds(**options))
         if outcome.state == UPLOAD:
-            upload(engine, ZERO, each, outcome.generation)
+            upload(shard, ZERO, each, outcome.generation)
 
 
-def test_the_mean_of_all_live_workers_makes_one_version(engine):
-    begin(engine, ANNA, BERT)
-    push(engine, 1, {0: 2.0, 1: 4.0}, ANNA)
-    assert engine.model.version == 0
-    assert not theta(engine).any()
-    push(engine, 1, {1: 2.0, 3: 8.0}, BERT)
-    assert engine.model.version == 1
-    assert theta(engine).tolist() == [-1.0, -3.0, 0.0, -4.0]
+def test_the_mean_of_all_live_workers_makes_one_version(shard):
+    begin(shard, ANNA, BERT)
+    push(shard, 1, {0: 2.0, 1: 4.0}, ANNA)
+    assert shard.model.version == 0
+    assert not theta(shard).any()
+    push(shard, 1, {1: 2.0, 3: 8.0}, BERT)
+    assert shard.model.version == 1
+    assert theta(shard).tolist() == [-1.0, -3.0, 0.0, -4.0]
 
 
-def test_who_has_contributed_waits_until_the_mean_is_applied(engine, monkeypatch):
+def test_who_has_contributed_waits_until_the_mean_is_applied(shard, monkeypatch):
     """A pull in between would be answered with the version before, and make its worker's next push too stale."""
-    begin(engine, ANNA, BERT)
-    push(engine, 1, {0: 2.0}, ANNA)
-    seen, apply = [], engine.model.rule.apply
+    begin(shard, ANNA, BERT)
+    push(shard, 1, {0: 2.0}, ANNA)
+    seen, apply = [], shard.model.rule.apply
 
     def applied(*args):
-        seen.append(reason_of(engine.synchronizer.require_closed, ANNA.worker_id))
+        seen.append(reason_of(shard.synchronizer.require_closed, ANNA.worker_id))
         return apply(*args)
 
-    monkeypatch.setattr(engine.model.rule, "apply", applied)
-    push(engine, 1, {0: 2.0}, BERT)
+    monkeypatch.setattr(shard.model.rule, "apply", applied)
+    push(shard, 1, {0: 2.0}, BERT)
     assert seen == [ErrorCode.ROUND_OPEN]
-    assert pull(engine, ANNA, base=0).version == 1
+    assert pull(shard, ANNA, base=0).version == 1
 
 
-def test_those_who_have_contributed_wait_and_the_others_do_not(engine):
-    begin(engine, ANNA, BERT)
-    push(engine, 1, {0: 2.0}, ANNA)
-    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN
-    assert pull(engine, BERT, base=0).version == 0
-    push(engine, 1, {0: 2.0}, BERT)
-    reply = pull(engine, ANNA, base=0)
+def test_those_who_have_contributed_wait_and_the_others_do_not(shard):
+    begin(shard, ANNA, BERT)
+    push(shard, 1, {0: 2.0}, ANNA)
+    assert reason_of(pull, shard, ANNA, base=0) is ErrorCode.ROUND_OPEN
+    assert pull(shard, BERT, base=0).version == 0
+    push(shard, 1, {0: 2.0}, BERT)
+    reply = pull(shard, ANNA, base=0)
     assert (reply.version, reply.density) == (1, 0.25), "a sparse round is a sparse difference"
 
 
-def test_a_push_for_a_closed_round_is_too_stale(engine):
-    begin(engine, ANNA, BERT, CARL, quorum=2)
-    push(engine, 1, {0: 3.0}, ANNA)
-    push(engine, 1, {0: 1.0}, BERT)
-    assert (engine.model.version, theta(engine)[0]) == (1, -2.0), "the mean is over the two that contributed"
-    assert reason_of(push, engine, 1, {0: 9.0}, CARL, base=0) is ErrorCode.TOO_STALE
-    assert theta(engine)[0] == -2.0
-    push(engine, 2, {0: 9.0}, CARL, base=1)
-    assert engine.model.version == 1
+def test_a_push_for_a_closed_round_is_too_stale(shard):
+    begin(shard, ANNA, BERT, CARL, quorum=2)
+    push(shard, 1, {0: 3.0}, ANNA)
+    push(shard, 1, {0: 1.0}, BERT)
+    assert (shard.model.version, theta(shard)[0]) == (1, -2.0), "the mean is over the two that contributed"
+    assert reason_of(push, shard, 1, {0: 9.0}, CARL, base=0) is ErrorCode.TOO_STALE
+    assert theta(shard)[0] == -2.0
+    push(shard, 2, {0: 9.0}, CARL, base=1)
+    assert shard.model.version == 1
 
 
-def test_the_death_of_the_last_one_closes_the_round(engine):
-    begin(engine, ANNA, BERT)
-    clock = with_clock(engine)
-    push(engine, 1, {0: 2.0}, ANNA)
+def test_the_death_of_the_last_one_closes_the_round(shard):
+    begin(shard, ANNA, BERT)
+    clock = with_clock(shard)
+    push(shard, 1, {0: 2.0}, ANNA)
     clock.now += 1800
-    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN  # and Anna's lease is renewed
+    assert reason_of(pull, shard, ANNA, base=0) is ErrorCode.ROUND_OPEN  # and Anna's lease is renewed
     clock.now += 1801
-    assert pull(engine, ANNA, base=0).version == 1
-    assert theta(engine)[0] == -2.0
+    assert pull(shard, ANNA, base=0).version == 1
+    assert theta(shard)[0] == -2.0
 
 
-def test_leaving_closes_the_round_too(engine):
-    begin(engine, ANNA, BERT)
-    push(engine, 1, {0: 2.0}, ANNA)
-    leave(engine, BERT)
-    assert engine.model.version == 1
+def test_leaving_closes_the_round_too(shard):
+    begin(shard, ANNA, BERT)
+    push(shard, 1, {0: 2.0}, ANNA)
+    leave(shard, BERT)
+    assert shard.model.version == 1
 
 
-def test_a_contribution_of_one_who_has_left_counts(engine):
-    begin(engine, ANNA, BERT)
-    push(engine, 1, {0: 2.0}, ANNA)
-    leave(engine, ANNA)
-    assert engine.model.version == 0, "Bert is awaited"
-    push(engine, 1, {0: 4.0}, BERT)
-    assert theta(engine)[0] == -3.0
+def test_a_contribution_of_one_who_has_left_counts(shard):
+    begin(shard, ANNA, BERT)
+    push(shard, 1, {0: 2.0}, ANNA)
+    leave(shard, ANNA)
+    assert shard.model.version == 0, "Bert is awaited"
+    push(shard, 1, {0: 4.0}, BERT)
+    assert theta(shard)[0] == -3.0
 
 
 def test_a_round_ends_some_time_after_its_first_contribution_by_the_shards_own_clock():
@@ -149,91 +149,91 @@ def test_a_round_ends_some_time_after_its_first_contribution_by_the_shards_own_c
         assert pull(shard, ANNA, base=0).version == 1
 
 
-def test_the_first_round_waits_for_its_workers(engine):
-    begin(engine, ANNA, start_workers=2)
-    push(engine, 1, {0: 2.0}, ANNA)
-    assert reason_of(pull, engine, ANNA, base=0) is ErrorCode.ROUND_OPEN
-    begin(engine, BERT, start_workers=2)
-    push(engine, 1, {0: 4.0}, BERT)
-    assert theta(engine)[0] == -3.0
-    leave(engine, BERT)
-    push(engine, 2, {0: 1.0}, ANNA, base=1)
-    assert engine.model.version == 2, "later rounds take who is there"
+def test_the_first_round_waits_for_its_workers(shard):
+    begin(shard, ANNA, start_workers=2)
+    push(shard, 1, {0: 2.0}, ANNA)
+    assert reason_of(pull, shard, ANNA, base=0) is ErrorCode.ROUND_OPEN
+    begin(shard, BERT, start_workers=2)
+    push(shard, 1, {0: 4.0}, BERT)
+    assert theta(shard)[0] == -3.0
+    leave(shard, BERT)
+    push(shard, 2, {0: 1.0}, ANNA, base=1)
+    assert shard.model.version == 2, "later rounds take who is there"
 
 
-def test_several_contributions_of_one_worker_count_as_one(engine):
-    begin(engine, ANNA, BERT)
-    push(engine, 1, {0: 2.0}, ANNA)
-    push(engine, 2, {0: 2.0}, ANNA)
-    push(engine, 1, {0: 2.0}, BERT)
-    assert theta(engine)[0] == -3.0
+def test_several_contributions_of_one_worker_count_as_one(shard):
+    begin(shard, ANNA, BERT)
+    push(shard, 1, {0: 2.0}, ANNA)
+    push(shard, 2, {0: 2.0}, ANNA)
+    push(shard, 1, {0: 2.0}, BERT)
+    assert theta(shard)[0] == -3.0
 
 
-def test_a_repeat_is_answered_as_before_and_not_added(engine):
-    begin(engine, ANNA, BERT)
-    first, _ = push(engine, 1, {0: 2.0}, ANNA)
-    again, repeated = push(engine, 1, {0: 2.0}, ANNA)
+def test_a_repeat_is_answered_as_before_and_not_added(shard):
+    begin(shard, ANNA, BERT)
+    first, _ = push(shard, 1, {0: 2.0}, ANNA)
+    again, repeated = push(shard, 1, {0: 2.0}, ANNA)
     assert repeated
     assert again == first
-    push(engine, 1, {}, BERT)
-    assert theta(engine)[0] == -1.0
+    push(shard, 1, {}, BERT)
+    assert theta(shard)[0] == -1.0
 
 
 def test_the_end_of_the_run_takes_the_open_round_along():
-    with engines(end_samples=3) as (engine,):
-        begin(engine, ANNA, BERT)
-        push(engine, 1, {0: 2.0}, ANNA, samples=3)
-        assert engine.run.state is RunState.FINISHED
-        assert theta(engine)[0] == -2.0
-        assert pull(engine, ANNA, base=0).version == 1
+    with open_shards(end_samples=3) as (shard,):
+        begin(shard, ANNA, BERT)
+        push(shard, 1, {0: 2.0}, ANNA, samples=3)
+        assert shard.run.state is RunState.FINISHED
+        assert theta(shard)[0] == -2.0
+        assert pull(shard, ANNA, base=0).version == 1
 
 
 def test_a_run_of_so_many_versions_ends_with_its_last_round():
-    with engines(end_versions=1) as (engine,):
-        begin(engine, ANNA, BERT)
-        push(engine, 1, {0: 2.0}, ANNA)
-        assert engine.run.state is RunState.TRAINING
-        push(engine, 1, {0: 2.0}, BERT)
-        assert engine.run.state is RunState.FINISHED
+    with open_shards(end_versions=1) as (shard,):
+        begin(shard, ANNA, BERT)
+        push(shard, 1, {0: 2.0}, ANNA)
+        assert shard.run.state is RunState.TRAINING
+        push(shard, 1, {0: 2.0}, BERT)
+        assert shard.run.state is RunState.FINISHED
 
 
-def test_finishing_by_hand_takes_the_open_round_along(engine):
-    begin(engine, ANNA, BERT)
-    push(engine, 1, {0: 2.0}, ANNA)
-    finish(engine)
-    assert (engine.model.version, theta(engine)[0]) == (1, -2.0)
+def test_finishing_by_hand_takes_the_open_round_along(shard):
+    begin(shard, ANNA, BERT)
+    push(shard, 1, {0: 2.0}, ANNA)
+    finish(shard)
+    assert (shard.model.version, theta(shard)[0]) == (1, -2.0)
 
 
-def test_a_flush_is_added_and_neither_counted_nor_waited_for(engine):
-    begin(engine, ANNA, BERT, CARL)
-    push(engine, 1, {0: 3.0}, CARL, samples=0)
-    assert pull(engine, CARL, base=0).version == 0
-    leave(engine, CARL)
-    push(engine, 1, {0: 2.0}, ANNA)
-    push(engine, 1, {0: 4.0}, BERT)
-    assert theta(engine)[0] == -4.5
-    push(engine, 2, {}, ANNA, base=1, samples=0)
-    push(engine, 3, {0: 1.0}, ANNA, base=1)
-    assert engine.model.version == 1, "an empty flush has not counted for Anna, nor her step for Bert"
-    push(engine, 2, {0: 1.0}, BERT, base=1)
-    assert theta(engine)[0] == -5.5
+def test_a_flush_is_added_and_neither_counted_nor_waited_for(shard):
+    begin(shard, ANNA, BERT, CARL)
+    push(shard, 1, {0: 3.0}, CARL, samples=0)
+    assert pull(shard, CARL, base=0).version == 0
+    leave(shard, CARL)
+    push(shard, 1, {0: 2.0}, ANNA)
+    push(shard, 1, {0: 4.0}, BERT)
+    assert theta(shard)[0] == -4.5
+    push(shard, 2, {}, ANNA, base=1, samples=0)
+    push(shard, 3, {0: 1.0}, ANNA, base=1)
+    assert shard.model.version == 1, "an empty flush has not counted for Anna, nor her step for Bert"
+    push(shard, 2, {0: 1.0}, BERT, base=1)
+    assert theta(shard)[0] == -5.5
 
 
-def test_a_flush_is_never_too_late_for_a_round(engine):
-    begin(engine, ANNA, BERT, quorum=1)
-    push(engine, 1, {0: 1.0}, ANNA)
-    assert reason_of(push, engine, 1, {0: 2.0}, BERT, base=0) is ErrorCode.TOO_STALE
-    push(engine, 2, {0: 2.0}, BERT, base=0, samples=0)
-    leave(engine, BERT)
-    push(engine, 2, {0: 1.0}, ANNA, base=1)
-    assert theta(engine)[0] == -4.0
+def test_a_flush_is_never_too_late_for_a_round(shard):
+    begin(shard, ANNA, BERT, quorum=1)
+    push(shard, 1, {0: 1.0}, ANNA)
+    assert reason_of(push, shard, 1, {0: 2.0}, BERT, base=0) is ErrorCode.TOO_STALE
+    push(shard, 2, {0: 2.0}, BERT, base=0, samples=0)
+    leave(shard, BERT)
+    push(shard, 2, {0: 1.0}, ANNA, base=1)
+    assert theta(shard)[0] == -4.0
 
 
-def test_what_was_flushed_last_is_in_the_model_at_the_end(engine):
-    begin(engine, ANNA)
-    push(engine, 1, {0: 2.0}, ANNA, samples=0)
-    finish(engine)
-    assert theta(engine)[0] == -2.0
+def test_what_was_flushed_last_is_in_the_model_at_the_end(shard):
+    begin(shard, ANNA)
+    push(shard, 1, {0: 2.0}, ANNA, samples=0)
+    finish(shard)
+    assert theta(shard)[0] == -2.0
 
 
 @pytest.mark.parametrize(
@@ -250,15 +250,15 @@ def test_what_was_flushed_last_is_in_the_model_at_the_end(engine):
         '{"quorum": {}, "seconds": 0, "start_workers": 1}',
     ],
 )
-def test_rounds_that_make_no_sense_are_refused(engine, text):
-    assert reason_of(join, engine, LAYOUT, ANNA, "ssgd", {"rounds": text}) is ErrorCode.BAD_REQUEST
-    assert not engine.run.method, "nothing was agreed"
+def test_rounds_that_make_no_sense_are_refused(shard, text):
+    assert reason_of(join, shard, LAYOUT, ANNA, "ssgd", {"rounds": text}) is ErrorCode.BAD_REQUEST
+    assert not shard.run.method, "nothing was agreed"
 
 
-def test_a_value_that_would_spoil_the_sum_is_refused_before_it_counts(engine):
-    begin(engine, ANNA, BERT)
-    assert reason_of(push, engine, 1, {0: 1e38}, ANNA) is ErrorCode.NON_FINITE
-    assert not engine.model.round.contributors
+def test_a_value_that_would_spoil_the_sum_is_refused_before_it_counts(shard):
+    begin(shard, ANNA, BERT)
+    assert reason_of(push, shard, 1, {0: 1e38}, ANNA) is ErrorCode.NON_FINITE
+    assert not shard.model.round.contributors
 
 
 pushes = st.lists(
@@ -309,30 +309,30 @@ def test_a_round_is_due_exactly_when_its_rule_says(live, contributors, quorum, s
     assert due == bool(contributors and enough)
 
 
-def test_contributors_are_measured(engine):
-    assert isinstance(engine.metrics, Metrics)
-    begin(engine, ANNA, BERT)
-    push(engine, 1, {0: 2.0}, ANNA)
-    push(engine, 1, {0: 2.0}, BERT)
-    found = {s.name: s.value for m in engine.metrics.registry.collect() for s in m.samples if not s.labels}
+def test_contributors_are_measured(shard):
+    assert isinstance(shard.metrics, Metrics)
+    begin(shard, ANNA, BERT)
+    push(shard, 1, {0: 2.0}, ANNA)
+    push(shard, 1, {0: 2.0}, BERT)
+    found = {s.name: s.value for m in shard.metrics.registry.collect() for s in m.samples if not s.labels}
     assert found["psservice_round_contributors_sum"] == 2
 
 
-def test_nobody_waits_for_a_worker_that_waits_for_samples_itself(engine):
+def test_nobody_waits_for_a_worker_that_waits_for_samples_itself(shard):
     """Elastic data: the round would wait for Anna, and she for the samples that Bert has still to train."""
-    begin(engine, ANNA, BERT)
+    begin(shard, ANNA, BERT)
 
     def lease(who, held=0, epoch=0):
         share = {0: Ranges([(0, held)])} if held else {}
-        return lease_samples(engine, who, SampleRequest("train", Plan(4, 1, True), epoch, 8, share)).granted
+        return lease_samples(shard, who, SampleRequest("train", Plan(4, 1, True), epoch, 8, share)).granted
 
-    while lease(BERT, engine.datasets["train"].held_by(BERT)[0].total if engine.datasets else 0):
+    while lease(BERT, shard.datasets["train"].held_by(BERT)[0].total if shard.datasets else 0):
         pass
     assert not lease(ANNA)
-    push(engine, 1, {0: 2.0}, BERT)
-    assert pull(engine, BERT, base=0).version == 1
+    push(shard, 1, {0: 2.0}, BERT)
+    assert pull(shard, BERT, base=0).version == 1
     assert lease(ANNA, epoch=1)
-    push(engine, 2, {0: 2.0}, BERT, base=1)
-    assert reason_of(pull, engine, BERT, base=1) is ErrorCode.ROUND_OPEN
-    push(engine, 1, {0: 4.0}, ANNA, base=1)
-    assert theta(engine)[0] == -5.0
+    push(shard, 2, {0: 2.0}, BERT, base=1)
+    assert reason_of(pull, shard, BERT, base=1) is ErrorCode.ROUND_OPEN
+    push(shard, 1, {0: 4.0}, ANNA, base=1)
+    assert theta(shard)[0] == -5.0

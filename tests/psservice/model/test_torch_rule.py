@@ -13,8 +13,8 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.reply_session import ReplyMode
 from psservice.model.training_mode import TrainingMode
 from psservice.model.update.optimizer_settings import ELEMENTWISE, LAZY, optimizers, schedulers
-from tests.psservice.engine_makers import ANNA, engines, join, pull, push, theta, upload
 from tests.psservice.service_makers import F32, bits, layout_of
+from tests.psservice.shard_makers import ANNA, join, open_shards, pull, push, theta, upload
 
 LAYOUT = layout_of(((3, 4), F32), (5, F32), ((2, 2), F32))
 SHAPES = [spec.shape for spec in LAYOUT.parameters]
@@ -310,15 +310,15 @@ def test_no_gradient_that_is_taken_leads_out_of_fp32(name, exponents, steps):
     ],
 )
 def test_what_is_no_optimizer_is_refused_before_anything_is_agreed(settings):
-    with engines() as (engine,):
-        reason = refused(join, engine, LAYOUT, ANNA, "server_optimizer", settings)
+    with open_shards() as (shard,):
+        reason = refused(join, shard, LAYOUT, ANNA, "server_optimizer", settings)
         if reason is None:  # what depends on the model is found when it is there
-            generation = join(engine, LAYOUT, ANNA, "server_optimizer", settings).generation
-            reason = refused(upload, engine, some_values(), ANNA, generation)
+            generation = join(shard, LAYOUT, ANNA, "server_optimizer", settings).generation
+            reason = refused(upload, shard, some_values(), ANNA, generation)
         else:
-            assert not engine.run.method
+            assert not shard.run.method
         assert reason is ErrorCode.BAD_REQUEST
-        assert engine.model is None
+        assert shard.model is None
 
 
 def test_a_sparse_push_that_changes_everything_is_answered_by_its_largest_differences():
@@ -326,25 +326,25 @@ def test_a_sparse_push_that_changes_everything_is_answered_by_its_largest_differ
     layout = layout_of((1000, F32))
     values = some_values(size=1000)
     for sparse in (True, False):
-        with engines(down_dense_below=0, down_density=0.05) as (engine,):
-            upload(engine, values, ANNA, join(engine, layout, ANNA, "x", said("Adam")).generation)
-            first = pull(engine)
+        with open_shards(down_dense_below=0, down_density=0.05) as (shard,):
+            upload(shard, values, ANNA, join(shard, layout, ANNA, "x", said("Adam")).generation)
+            first = pull(shard)
             entries = {5: 1.0} if sparse else [dense(some_values(1, 1000))]
-            push(engine, 1, entries, base=0)
-            second = pull(engine, base=0, acknowledged=first.number)
+            push(shard, 1, entries, base=0)
+            second = pull(shard, base=0, acknowledged=first.number)
             assert second.image is sparse
-            push(engine, 2, entries, base=1)
-            third = pull(engine, base=1, acknowledged=second.number, image=second.image)
+            push(shard, 2, entries, base=1)
+            third = pull(shard, base=1, acknowledged=second.number, image=second.image)
             assert third.mode is (ReplyMode.TOPK if sparse else ReplyMode.EXACT)
 
 
 def test_a_push_without_entries_is_no_step():
-    with engines() as (engine,):
-        upload(engine, some_values(), ANNA, join(engine, LAYOUT, ANNA, "x", said("SGD", momentum=0.9)).generation)
-        push(engine, 1, [dense(some_values(1))])
-        before = bits(theta(engine))
-        push(engine, 2, [], base=1)
-        assert bits(theta(engine)) == before
+    with open_shards() as (shard,):
+        upload(shard, some_values(), ANNA, join(shard, LAYOUT, ANNA, "x", said("SGD", momentum=0.9)).generation)
+        push(shard, 1, [dense(some_values(1))])
+        before = bits(theta(shard))
+        push(shard, 2, [], base=1)
+        assert bits(theta(shard)) == before
 
 
 @pytest.mark.parametrize(

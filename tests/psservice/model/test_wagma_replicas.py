@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from psservice.model.update.base import RuleState
 from psservice.model.wagma.group_rounds import Decision
-from tests.psservice.engine_makers import Clock
 from tests.psservice.group_makers import LAYOUT, SIZE, all_push, dense, freeze_due, grouped, models, settings_of, sparse
 from tests.psservice.service_makers import bits
+from tests.psservice.shard_makers import Clock
 
 
 def names(count):
@@ -246,7 +246,7 @@ def test_a_copy_made_at_any_moment_goes_on_to_the_same_bits(history, late, cut):
 
 @pytest.mark.parametrize("how", ["freeze", "late"])
 def test_who_reads_beside_the_writer_sees_values_before_their_version(how):
-    """A top-k answer reads version, ledger and values while the writer works: what a version has must be there."""
+    """A top-k answer reads version, changes and values while the apply thread works: a version has all its values."""
     shard = grouped(settings_of(4), "a", "b", "c", values=random(0), clock=Clock())
     all_push(shard, "abc", 1, {worker: dense(random(seed)) for seed, worker in enumerate("abc", 1)})
     for worker in "ab":

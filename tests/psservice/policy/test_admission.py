@@ -14,12 +14,13 @@ from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish
 from psservice.shard.push import check_push
 from psservice.types import Identity
-from tests.psservice.engine_makers import (
+from tests.psservice.service_makers import F32, layout_of
+from tests.psservice.shard_makers import (
     ANNA,
     BERT,
     HOUR,
-    engines,
     join,
+    open_shards,
     push,
     reason_of,
     serving,
@@ -27,7 +28,6 @@ from tests.psservice.engine_makers import (
     theta,
     with_clock,
 )
-from tests.psservice.service_makers import F32, layout_of
 
 LAYOUT = layout_of((6, F32), (4, F32))
 ZEROS = torch.zeros(10)
@@ -35,15 +35,15 @@ CARL = Identity("carl", "1")
 WORKERS = (ANNA, BERT, CARL)
 
 
-def attempt(engine, step, entries=(), who=ANNA, **options):
+def attempt(shard, step, entries=(), who=ANNA, **options):
     """A push as the servicer takes it: looked at by its header first."""
-    check_push(engine, who, step)
-    return push(engine, step, entries, who, **options)
+    check_push(shard, who, step)
+    return push(shard, step, entries, who, **options)
 
 
-def advance(engine, who, pushes):
+def advance(shard, who, pushes):
     for _ in range(pushes):
-        attempt(engine, engine.dedup.record(who).step + 1, who=who)
+        attempt(shard, shard.dedup.record(who).step + 1, who=who)
 
 
 # The rules by themselves
@@ -99,32 +99,32 @@ def test_the_norm_is_right_over_many_blocks_and_far_beyond_the_root_of_fp32(size
 @given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(WORKERS), st.booleans()), max_size=30))
 @settings(deadline=None, max_examples=40)
 def test_nothing_staler_than_the_cut_off_is_applied_and_everything_else_is(most, schedule):
-    with serving(LAYOUT, ZEROS, max_staleness=most) as engine:
+    with serving(LAYOUT, ZEROS, max_staleness=most) as shard:
         for who in WORKERS[1:]:
-            join(engine, LAYOUT, who)
+            join(shard, LAYOUT, who)
         bases, steps, order = dict.fromkeys(WORKERS, 0), dict.fromkeys(WORKERS, 0), []
         for who, pulls in schedule:
             steps[who] += 1
             stale = sum(pusher != who for pusher in order[bases[who] :])
             if stale > most:
-                assert reason_of(attempt, engine, steps[who], {0: 1.0}, who, base=bases[who]) is ErrorCode.TOO_STALE
+                assert reason_of(attempt, shard, steps[who], {0: 1.0}, who, base=bases[who]) is ErrorCode.TOO_STALE
             else:
-                answer, _ = attempt(engine, steps[who], {0: 1.0}, who, base=bases[who])
+                answer, _ = attempt(shard, steps[who], {0: 1.0}, who, base=bases[who])
                 assert answer.staleness == stale
                 order.append(who)
-            assert (engine.model.version, theta(engine)[0].item()) == (len(order), -len(order))
+            assert (shard.model.version, theta(shard)[0].item()) == (len(order), -len(order))
             if pulls:
-                bases[who] = engine.model.version
+                bases[who] = shard.model.version
 
 
 def test_a_repeat_is_answered_although_it_would_be_too_stale_by_now():
-    with serving(LAYOUT, ZEROS, max_staleness=1) as engine:
-        join(engine, LAYOUT, BERT)
-        first, _ = attempt(engine, 1, {0: 1.0})
+    with serving(LAYOUT, ZEROS, max_staleness=1) as shard:
+        join(shard, LAYOUT, BERT)
+        first, _ = attempt(shard, 1, {0: 1.0})
         for step in (1, 2, 3):
-            attempt(engine, step, who=BERT, base=engine.model.version)
-        assert attempt(engine, 1, {0: 1.0}) == (first, True)
-        assert reason_of(attempt, engine, 2, {0: 1.0}) is ErrorCode.TOO_STALE
+            attempt(shard, step, who=BERT, base=shard.model.version)
+        assert attempt(shard, 1, {0: 1.0}) == (first, True)
+        assert reason_of(attempt, shard, 2, {0: 1.0}) is ErrorCode.TOO_STALE
 
 
 def test_each_shard_cuts_off_its_own_part():
@@ -148,93 +148,93 @@ moves = st.lists(
 @given(st.integers(1, 4), moves)
 @settings(deadline=None, max_examples=60)
 def test_no_worker_is_ever_further_ahead_and_the_slowest_is_never_held_back(bound, schedule):
-    with serving(LAYOUT, ZEROS, ssp_bound=bound) as engine:
-        clock, model, steps = with_clock(engine), {ANNA: 0}, dict.fromkeys(WORKERS, 0)
+    with serving(LAYOUT, ZEROS, ssp_bound=bound) as shard:
+        clock, model, steps = with_clock(shard), {ANNA: 0}, dict.fromkeys(WORKERS, 0)
         for who, move in schedule:
             if move == "join":
-                join(engine, LAYOUT, who)
+                join(shard, LAYOUT, who)
                 model.setdefault(who, min(model.values(), default=0))
             elif move == "leave":
-                leave(engine, who)
+                leave(shard, who)
                 model.pop(who, None)
             elif move == "die":  # every lease but this one's is renewed
                 clock.now += HOUR / 2
                 for other in set(model) - {who}:
-                    engine.leases.require(other)
+                    shard.leases.require(other)
                 clock.now += HOUR / 2 + 1
                 model.pop(who, None)
                 for other in model:
-                    engine.leases.require(other)
+                    shard.leases.require(other)
             elif move == "repeat" and who in model and steps[who]:
-                assert attempt(engine, steps[who], who=who)[1]
+                assert attempt(shard, steps[who], who=who)[1]
             elif move == "push" and who in model:
                 others = [count for other, count in model.items() if other != who]
-                before = engine.model.version
+                before = shard.model.version
                 if others and model[who] + 1 - min(others) > bound:
-                    assert reason_of(check_push, engine, who, steps[who] + 1) is ErrorCode.TOO_FAR_AHEAD
-                    assert reason_of(push, engine, steps[who] + 1, who=who) is ErrorCode.TOO_FAR_AHEAD
-                    assert engine.model.version == before
+                    assert reason_of(check_push, shard, who, steps[who] + 1) is ErrorCode.TOO_FAR_AHEAD
+                    assert reason_of(push, shard, steps[who] + 1, who=who) is ErrorCode.TOO_FAR_AHEAD
+                    assert shard.model.version == before
                     assert model[who] > min(others)
                 else:
                     steps[who] += 1
-                    attempt(engine, steps[who], who=who)
+                    attempt(shard, steps[who], who=who)
                     model[who] += 1
-            assert {member.identity: member.clock for member in engine.leases.members()} == model
-            assert engine.leases.clock_spread() <= bound
+            assert {member.identity: member.clock for member in shard.leases.members()} == model
+            assert shard.leases.clock_spread() <= bound
 
 
 def test_a_late_joiner_holds_nobody_back_for_its_past():
-    with serving(LAYOUT, ZEROS, ssp_bound=2) as engine:
-        join(engine, LAYOUT, BERT)
+    with serving(LAYOUT, ZEROS, ssp_bound=2) as shard:
+        join(shard, LAYOUT, BERT)
         for _ in range(5):
-            advance(engine, ANNA, 1)
-            advance(engine, BERT, 1)
-        join(engine, LAYOUT, CARL)
-        advance(engine, ANNA, 2)
-        assert reason_of(attempt, engine, 8, who=ANNA) is ErrorCode.TOO_FAR_AHEAD
+            advance(shard, ANNA, 1)
+            advance(shard, BERT, 1)
+        join(shard, LAYOUT, CARL)
+        advance(shard, ANNA, 2)
+        assert reason_of(attempt, shard, 8, who=ANNA) is ErrorCode.TOO_FAR_AHEAD
 
 
 def test_a_dead_worker_stops_counting_when_its_lease_ends():
-    with serving(LAYOUT, ZEROS, ssp_bound=1) as engine:
-        clock = with_clock(engine)
-        join(engine, LAYOUT, BERT)
-        advance(engine, ANNA, 1)
+    with serving(LAYOUT, ZEROS, ssp_bound=1) as shard:
+        clock = with_clock(shard)
+        join(shard, LAYOUT, BERT)
+        advance(shard, ANNA, 1)
         clock.now += HOUR - 1
-        assert reason_of(check_push, engine, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
+        assert reason_of(check_push, shard, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
         clock.now += 2
-        advance(engine, ANNA, 5)
+        advance(shard, ANNA, 5)
 
 
 def test_one_that_leaves_stops_counting_at_once():
-    with serving(LAYOUT, ZEROS, ssp_bound=1) as engine:
-        join(engine, LAYOUT, BERT)
-        advance(engine, ANNA, 1)
-        assert reason_of(check_push, engine, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
-        leave(engine, BERT)
-        advance(engine, ANNA, 5)
+    with serving(LAYOUT, ZEROS, ssp_bound=1) as shard:
+        join(shard, LAYOUT, BERT)
+        advance(shard, ANNA, 1)
+        assert reason_of(check_push, shard, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
+        leave(shard, BERT)
+        advance(shard, ANNA, 5)
 
 
 def test_a_long_silence_is_asked_about_seldom():
-    with serving(LAYOUT, ZEROS, ssp_bound=1) as engine:
-        clock = with_clock(engine)
-        join(engine, LAYOUT, BERT)
-        advance(engine, ANNA, 1)
+    with serving(LAYOUT, ZEROS, ssp_bound=1) as shard:
+        clock = with_clock(shard)
+        join(shard, LAYOUT, BERT)
+        advance(shard, ANNA, 1)
         delays = []
         for silence in (0.0, 0.9, 9.1, 900.0):
             clock.now += silence
             with pytest.raises(Rejected) as refused:
-                check_push(engine, ANNA, 2)
+                check_push(shard, ANNA, 2)
             delays.append(refused.value.retry_seconds)
         assert delays == sorted(delays)
         assert delays[0] < 0.1 < delays[-1] <= 1.0
 
 
 def test_the_end_of_the_run_is_told_to_one_that_waits():
-    with serving(LAYOUT, ZEROS, ssp_bound=1) as engine:
-        join(engine, LAYOUT, BERT)
-        advance(engine, ANNA, 1)
-        finish(engine)
-        assert reason_of(attempt, engine, 2) is ErrorCode.RUN_FINISHED
+    with serving(LAYOUT, ZEROS, ssp_bound=1) as shard:
+        join(shard, LAYOUT, BERT)
+        advance(shard, ANNA, 1)
+        finish(shard)
+        assert reason_of(attempt, shard, 2) is ErrorCode.RUN_FINISHED
 
 
 def test_shard_0_alone_keeps_the_bound():
@@ -253,42 +253,42 @@ def test_shard_0_alone_keeps_the_bound():
 @settings(deadline=None, max_examples=40)
 def test_an_update_above_the_cap_is_refused_whole(values):
     norm = float(np.linalg.norm(np.array(values, np.float64)))
-    with serving(LAYOUT, ZEROS, max_update_norm=8.0) as engine:
+    with serving(LAYOUT, ZEROS, max_update_norm=8.0) as shard:
         entries = dict(enumerate(values))
         if norm > 8.0:
-            assert reason_of(attempt, engine, 1, entries) is ErrorCode.UPDATE_TOO_LARGE
-            assert (engine.model.version, torch.equal(theta(engine), ZEROS)) == (0, True)
-            attempt(engine, 2, {0: 1.0})  # the next one is looked at by itself
+            assert reason_of(attempt, shard, 1, entries) is ErrorCode.UPDATE_TOO_LARGE
+            assert (shard.model.version, torch.equal(theta(shard), ZEROS)) == (0, True)
+            attempt(shard, 2, {0: 1.0})  # the next one is looked at by itself
         else:
-            attempt(engine, 1, entries)
+            attempt(shard, 1, entries)
 
 
 def test_what_is_refused_leaves_nothing_in_the_journal(tmp_path):
     limits = {"max_staleness": 1, "ssp_bound": 3, "max_update_norm": 2.0}
-    with serving(LAYOUT, ZEROS, data_dir=tmp_path, **limits) as engine:
-        join(engine, LAYOUT, BERT)
-        advance(engine, ANNA, 1)
-        attempt(engine, 1, who=BERT, base=1)
-        attempt(engine, 2, who=BERT, base=1)
-        before = engine.durability.journal_bytes
-        assert reason_of(attempt, engine, 2, {0: 1.0}) is ErrorCode.TOO_STALE
-        assert reason_of(attempt, engine, 3, {0: 2.5}, base=3) is ErrorCode.UPDATE_TOO_LARGE
-        assert reason_of(push, engine, 3, {0: 1.0}, base=0) is ErrorCode.TOO_STALE
-        assert engine.durability.journal_bytes == before
-        assert engine.model.version == 3
+    with serving(LAYOUT, ZEROS, data_dir=tmp_path, **limits) as shard:
+        join(shard, LAYOUT, BERT)
+        advance(shard, ANNA, 1)
+        attempt(shard, 1, who=BERT, base=1)
+        attempt(shard, 2, who=BERT, base=1)
+        before = shard.durability.journal_bytes
+        assert reason_of(attempt, shard, 2, {0: 1.0}) is ErrorCode.TOO_STALE
+        assert reason_of(attempt, shard, 3, {0: 2.5}, base=3) is ErrorCode.UPDATE_TOO_LARGE
+        assert reason_of(push, shard, 3, {0: 1.0}, base=0) is ErrorCode.TOO_STALE
+        assert shard.durability.journal_bytes == before
+        assert shard.model.version == 3
 
 
 def test_a_repeat_is_answered_by_a_server_that_was_started_with_a_smaller_cap(tmp_path):
-    with serving(LAYOUT, ZEROS, data_dir=tmp_path) as engine:
-        first, _ = attempt(engine, 1, {0: 5.0})
-    with engines(data_dir=tmp_path, max_update_norm=1.0) as (again,):
+    with serving(LAYOUT, ZEROS, data_dir=tmp_path) as shard:
+        first, _ = attempt(shard, 1, {0: 5.0})
+    with open_shards(data_dir=tmp_path, max_update_norm=1.0) as (again,):
         answer, repeated = attempt(again, 1, {0: 5.0})
         assert (answer.version, repeated) == (first.version, True)
 
 
 @pytest.mark.parametrize("settings", [{"max_staleness": 1}, {"ssp_bound": 1}, {"max_update_norm": 1.0}])
 def test_no_rule_refuses_a_worker_that_is_alone_and_moderate(settings):
-    with serving(LAYOUT, ZEROS, **settings) as engine:
+    with serving(LAYOUT, ZEROS, **settings) as shard:
         for step in range(1, 20):
-            attempt(engine, step, {0: 0.5}, base=engine.model.version)
-        assert engine.model.version == 19
+            attempt(shard, step, {0: 0.5}, base=shard.model.version)
+        assert shard.model.version == 19

@@ -14,12 +14,13 @@ from psservice.model.update.base import PushContext
 from psservice.policy.staleness import StalenessScaling
 from psservice.settings import ShardSettings
 from psservice.shard.push import commit
-from tests.psservice.engine_makers import (
+from tests.psservice.service_makers import F32, bits, layout_of, sparse_push
+from tests.psservice.shard_makers import (
     ANNA,
     BERT,
     UPLOAD,
-    engines,
     join,
+    open_shards,
     push,
     push_of,
     serving,
@@ -27,7 +28,6 @@ from tests.psservice.engine_makers import (
     upload,
     with_clock,
 )
-from tests.psservice.service_makers import F32, bits, layout_of, sparse_push
 
 LAYOUT = layout_of((8, F32))
 ADAPTIVE, BY_SPEED = StalenessScaling(adaptive=True), StalenessScaling(by_speed=True)
@@ -57,39 +57,39 @@ def test_rescaling_gives_every_worker_the_same_weight_over_time(intervals):
 
 
 def test_the_answer_says_what_a_push_was_multiplied_by_and_the_books_close():
-    with serving(LAYOUT, torch.zeros(8), staleness_step="adaptive") as engine:
-        join(engine, LAYOUT, BERT)
+    with serving(LAYOUT, torch.zeros(8), staleness_step="adaptive") as shard:
+        join(shard, LAYOUT, BERT)
         applied = torch.zeros(8)
         for step in range(1, 7):
-            push(engine, step, {0: 1.0}, BERT, base=engine.model.version)
+            push(shard, step, {0: 1.0}, BERT, base=shard.model.version)
             applied[0] += 1.0
-            answer, _ = push(engine, step, {step: 1.0}, ANNA, base=0)
+            answer, _ = push(shard, step, {step: 1.0}, ANNA, base=0)
             assert answer.staleness == step
             assert answer.applied_scale == pytest.approx(min(1.0, 1 / step))
             applied[step] += answer.applied_scale
-        assert torch.equal(theta(engine), -applied)
+        assert torch.equal(theta(shard), -applied)
 
 
 def test_in_a_round_workers_count_alike():
     settings = {"rounds": '{"quorum": 0, "seconds": 0, "start_workers": 1}'}
-    with engines(rescale_speed=True, staleness_step="adaptive") as (engine,):
+    with open_shards(rescale_speed=True, staleness_step="adaptive") as (shard,):
         for who in (ANNA, BERT):
-            outcome = join(engine, LAYOUT, who, "some", settings)
+            outcome = join(shard, LAYOUT, who, "some", settings)
             if outcome.state == UPLOAD:
-                upload(engine, torch.zeros(8), who, outcome.generation)
-        clock = with_clock(engine)
+                upload(shard, torch.zeros(8), who, outcome.generation)
+        clock = with_clock(shard)
         for step in range(1, 5):
             for who, seconds in ((ANNA, 0.1), (BERT, 9.0)):
                 clock.now += seconds
-                answer, _ = push(engine, step, {0: 1.0}, who, base=step - 1)
+                answer, _ = push(shard, step, {0: 1.0}, who, base=step - 1)
                 assert answer.applied_scale == 1.0
-        assert theta(engine)[0] == -4.0
+        assert theta(shard)[0] == -4.0
 
 
 def test_speeds_are_measured_between_pushes():
-    with serving(LAYOUT, torch.zeros(8), rescale_speed=True) as engine:
-        join(engine, LAYOUT, BERT)
-        clock = with_clock(engine)
+    with serving(LAYOUT, torch.zeros(8), rescale_speed=True) as shard:
+        join(shard, LAYOUT, BERT)
+        clock = with_clock(shard)
         steps = {ANNA: 0, BERT: 0}
         answers = {}
         for tick in range(1, 41):
@@ -97,7 +97,7 @@ def test_speeds_are_measured_between_pushes():
             for who, period in ((ANNA, 1), (BERT, 4)):
                 if tick % period == 0:
                     steps[who] += 1
-                    answers[who], _ = push(engine, steps[who], {0: 1.0}, who, base=engine.model.version)
+                    answers[who], _ = push(shard, steps[who], {0: 1.0}, who, base=shard.model.version)
         assert answers[ANNA].applied_scale == pytest.approx(0.4)
         assert answers[BERT].applied_scale == pytest.approx(1.6)
 
@@ -188,12 +188,12 @@ def test_past_values_stay_within_their_limit():
 
 
 def test_an_engine_compensates_by_the_rate_that_the_push_carries():
-    with serving(LAYOUT, torch.zeros(8), delay_compensation=1.0) as engine:
-        push(engine, 1, {0: 1.0})
+    with serving(LAYOUT, torch.zeros(8), delay_compensation=1.0) as shard:
+        push(shard, 1, {0: 1.0})
         offsets, values = torch.tensor([0]), torch.tensor([0.5])
-        stale = push_of(ANNA, 2, engine.model.generation, 0, 1, [SparseSlice(engine.span, offsets, values)], 0.25)
-        commit(engine, *stale)
-        assert theta(engine)[0] == -1.0 - (0.5 + (1.0 / 0.25) * 0.25 * -1.0)
+        stale = push_of(ANNA, 2, shard.model.generation, 0, 1, [SparseSlice(shard.span, offsets, values)], 0.25)
+        commit(shard, *stale)
+        assert theta(shard)[0] == -1.0 - (0.5 + (1.0 / 0.25) * 0.25 * -1.0)
 
 
 def test_pushes_of_nothing_are_not_remembered_for_ever():

@@ -16,9 +16,9 @@ from psservice.storage import files, lock_file, recovery_source, snapshots
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from psservice.storage.manifest import Manifest
-from tests.psservice.engine_makers import present, theta
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, assert_same, begin, send
 from tests.psservice.service_makers import bits, sparse_push
+from tests.psservice.shard_makers import present, theta
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def journal_of(directory):
 
 
 def test_what_a_former_life_wrote_is_forced_to_the_disk_before_it_is_served(directory, monkeypatch):
-    with Shard(directory, fsync="interval") as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+    with Shard(directory, fsync="interval") as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
         copy = after_a_crash(directory)
         pushed = segment_path(journal_of(copy), segment_numbers(DISK, journal_of(copy))[-1])
     forced = []
@@ -43,9 +43,9 @@ def test_what_a_former_life_wrote_is_forced_to_the_disk_before_it_is_served(dire
 
 
 def test_a_segment_that_was_just_created_stops_nobody(directory):
-    with Shard(directory) as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+    with Shard(directory) as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
         copy = after_a_crash(directory)
         last = segment_numbers(DISK, journal_of(copy))[-1]
         segment_path(journal_of(copy), last + 1).touch()  # died between creating the file and writing its head
@@ -57,9 +57,9 @@ def test_a_segment_that_was_just_created_stops_nobody(directory):
 
 
 def test_a_segment_is_on_the_disk_before_there_is_a_next_one(directory, monkeypatch):
-    with Shard(directory, fsync="always") as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+    with Shard(directory, fsync="always") as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
         before, real = segment_numbers(DISK, journal_of(directory)), os.fdatasync
         seen = []
 
@@ -70,14 +70,14 @@ def test_a_segment_is_on_the_disk_before_there_is_a_next_one(directory, monkeypa
             real(descriptor)
 
         monkeypatch.setattr(os, "fdatasync", fsync)
-        engine.durability.take_asked("")
+        shard.durability.take_asked("")
         assert seen == [before]
 
 
 def test_a_damaged_snapshot_leaves_its_number_to_nobody(directory):
-    with Shard(directory, durability="snapshot") as engine:
-        begin(engine)
-        generation = present(engine)
+    with Shard(directory, durability="snapshot") as shard:
+        begin(shard)
+        generation = present(shard)
     newest = max((directory / "shard-0-of-1" / "snapshots").iterdir())
     (newest / "state.safetensors").write_bytes(b"")
     with Shard(directory, durability="snapshot") as again:
@@ -87,13 +87,13 @@ def test_a_damaged_snapshot_leaves_its_number_to_nobody(directory):
 
 @pytest.mark.parametrize("file", ["state.safetensors", "manifest.json"])
 def test_versions_behind_a_damaged_snapshot_that_no_journal_reaches_begin_a_new_history(file, directory):
-    with Shard(directory, durability="journal") as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+    with Shard(directory, durability="journal") as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
         copy = after_a_crash(directory)
-    with Shard(copy, durability="snapshot") as engine:
-        generation = present(engine)
-        send(engine, 2, sparse_push(engine.span, 0.5, 2))
+    with Shard(copy, durability="snapshot") as shard:
+        generation = present(shard)
+        send(shard, 2, sparse_push(shard.span, 0.5, 2))
         again = copy.with_name("again")
         shutil.copytree(copy, again)
     (max((again / "shard-0-of-1" / "snapshots").iterdir()) / file).write_bytes(b"")
@@ -103,17 +103,17 @@ def test_versions_behind_a_damaged_snapshot_that_no_journal_reaches_begin_a_new_
 
 
 def test_a_push_that_was_refused_is_refused_again_by_the_next(directory):
-    with Shard(directory) as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        huge = SparseSlice(engine.span, torch.tensor([3]), torch.tensor([-3e38]))
-        send(engine, 2, huge)
+    with Shard(directory) as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
+        huge = SparseSlice(shard.span, torch.tensor([3]), torch.tensor([-3e38]))
+        send(shard, 2, huge)
         for _ in range(2):
             with pytest.raises(Rejected):
-                send(engine, 3, huge)
+                send(shard, 3, huge)
         copy = after_a_crash(directory)
         with Shard(copy) as again:
-            assert_same(again, engine)
+            assert_same(again, shard)
             send(again, 4, sparse_push(again.span, 0.5, 4))
             third = directory.with_name("third")
             shutil.copytree(copy, third)
@@ -122,8 +122,8 @@ def test_a_push_that_was_refused_is_refused_again_by_the_next(directory):
 
 
 def test_a_snapshot_that_is_half_removed_goes_with_the_next(directory, monkeypatch):
-    with Shard(directory, keep_snapshots=1) as engine:
-        begin(engine)
+    with Shard(directory, keep_snapshots=1) as shard:
+        begin(shard)
         real = files.Path.unlink
 
         def die(path, **options):
@@ -133,15 +133,15 @@ def test_a_snapshot_that_is_half_removed_goes_with_the_next(directory, monkeypat
 
         with monkeypatch.context() as patched:
             patched.setattr(files.Path, "unlink", die)
-            send(engine, 1, sparse_push(engine.span, 0.5, 1))
-            engine.durability.take()
-        engine.durability.take()
+            send(shard, 1, sparse_push(shard.span, 0.5, 1))
+            shard.durability.take()
+        shard.durability.take()
         assert len(list((directory / "shard-0-of-1" / "snapshots").iterdir())) == 1
 
 
 def test_a_segment_that_was_removed_meanwhile_is_said_to_be(directory):
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
         kept = recovery_source.newest_source(directory / "shard-0-of-1")
         history = LogReplayer(kept, torch.device("cpu"), ShardSettings())
         real = recovery_source.segment_numbers
@@ -150,12 +150,12 @@ def test_a_segment_that_was_removed_meanwhile_is_said_to_be(directory):
             with pytest.raises(StorageError, match="cannot read"):
                 list(history.replay())
         assert snapshots.readable(DISK, directory / "shard-0-of-1" / "snapshots")
-        assert bits(theta(engine)) == bits(history.model.theta)
+        assert bits(theta(shard)) == bits(history.model.theta)
 
 
 def test_where_no_manifest_can_be_read_the_server_does_not_begin_anew(directory):
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
     for manifest in directory.glob("*/snapshots/*/manifest.json"):
         manifest.write_bytes(b"{")
     with pytest.raises(StorageError, match="no snapshot"):
@@ -167,15 +167,15 @@ def test_where_no_manifest_can_be_read_the_server_does_not_begin_anew(directory)
 def test_lives_may_differ_in_how_they_keep(modes, stopped, directory):
     former = None
     for number, mode in enumerate(modes.split(), start=1):
-        with Shard(directory, durability=mode, keep_snapshots=1) as engine:
+        with Shard(directory, durability=mode, keep_snapshots=1) as shard:
             if former is None:
-                begin(engine)
+                begin(shard)
             else:
-                assert bits(theta(engine)) == former
-            send(engine, number, sparse_push(engine.span, 0.5, number))
+                assert bits(theta(shard)) == former
+            send(shard, number, sparse_push(shard.span, 0.5, number))
             if mode == "snapshot" and not stopped:
-                engine.durability.take()
-            former, image = bits(theta(engine)), directory.with_name(f"image{number}")
+                shard.durability.take()
+            former, image = bits(theta(shard)), directory.with_name(f"image{number}")
             shutil.copytree(directory, image)
         directory = directory if stopped else image
     with Shard(directory, durability="journal") as last:
@@ -184,8 +184,8 @@ def test_lives_may_differ_in_how_they_keep(modes, stopped, directory):
 
 @pytest.mark.parametrize("fsync", ["interval", "never"])
 def test_a_life_is_judged_by_its_own_promise(fsync, directory, monkeypatch):
-    with Shard(directory, fsync="always") as engine:
-        begin(engine)
+    with Shard(directory, fsync="always") as shard:
+        begin(shard)
         copy = after_a_crash(directory)
     forced, real = {}, os.fdatasync
 
@@ -204,8 +204,8 @@ def test_a_life_is_judged_by_its_own_promise(fsync, directory, monkeypatch):
     "change", [{"run_state": "evil"}, {"start": -5}, {"segment": 1 << 80}, {"generation": -1}, {"version": -1}]
 )
 def test_a_manifest_that_makes_no_sense_is_not_begun_from(change, directory):
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
     for path in directory.glob("*/snapshots/*/manifest.json"):
         plain = json.loads(path.read_text()) | change
         whole = Manifest.model_construct(**plain | {"crc32": 0})
@@ -215,39 +215,39 @@ def test_a_manifest_that_makes_no_sense_is_not_begun_from(change, directory):
 
 
 def test_a_snapshot_is_published_whole_or_not_at_all(directory, monkeypatch):
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
         before = sorted((directory / "shard-0-of-1" / "snapshots").iterdir())
         with monkeypatch.context() as patched:
             patched.setattr(files.Files, "write", full)
             with pytest.raises(StorageError, match="No space"):
-                engine.durability.take()
+                shard.durability.take()
         assert sorted((directory / "shard-0-of-1" / "snapshots").iterdir()) == before
 
 
 def test_a_server_that_died_before_its_first_segment_leaves_no_gap(directory, monkeypatch):
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
         copy = after_a_crash(directory)
     with monkeypatch.context() as patched:
         patched.setattr(files.Files, "open_new", full)
         with pytest.raises(StorageError, match="cannot write"):
             Shard(copy)
-    with Shard(copy) as engine:
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+    with Shard(copy) as shard:
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
         third = copy.with_name("third")
         shutil.copytree(copy, third)
         with Shard(third) as again:
-            assert_same(again, engine)
+            assert_same(again, shard)
 
 
 def test_a_record_that_does_not_follow_is_refused_and_last_good_goes_back_before_it(directory):
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
         copy = after_a_crash(directory)
     for step in (1, 2, 3):
-        with Shard(copy) as engine:
-            send(engine, step, sparse_push(engine.span, 0.5, step))
+        with Shard(copy) as shard:
+            send(shard, step, sparse_push(shard.span, 0.5, step))
             following = copy.with_name(f"life{step}")
             shutil.copytree(copy, following)
         copy = following

@@ -15,9 +15,9 @@ from psservice.shard import lifecycle
 from psservice.shard.buffers_and_samples import exchange_buffers
 from psservice.shard.lifecycle import finish
 from psservice.shard.model_install import roll_back
-from tests.psservice.engine_makers import ANNA, BERT, join, present, reason_of
 from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash, assert_same, begin, send
 from tests.psservice.service_makers import sparse_push
+from tests.psservice.shard_makers import ANNA, BERT, join, present, reason_of
 from tests.system.tools import wait_until
 
 
@@ -27,36 +27,36 @@ def directory(tmp_path):
 
 
 def test_a_lease_that_could_not_be_written_down_is_not_granted(directory, monkeypatch):
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
 
         def full(*_):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched:
             patched.setattr(os, "writev", full)
-            assert reason_of(join, engine, LAYOUT, BERT) is ErrorCode.NOT_DURABLE
-        join(engine, LAYOUT, BERT)
+            assert reason_of(join, shard, LAYOUT, BERT) is ErrorCode.NOT_DURABLE
+        join(shard, LAYOUT, BERT)
         with Shard(after_a_crash(directory)) as again:
-            assert_same(again, engine)
+            assert_same(again, shard)
 
 
 def test_buffers_that_meet_a_rollback_go_nowhere(directory, monkeypatch):
-    with Shard(directory) as engine:
-        begin(engine)
-        generation, rolled = present(engine), []
-        real = engine.dedup.record
+    with Shard(directory) as shard:
+        begin(shard)
+        generation, rolled = present(shard), []
+        real = shard.dedup.record
 
         def record(identity):
             if not rolled:
-                rolled.append(roll_back(engine, 0, ""))
+                rolled.append(roll_back(shard, 0, ""))
             return real(identity)
 
-        monkeypatch.setattr(engine.dedup, "record", record)
+        monkeypatch.setattr(shard.dedup, "record", record)
         data = pack([torch.ones(3), torch.ones(2, dtype=torch.float16), torch.tensor(1)])
-        assert reason_of(exchange_buffers, engine, ANNA, generation, 1, 5, data) is ErrorCode.STALE_GENERATION
+        assert reason_of(exchange_buffers, shard, ANNA, generation, 1, 5, data) is ErrorCode.STALE_GENERATION
         with Shard(after_a_crash(directory)) as again:
-            assert_same(again, engine)
+            assert_same(again, shard)
 
 
 def test_a_run_that_ended_as_the_server_died_is_ended_by_the_next(directory, monkeypatch, tmp_path):
@@ -80,45 +80,45 @@ def test_a_run_that_ended_as_the_server_died_is_ended_by_the_next(directory, mon
 
 
 def test_a_download_waits_for_the_disk_as_a_pull_does(directory, monkeypatch):
-    with Shard(directory, fsync="always") as engine:
-        begin(engine)
+    with Shard(directory, fsync="always") as shard:
+        begin(shard)
         waited = []
-        monkeypatch.setattr(engine.durability.events, "wait", lambda: waited.append(True))
-        engine.copy_model()
+        monkeypatch.setattr(shard.durability.events, "wait", lambda: waited.append(True))
+        shard.copy_model()
         assert waited
 
 
 def test_a_push_that_is_refused_beside_another_record_takes_none_away(directory, monkeypatch):
-    with Shard(directory) as engine:
-        begin(engine)
-        send(engine, 1, large(engine))
-        real = engine.model.take
+    with Shard(directory) as shard:
+        begin(shard)
+        send(shard, 1, large(shard))
+        real = shard.model.take
 
         def beside(*arguments):  # a worker joins while the push is being applied
-            join(engine, LAYOUT, BERT)
+            join(shard, LAYOUT, BERT)
             return real(*arguments)
 
         with monkeypatch.context() as patched:
-            patched.setattr(engine.model, "take", beside)
-            assert reason_of(send, engine, 2, large(engine)) is ErrorCode.NON_FINITE
-        send(engine, 2, sparse_push(engine.span, 0.5, 2))
+            patched.setattr(shard.model, "take", beside)
+            assert reason_of(send, shard, 2, large(shard)) is ErrorCode.NON_FINITE
+        send(shard, 2, sparse_push(shard.span, 0.5, 2))
         with Shard(after_a_crash(directory)) as again:
-            assert_same(again, engine)
+            assert_same(again, shard)
             assert again.leases.is_live(BERT)
 
 
 def test_a_journal_of_refused_pushes_and_joins_is_cut_by_a_snapshot_too(directory):
-    with Shard(directory, journal_bytes=1 << 20) as engine:
-        begin(engine)
-        send(engine, 1, large(engine))
-        first = engine.durability.take()
+    with Shard(directory, journal_bytes=1 << 20) as shard:
+        begin(shard)
+        send(shard, 1, large(shard))
+        first = shard.durability.take()
         for _ in range(12_000):
-            assert reason_of(send, engine, 2, large(engine)) is ErrorCode.NON_FINITE
-        wait_until(lambda: engine.durability.last_snapshot is not first)
-        assert engine.model.version == first.manifest.version
-        assert engine.durability.last_snapshot.manifest.segment > first.manifest.segment
+            assert reason_of(send, shard, 2, large(shard)) is ErrorCode.NON_FINITE
+        wait_until(lambda: shard.durability.last_snapshot is not first)
+        assert shard.model.version == first.manifest.version
+        assert shard.durability.last_snapshot.manifest.segment > first.manifest.segment
 
 
-def large(engine):
+def large(shard):
     """A push of which the second would leave the range of fp32."""
-    return SparseSlice(engine.span, torch.tensor([3]), torch.tensor([-3e38]))
+    return SparseSlice(shard.span, torch.tensor([3]), torch.tensor([-3e38]))

@@ -9,7 +9,6 @@ from psservice.shard.join import leave
 from psservice.shard.model_install import roll_back
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
-from tests.psservice.engine_makers import BERT, join, present, serving_shards
 from tests.psservice.recovery.test_recovery import (
     LAYOUT,
     START,
@@ -22,6 +21,7 @@ from tests.psservice.recovery.test_recovery import (
     values,
 )
 from tests.psservice.service_makers import bits, sparse_push
+from tests.psservice.shard_makers import BERT, join, present, serving_shards
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def directory(tmp_path):
 @pytest.fixture
 def crashed(directory):
     """What a shard leaves that was killed after three acknowledged pushes: its directory, generation and values."""
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
         for step in (1, 2):
-            send(engine, step, sparse_push(engine.span, 0.5, step))
-        engine.durability.take()
-        send(engine, 3, sparse_push(engine.span, 0.5, 3))
-        yield after_a_crash(directory), present(engine), bits(theta(engine))
+            send(shard, step, sparse_push(shard.span, 0.5, step))
+        shard.durability.take()
+        send(shard, 3, sparse_push(shard.span, 0.5, 3))
+        yield after_a_crash(directory), present(shard), bits(theta(shard))
 
 
 def folder(directory):
@@ -106,11 +106,11 @@ def test_what_the_server_had_not_finished_writing_when_it_was_killed_stops_nobod
 
 
 def test_a_torn_tail_after_a_power_cut_begins_a_new_history(directory, monkeypatch):
-    with Shard(directory, fsync="always") as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        engine.durability.events.wait()
-        copy, generation = after_a_crash(directory), present(engine)
+    with Shard(directory, fsync="always") as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
+        shard.durability.events.wait()
+        copy, generation = after_a_crash(directory), present(shard)
     path = newest_segment(copy)
     whole = copy.with_name("whole")
     shutil.copytree(copy, whole)
@@ -125,12 +125,12 @@ def test_a_torn_tail_after_a_power_cut_begins_a_new_history(directory, monkeypat
 
 
 def test_what_was_on_the_disk_before_a_power_cut_and_is_gone_is_refused(directory, monkeypatch):
-    with Shard(directory, fsync="always") as engine:
-        begin(engine)
+    with Shard(directory, fsync="always") as shard:
+        begin(shard)
         for step in range(1, 4):
-            send(engine, step, sparse_push(engine.span, 0.5, step))
-            engine.durability.events.wait()
-        copy, generation = after_a_crash(directory), present(engine)
+            send(shard, step, sparse_push(shard.span, 0.5, step))
+            shard.durability.events.wait()
+        copy, generation = after_a_crash(directory), present(shard)
     path = newest_segment(copy)
     os.truncate(path, path.stat().st_size // 2)
     monkeypatch.setattr("psservice.storage.files.Files.boot_id", lambda _: "another")
@@ -149,11 +149,11 @@ def test_the_newest_segment_that_is_gone_is_refused_by_name(crashed):
 
 
 def test_the_newest_of_several_segments_that_is_gone_is_refused_by_name(directory):
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
         copy = after_a_crash(directory)
-    with Shard(copy) as engine:  # begins a segment behind that of the life before
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+    with Shard(copy) as shard:  # begins a segment behind that of the life before
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
         third = copy.with_name("third")
         shutil.copytree(copy, third)
     path = newest_segment(third)
@@ -163,14 +163,14 @@ def test_the_newest_of_several_segments_that_is_gone_is_refused_by_name(director
 
 
 def test_a_segment_in_the_middle_that_is_gone_is_refused_by_name(directory):
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
         first = segment_numbers(DISK, folder(directory) / "journal")[-1]
         copy = after_a_crash(directory)
     for life in range(2):
-        with Shard(copy) as engine:
-            join(engine, LAYOUT, BERT)
-            leave(engine, BERT)
+        with Shard(copy) as shard:
+            join(shard, LAYOUT, BERT)
+            leave(shard, BERT)
             following = copy.with_name(f"life{life}")
             shutil.copytree(copy, following)
         copy = following
@@ -183,9 +183,9 @@ def test_a_segment_in_the_middle_that_is_gone_is_refused_by_name(directory):
 @pytest.mark.parametrize("stopped", [True, False])
 @pytest.mark.parametrize("durability", ["journal", "snapshot"])
 def test_where_all_snapshots_are_gone_the_server_does_not_begin_anew(durability, stopped, directory):
-    with Shard(directory, durability=durability) as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+    with Shard(directory, durability=durability) as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
         copy = after_a_crash(directory)
     copy = directory if stopped else copy
     for snapshot in (folder(copy) / "snapshots").iterdir():
@@ -203,10 +203,10 @@ def test_the_newest_snapshot_that_is_gone_costs_nothing_where_the_journal_has_ev
 
 
 def test_the_newest_snapshot_that_is_gone_and_covered_by_no_journal_begins_a_new_history(directory):
-    with Shard(directory, durability="snapshot") as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        generation = present(engine)
+    with Shard(directory, durability="snapshot") as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
+        generation = present(shard)
     shutil.rmtree(max((folder(directory) / "snapshots").iterdir()))
     with Shard(directory, durability="snapshot") as again:
         assert again.model.version == 0
@@ -215,11 +215,11 @@ def test_the_newest_snapshot_that_is_gone_and_covered_by_no_journal_begins_a_new
 
 @pytest.mark.parametrize("what", ["state.safetensors", "manifest.json", "all of it"])
 def test_the_snapshot_with_which_the_model_began_anew_is_not_passed_over(what, directory):
-    with Shard(directory) as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        generation = present(engine)
-        roll_back(engine, 0, "")
+    with Shard(directory) as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
+        generation = present(shard)
+        roll_back(shard, 0, "")
         copy = after_a_crash(directory)
     newest = max((folder(copy) / "snapshots").iterdir())
     if what == "all of it":
@@ -244,13 +244,13 @@ def test_a_flipped_bit_in_a_manifest_is_not_begun_from(crashed):
 
 
 def test_a_second_server_is_kept_out_also_where_the_lock_was_removed(directory):
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
         (folder(directory) / "lock").unlink()
         for _ in range(2):
             with pytest.raises(StorageError, match=r"lock.*no server"):
                 Shard(directory)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
 
 
 def test_a_lock_that_was_lost_is_made_anew_when_told_to(crashed):
@@ -273,8 +273,8 @@ def test_another_number_of_shards_does_not_begin_empty_beside_what_is_kept(first
     assert not (directory / f"shard-0-of-{then}").exists()
     old = directory.with_name("old")
     shutil.copytree(directory, old)
-    with Shard(directory, num_shards=then, init=old) as engine:
-        assert engine.model is None  # until the first worker has said what the model is
+    with Shard(directory, num_shards=then, init=old) as shard:
+        assert shard.model is None  # until the first worker has said what the model is
     with pytest.raises(StorageError, match=f"--num-shards {first}.*--init"):
         Shard(directory, num_shards=then)  # nothing came of that
 

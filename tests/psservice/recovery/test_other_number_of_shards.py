@@ -15,8 +15,8 @@ from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.push import commit
 from psservice.storage.files import StorageError
-from tests.psservice.engine_makers import ANNA, BERT, engines, join, present, push_of, upload
 from tests.psservice.service_makers import F32, layout_of
+from tests.psservice.shard_makers import ANNA, BERT, join, open_shards, present, push_of, upload
 
 LAYOUT = layout_of((7, F32), ((2, 5), F32), (9, F32), buffers=(TensorSpec("mean", (3,), F32),))
 SAMPLES = 20
@@ -76,7 +76,7 @@ def two(tmp_path):
     """The directory of a run of two shards that has gone some way, with its first values and all gradients."""
     values, gradients = torch.randn(LAYOUT.size), [torch.randn(LAYOUT.size) for _ in range(3 * STEPS)]
     directory = tmp_path / "two"
-    with engines(2, data_dir=directory, durability="snapshot") as shards:
+    with open_shards(2, data_dir=directory, durability="snapshot") as shards:
         for shard in shards:
             generation = join(shard, LAYOUT, ANNA, method_settings=settings()).generation or 1 << 32 | 1
             upload(shard, values, ANNA, generation, buffers=[torch.ones(3)] if shard.is_coordinator else ())
@@ -91,7 +91,7 @@ def two(tmp_path):
 
 def going_on(num_shards, directory, target):
     options = {"init": directory, "init_checkpoint": "there", "data_dir": target, "durability": "snapshot"}
-    return engines(num_shards, **options)
+    return open_shards(num_shards, **options)
 
 
 def test_two_shards_become_three_and_then_one(two, tmp_path):

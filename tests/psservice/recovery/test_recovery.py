@@ -27,8 +27,8 @@ from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError
 from psservice.wire.push_stream import read_all, read_push
-from tests.psservice.engine_makers import ANNA, BERT, HOUR, join, present, pull, push, reason_of, theta, upload
 from tests.psservice.service_makers import BF16, F16, F32, bits, layout_of, sparse_push
+from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, present, pull, push, reason_of, theta, upload
 from tests.system.tools import wait_until
 
 BUFFERS = (TensorSpec("mean", (3,), F32), TensorSpec("half", (2,), F16), TensorSpec("count", (), torch.int64))
@@ -59,20 +59,18 @@ class Shard:
         self.engine.close()
 
 
-def begin(engine, who=ANNA):
-    upload(engine, values(), who, join(engine, LAYOUT, who).generation, buffers=START)
+def begin(shard, who=ANNA):
+    upload(shard, values(), who, join(shard, LAYOUT, who).generation, buffers=START)
 
 
-def stream(
-    engine, step, segment, who=ANNA, base=0, samples=1, codec=None, learning_rate=0.0, rates=(), chunk_bytes=256
-):
+def stream(shard, step, segment, who=ANNA, base=0, samples=1, codec=None, learning_rate=0.0, rates=(), chunk_bytes=256):
     """The messages of a push."""
-    identity = pb.WorkerIdentity(run_id=engine.run.run_id, worker_id=who.worker_id, incarnation=who.incarnation)
-    plan = [pb.Group(start=engine.span.start, length=engine.span.length)]
+    identity = pb.WorkerIdentity(run_id=shard.run.run_id, worker_id=who.worker_id, incarnation=who.incarnation)
+    plan = [pb.Group(start=shard.span.start, length=shard.span.length)]
     header = pb.PushHeader(
         identity=identity,
         step=step,
-        generation=present(engine),
+        generation=present(shard),
         base_version=base,
         samples=samples,
         plan=plan,
@@ -86,11 +84,11 @@ def stream(
     return [*messages, pb.PushSparseRequest(commit=checksum.commit())]
 
 
-def send(engine, step, segment, who=ANNA, **options):
+def send(shard, step, segment, who=ANNA, **options):
     """Push over a stream; return the answer and whether it was a repeat."""
-    messages = stream(engine, step, segment, who, **options)
-    header, segments, _ = read_all(read_push(lambda opened: engine.span), messages)
-    return commit(engine, header, segments, [message.SerializeToString() for message in messages])
+    messages = stream(shard, step, segment, who, **options)
+    header, segments, _ = read_all(read_push(lambda opened: shard.span), messages)
+    return commit(shard, header, segments, [message.SerializeToString() for message in messages])
 
 
 def after_a_crash(directory: Path) -> Path:
@@ -148,7 +146,7 @@ actions = st.lists(
 )
 
 
-def perform(engine, script):
+def perform(shard, script):
     """Do what a script says; what is refused changes nothing."""
     steps = {ANNA: 0, BERT: 0}
     last = {}
@@ -157,30 +155,30 @@ def perform(engine, script):
         try:
             if action in ("push", "dense"):
                 steps[who] += 1
-                segment = sparse_push(engine.span, density, seed)
+                segment = sparse_push(shard.span, density, seed)
                 if action == "dense":
-                    segment = SparseSlice(engine.span, None, values(seed))
+                    segment = SparseSlice(shard.span, None, values(seed))
                 codec = [None, pb.VALUE_CODEC_INT8, pb.VALUE_CODEC_BF16][seed % 3]
                 last[who] = (steps[who], segment)
-                send(engine, steps[who], segment, who, base=engine.model.version, samples=seed + 1, codec=codec)
+                send(shard, steps[who], segment, who, base=shard.model.version, samples=seed + 1, codec=codec)
             elif action == "refused":
                 steps[who] += 1
                 for _ in range(2):  # the second would leave the range of fp32
                     steps[who] += 1
-                    send(engine, steps[who], SparseSlice(engine.span, torch.tensor([3]), torch.tensor([-3e38])), who)
+                    send(shard, steps[who], SparseSlice(shard.span, torch.tensor([3]), torch.tensor([-3e38])), who)
             elif action == "repeat" and who in last:
-                send(engine, *last[who], who)
+                send(shard, *last[who], who)
             elif action == "buffers":
                 data = pack([torch.randn(3), torch.randn(2).to(F16), torch.tensor(seed)])
-                exchange_buffers(engine, who, present(engine), steps[who], seed + 1, data)
+                exchange_buffers(shard, who, present(shard), steps[who], seed + 1, data)
             elif action == "leave":
-                leave(engine, who)
+                leave(shard, who)
             elif action == "join":
-                join(engine, LAYOUT, who)
+                join(shard, LAYOUT, who)
             elif action == "snapshot":
-                engine.durability.take()
+                shard.durability.take()
             elif action == "finish":
-                finish(engine)
+                finish(shard)
         except Rejected:
             pass
 
@@ -189,33 +187,33 @@ def perform(engine, script):
 @settings(deadline=None, max_examples=60)
 def test_whatever_happened_the_next_server_is_where_the_last_one_was(script, keep, tmp_path_factory):
     directory = tmp_path_factory.mktemp("data") / "live"
-    with Shard(directory, keep_snapshots=keep) as engine:
-        begin(engine)
-        join(engine, LAYOUT, BERT)
-        perform(engine, script)
+    with Shard(directory, keep_snapshots=keep) as shard:
+        begin(shard)
+        join(shard, LAYOUT, BERT)
+        perform(shard, script)
         with Shard(after_a_crash(directory)) as again:
-            assert_same(again, engine)
+            assert_same(again, shard)
             perform(again, [("push", 0, 0.5, 3)])
-            perform(engine, [("push", 0, 0.5, 3)])
-            assert bits(theta(again)) == bits(theta(engine))
+            perform(shard, [("push", 0, 0.5, 3)])
+            assert bits(theta(again)) == bits(theta(shard))
 
 
 @given(script=actions, cut=st.floats(0, 1))
 @settings(deadline=None, max_examples=40)
 def test_a_journal_cut_anywhere_gives_the_model_at_some_version_that_was(script, cut, tmp_path_factory):
     directory = tmp_path_factory.mktemp("data") / "live"
-    with Shard(directory) as engine:
-        begin(engine)
-        seen = {0: bits(theta(engine))}
+    with Shard(directory) as shard:
+        begin(shard)
+        seen = {0: bits(theta(shard))}
         for action in script:
-            perform(engine, [action]) if action[0] not in ("push", "dense") else None
+            perform(shard, [action]) if action[0] not in ("push", "dense") else None
             if action[0] in ("push", "dense"):
-                number = engine.model.version + 1
-                segment = sparse_push(engine.span, 0.3, action[3])
-                if engine.run.state is not RunState.FINISHED:
-                    engine.leases.join(ANNA)
-                    perform_step(engine, number + 1000, segment)
-            seen[engine.model.version] = bits(theta(engine))
+                number = shard.model.version + 1
+                segment = sparse_push(shard.span, 0.3, action[3])
+                if shard.run.state is not RunState.FINISHED:
+                    shard.leases.join(ANNA)
+                    perform_step(shard, number + 1000, segment)
+            seen[shard.model.version] = bits(theta(shard))
         copy = after_a_crash(directory)
     newest = max((copy / "shard-0-of-1" / "journal").glob("*.journal"))
     data = newest.read_bytes()
@@ -227,8 +225,8 @@ def test_a_journal_cut_anywhere_gives_the_model_at_some_version_that_was(script,
         assert seen[again.model.version] == bits(theta(again))
 
 
-def perform_step(engine, step, segment):
-    send(engine, step, segment, base=engine.model.version)
+def perform_step(shard, step, segment):
+    send(shard, step, segment, base=shard.model.version)
 
 
 @pytest.fixture
@@ -237,9 +235,9 @@ def directory(tmp_path):
 
 
 def test_a_repeat_after_the_restart_gets_the_first_answer_and_is_not_applied_again(directory):
-    with Shard(directory) as engine:
-        begin(engine)
-        first, _ = send(engine, 1, sparse_push(engine.span, 0.5, 1))
+    with Shard(directory) as shard:
+        begin(shard)
+        first, _ = send(shard, 1, sparse_push(shard.span, 0.5, 1))
         with Shard(after_a_crash(directory)) as again:
             before = bits(theta(again))
             answer, repeated = send(again, 1, sparse_push(again.span, 0.5, 1))
@@ -249,24 +247,24 @@ def test_a_repeat_after_the_restart_gets_the_first_answer_and_is_not_applied_aga
 
 
 def test_a_worker_gets_a_sparse_difference_after_the_restart_even_across_a_snapshot(directory):
-    with Shard(directory, ledger_multiple=4.0) as engine:
-        begin(engine)
+    with Shard(directory, ledger_multiple=4.0) as shard:
+        begin(shard)
         for step in range(1, 7):
-            send(engine, step, sparse_push(engine.span, 0.05, step))
+            send(shard, step, sparse_push(shard.span, 0.05, step))
             if step == 4:
-                engine.durability.take()
+                shard.durability.take()
         with Shard(after_a_crash(directory), ledger_multiple=4.0) as again:
             for base in range(7):
-                ours, theirs = pull(engine, base=base), pull(again, base=base)
+                ours, theirs = pull(shard, base=base), pull(again, base=base)
                 assert [bits(s.values) for s in ours.segments] == [bits(s.values) for s in theirs.segments]
                 assert theirs.density < 0.4
 
 
 def test_stopping_leaves_a_snapshot_and_the_same_history(directory):
-    with Shard(directory) as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        generation, before = present(engine), bits(theta(engine))
+    with Shard(directory) as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
+        generation, before = present(shard), bits(theta(shard))
     with Shard(directory) as again:
         assert (present(again), bits(theta(again))) == (generation, before)
         assert again.model.version == 1
@@ -274,11 +272,11 @@ def test_stopping_leaves_a_snapshot_and_the_same_history(directory):
 
 @pytest.mark.parametrize("durability", ["journal", "snapshot"])
 def test_a_new_history_begins_where_versions_that_workers_saw_may_be_gone(durability, directory, monkeypatch):
-    with Shard(directory, durability=durability, fsync="interval") as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+    with Shard(directory, durability=durability, fsync="interval") as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
         copy = after_a_crash(directory)
-        generation = present(engine)
+        generation = present(shard)
     monkeypatch.setattr("psservice.storage.files.Files.boot_id", lambda _: "another")  # power was cut
     with Shard(copy, durability=durability) as again:
         assert present(again) != generation
@@ -290,23 +288,23 @@ def test_a_new_history_begins_where_versions_that_workers_saw_may_be_gone(durabi
 
 
 def test_with_fsync_always_a_power_cut_keeps_the_history(directory, monkeypatch):
-    with Shard(directory, fsync="always") as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        copy, generation, before = after_a_crash(directory), present(engine), bits(theta(engine))
+    with Shard(directory, fsync="always") as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
+        copy, generation, before = after_a_crash(directory), present(shard), bits(theta(shard))
     monkeypatch.setattr("psservice.storage.files.Files.boot_id", lambda _: "another")
     with Shard(copy, fsync="always") as again:
         assert (present(again), bits(theta(again))) == (generation, before)
 
 
 def test_damage_is_refused_with_file_and_offset_unless_told_to_go_back(directory, caplog):
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
         kept = {}
         for step in range(1, 6):
-            send(engine, step, sparse_push(engine.span, 0.5, step))
-            kept[step] = bits(theta(engine))
-        copy, generation = after_a_crash(directory), present(engine)
+            send(shard, step, sparse_push(shard.span, 0.5, step))
+            kept[step] = bits(theta(shard))
+        copy, generation = after_a_crash(directory), present(shard)
     journal = copy / "shard-0-of-1" / "journal"
     path = segment_path(journal, segment_numbers(DISK, journal)[-1])
     data = bytearray(path.read_bytes())
@@ -331,23 +329,23 @@ def test_damage_is_refused_with_file_and_offset_unless_told_to_go_back(directory
 
 
 def test_a_damaged_newest_snapshot_costs_nothing(directory):
-    with Shard(directory) as engine:
-        begin(engine)
-        send(engine, 1, sparse_push(engine.span, 0.5, 1))
-        newest = engine.durability.take().path
-        send(engine, 2, sparse_push(engine.span, 0.5, 2))
+    with Shard(directory) as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
+        newest = shard.durability.take().path
+        send(shard, 2, sparse_push(shard.span, 0.5, 2))
         copy = after_a_crash(directory)
         tensors = copy / newest.relative_to(directory) / "state.safetensors"
         data = bytearray(tensors.read_bytes())
         data[-1] ^= 1
         tensors.write_bytes(data)
         with Shard(copy) as again:
-            assert_same(again, engine)
+            assert_same(again, shard)
 
 
 def test_where_no_snapshot_is_whole_the_server_says_so(directory):
-    with Shard(directory) as engine:
-        begin(engine)
+    with Shard(directory) as shard:
+        begin(shard)
     for tensors in directory.glob("*/snapshots/*/state.safetensors"):
         tensors.write_bytes(b"")
     with pytest.raises(StorageError, match="no snapshot"):
@@ -355,8 +353,8 @@ def test_where_no_snapshot_is_whole_the_server_says_so(directory):
 
 
 def test_a_directory_of_another_run_or_shard_is_refused(directory):
-    with Shard(directory, run_id="one") as engine:
-        begin(engine)
+    with Shard(directory, run_id="one") as shard:
+        begin(shard)
     with pytest.raises(StorageError, match="'one'"):
         Shard(directory, run_id="two")
     (directory / "shard-0-of-1").rename(directory / "shard-0-of-2")
@@ -399,46 +397,46 @@ def test_a_full_disk_refuses_pushes_until_there_is_room_and_changes_nothing(dire
 
 
 def test_an_upload_that_cannot_be_kept_is_not_taken(directory, monkeypatch):
-    with Shard(directory) as engine:
-        generation = join(engine, LAYOUT, ANNA).generation
+    with Shard(directory) as shard:
+        generation = join(shard, LAYOUT, ANNA).generation
 
         def full(*_):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched:
             patched.setattr("psservice.storage.files.save", full)
-            assert reason_of(upload, engine, values(), ANNA, generation, buffers=START) is ErrorCode.NOT_DURABLE
-        assert engine.model is None
-        upload(engine, values(), ANNA, generation, buffers=START)
-        assert engine.model is not None
+            assert reason_of(upload, shard, values(), ANNA, generation, buffers=START) is ErrorCode.NOT_DURABLE
+        assert shard.model is None
+        upload(shard, values(), ANNA, generation, buffers=START)
+        assert shard.model is not None
 
 
 def test_old_snapshots_go_and_the_journal_with_them(directory):
-    with Shard(directory, keep_snapshots=2) as engine:
-        begin(engine)
+    with Shard(directory, keep_snapshots=2) as shard:
+        begin(shard)
         for step in range(1, 6):
-            send(engine, step, sparse_push(engine.span, 0.5, step))
-            engine.durability.take()
+            send(shard, step, sparse_push(shard.span, 0.5, step))
+            shard.durability.take()
         kept = sorted(path.name for path in (directory / "shard-0-of-1" / "snapshots").iterdir())
         assert [name.split("-v")[1] for name in kept] == ["4", "5"]
         assert segment_numbers(DISK, directory / "shard-0-of-1" / "journal")[0] == int(kept[0].split("-")[0])
 
 
 def test_a_long_journal_is_cut_by_a_snapshot_before_its_time(directory):
-    with Shard(directory, journal_bytes=1 << 20) as engine:
-        begin(engine)
-        first = engine.durability.last_snapshot
-        everything = SparseSlice(engine.span, None, values())
+    with Shard(directory, journal_bytes=1 << 20) as shard:
+        begin(shard)
+        first = shard.durability.last_snapshot
+        everything = SparseSlice(shard.span, None, values())
         for step in range(1, 3000):
-            send(engine, step, everything)
-        wait_until(lambda: engine.durability.last_snapshot is not first)
-        assert engine.durability.last_snapshot.manifest.version > 1000
+            send(shard, step, everything)
+        wait_until(lambda: shard.durability.last_snapshot is not first)
+        assert shard.durability.last_snapshot.manifest.version > 1000
 
 
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    engine = open_shard(ServerSettings(lease_seconds=HOUR), torch.device("cpu"), Metrics())
-    begin(engine)
-    push(engine, 1, {0: 1.0})
-    engine.close()
+    shard = open_shard(ServerSettings(lease_seconds=HOUR), torch.device("cpu"), Metrics())
+    begin(shard)
+    push(shard, 1, {0: 1.0})
+    shard.close()
     assert not list(tmp_path.iterdir())

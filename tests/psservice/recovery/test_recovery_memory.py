@@ -9,9 +9,9 @@ import torch
 
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from tests.psservice.engine_makers import ANNA, join, upload
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, send
 from tests.psservice.service_makers import F32, layout_of, sparse_push
+from tests.psservice.shard_makers import ANNA, join, upload
 
 LAYOUT = layout_of((400_000, F32))
 PUSHES, DENSITY = 300, 0.5

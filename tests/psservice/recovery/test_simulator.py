@@ -26,10 +26,10 @@ from psservice.shard.model_install import roll_back
 from psservice.storage.environment import Environment
 from psservice.storage.files import StorageError
 from psservice.types import Identity
-from tests.psservice.engine_makers import join, present, pull, upload
 from tests.psservice.recovery.memory_disk import Crash, Handle, MemoryDisk
 from tests.psservice.recovery.test_recovery import send
 from tests.psservice.service_makers import F32, bits, layout_of
+from tests.psservice.shard_makers import join, present, pull, upload
 
 HISTORIES = int(os.environ.get("SIMULATOR_HISTORIES", "60"))
 FIRST_SEED = int(os.environ.get("SIMULATOR_SEED", "0"))
@@ -379,8 +379,8 @@ class Simulator:
 METRICS = Metrics()
 
 
-def force(engine):
-    engine.durability.events.journal.force()
+def force(shard):
+    shard.durability.events.journal.force()
 
 
 @pytest.fixture

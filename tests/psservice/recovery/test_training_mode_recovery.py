@@ -13,9 +13,9 @@ from pscore.wire.errors import Rejected
 from psservice.recovery.past_model import replay_shards
 from psservice.shard.join import leave
 from psservice.shard.model_install import roll_back
-from tests.psservice.engine_makers import ANNA, BERT, UPLOAD, join, theta, upload
 from tests.psservice.recovery.test_recovery import LAYOUT, START, Shard, after_a_crash, send, values
 from tests.psservice.service_makers import bits, sparse_push
+from tests.psservice.shard_makers import ANNA, BERT, UPLOAD, join, theta, upload
 
 ADAM = {"update": "torch", "optimizer": json.dumps({"name": "Adam", "options": {"lr": 0.01}})}
 RMSPROP = {
@@ -52,38 +52,38 @@ scripts = st.lists(
 )
 
 
-def begin_regime(engine, method_settings):
+def begin_regime(shard, method_settings):
     for who in (ANNA, BERT):
-        outcome = join(engine, LAYOUT, who, "some", method_settings)
+        outcome = join(shard, LAYOUT, who, "some", method_settings)
         if outcome.state == UPLOAD:
-            upload(engine, values(), who, outcome.generation, buffers=START)
+            upload(shard, values(), who, outcome.generation, buffers=START)
 
 
-def play(engine, script, method_settings, steps):
+def play(shard, script, method_settings, steps):
     """Do a script; pushes may be stale, and come twice in a round."""
     for action, number, seed in script:
         who = (ANNA, BERT)[number]
         try:
             if action == "snapshot":
-                engine.durability.take()
+                shard.durability.take()
             elif action == "leave":
-                leave(engine, who)
+                leave(shard, who)
             elif action == "join":
-                join(engine, LAYOUT, who, "some", method_settings)
+                join(shard, LAYOUT, who, "some", method_settings)
             else:
                 steps[who] += 1
                 segment = {
-                    "sparse": lambda seed=seed: sparse_push(engine.span, 0.3, seed),
-                    "dense": lambda seed=seed: SparseSlice(engine.span, None, values(seed)),
+                    "sparse": lambda seed=seed: sparse_push(shard.span, 0.3, seed),
+                    "dense": lambda seed=seed: SparseSlice(shard.span, None, values(seed)),
                     "empty": lambda: None,
                     "huge": lambda: SparseSlice(
-                        engine.span, torch.tensor([3]), torch.tensor([-3e38])
+                        shard.span, torch.tensor([3]), torch.tensor([-3e38])
                     ),  # refused, or soon
                 }[action]()
-                stale = 0 if engine.model.round is not None else seed % 3
-                base = max(0, engine.model.version - stale)
+                stale = 0 if shard.model.round is not None else seed % 3
+                base = max(0, shard.model.version - stale)
                 rates = [] if seed % 2 or "update" not in method_settings else [seed / 700]
-                send(engine, steps[who], segment, who, base=base, samples=1 + seed, learning_rate=0.1, rates=rates)
+                send(shard, steps[who], segment, who, base=base, samples=1 + seed, learning_rate=0.1, rates=rates)
         except Rejected:
             pass
 
@@ -94,31 +94,31 @@ def play(engine, script, method_settings, steps):
 def test_the_next_server_goes_on_with_the_same_bits(name, script, after, tmp_path_factory):
     method_settings, options = REGIMES[name]
     directory = tmp_path_factory.mktemp("data") / "live"
-    with Shard(directory, **options) as engine:
-        begin_regime(engine, method_settings)
+    with Shard(directory, **options) as shard:
+        begin_regime(shard, method_settings)
         steps = {ANNA: 0, BERT: 0}
-        play(engine, script, method_settings, steps)
+        play(shard, script, method_settings, steps)
         with Shard(after_a_crash(directory), **options) as again:
-            assert bits(theta(again)) == bits(theta(engine))
-            assert again.model.version == engine.model.version
-            if engine.model.round is not None:
-                assert again.model.round.contributors == engine.model.round.contributors
+            assert bits(theta(again)) == bits(theta(shard))
+            assert again.model.version == shard.model.version
+            if shard.model.round is not None:
+                assert again.model.round.contributors == shard.model.round.contributors
             if options.get("rescale_speed"):
                 return  # times between pushes are measured anew
             later = [action for action in after if action[0] != "snapshot"]
             play(again, later, method_settings, dict(steps))
-            play(engine, later, method_settings, dict(steps))
-            assert bits(theta(again)) == bits(theta(engine))
+            play(shard, later, method_settings, dict(steps))
+            assert bits(theta(again)) == bits(theta(shard))
 
 
 @pytest.mark.parametrize("method_settings", [{}, ADAM, ADAM | ROUNDS], ids=["subtract", "adam", "rounds"])
 def test_a_push_with_rates_for_other_groups_is_refused_and_changes_nothing(method_settings, tmp_path):
-    with Shard(tmp_path / "live") as engine:
-        begin_regime(engine, method_settings)
-        before = bits(theta(engine))
+    with Shard(tmp_path / "live") as shard:
+        begin_regime(shard, method_settings)
+        before = bits(theta(shard))
         with pytest.raises(Rejected, match="group_rates"):
-            send(engine, 1, SparseSlice(engine.span, None, values(1)), rates=[0.1, 0.2])
-        assert bits(theta(engine)) == before
+            send(shard, 1, SparseSlice(shard.span, None, values(1)), rates=[0.1, 0.2])
+        assert bits(theta(shard)) == before
         with Shard(after_a_crash(tmp_path / "live")) as again:
             assert (bits(theta(again)), again.model.version) == (before, 0)
 
@@ -129,23 +129,23 @@ def test_a_rollback_takes_the_memory_back_too(name, tmp_path):
     first = [("sparse", 0, 1), ("dense", 1, 2), ("sparse", 0, 3), ("sparse", 1, 4)]
     later = [("sparse", 0, 5), ("dense", 1, 6), ("sparse", 0, 7), ("sparse", 1, 8)]
     steps = {ANNA: 0, BERT: 0}
-    with Shard(tmp_path / "live", **options) as engine:
-        begin_regime(engine, method_settings)
-        play(engine, first, method_settings, steps)
-        at = engine.model.version
-        play(engine, later, method_settings, steps)
-        once = bits(theta(engine))
-        roll_back(engine, at, "")
-        assert engine.model.version == at
-        play(engine, later, method_settings, steps)
-        assert bits(theta(engine)) == once
+    with Shard(tmp_path / "live", **options) as shard:
+        begin_regime(shard, method_settings)
+        play(shard, first, method_settings, steps)
+        at = shard.model.version
+        play(shard, later, method_settings, steps)
+        once = bits(theta(shard))
+        roll_back(shard, at, "")
+        assert shard.model.version == at
+        play(shard, later, method_settings, steps)
+        assert bits(theta(shard)) == once
 
 
 def test_an_acknowledged_contribution_is_still_in_the_round_after_a_crash(tmp_path):
-    with Shard(tmp_path / "live") as engine:
-        begin_regime(engine, ROUNDS)
-        answer, _ = send(engine, 1, SparseSlice(engine.span, None, values(1)), ANNA)
-        assert (answer.version, engine.model.version) == (1, 0)
+    with Shard(tmp_path / "live") as shard:
+        begin_regime(shard, ROUNDS)
+        answer, _ = send(shard, 1, SparseSlice(shard.span, None, values(1)), ANNA)
+        assert (answer.version, shard.model.version) == (1, 0)
         with Shard(after_a_crash(tmp_path / "live")) as again:
             _, repeated = send(again, 1, SparseSlice(again.span, None, values(1)), ANNA)
             assert repeated
@@ -155,26 +155,26 @@ def test_an_acknowledged_contribution_is_still_in_the_round_after_a_crash(tmp_pa
 
 
 def test_going_back_drops_the_open_round_so_that_nobody_waits_for_a_repeat(tmp_path):
-    with Shard(tmp_path) as engine:
-        begin_regime(engine, ROUNDS)
-        send(engine, 1, SparseSlice(engine.span, None, values(1)), ANNA, base=0, samples=1, learning_rate=0.1)
-        assert engine.model.round.contributors == {ANNA.worker_id}
-        checkpoint = engine.durability.take_asked("").manifest.checkpoint
-        before = theta(engine).clone()
-        roll_back(engine, None, checkpoint)
-        assert engine.model.round.contributors == set()
-        assert torch.equal(theta(engine), before)
+    with Shard(tmp_path) as shard:
+        begin_regime(shard, ROUNDS)
+        send(shard, 1, SparseSlice(shard.span, None, values(1)), ANNA, base=0, samples=1, learning_rate=0.1)
+        assert shard.model.round.contributors == {ANNA.worker_id}
+        checkpoint = shard.durability.take_asked("").manifest.checkpoint
+        before = theta(shard).clone()
+        roll_back(shard, None, checkpoint)
+        assert shard.model.round.contributors == set()
+        assert torch.equal(theta(shard), before)
 
 
 def test_nobody_waits_for_one_whose_contribution_was_dropped_by_going_back(tmp_path):
     """Bert's part reached this shard before it went back and another one after: he waits there, and not here."""
-    with Shard(tmp_path / "live") as engine:
-        begin_regime(engine, ROUNDS)
-        checkpoint = engine.durability.take_asked("").manifest.checkpoint
-        send(engine, 1, SparseSlice(engine.span, None, values(1)), BERT)
-        roll_back(engine, None, checkpoint)
+    with Shard(tmp_path / "live") as shard:
+        begin_regime(shard, ROUNDS)
+        checkpoint = shard.durability.take_asked("").manifest.checkpoint
+        send(shard, 1, SparseSlice(shard.span, None, values(1)), BERT)
+        roll_back(shard, None, checkpoint)
         with Shard(after_a_crash(tmp_path / "live")) as again:
-            for one in (engine, again):
+            for one in (shard, again):
                 send(one, 1, SparseSlice(one.span, None, values(2)), ANNA)
                 assert one.model.version == 1
                 send(one, 2, SparseSlice(one.span, None, values(3)), ANNA, base=1)
@@ -186,15 +186,15 @@ def test_nobody_waits_for_one_whose_contribution_was_dropped_by_going_back(tmp_p
 
 
 def test_the_same_version_after_going_back_is_another_checkpoint(tmp_path):
-    with Shard(tmp_path) as engine:
-        begin_regime(engine, ROUNDS)
-        first = engine.durability.take_asked("").manifest.checkpoint
-        roll_back(engine, None, first)
-        second = engine.durability.take_asked("").manifest.checkpoint
+    with Shard(tmp_path) as shard:
+        begin_regime(shard, ROUNDS)
+        first = shard.durability.take_asked("").manifest.checkpoint
+        roll_back(shard, None, first)
+        second = shard.durability.take_asked("").manifest.checkpoint
         assert first != second
         assert first.startswith("e1-v0-")
         assert second.startswith("e1-v0-")
-        roll_back(engine, None, first)
+        roll_back(shard, None, first)
 
 
 @pytest.mark.parametrize("other", [0.0, 0.25, 0.5])
@@ -203,10 +203,10 @@ def test_what_compensation_has_made_is_the_same_under_another_setting(name, othe
     method_settings, options = REGIMES[name]
     script = [("sparse", number % 2, 3 * number + 2) for number in range(8)]
     steps = {ANNA: 0, BERT: 0}
-    with Shard(tmp_path / "live", **options) as engine:
-        begin_regime(engine, method_settings)
-        play(engine, script, method_settings, steps)
-        made, copy = bits(theta(engine)), after_a_crash(tmp_path / "live")
+    with Shard(tmp_path / "live", **options) as shard:
+        begin_regime(shard, method_settings)
+        play(shard, script, method_settings, steps)
+        made, copy = bits(theta(shard)), after_a_crash(tmp_path / "live")
     (history,) = replay_shards(copy)
     assert bits(history.model.current()) == made
     with Shard(copy, delay_compensation=other, ledger_multiple=0.5) as again:

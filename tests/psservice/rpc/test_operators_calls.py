@@ -19,13 +19,14 @@ from psservice.shard.model_install import open_upload
 from psservice.shard.push import check_push
 from psservice.types import Identity
 from tests.hostile.service import Ended, called
-from tests.psservice.engine_makers import (
+from tests.psservice.service_makers import F32, layout_of
+from tests.psservice.shard_makers import (
     ANNA,
     BERT,
     HOUR,
-    engines,
     join,
     last_push,
+    open_shards,
     pull,
     push,
     reason_of,
@@ -33,23 +34,22 @@ from tests.psservice.engine_makers import (
     theta,
     with_clock,
 )
-from tests.psservice.service_makers import F32, layout_of
 
 LAYOUT = layout_of((6, F32), (4, F32))
 ONES = torch.ones(10)
 
 
 @pytest.fixture
-def engine():
-    with serving(LAYOUT, ONES) as engine:
-        yield engine
+def shard():
+    with serving(LAYOUT, ONES) as shard:
+        yield shard
 
 
-def calls_of(engine):
+def calls_of(shard):
     """The operators' calls, and what they have told the process."""
     told = []
-    handlers = handlers_of(OperatorCalls(engine, lambda: told.append("changed"), lambda: told.append("stop")))
-    return lambda rpc, request: called(engine, handlers[rpc], rpc, request)[0], told
+    handlers = handlers_of(OperatorCalls(shard, lambda: told.append("changed"), lambda: told.append("stop")))
+    return lambda rpc, request: called(shard, handlers[rpc], rpc, request)[0], told
 
 
 def test_a_door_counts_who_is_inside_and_lets_nobody_in_while_it_is_closed():
@@ -88,39 +88,39 @@ def test_nothing_comes_in_behind_a_count_that_has_reached_zero():
     assert [len(acted)] == counts
 
 
-def test_a_closed_shard_refuses_what_changes_it_and_answers_the_rest(engine):
-    push(engine, 1, {0: 1.0})
-    call, told = calls_of(engine)
+def test_a_closed_shard_refuses_what_changes_it_and_answers_the_rest(shard):
+    push(shard, 1, {0: 1.0})
+    call, told = calls_of(shard)
     answer = call("Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_CLOSE))
     assert (answer.draining, answer.calls_inside, answer.version, answer.stopping) == (True, 0, 1, False)
     assert told == ["changed"]
     wish = SampleRequest("train", Plan(10, 0, False), 0, 3, {})
     for refused in (
-        lambda: check_push(engine, ANNA, 2),
-        lambda: join(engine, LAYOUT, BERT),
-        lambda: lease_samples(engine, ANNA, wish),
-        lambda: open_upload(engine, ANNA, 1, 0),
-        lambda: open_exchange(engine, ANNA, 1),
+        lambda: check_push(shard, ANNA, 2),
+        lambda: join(shard, LAYOUT, BERT),
+        lambda: lease_samples(shard, ANNA, wish),
+        lambda: open_upload(shard, ANNA, 1, 0),
+        lambda: open_exchange(shard, ANNA, 1),
     ):
         assert reason_of(refused) is ErrorCode.DRAINING
-    assert pull(engine, base=0).version == 1
-    engine.leases.require(ANNA)
+    assert pull(shard, base=0).version == 1
+    shard.leases.require(ANNA)
     call("Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN))
-    check_push(engine, ANNA, 2)
-    assert push(engine, 2)[0].version == 2
+    check_push(shard, ANNA, 2)
+    assert push(shard, 2)[0].version == 2
 
 
-def test_a_push_that_was_inside_when_the_door_closed_is_applied(engine):
-    check_push(engine, ANNA, 1)
-    engine.drain_gate.is_closed = True
-    assert push(engine, 1, {0: 1.0})[0].version == 1
-    assert theta(engine)[0] == 0.0
+def test_a_push_that_was_inside_when_the_door_closed_is_applied(shard):
+    check_push(shard, ANNA, 1)
+    shard.drain_gate.is_closed = True
+    assert push(shard, 1, {0: 1.0})[0].version == 1
+    assert theta(shard)[0] == 0.0
 
 
-def test_the_process_is_stopped_when_nothing_is_under_way_and_not_before(engine):
-    call, told = calls_of(engine)
+def test_the_process_is_stopped_when_nothing_is_under_way_and_not_before(shard):
+    call, told = calls_of(shard)
     stop = pb.DrainRequest(action=pb.DRAIN_ACTION_STOP)
-    with engine.drain_gate.track():
+    with shard.drain_gate.track():
         assert not call("Drain", stop).stopping
     assert told == ["changed"]
     assert call("Drain", stop).stopping
@@ -128,86 +128,86 @@ def test_the_process_is_stopped_when_nothing_is_under_way_and_not_before(engine)
 
 
 @pytest.mark.parametrize("action", [0, 4, 1000])
-def test_an_unknown_action_changes_nothing(action, engine):
-    call, told = calls_of(engine)
+def test_an_unknown_action_changes_nothing(action, shard):
+    call, told = calls_of(shard)
     with pytest.raises(Ended, match="INVALID_ARGUMENT"):
         call("Drain", pb.DrainRequest(action=action))
-    assert (engine.drain_gate.is_closed, told) == (False, [])
+    assert (shard.drain_gate.is_closed, told) == (False, [])
 
 
-def test_an_evicted_worker_has_lost_its_lease_and_not_its_record(engine):
-    first, _ = push(engine, 1, {0: 1.0})
-    assert evict(engine, "anna", 0.0).identity == ANNA
-    assert reason_of(push, engine, 2, {0: 1.0}) is ErrorCode.LEASE_EXPIRED
-    assert last_push(join(engine, LAYOUT, ANNA)) == ("1", 1)
-    assert push(engine, 1, {0: 1.0}) == (first, True), "a repeat is answered, not applied"
-    assert push(engine, 2, {0: 1.0})[0].version == 2
+def test_an_evicted_worker_has_lost_its_lease_and_not_its_record(shard):
+    first, _ = push(shard, 1, {0: 1.0})
+    assert evict(shard, "anna", 0.0).identity == ANNA
+    assert reason_of(push, shard, 2, {0: 1.0}) is ErrorCode.LEASE_EXPIRED
+    assert last_push(join(shard, LAYOUT, ANNA)) == ("1", 1)
+    assert push(shard, 1, {0: 1.0}) == (first, True), "a repeat is answered, not applied"
+    assert push(shard, 2, {0: 1.0})[0].version == 2
 
 
-def test_a_push_that_waits_for_the_writer_is_refused_behind_an_eviction(engine, monkeypatch):
-    before = theta(engine)
+def test_a_push_that_waits_for_the_writer_is_refused_behind_an_eviction(shard, monkeypatch):
+    before = theta(shard)
     run = ApplyThread.run
 
     def evict_first(writer, job):
         monkeypatch.setattr(ApplyThread, "run", run)
-        evict(engine, "anna", 60.0)
+        evict(shard, "anna", 60.0)
         return run(writer, job)
 
     monkeypatch.setattr(ApplyThread, "run", evict_first)
-    assert reason_of(push, engine, 1, {0: 1.0}) is ErrorCode.EVICTED
-    assert torch.equal(theta(engine), before)
+    assert reason_of(push, shard, 1, {0: 1.0}) is ErrorCode.EVICTED
+    assert torch.equal(theta(shard), before)
 
 
-def test_a_ban_is_on_the_name_and_ends_by_itself_or_by_another_call(engine):
-    clock = with_clock(engine)
-    evict(engine, "anna", 60.0)
+def test_a_ban_is_on_the_name_and_ends_by_itself_or_by_another_call(shard):
+    clock = with_clock(shard)
+    evict(shard, "anna", 60.0)
     for who in (ANNA, Identity("anna", "2")):
-        assert reason_of(join, engine, LAYOUT, who) is ErrorCode.EVICTED
-    assert reason_of(engine.leases.require, ANNA) is ErrorCode.EVICTED
-    join(engine, LAYOUT, BERT)
+        assert reason_of(join, shard, LAYOUT, who) is ErrorCode.EVICTED
+    assert reason_of(shard.leases.require, ANNA) is ErrorCode.EVICTED
+    join(shard, LAYOUT, BERT)
     clock.now = 59.0
     with pytest.raises(Rejected) as told:
-        join(engine, LAYOUT, ANNA)
+        join(shard, LAYOUT, ANNA)
     assert told.value.retry_seconds == pytest.approx(1.0)
     clock.now = 60.0
-    join(engine, LAYOUT, ANNA)
-    evict(engine, "anna", 60.0)
-    assert evict(engine, "anna", 0.0) is None, "it held no lease, and is let in"
-    join(engine, LAYOUT, ANNA)
+    join(shard, LAYOUT, ANNA)
+    evict(shard, "anna", 60.0)
+    assert evict(shard, "anna", 0.0) is None, "it held no lease, and is let in"
+    join(shard, LAYOUT, ANNA)
 
 
-def test_samples_of_an_evicted_worker_are_handed_to_others(engine):
+def test_samples_of_an_evicted_worker_are_handed_to_others(shard):
     wish = SampleRequest("train", Plan(4, 0, False), 0, 4, {})
-    held = lease_samples(engine, ANNA, wish).granted
-    join(engine, LAYOUT, BERT)
-    evict(engine, "anna", HOUR)
-    assert lease_samples(engine, BERT, wish).granted == held
+    held = lease_samples(shard, ANNA, wish).granted
+    join(shard, LAYOUT, BERT)
+    evict(shard, "anna", HOUR)
+    assert lease_samples(shard, BERT, wish).granted == held
 
 
-def test_nobody_of_that_name_is_told(engine):
-    assert reason_of(evict, engine, "nobody", 0.0) is ErrorCode.NO_SUCH_WORKER
-    assert engine.leases.evicted() == {}
+def test_nobody_of_that_name_is_told(shard):
+    assert reason_of(evict, shard, "nobody", 0.0) is ErrorCode.NO_SUCH_WORKER
+    assert shard.leases.evicted() == {}
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, 8 * 24 * HOUR])
-def test_a_time_that_makes_no_sense_evicts_nobody(seconds, engine):
-    call, _ = calls_of(engine)
+def test_a_time_that_makes_no_sense_evicts_nobody(seconds, shard):
+    call, _ = calls_of(shard)
     with pytest.raises(Ended, match="INVALID_ARGUMENT"):
         call("EvictWorker", pb.EvictWorkerRequest(worker_id="anna", ban_seconds=seconds))
-    engine.leases.require(ANNA)
+    shard.leases.require(ANNA)
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 257])
-def test_a_name_that_is_none_evicts_nobody(name, engine):
-    call, _ = calls_of(engine)
+def test_a_name_that_is_none_evicts_nobody(name, shard):
+    call, _ = calls_of(shard)
     with pytest.raises(Ended, match="INVALID_ARGUMENT"):
         call("EvictWorker", pb.EvictWorkerRequest(worker_id=name))
 
 
 def test_an_eviction_is_remembered_by_the_journal(tmp_path):
-    with serving(LAYOUT, ONES, data_dir=tmp_path) as engine:
-        push(engine, 1, {0: 1.0})
-        evict(engine, "anna", 60.0)
-    with engines(data_dir=tmp_path) as (engine,):
-        assert len(engine.leases) == 0
-        assert last_push(join(engine, LAYOUT, ANNA)) == ("1", 1), "who was kept out is forgotten, what it pushed is not"
+    with serving(LAYOUT, ONES, data_dir=tmp_path) as shard:
+        push(shard, 1, {0: 1.0})
+        evict(shard, "anna", 60.0)
+    with open_shards(data_dir=tmp_path) as (shard,):
+        assert len(shard.leases) == 0
+        assert last_push(join(shard, LAYOUT, ANNA)) == ("1", 1), "who was kept out is forgotten, what it pushed is not"

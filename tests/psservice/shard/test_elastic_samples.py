@@ -15,7 +15,9 @@ from psservice.shard.model_install import roll_back
 from psservice.shard.push import commit
 from psservice.types import Identity
 from psservice.wire.push_stream import read_all, read_push
-from tests.psservice.engine_makers import (
+from tests.psservice.recovery.test_recovery import Shard, after_a_crash, begin, stream
+from tests.psservice.service_makers import F32, layout_of
+from tests.psservice.shard_makers import (
     ANNA,
     BERT,
     HOUR,
@@ -27,8 +29,6 @@ from tests.psservice.engine_makers import (
     serving_shards,
     with_clock,
 )
-from tests.psservice.recovery.test_recovery import Shard, after_a_crash, begin, stream
-from tests.psservice.service_makers import F32, layout_of
 
 LAYOUT = layout_of((50, F32))
 SIZE = 40

@@ -5,9 +5,9 @@ import pytest
 from psservice.cluster.dedup import MOST_RECORDS, RECORD_SECONDS
 from psservice.shard.join import leave
 from psservice.types import Identity
-from tests.psservice.engine_makers import ANNA, join, present, push, with_clock
 from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash, begin, send
 from tests.psservice.service_makers import sparse_push
+from tests.psservice.shard_makers import ANNA, join, present, push, with_clock
 
 
 @pytest.fixture

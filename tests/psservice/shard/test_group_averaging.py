@@ -14,14 +14,16 @@ from psservice.shard.lifecycle import finish
 from psservice.shard.model_install import roll_back
 from psservice.shard.push import check_push
 from psservice.types import Identity
-from tests.psservice.engine_makers import (
+from tests.psservice.recovery.test_recovery import Shard, after_a_crash, send
+from tests.psservice.service_makers import F32, bits, layout_of, sparse_push
+from tests.psservice.shard_makers import (
     ANNA,
     BERT,
     HOUR,
     Clock,
-    engines,
     full,
     join,
+    open_shards,
     present,
     pull,
     push,
@@ -30,8 +32,6 @@ from tests.psservice.engine_makers import (
     upload,
     with_clock,
 )
-from tests.psservice.recovery.test_recovery import Shard, after_a_crash, send
-from tests.psservice.service_makers import F32, bits, layout_of, sparse_push
 
 LAYOUT = layout_of((6, F32), (4, F32))
 CARL = Identity("carl", "1")
@@ -98,7 +98,7 @@ class Site:
 
 @pytest.fixture
 def site():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         yield Site(shard)
 
 
@@ -118,7 +118,7 @@ def steady(site, workers, steps):
 
 
 def test_alone_a_worker_trains_its_own_model_which_is_the_model():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         site = Site(shard, workers=(ANNA,))
         expected = values()
         for step in range(1, 9):
@@ -248,7 +248,7 @@ def test_the_end_gives_everybody_the_model(site):
 
 
 def test_a_push_that_is_refused_changes_nothing_and_its_step_stays_free():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         site = Site(shard, workers=(ANNA,))
         site.push(ANNA, 0, entries={0: -3.4e38})
         site.pull(ANNA)
@@ -261,7 +261,7 @@ def test_a_push_that_is_refused_changes_nothing_and_its_step_stays_free():
 
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_shards_decide_by_themselves_and_alike_where_all_are_on_time(num_shards):
-    with engines() as (whole,), engines(num_shards) as parts:
+    with open_shards() as (whole,), open_shards(num_shards) as parts:
         sites = Site(whole), Site(*reversed(list(reversed(parts))))
         for step in range(9):
             for site in sites:
@@ -277,7 +277,7 @@ def test_shards_decide_by_themselves_and_alike_where_all_are_on_time(num_shards)
 
 
 def test_where_shards_freeze_different_sets_each_averages_over_its_own():
-    with engines(2) as shards:
+    with open_shards(2) as shards:
         site = Site(*shards)
         first, second = shards
         site.push(ANNA, 1, first)

@@ -9,8 +9,8 @@ from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import layout_to_message
 from psservice.shard import join as joining
-from tests.psservice.engine_makers import ANNA, BERT, engines, join, serving
 from tests.psservice.service_makers import F32, layout_of
+from tests.psservice.shard_makers import ANNA, BERT, join, open_shards, serving
 
 LAYOUT = layout_of((6, F32), (4, F32), buffers=(TensorSpec("count", (), torch.int64),))
 
@@ -76,7 +76,7 @@ def test_a_fingerprint_that_is_not_the_models_is_refused(shard):
 
 def test_before_there_is_a_model_one_who_is_alone_brings_another():
     other = layout_of((5, F32))
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         join(shard, LAYOUT, ANNA)
         layouts = joining.JoinLayouts(shard)
         assert layouts.read(ANNA, layout_to_message(other)) == other

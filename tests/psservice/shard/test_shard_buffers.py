@@ -8,19 +8,19 @@ from pscore.model.layout import TensorSpec
 from pscore.wire.errors import ErrorCode
 from psservice.shard.buffers_and_samples import exchange_buffers
 from psservice.shard.join import leave
-from tests.psservice.engine_makers import (
+from tests.psservice.service_makers import F32, layout_of
+from tests.psservice.shard_makers import (
     ANNA,
     BERT,
-    engines,
     full,
     join,
+    open_shards,
     present,
     reason_of,
     serving,
     serving_shards,
     upload,
 )
-from tests.psservice.service_makers import F32, layout_of
 
 LAYOUT = layout_of((6, F32), (4, F32), buffers=(TensorSpec("mean", (3,), F32), TensorSpec("count", (), torch.int64)))
 ONES = torch.ones(10)
@@ -80,7 +80,7 @@ def test_the_other_shards_keep_none():
 
 
 def test_the_policy_none_keeps_none():
-    with engines(buffers="none") as (shard,):
+    with open_shards(buffers="none") as (shard,):
         upload(shard, ONES, ANNA, join(shard, LAYOUT).generation)
         assert reason_of(exchange, shard, ANNA, 1, 1, data(1)) is ErrorCode.BAD_REQUEST
 

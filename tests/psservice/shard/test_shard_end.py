@@ -8,12 +8,13 @@ from pscore.model.layout import TensorSpec
 from pscore.wire.errors import ErrorCode
 from psservice.cluster.run import RunState
 from psservice.shard.lifecycle import finish
-from tests.psservice.engine_makers import (
+from tests.psservice.service_makers import F32, layout_of
+from tests.psservice.shard_makers import (
     ANNA,
     BERT,
     READY,
-    engines,
     join,
+    open_shards,
     pull,
     push,
     reason_of,
@@ -21,7 +22,6 @@ from tests.psservice.engine_makers import (
     serving_shards,
     theta,
 )
-from tests.psservice.service_makers import F32, layout_of
 
 LAYOUT = layout_of((6, F32), (4, F32))
 WITH_BUFFERS = layout_of((6, F32), (4, F32), buffers=(TensorSpec("mean", (2,), F32),))
@@ -71,7 +71,7 @@ def test_finishing_twice_is_finishing_once(tmp_path):
 
 
 def test_there_is_no_end_without_a_model():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         assert reason_of(finish, shard) is ErrorCode.NOT_INITIALISED
 
 

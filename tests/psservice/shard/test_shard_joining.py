@@ -12,16 +12,17 @@ from psservice.model.reply_session import ReplyMode
 from psservice.shard.join import leave
 from psservice.shard.model_install import upload_progress
 from psservice.types import Identity
-from tests.psservice.engine_makers import (
+from tests.psservice.service_makers import BF16, F32, layout_of
+from tests.psservice.shard_makers import (
     ANNA,
     BERT,
     HOUR,
     READY,
     UPLOAD,
     WAIT,
-    engines,
     full,
     join,
+    open_shards,
     pull,
     push,
     reason_of,
@@ -30,7 +31,6 @@ from tests.psservice.engine_makers import (
     upload,
     with_clock,
 )
-from tests.psservice.service_makers import BF16, F32, layout_of
 
 LAYOUT = layout_of((6, F32), (4, BF16))
 OTHER = layout_of((6, F32), (5, BF16))
@@ -38,7 +38,7 @@ ONES, TWOS = torch.ones(10), torch.full((10,), 2.0)
 
 
 def test_the_first_uploads_and_the_others_wait_until_it_is_there():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         first, second = join(shard, LAYOUT, ANNA), join(shard, LAYOUT, BERT)
         assert (first.state, epoch(first.generation)) == (UPLOAD, 1)
         assert second.state == WAIT
@@ -51,7 +51,7 @@ def test_the_first_uploads_and_the_others_wait_until_it_is_there():
 
 @pytest.mark.parametrize("how", ["leaves", "expires"])
 def test_the_next_to_poll_uploads_when_the_holder(how):
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         clock = with_clock(shard)
         first = join(shard, LAYOUT, ANNA)
         if how == "leaves":
@@ -78,7 +78,7 @@ def half_sent(shard, clock):
 
 
 def test_who_has_sent_much_may_be_back_for_the_rest_as_long_as_sending_it_took():
-    with engines(stream_idle_seconds=10 * HOUR) as (shard,):
+    with open_shards(stream_idle_seconds=10 * HOUR) as (shard,):
         clock = with_clock(shard)
         generation = half_sent(shard, clock)
         clock.now += 2 * HOUR
@@ -93,7 +93,7 @@ def test_who_has_sent_much_may_be_back_for_the_rest_as_long_as_sending_it_took()
 
 
 def test_who_lives_and_sends_nothing_has_its_turn_no_longer():
-    with engines(stream_idle_seconds=HOUR / 2) as (shard,):
+    with open_shards(stream_idle_seconds=HOUR / 2) as (shard,):
         clock = with_clock(shard)
         half_sent(shard, clock)
         assert join(shard, LAYOUT, BERT).state == WAIT
@@ -104,7 +104,7 @@ def test_who_lives_and_sends_nothing_has_its_turn_no_longer():
 
 @pytest.mark.parametrize("shares", [(), (0.0, 0.5), (0.3, 0.5 + 1e-9)], ids=["asks", "falls and rises", "hardly rises"])
 def test_who_does_not_get_on_has_its_turn_no_longer_whatever_it_says(shares):
-    with engines(stream_idle_seconds=HOUR / 2) as (shard,):
+    with open_shards(stream_idle_seconds=HOUR / 2) as (shard,):
         clock = with_clock(shard)
         generation = half_sent(shard, clock)
         for _ in range(4):
@@ -118,7 +118,7 @@ def test_who_does_not_get_on_has_its_turn_no_longer_whatever_it_says(shares):
 
 
 def test_a_slow_first_uploader_cannot_overwrite_the_second_at_any_shard():
-    with engines(2) as (_, shard):
+    with open_shards(2) as (_, shard):
         for who in (ANNA, BERT):
             assert join(shard, LAYOUT, who).state == WAIT
         assert reason_of(upload, shard, ONES, ANNA, 0) is ErrorCode.STALE_GENERATION
@@ -131,7 +131,7 @@ def test_a_slow_first_uploader_cannot_overwrite_the_second_at_any_shard():
 
 
 def test_the_upload_counts_above_every_epoch_that_was_seen():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         first = join(shard, LAYOUT, ANNA, seen=full(41))
         assert epoch(first.generation) == 42
         assert join(shard, LAYOUT, ANNA, seen=full(7)).generation == first.generation
@@ -139,7 +139,7 @@ def test_the_upload_counts_above_every_epoch_that_was_seen():
 
 
 def test_who_has_filled_another_shard_goes_on_with_the_same_upload():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         generation = join(shard, LAYOUT, ANNA).generation
         assert join(shard, LAYOUT, ANNA, seen=generation).generation == generation
         assert epoch(join(shard, LAYOUT, ANNA, seen=generation ^ 1).generation) == 2, "another one's of this epoch"
@@ -147,7 +147,7 @@ def test_who_has_filled_another_shard_goes_on_with_the_same_upload():
 
 def test_two_histories_never_have_the_same_generation():
     def first_of_a_server():
-        with engines() as (shard,):
+        with open_shards() as (shard,):
             return join(shard, LAYOUT, ANNA).generation
 
     one, other = first_of_a_server(), first_of_a_server()
@@ -156,7 +156,7 @@ def test_two_histories_never_have_the_same_generation():
 
 
 def test_a_worker_with_a_replica_goes_before_one_with_fresh_weights():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         fresh = join(shard, LAYOUT, ANNA)
         replica = join(shard, LAYOUT, BERT, has_replica=True)
         assert replica.state == UPLOAD
@@ -168,14 +168,14 @@ def test_a_worker_with_a_replica_goes_before_one_with_fresh_weights():
 
 
 def test_without_a_lease_nothing_is_uploaded():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         generation = join(shard, LAYOUT, ANNA).generation
         leave(shard, ANNA)
         assert reason_of(upload, shard, ONES, ANNA, generation) is ErrorCode.LEASE_EXPIRED
 
 
 def test_a_new_upload_begins_another_history():
-    with engines(2) as (_, shard):
+    with open_shards(2) as (_, shard):
         join(shard, LAYOUT)
         upload(shard, ONES, ANNA, full(1))
         push(shard, 1)
@@ -186,7 +186,7 @@ def test_a_new_upload_begins_another_history():
 
 
 def test_a_new_upload_frees_every_image():
-    with engines(2, down_mode="topk") as (_, shard):
+    with open_shards(2, down_mode="topk") as (_, shard):
         join(shard, LAYOUT)
         upload(shard, ONES, ANNA, full(1))
         first = pull(shard)
@@ -200,7 +200,7 @@ def test_a_new_upload_frees_every_image():
 
 
 def test_a_model_smaller_than_the_number_of_shards_is_refused():
-    with engines(2) as shards:
+    with open_shards(2) as shards:
         for shard in shards:
             assert reason_of(join, shard, layout_of((1, F32))) is ErrorCode.BAD_REQUEST
             join(shard, layout_of((2, F32)))
@@ -216,7 +216,7 @@ def test_another_model_is_refused_by_tensor():
 
 
 def test_one_who_is_alone_before_any_upload_may_change_the_model():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         join(shard, OTHER, ANNA)
         leave(shard, ANNA)
         upload(shard, ONES, BERT, join(shard, LAYOUT, BERT, method="asgd").generation)
@@ -247,7 +247,7 @@ def write_init(path, state):
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_a_start_file_makes_every_shard_ready_at_the_first_join(tmp_path, num_shards):
     init = write_init(tmp_path / "start.safetensors", STATE)
-    with engines(num_shards, init=init) as shards:
+    with open_shards(num_shards, init=init) as shards:
         for shard in shards:
             outcome = join(shard, LAYOUT)
             assert (outcome.state, epoch(outcome.generation), outcome.version) == (READY, 1, 0)
@@ -256,21 +256,21 @@ def test_a_start_file_makes_every_shard_ready_at_the_first_join(tmp_path, num_sh
 
 @pytest.mark.parametrize("state", [{"t0": STATE["t0"]}, STATE | {"x": torch.ones(1)}, STATE | {"t1": torch.ones(5)}])
 def test_a_start_file_that_does_not_fit_is_refused(tmp_path, state):
-    with engines(init=write_init(tmp_path / "start.safetensors", state)) as (shard,):
+    with open_shards(init=write_init(tmp_path / "start.safetensors", state)) as (shard,):
         assert reason_of(join, shard, LAYOUT) is ErrorCode.FINGERPRINT_MISMATCH
 
 
 def test_a_start_file_without_the_buffers_is_refused_unless_there_are_to_be_none(tmp_path):
     init = write_init(tmp_path / "start.safetensors", STATE)
     layout = layout_of((6, F32), (4, BF16), buffers=(TensorSpec("mean", (2,), F32),))
-    with engines(init=init) as (shard,):
+    with open_shards(init=init) as (shard,):
         assert reason_of(join, shard, layout) is ErrorCode.FINGERPRINT_MISMATCH
-    with engines(init=init, buffers="none") as (shard,):
+    with open_shards(init=init, buffers="none") as (shard,):
         assert join(shard, layout).state == READY
 
 
 def test_a_join_that_is_refused_leaves_no_trace(tmp_path):
-    with engines(init=write_init(tmp_path / "start.safetensors", STATE)) as (shard,):
+    with open_shards(init=write_init(tmp_path / "start.safetensors", STATE)) as (shard,):
         assert reason_of(join, shard, OTHER, BERT, method="asgd") is ErrorCode.FINGERPRINT_MISMATCH
         assert join(shard, LAYOUT, ANNA, method="dgs").state == READY
 
@@ -288,7 +288,7 @@ def begun(shard):
 
 
 def test_a_loaded_model_takes_the_place_of_one_that_nobody_has_pushed_to():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         begun(shard)
         granted = loads(shard, CHECKPOINT)
         assert (granted.state, epoch(granted.generation)) == (UPLOAD, 2)
@@ -302,7 +302,7 @@ def test_a_loaded_model_takes_the_place_of_one_that_nobody_has_pushed_to():
 
 
 def test_a_trained_model_stays_unless_it_is_to_be_replaced():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         begun(shard)
         push(shard, 1, {0: 1.0})
         before = theta(shard).clone()
@@ -318,7 +318,7 @@ def test_a_trained_model_stays_unless_it_is_to_be_replaced():
 
 
 def test_an_uploader_that_is_gone_leaves_the_old_model_in_its_place():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         begun(shard)
         granted = loads(shard, CHECKPOINT)
         leave(shard, ANNA)
@@ -328,13 +328,13 @@ def test_an_uploader_that_is_gone_leaves_the_old_model_in_its_place():
 
 
 def test_a_model_that_goes_on_with_a_training_is_nobodys_beginning():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         upload(shard, ONES, ANNA, join(shard, LAYOUT, has_replica=True).generation, version=7)
         assert loads(shard, CHECKPOINT).load_refused
 
 
 def test_an_upload_that_reached_one_shard_alone_is_made_good_by_a_replica():
-    with engines(2) as (first, second):
+    with open_shards(2) as (first, second):
         generation = join(first, LAYOUT).generation
         for shard in (second, first):
             join(shard, LAYOUT)

@@ -13,14 +13,15 @@ from pscore.wire.errors import ErrorCode
 from psservice.shard.join import leave
 from psservice.shard.push import check_push
 from psservice.types import Identity
-from tests.psservice.engine_makers import (
+from tests.psservice.service_makers import F32, layout_of
+from tests.psservice.shard_makers import (
     ANNA,
     BERT,
     HOUR,
-    engines,
     full,
     join,
     last_push,
+    open_shards,
     pull,
     push,
     reason_of,
@@ -29,7 +30,6 @@ from tests.psservice.engine_makers import (
     theta,
     with_clock,
 )
-from tests.psservice.service_makers import F32, layout_of
 
 LAYOUT = layout_of((6, F32), (4, F32))
 ZEROS = torch.zeros(10)
@@ -157,7 +157,7 @@ def test_a_refused_push_changes_nothing_and_its_step_stays_free(shard, options, 
 
 
 def test_before_the_upload_there_is_nothing_to_push_to():
-    with engines() as (shard,):
+    with open_shards() as (shard,):
         assert reason_of(push, shard, 1) is ErrorCode.NOT_INITIALISED
         join(shard, LAYOUT)
         assert reason_of(push, shard, 1) is ErrorCode.NOT_INITIALISED

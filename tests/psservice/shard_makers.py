@@ -27,7 +27,7 @@ READY, UPLOAD, WAIT = pb.JOIN_STATE_READY, pb.JOIN_STATE_UPLOAD, pb.JOIN_STATE_W
 
 
 @contextmanager
-def engines(num_shards=1, **settings):
+def open_shards(num_shards=1, **settings):
     """All shards of a run; leases end only where a test moves the clock."""
     made = [
         open_shard(
@@ -47,7 +47,7 @@ def engines(num_shards=1, **settings):
 @contextmanager
 def serving(layout, values, buffers=(), **settings):
     """One shard that has its model, with Anna joined."""
-    with engines(**settings) as (shard,):
+    with open_shards(**settings) as (shard,):
         upload(shard, values, ANNA, join(shard, layout, ANNA).generation, buffers=buffers)
         yield shard
 
@@ -55,7 +55,7 @@ def serving(layout, values, buffers=(), **settings):
 @contextmanager
 def serving_shards(num_shards, layout, values, buffers=(), **settings):
     """All shards of a run, each with its part of the model and Anna joined."""
-    with engines(num_shards, **settings) as shards:
+    with open_shards(num_shards, **settings) as shards:
         for shard in shards:
             generation = join(shard, layout, ANNA).generation or full(1)
             upload(shard, values, ANNA, generation, buffers=buffers if shard.is_coordinator else ())
