@@ -1,6 +1,6 @@
 """Python processes of tests begin as forks of a process that has already loaded PyTorch and both packages.
 
-Importing them used to be half of the CPU time of the tests. The forks are processes all the same: they have their own
+Importing them would be half of the CPU time of tests with processes. The forks are processes all the same: they have their own
 environment, files and session, and are children of the process that started them, which signals, kills and awaits them
 as ever. Tests of the start itself have the marker ``executes_python`` and run a new interpreter.
 
@@ -37,7 +37,6 @@ _AT_START = (
     "TRITON_",
     "CUDA_",
 )  # variables that count when an interpreter or a module starts
-_MANY = ("verify",)  # modules that start many processes, and so get a fork server of their own
 
 _Execute = subprocess.Popen
 
@@ -45,9 +44,9 @@ _Execute = subprocess.Popen
 class ForkServer:
     """Started with the first process; ends with the process that asks."""
 
-    def __init__(self, asked: socket.socket | None = None) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._socket = asked
+        self._socket: socket.socket | None = None
 
     def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
         """Start a process; return its id."""
@@ -190,28 +189,6 @@ def _run(words: Sequence[str]) -> None:
     exec(compile(what, "<string>", "exec"), main.__dict__)
 
 
-def _begin(listening: socket.socket) -> None:
-    """Be a fork server, and then, in each new process, what was asked for."""
-    request = _serve(listening)
-    if request is not None:
-        if request["words"][1] in _MANY:
-            _fork_server()
-        _run(request["words"])
-
-
-def _fork_server() -> None:
-    """Give this process, which has no threads yet, a fork server of its own."""
-    global _server
-    mine, other = _pair()
-    if os.fork() == 0:
-        mine.close()
-        _begin(other)
-        sys.exit()
-    other.close()
-    _server = ForkServer(mine)
-    subprocess.Popen = Popen  # type: ignore[misc]
-
-
 def main() -> None:
     """Load what a server and a worker load, and fork."""
     import psclient.optim.base  # noqa: F401
@@ -221,7 +198,9 @@ def main() -> None:
     gc.freeze()
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("a fork would lose the threads that an import has started")
-    _begin(socket.socket(fileno=int(sys.argv[1])))
+    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if request is not None:
+        _run(request["words"])
 
 
 if __name__ == "__main__":

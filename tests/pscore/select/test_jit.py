@@ -10,6 +10,8 @@ import pytest
 
 from pscore.jit import compiled
 
+pytestmark = pytest.mark.executes_python
+
 
 def double(number):
     return 2 * number

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.executes_python
+
 MISSING = """
 import sys
 sys.modules.update(dict.fromkeys(("grpc_health", "grpc_reflection", "prometheus_client", "pythonjsonlogger")))

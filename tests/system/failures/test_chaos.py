@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.executes_python
+
 
 def run_chaos(output, *arguments: str) -> dict:
     words = [sys.executable, "-m", "verify", *arguments, "--workers", "3", "--output", str(output)]
