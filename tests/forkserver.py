@@ -1,8 +1,8 @@
 """Python processes of tests begin as forks of a process that has already loaded PyTorch and both packages.
 
-Importing them would be half of the CPU time of tests with processes. The forks are processes all the same: they have their own
-environment, files and session, and are children of the process that started them, which signals, kills and awaits them
-as ever. Tests of the start itself have the marker ``executes_python`` and run a new interpreter.
+Importing them would be half of the CPU time of tests with processes. The forks are processes all the same: they have
+their own environment, files and session, and are children of the process that started them, which signals, kills and
+awaits them as ever. Tests of the start itself have the marker ``executes_python`` and run a new interpreter.
 
 ``python -m tests.forkserver FD`` reads requests from the socket ``FD``, forks twice for each, so that the new process
 is orphaned at once, and answers with its id. The asking process is a subreaper (``prctl(2)``) meanwhile, and so becomes
@@ -173,6 +173,18 @@ def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
         os.close(place)
 
 
+def _open_standard_streams() -> None:
+    """Open the new process's own, as an interpreter does; those of the fork server know another file."""
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        by_line = number == 2 or os.isatty(number)
+        stream = open(number, "w", 1 if by_line else -1, errors=errors, closefd=False)
+        stream.reconfigure(write_through=unbuffered)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def _run(words: Sequence[str]) -> None:
     """Do what ``python -c`` and ``python -m`` do."""
     kind, what, *arguments = words
@@ -200,6 +212,7 @@ def main() -> None:
         raise RuntimeError("a fork would lose the threads that an import has started")
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if request is not None:
+        _open_standard_streams()
         _run(request["words"])
 
 

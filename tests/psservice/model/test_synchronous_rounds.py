@@ -49,7 +49,7 @@ def rounds(quorum=0, seconds=0.0, start_workers=1):
 
 
 @pytest.fixture
-def engine():
+def shard():
     with open_shards() as (one,):
         yield one
 

@@ -136,7 +136,7 @@ def test_outer_copies_what_is_trained():
         with psclient.Outer(inner, sync_every=2, model=model, server=server.server, settings=QUICK) as optimizer:
             for _ in range(4):
                 train_step(model, optimizer, *make_data())
-            assert sum(start.numel() for start in optimizer._steps.start) == TRAINED
+            assert sum(start.numel() for start in optimizer._steps._start.values()) == TRAINED
             assert optimizer.version == 2
 
 
