@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
 
 # Processes share the cores of the machine; libraries that take all of them slow one another down.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=$${MKL_NUM_THREADS:-1} \

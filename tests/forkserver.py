@@ -30,13 +30,8 @@ _MESSAGE_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 16
 _ANSWER_SECONDS = 60.0
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # libraries that start threads when loaded
-_AT_START = (
-    "PYTHON",
-    "NUMBA_",
-    "TORCH",
-    "TRITON_",
-    "CUDA_",
-)  # variables that count when an interpreter or a module starts
+_AT_START = ("PYTHON", "NUMBA_", "TORCH", "TRITON_", "CUDA_", "EXAMPLE_MARK")
+"""Variables that count when an interpreter or a module starts, or that a test reads from ``/proc``."""
 
 _Execute = subprocess.Popen
 
@@ -114,7 +109,7 @@ def _is_forkable(words: Sequence[str], environment: dict[str, str]) -> bool:
     def differs(name: str) -> bool:
         return name.startswith(_AT_START) and name != "PYTHONPATH" and environment.get(name) != os.environ.get(name)
 
-    is_python = len(words) > 2 and words[0] == sys.executable and words[1] in ("-c", "-m")
+    is_python = len(words) > 1 and words[0] == sys.executable and (words[1] in ("-c", "-m") or words[1].endswith(".py"))
     return is_python and not any(differs(name) for name in environment.keys() | os.environ.keys())
 
 
@@ -175,34 +170,42 @@ def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
 
 def _open_standard_streams() -> None:
     """Open the new process's own, as an interpreter does; those of the fork server know another file."""
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
         by_line = number == 2 or os.isatty(number)
-        stream = open(number, "w", 1 if by_line else -1, errors=errors, closefd=False)
+        stream = open(number, "w", 1 if by_line else -1, errors=errors, closefd=False)  # noqa: SIM115
         stream.reconfigure(write_through=unbuffered)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
 def _run(words: Sequence[str]) -> None:
-    """Do what ``python -c`` and ``python -m`` do."""
-    kind, what, *arguments = words
+    """Do what ``python -c``, ``python -m`` and ``python FILE`` do."""
     for path in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if path:
             sys.path.insert(0, path)
-    sys.argv = [kind, *arguments]
-    if kind == "-m":
+    if words[0] == "-m":
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-        return
-    sys.path.insert(0, "")
-    sys.modules["__main__"] = main = types.ModuleType("__main__")
-    exec(compile(what, "<string>", "exec"), main.__dict__)
+        sys.argv = ["-m", *words[2:]]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *words[2:]]
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), main.__dict__)
+    else:
+        sys.path.insert(0, str(Path(words[0]).parent))
+        sys.argv = list(words)
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def main() -> None:
     """Load what a server and a worker load, and fork."""
+    sys.modules["triton"] = None  # type: ignore[assignment]  # it would report leaks at the end of each process
+    import torch._dynamo  # noqa: F401  # which torch.optim loads at the first step
+
+    del sys.modules["triton"]
     import psclient.optim.base  # noqa: F401
     import psservice.app.server  # noqa: F401
 
