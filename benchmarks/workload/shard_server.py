@@ -20,7 +20,7 @@ from psservice.shard.join import join
 from psservice.shard.lifecycle import open_shard
 from psservice.shard.model_install import finish_upload, open_upload
 from psservice.shard.pull import pull
-from psservice.shard.push import check_push, commit
+from psservice.shard.push import apply_push, check_push
 from psservice.types import Identity, PushAnswer
 from psservice.wire.push_stream import read_all, read_push
 
@@ -97,17 +97,17 @@ class InProcessShard:
     ) -> PushAnswer:
         """Merge and apply a push that has been read; the messages go into the journal, where there is one."""
         raw = [message.SerializeToString() for message in messages]
-        answer, repeated = commit(self.engine, header, segments, raw)
+        answer, repeated = apply_push(self.engine, header, segments, raw)
         assert not repeated
         return answer
 
-    def commit(self, push: SparseSlice) -> None:
+    def apply_push(self, push: SparseSlice) -> None:
         """Apply a push without a wire."""
         self._step += 1
         identity = pb.WorkerIdentity(worker_id=self.identity.worker_id, incarnation=self.identity.incarnation)
         base, generation = self.model.version, self.generation
         header = pb.PushHeader(identity=identity, step=self._step, generation=generation, base_version=base, samples=1)
-        commit(self.engine, header, [push])
+        apply_push(self.engine, header, [push])
 
     def pull(self, base_version: int) -> Reply:
         """Ask for an exact reply from a version on."""

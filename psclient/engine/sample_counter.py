@@ -16,7 +16,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from psclient.rpc.heartbeat import LeaseThread
+from psclient.rpc.lease_thread import LeaseThread
 
 log = logging.getLogger("psclient")
 

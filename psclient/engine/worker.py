@@ -26,7 +26,7 @@ from psclient.executor import SerialExecutor
 from psclient.model.module import TrainedModel
 from psclient.model.replica import Replica
 from psclient.rpc.cluster import Cluster
-from psclient.rpc.heartbeat import LeaseThread
+from psclient.rpc.lease_thread import LeaseThread
 from psclient.rpc.local_server import LocalServer, start_alone
 from psclient.rpc.membership import Membership
 from psclient.rpc.resolver import connect

@@ -1,1 +1,1 @@
-"""A worker's calls: channels, retries, joining, pushing, pulling, heartbeats, uploads, downloads."""
+"""A worker's calls: channels, retries, joining, pushing, pulling, leases, uploads, downloads."""

@@ -95,13 +95,13 @@ class Cluster:
                     shard.unacked = None
             waiting = [shard for shard in self.shards if shard.unacked is not None]
             answers = self._each(waiting, lambda shard: shard.await_ack(self.membership.policy()))
-            rejoin = [self._must_rejoin(*each, outcome) for each in zip(waiting, answers, strict=True)]
+            rejoin = [self._take_answer(*each, outcome) for each in zip(waiting, answers, strict=True)]
             if not any(rejoin):
                 break
         self._outcome = None
         return outcome
 
-    def _must_rejoin(self, shard: ShardClient, answer: pb.PushSparseResponse | Rejected, outcome: PushOutcome) -> bool:
+    def _take_answer(self, shard: ShardClient, answer: pb.PushSparseResponse | Rejected, outcome: PushOutcome) -> bool:
         """Add a shard's answer to the outcome of a push; return whether the worker must join again."""
         if isinstance(answer, pb.PushSparseResponse):
             outcome.answers.append(answer)

@@ -26,7 +26,7 @@ from psclient.executor import is_cancelled
 from psclient.model.module import NamedBuffers
 from psclient.model.replica import Replica
 from psclient.rpc.channel import HANDSHAKE_SECONDS, RetryPolicy, pause, suppress_errors
-from psclient.rpc.heartbeat import LeaseThread, start_all
+from psclient.rpc.lease_thread import LeaseThread, start_all
 from psclient.rpc.progress_line import ProgressLine
 from psclient.rpc.shard_client import ShardClient
 from psclient.settings import ClientSettings

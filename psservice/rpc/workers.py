@@ -35,7 +35,7 @@ from psservice.shard import model_install
 from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples, open_exchange
 from psservice.shard.join import JoinLayouts, join, leave
 from psservice.shard.pull import pull
-from psservice.shard.push import check_push, commit
+from psservice.shard.push import apply_push, check_push
 from psservice.shard.shard import Shard
 from psservice.shard.upload import Upload
 from psservice.types import Identity
@@ -185,7 +185,7 @@ class WorkerCalls:
             finally:
                 receiving.end()
             identity = self._identity(header.identity)
-            answer, repeated = commit(shard, header, segments, call.raw or [])
+            answer, repeated = apply_push(shard, header, segments, call.raw or [])
             if repeated:
                 self._metrics.repeated_pushes.inc()
             shard.leases.require(identity).push_bytes += call.received_bytes

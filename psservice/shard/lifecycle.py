@@ -1,4 +1,4 @@
-"""A shard's life: it is opened and recovered, rounds close, and the run ends with the final model."""
+"""A shard opens and recovers, its leases end by the clock, its rounds close, and the run ends with the final model."""
 
 import logging
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def open_shard(
         raise
     _resume_end(shard)
     shard.durability.start()
-    environment.start(partial(_end_leases_in_time, shard), "lease-reaper")
+    environment.start(partial(_end_leases_in_time, shard), "lease-ends")
     return shard
 
 

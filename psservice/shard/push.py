@@ -29,7 +29,7 @@ def check_push(shard: Shard, identity: Identity, step: int) -> None:
             shard.synchronizer.require_turn(identity)
 
 
-def commit(
+def apply_push(
     shard: Shard, header: pb.PushHeader, segments: Iterable[SparseSlice], messages: Sequence[bytes] = ()
 ) -> tuple[PushAnswer, bool]:
     """Apply a push once; return the answer and whether this identity had been answered before.
@@ -40,12 +40,12 @@ def commit(
     norm, finished = shard.admission.norm(merged), finished_of(header)
     update = on_device(merged, shard.device)
     body = shard.durability.events.push_body(messages)
-    answer, repeated = shard.apply_thread.run(lambda: _commit(shard, header, update, norm, finished, body))
+    answer, repeated = shard.apply_thread.run(lambda: _apply(shard, header, update, norm, finished, body))
     shard.durability.events.wait()
     return answer, repeated
 
 
-def _commit(
+def _apply(
     shard: Shard,
     header: pb.PushHeader,
     update: SparseSlice | None,

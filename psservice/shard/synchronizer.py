@@ -43,7 +43,7 @@ class Synchronizer:
         """Admit a push, or refuse it."""
 
     def is_due(self) -> bool:
-        """Tell whether :meth:`close_if_due` would close a round."""
+        """Tell whether a round is due that no call of a worker will close; never with WAGMA."""
         return False
 
     def close_if_due(self) -> None:

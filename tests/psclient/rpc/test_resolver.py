@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from psclient.errors import AccessError, ConfigurationError, ServerUnreachableError
-from psclient.rpc.heartbeat import LeaseThread
+from psclient.rpc.lease_thread import LeaseThread
 from psclient.rpc.resolver import ShardResolver, connect
 from psclient.rpc.shard_client import ShardClient
 from psclient.settings import ClientSettings

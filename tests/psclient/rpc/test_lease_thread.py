@@ -5,7 +5,7 @@ import sys
 
 LAST_JOB = """
 import time
-from psclient.rpc.heartbeat import LeaseThread
+from psclient.rpc.lease_thread import LeaseThread
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 leases = LeaseThread([], pb.WorkerIdentity())
