@@ -41,20 +41,20 @@ class InProcessShard:
         values = {"down_mode": down_mode, "buffers": "none", "lease_seconds": _LEASE_SECONDS, **settings}
         self.layout = layout
         self.settings = ServerSettings.model_validate(values)
-        self.engine = open_shard(self.settings, torch.device("cpu"), Metrics())
+        self.shard = open_shard(self.settings, torch.device("cpu"), Metrics())
         self.identity = Identity("bench", str(uuid.uuid4()))
         request = pb.JoinRequest(method="bench", index_codecs=READABLE_INDEX_CODECS)
-        joined = join(self.engine, self.identity, layout, request)
+        joined = join(self.shard, self.identity, layout, request)
         self.generation = joined.generation
         self.span = Span(0, layout.size)
-        upload, checksum = open_upload(self.engine, self.identity, self.generation, 0), frames.Checksum()
+        upload, checksum = open_upload(self.shard, self.identity, self.generation, 0), frames.Checksum()
         call = upload.go_on()
         zeros = SparseSlice(self.span, None, torch.zeros(layout.size))
         for chunk, _ in frames.encode(zeros, chunk_bytes=self.settings.chunk_bytes):
             checksum.add(chunk)
             upload.read(call, chunk)
         upload.verify(call, checksum.commit())
-        finish_upload(self.engine, upload, 0)
+        finish_upload(self.shard, upload, 0)
         self._groups = groups(layout, GROUP_ELEMENTS)
         self._step = 0
         self._acknowledged = 0
@@ -62,13 +62,13 @@ class InProcessShard:
     @property
     def model(self) -> ModelShard:
         """The parameters."""
-        return self.engine.require_model(None)
+        return self.shard.require_model(None)
 
     def push_messages(self, push: SparseSlice, dtype: torch.dtype = torch.float32) -> list[pb.PushSparseRequest]:
         """Write a push as the worker does; each has the next step."""
         self._step += 1
         identity = pb.WorkerIdentity(
-            run_id=self.engine.run.run_id, worker_id=self.identity.worker_id, incarnation=self.identity.incarnation
+            run_id=self.shard.run.run_id, worker_id=self.identity.worker_id, incarnation=self.identity.incarnation
         )
         requests = push_requests(
             identity,
@@ -86,8 +86,8 @@ class InProcessShard:
         """Decode and validate a push, as the server does while it arrives."""
 
         def admit(header: pb.PushHeader) -> Span:
-            check_push(self.engine, self.identity, header.step)
-            return self.engine.span
+            check_push(self.shard, self.identity, header.step)
+            return self.shard.span
 
         header, segments, _ = read_all(read_push(admit), messages)
         return header, segments
@@ -97,17 +97,17 @@ class InProcessShard:
     ) -> PushAnswer:
         """Merge and apply a push that has been read; the messages go into the journal, where there is one."""
         raw = [message.SerializeToString() for message in messages]
-        answer, repeated = apply_push(self.engine, header, segments, raw)
+        answer, repeated = apply_push(self.shard, header, segments, raw)
         assert not repeated
         return answer
 
-    def apply_push(self, push: SparseSlice) -> None:
+    def commit(self, push: SparseSlice) -> None:
         """Apply a push without a wire."""
         self._step += 1
         identity = pb.WorkerIdentity(worker_id=self.identity.worker_id, incarnation=self.identity.incarnation)
         base, generation = self.model.version, self.generation
         header = pb.PushHeader(identity=identity, step=self._step, generation=generation, base_version=base, samples=1)
-        apply_push(self.engine, header, [push])
+        apply_push(self.shard, header, [push])
 
     def pull(self, base_version: int) -> Reply:
         """Ask for an exact reply from a version on."""
@@ -155,8 +155,8 @@ class InProcessShard:
 
     def close(self) -> None:
         """Stop the engine's threads."""
-        self.engine.close()
+        self.shard.close()
 
     def _pull(self, base_version: int | None, *, image: bool) -> Reply:
         request = PullRequest(base_version, self._acknowledged, image)
-        return pull(self.engine, self.identity, self.generation, request)
+        return pull(self.shard, self.identity, self.generation, request)
