@@ -78,7 +78,7 @@ _server = ForkServer()
 
 
 class Popen(_Execute):  # type: ignore[type-arg]
-    """Stands in for :class:`subprocess.Popen`: ``python -c`` and ``python -m`` are forked, all else is executed."""
+    """Stands in for :class:`subprocess.Popen`: ``python`` with ``-c``, ``-m`` or a file is forked, all else run."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,
                        env: Any, startupinfo: Any, creationflags: Any, shell: Any, *rest: Any) -> None:  # fmt: skip
