@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import psclient
+from psclient.errors import HandshakeError
 from psclient.settings import ClientSettings
 from verify.client.wire import digest
 
@@ -92,17 +93,24 @@ def main() -> int:
     torch.set_num_threads(1)
     words, parent, between = _Words(), os.getppid(), threading.Event()
     model = make_model(options.hidden, options.seed)
-    optimizer = psclient.DGS(
-        model.parameters(),
-        lr=0.05,
-        momentum=0.5,
-        density=0.02,
-        model=model,
-        server=options.server,
-        worker=options.name,
-        overlap=options.overlap,
-        settings=_SETTINGS,
-    )
+
+    def join() -> psclient.DGS:
+        return psclient.DGS(
+            model.parameters(),
+            lr=0.05,
+            momentum=0.5,
+            density=0.02,
+            model=model,
+            server=options.server,
+            worker=options.name,
+            overlap=options.overlap,
+            settings=_SETTINGS,
+        )
+
+    try:
+        optimizer = join()
+    except HandshakeError:  # the proxy of a server that starts again closes connections, as a TLS port does
+        optimizer = join()
     _print(method=optimizer.name, settings=optimizer.agreed_settings())
     refused = 0
     while not words.heard() and os.getppid() == parent:
