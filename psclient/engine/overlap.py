@@ -141,7 +141,9 @@ class Overlap:
         self._compressing.submit(self._abandon).result(seconds)
 
     def forget(self) -> None:
-        """Break off, and begin the next step as if this one had not been."""
+        """Break off a step that has begun, and begin the next as if this one had not been."""
+        if self.in_child or not self.begun:
+            return
         self.break_off()
         self._reset()
 

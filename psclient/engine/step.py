@@ -218,11 +218,14 @@ class Stepper:
                 raise
             address = self._membership.coordinator.address
             raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
-        with suppress(ModelChangedError):
-            if replies is not None and self._cluster.replica.loaded() is None:
-                report = StepReport(self._push_pull.step)
-                self._push_pull.apply(report, replies)
-                self._add(report)
+        try:
+            if replies is None or self._cluster.replica.loaded() is not None:
+                return
+        except ModelChangedError:
+            return
+        report = StepReport(self._push_pull.step)
+        self._push_pull.apply(report, replies)
+        self._add(report)
 
     def leave(self) -> None:
         """Drain as far as possible in the time left, and leave the run."""
@@ -279,6 +282,7 @@ class Stepper:
                 "step() has found no gradient in any of its parameters: is model= the one that the loop trains?"
             )
         gradients = finite(self._model, found)
+        self._await_unacked()  # the answer has the number of live workers
         factor = scale(list(gradients.values()), self._membership.live_workers)
         report = self.report = self._begin(samples)
         self._pushed.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply

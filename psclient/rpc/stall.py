@@ -14,6 +14,7 @@ from psclient.errors import Transient
 Message = TypeVar("Message")
 
 _SWEEP_SECONDS = 0.25
+_LINGER_SWEEPS = 40  # without a call, so that slow steps need not start a thread each
 
 
 class StreamCall:
@@ -94,7 +95,7 @@ class StreamCall:
 
 
 class _StallDetector:
-    """Sweeps over all streaming calls of the process, in one thread that ends where a sweep finds none."""
+    """Sweeps over all streaming calls of the process, in one thread that ends after many sweeps without a call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,11 +114,13 @@ class _StallDetector:
             self._calls.discard(call)
 
     def _run(self) -> None:
+        empty = 0
         while True:
             time.sleep(_SWEEP_SECONDS)
             with self._lock:
                 calls = [*self._calls]
-                if not calls:
+                empty = 0 if calls else empty + 1
+                if empty == _LINGER_SWEEPS:
                     self._thread = None
                     return
             for call in calls:

@@ -1,5 +1,6 @@
 """The interface of an update rule: how a push changes a shard's parameters, and which state survives a restart."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -79,12 +80,12 @@ class UpdateRule(Protocol):
     rates: tuple[float, ...] = ()
     densifies: bool = False
 
+    @abstractmethod
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
         """Change the parameters, and return which may have changed; ``None`` is a push without entries.
 
         Raises :class:`Rejected` (``NON_FINITE``), with nothing changed, where a parameter would leave fp32's range.
         """
-        raise NotImplementedError
 
     def export(self) -> RuleState:
         """Copy the rule's state."""
