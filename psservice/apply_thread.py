@@ -43,6 +43,7 @@ class ApplyThread:
         self._waited, self._on_failure = waited, on_failure
         self.failed = self.held = self._closed = False
         self._closing = threading.Lock()
+        self._turn, self._owner = threading.Lock(), 0  # the thread that may change the parameters now
         self._thread = environment.start(self._work, "apply-thread")
 
     @property
@@ -50,21 +51,42 @@ class ApplyThread:
         """Jobs waiting."""
         return self._jobs.qsize()
 
+    @contextmanager
+    def stand_in(self) -> Iterator[bool]:
+        """Make the caller's thread the apply thread for the body, if no job runs or waits; tell whether that is so.
+
+        What is little work is done faster without a way to another thread and back.
+        """
+        if self._thread is None or self.queued or not self._turn.acquire(blocking=False):
+            yield False
+            return
+        try:
+            self._owner = threading.get_ident()
+            yield True
+        finally:
+            self._owner = 0
+            self._turn.release()
+
     def run(self, job: Callable[[], Result]) -> Result:
         """Run ``job`` on the apply thread; return its result or raise its error (``BUSY``: the queue is full)."""
+        if self._thread is None or self._owner == threading.get_ident():
+            self._require_open()
+            return job()
         future: Future[Result] = Future()
         with self._closing:
-            self.require_free()
-            if self._closed:
-                raise Rejected(ErrorCode.DRAINING, "the server is stopping")
+            self._require_open()
             try:
-                if self._thread is not None:
-                    self._jobs.put_nowait((tracing.carried(job, "queue"), future, time.perf_counter()))
+                self._jobs.put_nowait((tracing.carried(job, "queue"), future, time.perf_counter()))
             except queue.Full:
                 raise Rejected(
                     ErrorCode.BUSY, "too many updates are waiting to be applied", retry_seconds=BUSY_RETRY_SECONDS
                 ) from None
-        return future.result() if self._thread is not None else job()
+        return future.result()
+
+    def _require_open(self) -> None:
+        self.require_free()
+        if self._closed:
+            raise Rejected(ErrorCode.DRAINING, "the server is stopping")
 
     def require_free(self) -> None:
         """Raise :class:`Rejected` while the state is replaced (``BUSY``) or half changed (``DRAINING``)."""
@@ -109,7 +131,16 @@ class ApplyThread:
             job, future, submitted = entry
             self._waited(time.perf_counter() - submitted)
             try:
-                self.require_free()
-                future.set_result(job())
+                self._turn.acquire()
+                self._owner = threading.get_ident()
+                try:
+                    self.require_free()
+                    result = job()
+                finally:
+                    self._owner = 0
+                    self._turn.release()
+                future.set_result(result)
+                del result
             except BaseException as error:
                 future.set_exception(error)
+            del entry, job, future  # or the thread keeps what they refer to until the next job

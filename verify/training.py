@@ -133,7 +133,7 @@ class Training:
         """Ask a shard for the last step of a killed life, and compare with what that life had been answered."""
         request = pb.JoinRequest(
             identity=pb.WorkerIdentity(worker_id=dead.name, incarnation=str(uuid.uuid4())),
-            protocol_version=1,
+            protocol_version=2,
             method=str(agreed["method"]),
             method_settings=agreed["settings"],
             layout=layout,

@@ -14,7 +14,6 @@ from benchmarks.workload.shard_server import InProcessShard
 from pscore.model.buffers import is_exchanged, packed_bytes
 from pscore.select import DEFAULT_DENSE_BELOW
 from pscore.wire import frames
-from pscore.wire.v1 import parameter_server_pb2 as pb
 
 KEY, TITLE = "wire", "Bytes a step on the wire, against dense fp32"
 
@@ -30,8 +29,7 @@ class Tally:
         self.bytes = self.entries = self.index_bytes = self.value_bytes = 0
         for message in messages:
             self.bytes += frames.wire_bytes(message)
-            if message.WhichOneof("message") == "chunk":
-                chunk: pb.Chunk = message.chunk  # type: ignore[attr-defined]
+            for chunk in message.chunks:  # type: ignore[attr-defined]
                 self.entries += chunk.count
                 self.index_bytes += len(chunk.indices)
                 self.value_bytes += len(chunk.values)

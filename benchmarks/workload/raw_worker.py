@@ -65,7 +65,7 @@ class RawWorker:
             base_version=self._base or 0,
             chunk_bytes=self._chunk_bytes,
         )
-        self._stub.PushSparse(requests, timeout=_CALL_SECONDS)
+        next(self._stub.PushSparse(requests, timeout=_CALL_SECONDS))
 
     def pull(self) -> int:
         """Pull, note the reply as applied, and return its bytes."""
@@ -78,9 +78,9 @@ class RawWorker:
             image=self._image,
         )
         received = 0
-        for response in self._stub.PullDiff(request, timeout=_CALL_SECONDS):
+        for response in self._stub.PullDiff(iter([request]), timeout=_CALL_SECONDS):
             received += frames.wire_bytes(response)
-            if response.WhichOneof("message") == "header":
+            if response.HasField("header"):
                 self._base = response.header.version
                 self._acknowledged, self._image = response.header.reply_number, response.header.image
         return received

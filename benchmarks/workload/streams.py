@@ -40,5 +40,5 @@ def push_requests(
             continue
         for chunk, _ in frames.encode(part, form, chunk_bytes=chunk_bytes, group=number):
             checksum.add(chunk)
-            yield pb.PushSparseRequest(chunk=chunk)
+            yield pb.PushSparseRequest(chunks=[chunk])
     yield pb.PushSparseRequest(commit=checksum.commit())

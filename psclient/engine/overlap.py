@@ -110,6 +110,7 @@ class Overlap:
 
     def launch(self, report: StepReport) -> None:
         """Begin to wait for the push's acknowledgement and to fetch its reply."""
+        self._push_pull.ask()
         ack = self._ack = self._exchanging.submit(lambda: self._push_pull.await_ack(report))
 
         def fetch() -> Replies:

@@ -119,6 +119,11 @@ class PushPull:
             report.push_bytes += shard.send_commit()
         self._committed = time.perf_counter()
 
+    def ask(self) -> None:
+        """Ask for the reply to the committed push ahead of its answer; :meth:`fetch` reads the reply."""
+        with self._opened_span.active():
+            self._cluster.ask(self.step)
+
     def abandon(self) -> None:
         """Break off a push that has no commit yet, and restore what was selected."""
         self.restore(self._cluster.abandon_push())

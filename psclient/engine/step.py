@@ -287,7 +287,9 @@ class Stepper:
         report = self.report = self._begin(samples)
         self._pushed.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
         try:
-            self._push(report, lambda number: self._push_pull.send_gradients(report, number, gradients, factor))
+            self._push(
+                report, lambda number: self._push_pull.send_gradients(report, number, gradients, factor), asks=True
+            )
         except NonFiniteGradientError:
             self._pushed.clear()
             raise
@@ -317,8 +319,8 @@ class Stepper:
         self.totals.samples += samples
         return self._push_pull.open(samples, rates)
 
-    def _push(self, report: StepReport, send: Callable[[int], None]) -> None:
-        """Send every group of the open push, commit, and await the acknowledgement."""
+    def _push(self, report: StepReport, send: Callable[[int], None], *, asks: bool = False) -> None:
+        """Send every group of the open push, commit, ask for the reply where one is to be fetched, await the ack."""
         try:
             for number in range(len(self._push_pull.groups)):
                 send(number)
@@ -326,6 +328,8 @@ class Stepper:
         except BaseException:
             self._push_pull.abandon()
             raise
+        if asks:
+            self._push_pull.ask()
         with report.timed("wait"):
             self._push_pull.await_ack(report)
 

@@ -24,6 +24,7 @@ from psclient.errors import (
 )
 from pscore.net.channels import ChannelError, Headers, Security, open_channel
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 log = logging.getLogger("psclient")
@@ -43,6 +44,7 @@ _DIAL_SECONDS = 1.0  # the shortest time between two channels, unless there is r
 _jitter = random.SystemRandom()  # the program's own draws stay as its seed makes them
 
 Answer = TypeVar("Answer")
+_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 HANDSHAKE_SECONDS = 4.0  # before the first contact, with a listener that does not speak this protocol
 
 
@@ -121,6 +123,11 @@ class Connection:
 
     ``locate`` returns the shard's address now, ``HOST:PORT``, and ``address`` is then a name for messages. A channel
     that cannot be secured as asked raises :class:`ConfigurationError`.
+
+    Attributes:
+        stub: calls by messages.
+        pushes: begins the stream of pushes, of serialized requests.
+        pulls: begins the stream of pulls, of serialized requests and answers.
     """
 
     def __init__(
@@ -133,8 +140,7 @@ class Connection:
         self._dialled = 0.0
         self._calls: dict[Any, executor.Job[Any] | None] = {}
         self._lock = threading.Lock()
-        self._channel = self._open()
-        self.stub = ParameterServerServiceStub(self._channel)
+        self._use(self._open())
 
     def twin(self) -> "Connection":
         """Return a second connection to the same shard."""
@@ -155,8 +161,8 @@ class Connection:
             if self._closed:
                 channel.close()
                 return
-            retired, self._retired, self._channel = self._retired, self._channel, channel
-            self.stub = ParameterServerServiceStub(channel)
+            retired, self._retired = self._retired, self._channel
+            self._use(channel)
         if retired is not None:  # in another thread: gRPC has been seen not to return from it after an interrupt
             threading.Thread(target=retired.close, name="psclient-retire", daemon=True).start()
 
@@ -210,6 +216,12 @@ class Connection:
             self._channel.close()
             if self._retired is not None:
                 self._retired.close()
+
+    def _use(self, channel: grpc.Channel) -> None:
+        """Make all calls on a channel from now on."""
+        self._channel, self.stub = channel, ParameterServerServiceStub(channel)
+        self.pushes: Any = channel.stream_stream(f"/{_SERVICE}/PushSparse", None, pb.PushSparseResponse.FromString)
+        self.pulls: Any = channel.stream_stream(f"/{_SERVICE}/PullDiff")
 
     def _open(self) -> grpc.Channel:
         address = self.address if self.locate is None else self.locate()

@@ -1,6 +1,7 @@
 """All shards together: pushing and pulling in parallel, and joining again (docs/protocol.md, *On the worker*)."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -139,6 +140,12 @@ class Cluster:
         replies = self.fetch()
         self.apply(replies)
         return replies
+
+    def ask(self, step: int) -> None:
+        """Send the requests of the next :meth:`fetch` ahead, behind the committed push of a step."""
+        for shard in self.shards:
+            with suppress(ValueError):  # a channel that is closed: the fetch reports it
+                shard.ask(self.membership.identity, step, self.membership.settings.deadline_seconds)
 
     def fetch(self) -> dict[int, PulledReply]:
         """Get what the replica lacks from every shard, and change nothing yet; return the replies by shard."""

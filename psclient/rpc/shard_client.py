@@ -4,16 +4,19 @@ Each call returns an outcome; :mod:`psclient.rpc.cluster` decides what a failure
 """
 
 import math
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from google.protobuf.message import Message
 
 from psclient.buckets.trace import PushTiming
-from psclient.errors import ServerFaultError, Transient
+from psclient.errors import ServerFaultError
 from psclient.model.replica import Replica
 from psclient.rpc.channel import Connection, RetryPolicy
+from psclient.rpc.open_stream import OpenStream
 from psclient.rpc.progress_line import ProgressLine
 from psclient.rpc.stall import StreamCall
 from psclient.settings import ClientSettings
@@ -24,11 +27,14 @@ from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import field_bytes
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _SMALLEST_BYTES = 64 << 10  # below it, a time depends more on delay than on bandwidth
 _REMEMBERED = 16  # transfers
 _UPLOAD_CHUNK_BYTES = 256 << 10  # what one second brings on a line of 2 Mbit/s, and what a cut loses at most
+_TOGETHER_BYTES = 16 << 10  # of a field of a push that others may follow in the same message
+_MOST_TOGETHER = 64  # such fields
 _PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
 
 
@@ -53,26 +59,35 @@ class Bandwidth:
 class PushPart:
     """One shard's part of a push, kept until it is acknowledged or refused.
 
-    The first attempt begins before the commit, and sends what is put into ``outbox`` up to ``None``. Later ones send
-    ``messages``, the same bytes. ``segments`` is the payload as it arrives, for restoring it.
+    ``stream`` has what is sent, until an attempt to read the answer has failed; later attempts send ``messages``, the
+    same bytes. ``segments`` is the payload as it arrives, for restoring it.
     """
 
     generation: int
     trace: TraceSpan
-    first_attempt: StreamCall | None = None
-    outbox: "queue.SimpleQueue[pb.PushSparseRequest | None]" = field(default_factory=queue.SimpleQueue)
-    messages: list[pb.PushSparseRequest] = field(default_factory=list)
+    stream: OpenStream | None
+    messages: list[bytes] = field(default_factory=list)
     segments: list[SparseSlice] = field(default_factory=list)
     checksum: frames.Checksum = field(default_factory=frames.Checksum)
-    bytes: int = 0
+    nbytes: int = 0
+    _pending: list[bytes] = field(default_factory=list)
 
-    def send(self, message: pb.PushSparseRequest) -> int:
-        """Hand over a message to the first attempt; return its bytes."""
-        nbytes = frames.wire_bytes(message)
-        self.messages.append(message)
-        self.bytes += nbytes
-        self.outbox.put(message)
-        return nbytes
+    def add(self, number: int, message: Message) -> int:
+        """Add a field of :class:`pb.PushSparseRequest`; small ones are sent together. Return the field's bytes."""
+        data = field_bytes(number, message)
+        self._pending.append(data)
+        if len(data) > _TOGETHER_BYTES or len(self._pending) > _MOST_TOGETHER:
+            self.flush()
+        return len(data)
+
+    def flush(self) -> None:
+        """Send what has been added."""
+        data = b"".join(self._pending)
+        self._pending.clear()
+        self.messages.append(data)
+        self.nbytes += len(data) + frames.FRAMING_BYTES
+        if self.stream is not None:
+            self.stream.send(data)
 
 
 @dataclass(slots=True)
@@ -90,6 +105,14 @@ class PulledReply:
     bytes: int
     decode_seconds: float
     arrived: float
+
+
+class _Asked(NamedTuple):
+    """A pull whose request is sent, on its stream."""
+
+    stream: OpenStream
+    request: pb.PullDiffRequest
+    trace: TraceSpan
 
 
 class ShardClient:
@@ -114,7 +137,10 @@ class ShardClient:
         self.readable: frozenset[int] = frozenset()
         self.downlink, self._uplink = Bandwidth(), Bandwidth()
         self.timing = PushTiming(0)
-        self.outgoing = StreamCall(settings.deadline_seconds)
+        self.outgoing: StreamCall | OpenStream = StreamCall(settings.deadline_seconds)
+        self._pushes: OpenStream | None = None
+        self._pulls: OpenStream | None = None
+        self._asked: _Asked | None = None
         self.sent_model: tuple[int, int] | None = None
         codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
         self._form = frames.WireForm(VALUE_CODECS[settings.value_type], codec)
@@ -123,7 +149,10 @@ class ShardClient:
 
     def close(self) -> None:
         """Close both channels."""
-        self.outgoing.end()
+        if isinstance(self.outgoing, StreamCall):
+            self.outgoing.end()
+        self._drop_pushes()
+        self.drop_pull()
         self.connection.close()
         self.lease_connection.close()
 
@@ -162,17 +191,26 @@ class ShardClient:
         header.generation = self.generation  # read once: a fetch on another thread may join again
         header.base_version = self.version
         header.plan.extend(pb.Group(start=group.start, length=group.length) for group in plan)
+        trace = tracing.begin("push", shard=self.index)
+        header.traceparent = trace.parent
         self.timing = PushTiming(len(plan))
-        part = self.unacked = PushPart(header.generation, tracing.begin("push", shard=self.index))
-        part.first_attempt = self._start_push(iter(part.outbox.get, None), idle_seconds, part.trace)
+        self.unacked = PushPart(header.generation, trace, self._push_stream(idle_seconds))
         self.timing.opened = time.perf_counter()
-        part.send(pb.PushSparseRequest(header=header))
+        self.unacked.add(1, header)
 
-    def _start_push(
-        self, messages: Iterator[pb.PushSparseRequest], idle_seconds: float, trace: TraceSpan
-    ) -> StreamCall:
-        call = self.outgoing = StreamCall(idle_seconds)
-        return call.start(self.connection.stub.PushSparse.future(call.outgoing(messages), metadata=trace.headers))
+    def _push_stream(self, idle_seconds: float) -> OpenStream:
+        """Return the open stream of pushes, for another request."""
+        if self._pushes is None or not self._pushes.is_open:
+            self._drop_pushes()
+            self._pushes = OpenStream(self.connection.pushes)
+        self._pushes.begin(idle_seconds)
+        self.outgoing = self._pushes
+        return self._pushes
+
+    def _drop_pushes(self) -> None:
+        if self._pushes is not None:
+            self._pushes.close()
+            self._pushes = None
 
     @property
     def _open_part(self) -> PushPart:
@@ -183,7 +221,7 @@ class ShardClient:
         """Send one chunk of the open push."""
         part = self._open_part
         part.checksum.add(chunk)
-        self.timing.group_bytes[chunk.group] += part.send(pb.PushSparseRequest(chunk=chunk))
+        self.timing.group_bytes[chunk.group] += part.add(2, chunk)
         self.timing.left[chunk.group] = time.perf_counter() - self.timing.opened
 
     def hold(self, segment: SparseSlice) -> None:
@@ -191,11 +229,11 @@ class ShardClient:
         self._open_part.segments.append(segment)
 
     def send_commit(self) -> int:
-        """End the stream; return the message bytes of the whole push."""
+        """End the push; return the message bytes of the whole of it."""
         part = self._open_part
-        part.send(pb.PushSparseRequest(commit=part.checksum.commit()))
-        part.outbox.put(None)
-        return part.bytes
+        part.add(3, part.checksum.commit())
+        part.flush()
+        return part.nbytes
 
     def abandon_push(self) -> list[PushPart]:
         """Break off a push that has no commit, if one is open: nothing of it can have been applied."""
@@ -203,29 +241,35 @@ class ShardClient:
         if part is None:
             return []
         part.trace.end("abandoned")
-        self.outgoing.end()
-        part.outbox.put(None)
+        self._drop_pushes()
         return [part]
 
     def await_ack(self, policy: RetryPolicy) -> pb.PushSparseResponse | Rejected:
         """Wait for the answer to the unacked part, which stays unacked where there is none in time."""
-        part, first = self._open_part, self._open_part.first_attempt
+        part, first = self._open_part, self._open_part.stream
 
-        def attempt(seconds: float) -> tuple[StreamCall, pb.PushSparseResponse]:
-            call, part.first_attempt = part.first_attempt, None
-            if call is None:
-                call = self._start_push(iter(part.messages), seconds, part.trace)
-            call.limit = policy.limit
-            return call, self.connection.result(call)
+        def attempt(seconds: float) -> tuple[OpenStream, pb.PushSparseResponse]:
+            stream, part.stream = part.stream, None
+            if stream is None:
+                stream = self._push_stream(seconds)
+                for message in part.messages:
+                    stream.send(message)
+            try:
+                with self.connection.tracked(stream):
+                    return stream, stream.receive(seconds, policy.limit)
+            except BaseException:
+                self._drop_pushes()
+                self.drop_pull()  # it would wait for a push that may never be applied
+                raise
 
         answer = self.connection.call(policy, attempt)
         if isinstance(answer, Rejected):
             if answer.reason is not ErrorCode.LEASE_EXPIRED:  # else it is repeated, after joining
                 part.trace.end(answer.reason.name)
             return answer
-        call, response = answer
+        stream, response = answer
         arrivals = [nanoseconds / 1e9 for nanoseconds in response.group_arrival_nanoseconds]  # after the header
-        if call is first and not response.repeated_push:
+        if stream is first and not response.repeated_push:
             self.timing.arrived = arrivals
         before = 0.0  # a group cannot have taken longer than since the group before it was whole
         for nbytes, arrival in zip(self.timing.group_bytes, arrivals, strict=False):
@@ -238,23 +282,55 @@ class ShardClient:
 
     # Pull
 
+    def ask(self, identity: pb.WorkerIdentity, step: int, idle_seconds: float) -> None:
+        """Send the request of the next :meth:`pull` ahead: answered once the push of ``step`` is applied."""
+        self._asked = self._send_request(identity, step, idle_seconds, tracing.begin("pull", shard=self.index))
+
+    def drop_pull(self) -> None:
+        """End the stream of pulls, and what is on it."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.trace.end("dropped")
+        if self._pulls is not None:
+            self._pulls.close()
+            self._pulls = None
+
     def pull(self, identity: pb.WorkerIdentity, policy: RetryPolicy) -> PulledReply | Rejected:
         """Fetch the changes that the replica lacks; the reply is whole and checked, and not yet applied."""
-        with tracing.span("pull", shard=self.index) as trace, ProgressLine() as line:
+        trace = tracing.begin("pull", shard=self.index) if self._asked is None else self._asked.trace
+        with ProgressLine() as line:
 
             def attempt(seconds: float) -> PulledReply:
-                request = self._pull_request(identity)
-                call = StreamCall(seconds, policy.limit)
-                call.start(self.connection.stub.PullDiff(request, metadata=trace.headers))
-                with self.connection.tracked(call):
-                    return self._read_reply(request, call.messages(), policy, line)
+                asked, self._asked = self._asked, None
+                if asked is None or asked.request.generation != self.generation or not asked.stream.is_open:
+                    asked = self._send_request(identity, 0, seconds, trace)
+                try:
+                    with self.connection.tracked(asked.stream):
+                        messages = iter(lambda: asked.stream.receive(seconds, policy.limit), None)
+                        return self._read_reply(asked.request, messages, policy, line)
+                except BaseException:
+                    self.drop_pull()
+                    raise
 
-            answer = self.connection.call(policy, attempt)
-            if isinstance(answer, Rejected):
-                trace.end(answer.reason.name)
+            try:
+                answer = self.connection.call(policy, attempt)
+            except BaseException as error:
+                trace.end(type(error).__name__)
+                raise
+            trace.end(answer.reason.name if isinstance(answer, Rejected) else "")
             if not isinstance(answer, Rejected) or answer.reason is not ErrorCode.LEASE_EXPIRED:
                 self._partial = None  # else the pull goes on when the worker has joined again
             return answer
+
+    def _send_request(self, identity: pb.WorkerIdentity, step: int, idle_seconds: float, trace: TraceSpan) -> _Asked:
+        if self._pulls is None or not self._pulls.is_open:
+            self.drop_pull()
+            self._pulls = OpenStream(self.connection.pulls)
+        self._pulls.begin(idle_seconds)
+        request = self._pull_request(identity)
+        request.after_step, request.traceparent = step, trace.parent
+        self._pulls.send(request.SerializeToString())
+        return _Asked(self._pulls, request, trace)
 
     def note_applied(self, reply: PulledReply) -> None:
         """Note that a reply has been written into the replica."""
@@ -282,7 +358,7 @@ class ShardClient:
     def _read_reply(
         self,
         request: pb.PullDiffRequest,
-        responses: Iterator[pb.PullDiffResponse],
+        messages: Iterator[bytes],
         policy: RetryPolicy,
         line: ProgressLine,
     ) -> PulledReply:
@@ -297,32 +373,32 @@ class ShardClient:
             end, now = reader.position, time.perf_counter()
             return PulledReply(header, segments, request.generation, end, nbytes, decode_seconds, now)
 
-        for response in responses:
+        for data in messages:
             began = min(began, time.perf_counter())
-            received += frames.wire_bytes(response)
-            kind = response.WhichOneof("message")
-            if kind == "header" and not header.mode:
+            received += len(data) + frames.FRAMING_BYTES
+            response = pb.PullDiffResponse.FromString(data)
+            if response.HasField("header"):
                 header = response.header
                 if header.mode not in (pb.REPLY_MODE_EXACT, pb.REPLY_MODE_TOPK):
                     raise ServerFaultError(f"{self.address} answers in mode {header.mode}; upgrade this client")
-            elif kind == "chunk" and header.mode:
-                started = time.perf_counter()
-                reader.read(response.chunk)
-                decode_seconds += time.perf_counter() - started
-            elif kind == "so_far" and header.mode:
+            if not header.mode:
+                raise ServerFaultError(f"{self.address} sent a reply without its header")
+            started = time.perf_counter()
+            for chunk in response.chunks:
+                reader.read(chunk)
+            decode_seconds += time.perf_counter() - started
+            if response.HasField("so_far"):
                 reader.checksum.verify(response.so_far)
                 policy.progressed()
                 if is_whole and reader.position > request.base_end:
                     self._partial = reply()
                     line.show("fetching the model", (reader.position - self.span.start) / self.span.length)
-            elif kind == "commit" and header.mode:
+            if response.HasField("commit"):
                 reader.checksum.verify(response.commit)
                 whole = reply()
                 self.downlink.update(received, whole.arrived - began - decode_seconds)
                 return whole
-            else:
-                raise ServerFaultError(f"{self.address} sent {kind} out of order in a reply")
-        raise Transient("the reply ended without a commit")
+        raise AssertionError("a stream raises where it ends")
 
     # Upload
 

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
@@ -34,7 +34,7 @@ class StreamCall:
     def start(self, call: Any) -> "StreamCall":
         """Watch a call that gRPC has begun."""
         self._call = call
-        _detector.add(self)
+        detector.add(self)
         return self
 
     def outgoing(self, messages: Iterator[Message]) -> Iterator[Message]:
@@ -84,7 +84,7 @@ class StreamCall:
 
     def end(self) -> None:
         """Stop the sweeps over this call, and cancel the call if it goes on."""
-        _detector.remove(self)
+        detector.remove(self)
         self.cancel()
 
     def sweep(self, now: float) -> None:
@@ -94,22 +94,29 @@ class StreamCall:
             self.cancel()
 
 
+class Watched(Protocol):
+    """A stream that can be swept."""
+
+    def sweep(self, now: float) -> None:
+        """Cancel the stream if nothing has moved for too long; ``now`` is monotonic seconds."""
+
+
 class _StallDetector:
     """Sweeps over all streaming calls of the process, in one thread that ends after many sweeps without a call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: set[StreamCall] = set()
+        self._calls: set[Watched] = set()
         self._thread: threading.Thread | None = None
 
-    def add(self, call: StreamCall) -> None:
+    def add(self, call: Watched) -> None:
         with self._lock:
             self._calls.add(call)
             if self._thread is None or not self._thread.is_alive():  # dead in a forked child
                 self._thread = threading.Thread(target=self._run, name="psclient-watch", daemon=True)
                 self._thread.start()
 
-    def remove(self, call: StreamCall) -> None:
+    def remove(self, call: Watched) -> None:
         with self._lock:
             self._calls.discard(call)
 
@@ -127,4 +134,5 @@ class _StallDetector:
                 call.sweep(time.monotonic())
 
 
-_detector = _StallDetector()
+detector = _StallDetector()
+"""Of this process."""

@@ -6,11 +6,8 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-Headers = tuple[tuple[str, str], ...]
-"""Metadata of a call."""
-
 TRACEPARENT = "traceparent"
-"""The only header that is sent and read: https://www.w3.org/TR/trace-context/."""
+"""The only header that is read: https://www.w3.org/TR/trace-context/. Streams have it in each request."""
 
 
 class TracingError(Exception):
@@ -21,9 +18,9 @@ class TraceSpan:
     """A span that has begun and not ended; this one belongs to no trace and has no effect."""
 
     @property
-    def headers(self) -> Headers | None:
-        """Metadata that makes a call part of the trace; ``None`` for none."""
-        return None
+    def parent(self) -> str:
+        """This span for a request's ``traceparent``, which makes the request part of the trace; empty for none."""
+        return ""
 
     def active(self) -> AbstractContextManager[None]:
         """Make this span the parent of those that begin in the body, in this thread."""
@@ -31,8 +28,7 @@ class TraceSpan:
 
     def run(self, function: Callable[..., Result], *arguments: object) -> Result:
         """Call a function with this span as the parent of those that begin in it."""
-        with self.active():
-            return function(*arguments)
+        return function(*arguments)
 
     def note(self, **attributes: str | int | float) -> None:
         """Add attributes, which are named ``sparseps.…``."""

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from pscore.telemetry.span import NO_SPAN, TRACEPARENT, Headers, TraceSpan, TracingError
+from pscore.telemetry.span import NO_SPAN, TRACEPARENT, TraceSpan, TracingError
 from pscore.version import __version__
 
 Attributes = Mapping[str, str | int | float]
@@ -91,10 +91,10 @@ class _OpenSpan(TraceSpan):
         self._context = trace.set_span_in_context(opened)
 
     @property
-    def headers(self) -> Headers | None:
+    def parent(self) -> str:
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier, self._context)  # the rest of a trace's baggage is not for the servers
-        return ((TRACEPARENT, carrier[TRACEPARENT]),)
+        return carrier[TRACEPARENT]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -103,6 +103,10 @@ class _OpenSpan(TraceSpan):
             yield
         finally:
             contexts.detach(token)
+
+    def run(self, function: Callable[..., Result], *arguments: object) -> Result:
+        with self.active():
+            return function(*arguments)
 
     def note(self, **attributes: str | int | float) -> None:
         self._span.set_attributes(_named(attributes))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+from google.protobuf.message import Message
 
 from pscore.model.layout import FrozenTensor, ModelLayout, TensorSpec
 from pscore.model.ranges import Ranges
@@ -11,7 +12,7 @@ from pscore.names import shown, tensor_name_fault
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 LARGEST_RATE = 1e3
 """Of a param group of an optimizer on the server."""
@@ -31,6 +32,17 @@ MOST_TENSORS = 1 << 16
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_ELEMENTS = 1 << 48  # beyond any model; keeps a hostile shape from overflowing arithmetic
+
+
+def field_bytes(number: int, message: Message) -> bytes:
+    """Serialize a message as a field of another, whose bytes are those of its fields one after another."""
+    data = message.SerializeToString()
+    length, prefix = len(data), bytearray((number << 3 | 2,))
+    while length > 0x7F:
+        prefix.append(length & 0x7F | 0x80)
+        length >>= 7
+    prefix.append(length)
+    return bytes(prefix) + data
 
 
 def place_of(index: int, num_shards: int) -> str:

@@ -101,6 +101,8 @@ class Server:
             settings,
             self._metrics,
             self.shard.drain_gate.track,
+            self.shard.apply_thread,
+            self.shard.is_small,
         )
         bind_metrics(self.shard)
         handlers = [self._dispatcher.service, self._health.handler()]

@@ -39,9 +39,11 @@ class Dedup:
     def record(self, identity: Identity) -> PushRecord:
         """Return an incarnation's record, a new one where there is none."""
         with self._lock:
-            record = self._records.setdefault(identity, PushRecord())
+            record = self._records.get(identity)
+            if record is None:
+                self.drop_old()
+                record = self._records[identity] = PushRecord()
             self._use(identity, record)
-            self.drop_old()
             return record
 
     def remember_push(self, identity: Identity, step: int, answer: PushAnswer, own: OwnVersions) -> None:

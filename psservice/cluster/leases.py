@@ -61,9 +61,10 @@ class Leases:
         """Grant or renew a lease; raises :class:`Rejected` (``WORKER_ALIVE``, ``EVICTED``)."""
         with self._lock:
             self._require_no_ban(identity.worker_id)
-            member = self._named(identity.worker_id)
+            now = self.clock()
+            member = self._named(identity.worker_id, now)
             if member is not None and member.identity != identity:
-                remaining = member.lease_end - self.clock()
+                remaining = member.lease_end - now
                 raise Rejected(
                     ErrorCode.WORKER_ALIVE,
                     f"worker {identity.worker_id!r} is alive as incarnation {member.identity.incarnation}, "
@@ -73,30 +74,33 @@ class Leases:
                     lease_seconds=f"{remaining:.3f}",
                 )
             if member is None:
-                member = Member(identity, ReplySession(self._make_rule()), 0.0, clock_moved=self.clock())
+                member = Member(identity, ReplySession(self._make_rule()), 0.0, clock_moved=now)
                 # The slowest member's, so that nobody waits for the new worker's past.
                 member.clock = min((other.clock for other in self._members.values()), default=0)
                 self._members[identity.worker_id] = member
-            return self._renewed(member)
+            return self._renewed(member, now)
 
     def require(self, identity: Identity) -> Member:
         """Return the live member and renew the lease; raises :class:`Rejected` (``LEASE_EXPIRED``, ``EVICTED``)."""
         with self._lock:
-            self._require_no_ban(identity.worker_id)
-            member = self._find(identity)
+            now = self.clock()
+            if self._bans:
+                self._require_no_ban(identity.worker_id)
+            member = self._find(identity, now)
             if member is None:
                 raise Rejected(
                     ErrorCode.LEASE_EXPIRED,
                     f"worker {identity.worker_id!r} ({identity.incarnation}) has no lease here",
                     worker=identity.worker_id,
                 )
-            return self._renewed(member)
+            return self._renewed(member, now)
 
     def received(self, identity: Identity, nbytes: int) -> None:
         """Count bytes of a stream; they renew a lease that has not ended."""
         with self._lock:
-            if (member := self._find(identity)) is not None:
-                self._renewed(member).received_bytes += nbytes
+            now = self.clock()
+            if (member := self._find(identity, now)) is not None:
+                self._renewed(member, now).received_bytes += nbytes
 
     def leave(self, identity: Identity) -> bool:
         """End a lease at once; tell whether there was one."""
@@ -110,7 +114,7 @@ class Leases:
     def evict(self, worker_id: str, ban_seconds: float) -> Member | None:
         """End the lease under a name, ban the name (0 ends a ban), and return the member (``NO_SUCH_WORKER``)."""
         with self._lock:
-            member = self._named(worker_id)
+            member = self._named(worker_id, self.clock())
             if member is None and not ban_seconds and worker_id not in self.evicted():
                 raise Rejected(
                     ErrorCode.NO_SUCH_WORKER, f"no live worker is called {worker_id!r} here", worker=worker_id
@@ -130,30 +134,30 @@ class Leases:
     def pop_ended(self) -> list[Member]:
         """Return every member whose lease has run out and that was not returned yet."""
         with self._lock:
-            self._drop_ended()
+            self._drop_ended(self.clock())
             ended, self._ended = self._ended, []
             return ended
 
     def is_live(self, identity: Identity) -> bool:
         """Tell whether this identity has a lease."""
         with self._lock:
-            return self._find(identity) is not None
+            return self._find(identity, self.clock()) is not None
 
     def members(self) -> list[Member]:
         """Return the live members by name."""
         with self._lock:
-            self._drop_ended()
+            self._drop_ended(self.clock())
             return [self._members[name] for name in sorted(self._members)]
 
     def __len__(self) -> int:
         with self._lock:
-            self._drop_ended()
+            self._drop_ended(self.clock())
             return len(self._members)
 
     def pace(self, member: Member) -> Pace | None:
         """Compare a member's clock with those of the other live ones; ``None`` where there is no other."""
         with self._lock:
-            self._drop_ended()
+            self._drop_ended(self.clock())
             others = [other for other in self._members.values() if other is not member]
             if not others:
                 return None
@@ -200,7 +204,7 @@ class Leases:
     # Below, the lock is held.
 
     def _require_no_ban(self, worker_id: str) -> None:
-        remaining = self._bans.get(worker_id, 0.0) - self.clock() if self._bans else 0.0
+        remaining = self._bans.get(worker_id, 0.0) - self.clock()
         if remaining > 0:
             raise Rejected(
                 ErrorCode.EVICTED,
@@ -209,21 +213,20 @@ class Leases:
                 worker=worker_id,
             )
 
-    def _named(self, worker_id: str) -> Member | None:
-        self._drop_ended()
+    def _named(self, worker_id: str, now: float) -> Member | None:
+        self._drop_ended(now)
         return self._members.get(worker_id)
 
-    def _find(self, identity: Identity) -> Member | None:
-        member = self._named(identity.worker_id)
+    def _find(self, identity: Identity, now: float) -> Member | None:
+        member = self._named(identity.worker_id, now)
         return member if member is not None and member.identity == identity else None
 
-    def _renewed(self, member: Member) -> Member:
-        member.lease_end = self.clock() + self.lease_seconds
+    def _renewed(self, member: Member, now: float) -> Member:
+        member.lease_end = now + self.lease_seconds
         self._members.move_to_end(member.identity.worker_id)
         return member
 
-    def _drop_ended(self) -> None:
-        now = self.clock()
+    def _drop_ended(self, now: float) -> None:
         while self._members:
             name, member = next(iter(self._members.items()))
             if member.lease_end > now:

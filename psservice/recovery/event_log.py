@@ -129,6 +129,11 @@ class EventLog:
         """Write a decision of the groups."""
         self._append(Kind.GROUPS, Body().with_parts(decision.to_bytes()))
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether :meth:`wait` may wait for a disk."""
+        return self.journal is not None and self.journal.waits
+
     @traced("durable")
     def wait(self) -> None:
         """Wait until every record that was written before this call is as durable as the mode promises."""

@@ -6,6 +6,7 @@ docs/protocol.md, *Bounds*, lists both. Sums stay within 64 bits: a run's sample
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from google.protobuf.message import Message
@@ -79,22 +80,30 @@ _NAMES: Mapping[str, Mapping[str, bool]] = {
 
 def require(message: Message) -> None:
     """Check a request, or a message of a stream, with its header and identity; raises :class:`Rejected`."""
-    kind, fields = message.DESCRIPTOR.name, message.DESCRIPTOR.fields_by_name
-    for field, (least, most) in BOUNDS.get(kind, {}).items():
+    numbers, names, lists, inner = _checks(type(message))
+    for field, least, most, is_list in numbers:
         found = getattr(message, field)
-        for value in (found,) if isinstance(found, int | float) else found:
+        for value in found if is_list else (found,):
             if not least <= value <= most:  # so that what is not a number is refused too
                 raise Rejected(ErrorCode.BAD_REQUEST, f"{field} is {value}; it must be {least} to {most}")
-    for field, may_be_empty in _NAMES.get(kind, {}).items():
+    for field, may_be_empty in names:
         text = getattr(message, field)
         if text or not may_be_empty:
             require_name(field, text)
-    if kind in _LISTS:
-        _LISTS[kind](message)
-    if "identity" in fields:
-        require(message.identity)  # type: ignore[attr-defined]
-    if "header" in fields and message.HasField("header"):
-        require(message.header)  # type: ignore[attr-defined]
+    if lists is not None:
+        lists(message)
+    for field, is_optional in inner:
+        if not is_optional or message.HasField(field):
+            require(getattr(message, field))
+
+
+@cache
+def _checks(kind: type[Message]) -> tuple[Any, ...]:
+    """Return numbers, names, check of lists, and inner messages of a kind: descriptors are slow to read."""
+    name, fields = kind.DESCRIPTOR.name, kind.DESCRIPTOR.fields_by_name
+    numbers = [(field, *bound, fields[field].is_repeated) for field, bound in BOUNDS.get(name, {}).items()]
+    inner = [(field, field == "header") for field in ("identity", "header") if field in fields]
+    return numbers, [*_NAMES.get(name, {}).items()], _LISTS.get(name), inner
 
 
 def _require_join(request: pb.JoinRequest) -> None:

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 from google.protobuf.message import DecodeError, Message
 
+from pscore.telemetry import tracing
+from pscore.telemetry.span import NO_SPAN, TraceSpan
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -15,6 +17,7 @@ from psservice.rpc import bounds
 from psservice.rpc.auth import Caller, Role
 from psservice.rpc.memory_budget import Reservation, decoded_bytes
 from psservice.settings import ServerSettings
+from psservice.types import Identity
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _REQUESTS: dict[str, type[Message]] = {method.name: getattr(pb, method.input_type.name) for method in SERVICE.methods}
@@ -40,11 +43,17 @@ class Lane(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one method is served; ``changes`` tells whether it changes the shard, so that a drain waits for it."""
+    """How one method is served.
+
+    Attributes:
+        changes: whether the call changes the shard, so that a drain waits for it.
+        stays_open: whether a stream has one request after another.
+    """
 
     role: Role
     lane: Lane
     changes: bool = False
+    stays_open: bool = False
 
 
 RULES: dict[str, Rule] = {
@@ -53,8 +62,8 @@ RULES: dict[str, Rule] = {
     "Leave": Rule(Role.WORKER, Lane.JOIN),
     "UploadModel": Rule(Role.WORKER, Lane.WORK, changes=True),
     "DownloadModel": Rule(Role.READER, Lane.WORK),
-    "PushSparse": Rule(Role.WORKER, Lane.WORK, changes=True),
-    "PullDiff": Rule(Role.WORKER, Lane.WORK),
+    "PushSparse": Rule(Role.WORKER, Lane.WORK, changes=True, stays_open=True),
+    "PullDiff": Rule(Role.WORKER, Lane.WORK, stays_open=True),
     "ExchangeBuffers": Rule(Role.WORKER, Lane.WORK, changes=True),
     "LeaseSamples": Rule(Role.WORKER, Lane.WORK, changes=True),
     "GetStatus": Rule(Role.READER, Lane.OPERATOR),
@@ -69,21 +78,37 @@ RULES: dict[str, Rule] = {
 """Every method of the service; a test asserts that none is missing."""
 
 
+class NotYetError(Exception):
+    """A request waits for a push of its worker; ``is_over`` tells whether the push has been applied."""
+
+    def __init__(self, identity: Identity, is_over: Callable[[], bool]) -> None:
+        super().__init__(identity)
+        self.identity, self.is_over = identity, is_over
+
+
 @dataclass(slots=True)
 class Call:
-    """One call that is being served.
+    """One request that is being served: a whole call, or one of a stream that stays open.
 
     Attributes:
-        reservation: the memory that a stream occupies; set by its handler.
-        raw: the messages of the stream as they came, where its handler has set an empty list.
+        span: of the trace that the caller has begun.
+        identity: the worker's; set by the handler, as all below.
+        has_lease: tells whether the worker has a lease still.
+        finish: waits until the answer may be sent; ``None`` where it may be at once.
+        reservation: the memory that a stream occupies.
+        raw: the messages of the stream as they came, where an empty list is set.
         received_bytes: of all messages so far, as gRPC frames them.
         arrived_nanoseconds: when the message that the handler works on arrived (``perf_counter_ns``).
-        on_received: called with the bytes of messages of a stream before they are read; set by the handler.
-        on_sent: called with the bytes of answers before they are sent; set by the handler.
+        on_received: called with the bytes of messages of a stream before they are read.
+        on_sent: called with the bytes of answers before they are sent.
     """
 
     rpc: str
     caller: Caller
+    span: TraceSpan = NO_SPAN
+    identity: Identity | None = None
+    has_lease: Callable[[], bool] = lambda: False
+    finish: Callable[[], None] | None = None
     reservation: Reservation | None = None
     raw: list[bytes] | None = None
     received_bytes: int = 0
@@ -117,7 +142,10 @@ def check(call: Call, message: Message) -> None:
     """
     bounds.require(message)
     named: Any = getattr(message, "header", message)
-    if "identity" in named.DESCRIPTOR.fields_by_name and named.identity.worker_id:
+    parent = getattr(named, "traceparent", "")
+    if parent and call.span is NO_SPAN:
+        call.span = tracing.continued(call.rpc, parent)
+    if call.caller.worker and "identity" in named.DESCRIPTOR.fields_by_name and named.identity.worker_id:
         call.caller.require_worker(named.identity.worker_id)
     if call.reservation is not None:
         call.reservation.add(decoded_bytes(message))

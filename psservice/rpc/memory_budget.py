@@ -119,13 +119,18 @@ def decoded_bytes(request: Message) -> int:
     nbytes = 0
     if isinstance(request, pb.PushSparseRequest):
         nbytes += _GROUP_BYTES * len(request.header.plan)
+        nbytes += _MESSAGE_BYTES * max(0, len(request.chunks) - 1) + sum(map(_chunk_bytes, request.chunks))
     if isinstance(request, pb.UploadModelRequest | pb.ExchangeBuffersRequest):
         nbytes += 2 * len(request.buffers.data)
-    if isinstance(request, pb.PushSparseRequest | pb.UploadModelRequest):
-        dense = request.chunk.index_codec == pb.INDEX_CODEC_DENSE
-        entry_bytes = (_DENSE_ENTRY_BYTES if dense else _SPARSE_ENTRY_BYTES) + _SPARSE_ENTRY_BYTES
-        nbytes += min(request.chunk.count, request.chunk.length) * entry_bytes  # a false count is refused when decoded
+    if isinstance(request, pb.UploadModelRequest):
+        nbytes += _chunk_bytes(request.chunk)
     return nbytes
+
+
+def _chunk_bytes(chunk: pb.Chunk) -> int:
+    dense = chunk.index_codec == pb.INDEX_CODEC_DENSE
+    entry_bytes = (_DENSE_ENTRY_BYTES if dense else _SPARSE_ENTRY_BYTES) + _SPARSE_ENTRY_BYTES
+    return min(chunk.count, chunk.length) * entry_bytes  # a false count is refused when decoded
 
 
 def _busy(why: str) -> Rejected:

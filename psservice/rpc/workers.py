@@ -27,7 +27,7 @@ from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.model.reply_session import PullRequest, Reply
-from psservice.rpc.calls import Call, require_place
+from psservice.rpc.calls import Call, NotYetError, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, largest_stream
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, sample_request_of
@@ -172,7 +172,7 @@ class WorkerCalls:
         with self._stream(call) as reservation:
 
             def admit(header: pb.PushHeader) -> Span:
-                identity = self._identity(header.identity)
+                identity = self._identify(call, header.identity)
                 reservation.belongs_to(identity.worker_id)
                 call.on_received = partial(shard.leases.received, identity)
                 check_push(shard, identity, header.step)
@@ -186,6 +186,7 @@ class WorkerCalls:
                 receiving.end()
             identity = self._identity(header.identity)
             answer, repeated = apply_push(shard, header, segments, call.raw or [])
+            self._finish(call)
             if repeated:
                 self._metrics.repeated_pushes.inc()
             shard.leases.require(identity).push_bytes += call.received_bytes
@@ -206,8 +207,10 @@ class WorkerCalls:
         """Send a worker what its replica lacks."""
         shard = self._shard
         with self._training_budget.open(most_of_worker=self._most_of_worker) as reservation:
-            identity = self._identity(request.identity)
+            identity = self._identify(call, request.identity)
             reservation.belongs_to(identity.worker_id)
+            if request.after_step:
+                self._require_pushed(identity, request.after_step)
             asked = PullRequest(
                 base_version=request.base_version if request.has_base else None,
                 base_end=request.base_end,
@@ -216,6 +219,7 @@ class WorkerCalls:
                 link_bytes_per_second=request.link_bytes_per_second,
             )
             reply = pull(shard, identity, request.generation, asked, reservation.add)
+            self._finish(call)
             header = pb.PullHeader(
                 mode=REPLY_MODES[reply.mode],
                 version=reply.version,
@@ -263,6 +267,28 @@ class WorkerCalls:
         self._shard.run.require_id(message.run_id)
         return identity_from_message(message)
 
+    def _identify(self, call: Call, message: pb.WorkerIdentity) -> Identity:
+        """Read whose request of a stream this is."""
+        identity = call.identity = self._identity(message)
+        call.has_lease = partial(self._shard.leases.is_live, identity)
+        return identity
+
+    def _require_pushed(self, identity: Identity, step: int) -> None:
+        """Raise :class:`NotYetError` where a worker's push of a step is not applied."""
+        shard = self._shard
+        shard.leases.require(identity)
+
+        def is_over() -> bool:
+            return shard.dedup.record(identity).step >= step or not shard.leases.is_live(identity)
+
+        if not is_over():
+            raise NotYetError(identity, is_over)
+
+    def _finish(self, call: Call) -> None:
+        """Have an answer wait until everything until now is durable, on a thread that may wait."""
+        if self._shard.durability.events.must_wait:
+            call.finish = self._shard.durability.events.wait
+
     def _stream(self, call: Call) -> Reservation:
         """Open the reservation of a stream that a worker sends."""
         call.reservation = self._training_budget.open(self._most_of_stream, self._most_of_worker)
@@ -300,16 +326,21 @@ class WorkerCalls:
 
     @traced("encode")
     def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse]:
-        checksum, unchecked = frames.Checksum(), 0
-        yield pb.PullDiffResponse(header=header)
+        checksum, unchecked, size = frames.Checksum(), 0, 0
+        message = pb.PullDiffResponse(header=header)
         for chunk in self._encoded(reply.segments, reply.form) if reply.chunks is None else reply.chunks:
+            nbytes = len(chunk.values) + len(chunk.indices)
+            if message.chunks and size + nbytes > self._settings.chunk_bytes:
+                yield message
+                message, size = pb.PullDiffResponse(), 0
             checksum.add(chunk)
-            yield pb.PullDiffResponse(chunk=chunk)
-            unchecked += len(chunk.values) + len(chunk.indices)
+            message.chunks.append(chunk)
+            size, unchecked = size + nbytes, unchecked + nbytes
             if reply.chunks is None and unchecked >= _CHECKED_BYTES:
                 unchecked = 0
-                yield pb.PullDiffResponse(so_far=checksum.commit())
-        yield pb.PullDiffResponse(commit=checksum.commit())
+                message.so_far.CopyFrom(checksum.commit())
+        message.commit.CopyFrom(checksum.commit())
+        yield message
 
 
 def read_upload(

@@ -14,7 +14,10 @@ from psservice.types import Identity
 def pull(
     shard: Shard, identity: Identity, generation: int, request: PullRequest, reserve: Reserve = lambda nbytes: None
 ) -> Reply:
-    """Answer a pull, exactly or top-k; ``reserve`` charges what the answer occupies, before it is made."""
+    """Answer a pull, exactly or top-k; ``reserve`` charges what the answer occupies, before it is made.
+
+    The answer may be sent after ``durability.events.wait``.
+    """
     member = shard.leases.require(identity)
     if request.base_end and not shard.span.start < request.base_end <= shard.span.end:
         raise Rejected(
@@ -29,7 +32,6 @@ def pull(
     seen = replace(request, base_version=base_version)
     reply = ReplyMaker(model, shard.apply_thread, member.downlink, shard.topk, seen, form, reserve).answer()
     shard.apply_thread.require_whole()  # a top-k reply is read beside the apply thread
-    shard.durability.events.wait()
     member.reply_mode, member.reply_density = reply.mode, reply.density
     shard.metrics.observe_pull(reply.mode.value, reply.density)
     return reply

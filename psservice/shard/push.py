@@ -34,15 +34,14 @@ def apply_push(
 ) -> tuple[PushAnswer, bool]:
     """Apply a push once; return the answer and whether this identity had been answered before.
 
-    The segments are disjoint, inside the shard's span, and in any order; ``messages`` go into the journal.
+    The segments are disjoint, inside the shard's span, and in any order; ``messages`` go into the journal. The answer
+    may be sent after ``durability.events.wait``.
     """
     merged = merge(shard.span, sorted(segments, key=lambda segment: segment.span.start))
     norm, finished = shard.admission.norm(merged), finished_of(header)
     update = on_device(merged, shard.device)
     body = shard.durability.events.push_body(messages)
-    answer, repeated = shard.apply_thread.run(lambda: _apply(shard, header, update, norm, finished, body))
-    shard.durability.events.wait()
-    return answer, repeated
+    return shard.apply_thread.run(lambda: _apply(shard, header, update, norm, finished, body))
 
 
 def _apply(

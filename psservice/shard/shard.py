@@ -35,6 +35,9 @@ from psservice.shard.upload import Uploads
 from psservice.storage.environment import Environment
 from psservice.types import Identity
 
+_SMALL_ELEMENTS = 1 << 17
+"""Of a small shard: a dense reply of so many is 512 KiB."""
+
 
 class Shard:
     """One shard of one run; :func:`psservice.shard.lifecycle.open_shard` makes and recovers it (``StorageError``).
@@ -112,6 +115,11 @@ class Shard:
     def model(self) -> ModelShard | None:
         """The shard's part of the model, from the upload on."""
         return None if self.synchronizer is None else self.synchronizer.model
+
+    def is_small(self) -> bool:
+        """Tell whether anything that is done with all parameters is little work, and nothing waits for a disk."""
+        model = self.model
+        return model is not None and model.span.length <= _SMALL_ELEMENTS and not self.durability.events.must_wait
 
     def set_model(self, model: ModelShard) -> None:
         """Replace the model; while nothing is served, or the apply thread is held."""

@@ -108,9 +108,14 @@ class Journal:
             self.bytes_written += size
             self._set_healthy(True)
 
+    @property
+    def waits(self) -> bool:
+        """Whether each record is forced to the disk before its event is told of."""
+        return self._fsync == "always"
+
     def wait(self) -> None:
         """Wait until every record that was appended before this call is as durable as the mode promises."""
-        if self._fsync == "always":
+        if self.waits:
             self.force()
 
     def force(self) -> None:

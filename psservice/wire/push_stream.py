@@ -1,7 +1,8 @@
 """Readers of client streams: they check each message as it arrives, and apply nothing.
 
 A reader is a generator. The RPC layer sends each message into it on arrival, and ``None`` at the stream's end; its
-return value is the result. So no thread waits for a client, and a replay of the journal reads by the same code.
+return value is the result. The reader of a push ends at the commit, others at the stream's end. So no thread waits for
+a client, and a replay of the journal reads by the same code.
 """
 
 import time
@@ -27,11 +28,13 @@ Reading = Generator[None, Request | None, Result]
 def read_all(reading: "Reading[Request, Result]", requests: Iterable[Request]) -> Result:
     """Read a stream whose messages are all there; raises :class:`Rejected` as the reader does."""
     next(reading)
+    left = iter(requests)
     try:
-        for request in requests:
+        for request in left:
             reading.send(request)
         reading.send(None)
     except StopIteration as end:
+        require_end(next(left, None))
         result: Result = end.value
         return result
     raise AssertionError("a reader must end where its stream ends")
@@ -39,7 +42,7 @@ def read_all(reading: "Reading[Request, Result]", requests: Iterable[Request]) -
 
 def header_of(first: Any, what: str) -> Any:
     """Return the header of a stream's first message; raises :class:`Rejected` (``BAD_REQUEST``) where it has none."""
-    if first is None or first.WhichOneof("message") != "header":
+    if first is None or not first.HasField("header"):
         raise Rejected(ErrorCode.BAD_REQUEST, f"{what} begins with its header")
     return first.header
 
@@ -59,25 +62,24 @@ def read_push(
     arrived. Returns header, segments, and when each group was whole, nanoseconds after the header. Raises
     :class:`Rejected` where the stream breaks the form, or is cut (``BAD_COMMIT``).
     """
-    header = header_of((yield), "a push")
+    request = yield
+    header: pb.PushHeader = header_of(request, "a push")
     plan = plan_of(header, admit(header))
     checksum, started = Checksum(), clock()
     readers = [ChunkReader(group, checksum) for group in plan]
     arrivals = [0] * len(plan)
-    while (request := (yield)) is not None:
-        kind = request.WhichOneof("message")
-        if kind == "chunk":
-            group = request.chunk.group
-            if group >= len(plan):
-                raise Rejected(ErrorCode.BAD_CHUNK, f"group {group} of a plan of {len(plan)}")
-            readers[group].read(request.chunk)
-            arrivals[group] = clock() - started
-        elif kind == "commit":
+    while request is not None:
+        for chunk in request.chunks:
+            if chunk.group >= len(plan):
+                raise Rejected(ErrorCode.BAD_CHUNK, f"group {chunk.group} of a plan of {len(plan)}")
+            readers[chunk.group].read(chunk)
+            arrivals[chunk.group] = clock() - started
+        if request.HasField("commit"):
             checksum.verify(request.commit)
-            require_end((yield))
             return header, [segment for reader in readers for segment in reader.segments], arrivals
-        else:
-            raise Rejected(ErrorCode.BAD_REQUEST, f"unexpected {kind or 'empty message'} inside a push")
+        request = yield
+        if request is not None and (request.HasField("header") or not (request.chunks or request.HasField("commit"))):
+            raise Rejected(ErrorCode.BAD_REQUEST, "a push goes on with chunks or its commit")
     raise Rejected(ErrorCode.BAD_COMMIT, "the stream ended without a commit")
 
 

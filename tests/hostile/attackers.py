@@ -162,7 +162,7 @@ def rapid_reset(attack: Attack) -> None:
 def join_of(**fields: object) -> pb.JoinRequest:
     """Return a request to join that is refused at last."""
     identity = pb.WorkerIdentity(worker_id="mallory", incarnation=str(uuid.uuid4()))
-    return pb.JoinRequest(identity=identity, protocol_version=1, method="dgs", num_shards=1, **fields)  # type: ignore[arg-type]
+    return pb.JoinRequest(identity=identity, protocol_version=2, method="dgs", num_shards=1, **fields)  # type: ignore[arg-type]
 
 
 FLOODS: dict[str, Callable[[Attack], None]] = {

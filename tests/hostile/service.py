@@ -61,6 +61,8 @@ def called(shard: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
     call = Call(rpc, ANONYMOUS_ADMIN)
     try:
         with shard.drain_gate.track() if RULES[rpc].changes else nullcontext():
+            if rpc == "PullDiff":
+                (request,) = request
             if isinstance(request, list):
                 answer = _read(handler(call), call, request)
             else:
@@ -148,7 +150,7 @@ class Service:
             SparseSlice(self.span, offsets, values), chunk_bytes=chance.choice((128, 1 << 20))
         ):
             checksum.add(chunk)
-            messages.append(pb.PushSparseRequest(chunk=chunk))
+            messages.append(pb.PushSparseRequest(chunks=[chunk]))
         return [*messages, pb.PushSparseRequest(commit=checksum.commit())]
 
     def good(self, rpc: str, chance: random.Random) -> list[Message]:
@@ -228,8 +230,8 @@ def changed(rpc: str, requests: list[Any], others: list[pb.Chunk], chance: rando
             new.insert(place, new[chance.randrange(len(new))])
         elif how == 2 and len(new) > 1:
             chance.shuffle(new)
-        elif how < 6 and kind is pb.PushSparseRequest and new[place].WhichOneof("message") == "chunk":
-            new[place] = pb.PushSparseRequest(chunk=mutate(new[place].chunk, others, chance))
+        elif how < 6 and kind is pb.PushSparseRequest and new[place].chunks:
+            new[place] = pb.PushSparseRequest(chunks=[mutate(new[place].chunks[0], others, chance)])
         else:
             try:
                 new[place] = kind.FromString(mutate_bytes(new[place].SerializeToString(), chance))
@@ -238,13 +240,13 @@ def changed(rpc: str, requests: list[Any], others: list[pb.Chunk], chance: rando
     if kind is pb.PushSparseRequest and chance.random() < 0.5:
         checksum = frames.Checksum()
         for request in new:
-            if request.WhichOneof("message") == "chunk":
-                checksum.add(request.chunk)
+            for chunk in request.chunks:
+                checksum.add(chunk)
         new = [
-            pb.PushSparseRequest(commit=checksum.commit()) if request.WhichOneof("message") == "commit" else request
-            for request in new
+            pb.PushSparseRequest(commit=checksum.commit()) if request.HasField("commit") else request for request in new
         ]
-    return new if SERVICE.methods_by_name[rpc].client_streaming else new[:1] or requests[:1]
+    is_one = rpc == "PullDiff" or not SERVICE.methods_by_name[rpc].client_streaming
+    return new[:1] or requests[:1] if is_one else new
 
 
 def campaign(inputs: int, seed: int, **settings: object) -> Counter[str]:

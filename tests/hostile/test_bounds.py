@@ -86,7 +86,7 @@ def requests_of(worker, rpc):
     identity, generation = worker.identity, worker.generation
     if rpc == "Join":
         layout = pb.ModelLayout(parameters=[pb.TensorSpec(name="w", data_type=pb.DATA_TYPE_FLOAT32)])
-        return [pb.JoinRequest(identity=identity, protocol_version=1, method="raw", layout=layout, num_shards=1)]
+        return [pb.JoinRequest(identity=identity, protocol_version=2, method="raw", layout=layout, num_shards=1)]
     if rpc == "RenewLease":
         return [pb.RenewLeaseRequest(identity=identity)]
     if rpc == "UploadModel":
@@ -112,7 +112,7 @@ def requests_of(worker, rpc):
         )  # fmt: skip
         return [
             pb.PushSparseRequest(header=header),
-            pb.PushSparseRequest(chunk=chunk),
+            pb.PushSparseRequest(chunks=[chunk]),
             pb.PushSparseRequest(commit=pb.Commit(chunks=1, entries=1, crc32=zlib.crc32(bytes(8)))),
         ]
     if rpc == "PullDiff":
@@ -132,8 +132,8 @@ def requests_of(worker, rpc):
 def set_at(messages, path, value):
     """Put a value into the message of the list that has it."""
     for message in messages:
-        oneof = message.DESCRIPTOR.oneofs_by_name.get("message")
-        if oneof is not None and message.WhichOneof("message") != path[0]:
+        field = message.DESCRIPTOR.fields_by_name[path[0]]
+        if len(messages) > 1 and field.message_type is not None and not getattr(message, path[0]).ByteSize():
             continue
         for name in path[:-1]:
             message = getattr(message, name)

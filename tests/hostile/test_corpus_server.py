@@ -58,9 +58,9 @@ def push(worker: RawWorker, chunk: pb.Chunk) -> grpc.RpcError:
         base_version=worker.version,
         plan=[pb.Group(start=0, length=SIZE)],
     )
-    messages = [pb.PushSparseRequest(header=head), pb.PushSparseRequest(chunk=chunk)]
+    messages = [pb.PushSparseRequest(header=head), pb.PushSparseRequest(chunks=[chunk])]
     with pytest.raises(grpc.RpcError) as caught:
-        worker.stub.PushSparse(iter(messages), timeout=TIMEOUT)
+        next(worker.stub.PushSparse(iter(messages), timeout=TIMEOUT))
     return caught.value
 
 

@@ -41,7 +41,7 @@ def layout(*names, aliases=(), buffers=()):
 
 def join(server, found, **fields):
     identity = pb.WorkerIdentity(worker_id=f"w-{uuid.uuid4()}", incarnation="i")
-    fields = {"identity": identity, "protocol_version": 1, "method": "raw", "num_shards": 1} | fields
+    fields = {"identity": identity, "protocol_version": 2, "method": "raw", "num_shards": 1} | fields
     with grpc.insecure_channel(server.addresses[0]) as channel:
         return RawStub(channel).Join(pb.JoinRequest(layout=found, **fields), timeout=TIMEOUT)
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_shown_is_refused_wherever_a_name_stands(server, text):
     with grpc.insecure_channel(server.addresses[0]) as channel:
         stub = RawStub(channel)
         for call, request in (
-            (stub.Join, pb.JoinRequest(identity=identity, protocol_version=1, method=text, layout=good, num_shards=1)),
+            (stub.Join, pb.JoinRequest(identity=identity, protocol_version=2, method=text, layout=good, num_shards=1)),
             (stub.Join, join_with({text: "v"}, good)),
             (stub.Join, join_with({"s": text}, good)),
             (stub.RenewLease, pb.RenewLeaseRequest(identity=identity | {"run_id": text})),
@@ -124,7 +124,7 @@ def test_what_cannot_be_shown_is_refused_wherever_a_name_stands(server, text):
 def join_with(settings, found):
     return pb.JoinRequest(
         identity=pb.WorkerIdentity(worker_id="w", incarnation="i"),
-        protocol_version=1,
+        protocol_version=2,
         method="raw",
         method_settings=settings,
         layout=found,

@@ -89,7 +89,7 @@ class Caller:
         while True:
             try:
                 return self.insist(
-                    push.shard, lambda line, timeout: line.stub.PushSparse(iter(messages), timeout=timeout)
+                    push.shard, lambda line, timeout: next(line.stub.PushSparse(iter(messages), timeout=timeout))
                 )
             except LeaseLostError:
                 self._trouble("LEASE_EXPIRED")

@@ -51,15 +51,13 @@ class Replica:
         header: pb.PullHeader | None = None
         pieces: list[tuple[Offsets, Floats]] = []
         whole = committed = False
-        for message in line.stub.PullDiff(request, timeout=timeout):
-            kind = message.WhichOneof("message")
-            if kind == "header":
+        for message in line.stub.PullDiff(iter([request]), timeout=timeout):
+            if message.HasField("header"):
                 header = message.header
-            elif kind == "chunk":
-                pieces.append(entries_of(message.chunk, self.start))
-                whole |= message.chunk.index_codec == pb.INDEX_CODEC_DENSE
-            else:
-                committed = True
+            for chunk in message.chunks:
+                pieces.append(entries_of(chunk, self.start))
+                whole |= chunk.index_codec == pb.INDEX_CODEC_DENSE
+            committed |= message.HasField("commit")
         if header is None or not committed:
             raise BrokenReplyError("a reply without a header or a commit, and no error")
         offsets = np.concatenate([_NO_OFFSETS, *(offsets for offsets, _ in pieces)])

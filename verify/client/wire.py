@@ -102,7 +102,7 @@ class Push:
         commit = pb.Commit(chunks=len(chunks), entries=len(self.values), crc32=crc)
         return [
             pb.PushSparseRequest(header=header),
-            *(pb.PushSparseRequest(chunk=chunk) for chunk in chunks),
+            *(pb.PushSparseRequest(chunks=[chunk]) for chunk in chunks),
             pb.PushSparseRequest(commit=commit),
         ]
 
@@ -168,7 +168,7 @@ def join_request(worker: str, incarnation: str, run: str, size: int, shard: int,
     parts = ("parameter", "w", str(size), "float32")
     return pb.JoinRequest(
         identity=pb.WorkerIdentity(run_id=run, worker_id=worker, incarnation=incarnation),
-        protocol_version=1,
+        protocol_version=2,
         method="chaos",
         layout=pb.ModelLayout(
             parameters=[pb.TensorSpec(name="w", shape=[size], data_type=pb.DATA_TYPE_FLOAT32)],

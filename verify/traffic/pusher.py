@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import uuid
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,13 +118,13 @@ class Pusher:
             if rival is not None:
                 rival[0].close()
 
-    def _send_beside(self, push: Push) -> "tuple[Line, grpc._CallFuture[pb.PushSparseResponse]]":
+    def _send_beside(self, push: Push) -> "tuple[Line, Iterator[pb.PushSparseResponse]]":
         line = Line(self._caller.lines[push.shard].address)
-        return line, line.stub.PushSparse.future(iter(push.messages()), timeout=DEADLINE_SECONDS)
+        return line, line.stub.PushSparse(iter(push.messages()), timeout=DEADLINE_SECONDS)
 
-    def _note_rival(self, push: Push, rival: "tuple[Line, grpc._CallFuture[pb.PushSparseResponse]]") -> None:
+    def _note_rival(self, push: Push, rival: "tuple[Line, Iterator[pb.PushSparseResponse]]") -> None:
         try:
-            self._note(push, rival[1].result())
+            self._note(push, next(rival[1]))
         except grpc.RpcError as error:  # its twin was answered: nothing is in doubt
             self._book.trouble(reason_of(error) or what_failed(error))
 

@@ -1469,6 +1469,7 @@ class PushHeader(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     GROUP_RATES_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The worker's step; from 1, rises within an incarnation, the same at every shard."""
     generation: _builtins.int
@@ -1479,6 +1480,8 @@ class PushHeader(_message.Message):
     """Samples that this step has consumed; told to every shard, counted by shard 0. 0 for a flush."""
     learning_rate: _builtins.float
     """Learning rate that the values carry, for DC-ASGD; 0 where it is not known."""
+    traceparent: _builtins.str
+    """The worker's span in W3C's trace context; empty for none."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who pushes."""
@@ -1509,10 +1512,11 @@ class PushHeader(_message.Message):
         learning_rate: _builtins.float = ...,
         group_rates: _abc.Iterable[_builtins.float] | None = ...,
         finished: _abc.Iterable[Global___FinishedSamples] | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "finished", b"finished", "generation", b"generation", "group_rates", b"group_rates", "identity", b"identity", "learning_rate", b"learning_rate", "plan", b"plan", "samples", b"samples", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "finished", b"finished", "generation", b"generation", "group_rates", b"group_rates", "identity", b"identity", "learning_rate", b"learning_rate", "plan", b"plan", "samples", b"samples", "step", b"step", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1520,39 +1524,37 @@ Global___PushHeader: _TypeAlias = PushHeader  # noqa: Y015
 
 @_typing.final
 class PushSparseRequest(_message.Message):
-    """One message of a push."""
+    """A push, or a part of one: header, chunks and commit follow one another, over as many messages as the client likes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
-    CHUNK_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___PushHeader:
-        """First."""
+        """In the first message."""
 
     @_builtins.property
-    def chunk(self) -> Global___Chunk:
-        """Entries of a group; the server subtracts them."""
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]:
+        """Entries of the groups; the server subtracts them."""
 
     @_builtins.property
     def commit(self) -> Global___Commit:
-        """Last."""
+        """In the last message."""
 
     def __init__(
         self,
         *,
         header: Global___PushHeader | None = ...,
-        chunk: Global___Chunk | None = ...,
+        chunks: _abc.Iterable[Global___Chunk] | None = ...,
         commit: Global___Commit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "commit", b"commit", "header", b"header"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "chunk", "commit"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushSparseRequest: _TypeAlias = PushSparseRequest  # noqa: Y015
 
@@ -1622,6 +1624,8 @@ class PullDiffRequest(_message.Message):
     IMAGE_FIELD_NUMBER: _builtins.int
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     BASE_END_FIELD_NUMBER: _builtins.int
+    AFTER_STEP_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Generation of the replica."""
     has_base: _builtins.bool
@@ -1642,6 +1646,12 @@ class PullDiffRequest(_message.Message):
     """Where not 0: the worker has the model at base_version before this index only, and nothing behind it: a reply of
     everything was cut there, and this one goes on. Above the shard's first index.
     """
+    after_step: _builtins.int
+    """Where not 0: answered once this worker's push of that step is applied, so that the request need not wait for the
+    push's answer. A worker whose push is refused cancels the stream.
+    """
+    traceparent: _builtins.str
+    """As in PushHeader."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who pulls."""
@@ -1657,10 +1667,12 @@ class PullDiffRequest(_message.Message):
         image: _builtins.bool = ...,
         link_bytes_per_second: _builtins.float = ...,
         base_end: _builtins.int = ...,
+        after_step: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_reply", b"acknowledged_reply", "base_end", b"base_end", "base_version", b"base_version", "generation", b"generation", "has_base", b"has_base", "identity", b"identity", "image", b"image", "link_bytes_per_second", b"link_bytes_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_reply", b"acknowledged_reply", "after_step", b"after_step", "base_end", b"base_end", "base_version", b"base_version", "generation", b"generation", "has_base", b"has_base", "identity", b"identity", "image", b"image", "link_bytes_per_second", b"link_bytes_per_second", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1716,47 +1728,45 @@ Global___PullHeader: _TypeAlias = PullHeader  # noqa: Y015
 
 @_typing.final
 class PullDiffResponse(_message.Message):
-    """One message of a reply."""
+    """A reply, or a part of one: header, chunks in ascending order and commit, over as many messages as the server likes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
-    CHUNK_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     SO_FAR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___PullHeader:
-        """First."""
+        """In the first message."""
 
     @_builtins.property
-    def chunk(self) -> Global___Chunk:
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]:
         """Entries to write or to add."""
 
     @_builtins.property
     def commit(self) -> Global___Commit:
-        """Last."""
+        """In the last message."""
 
     @_builtins.property
     def so_far(self) -> Global___Commit:
-        """Between chunks of a long reply: what has come is as it was sent. If the reply is cut later, the next pull may go
-        on from here.
+        """Behind the chunks of a message of a long reply: what has come is as it was sent. If the reply is cut later, the next
+        pull may go on from here.
         """
 
     def __init__(
         self,
         *,
         header: Global___PullHeader | None = ...,
-        chunk: Global___Chunk | None = ...,
+        chunks: _abc.Iterable[Global___Chunk] | None = ...,
         commit: Global___Commit | None = ...,
         so_far: Global___Commit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "message", b"message", "so_far", b"so_far"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "header", b"header", "so_far", b"so_far"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "commit", b"commit", "header", b"header", "message", b"message", "so_far", b"so_far"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "commit", b"commit", "header", b"header", "so_far", b"so_far"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "chunk", "commit", "so_far"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PullDiffResponse: _TypeAlias = PullDiffResponse  # noqa: Y015
 

@@ -60,12 +60,12 @@ class ParameterServerServiceStub(object):
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DownloadModelRequest.SerializeToString,
                 response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DownloadModelResponse.FromString,
                 _registered_method=True)
-        self.PushSparse = channel.stream_unary(
+        self.PushSparse = channel.stream_stream(
                 '/sparseps.v1.ParameterServerService/PushSparse',
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PushSparseRequest.SerializeToString,
                 response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PushSparseResponse.FromString,
                 _registered_method=True)
-        self.PullDiff = channel.unary_stream(
+        self.PullDiff = channel.stream_stream(
                 '/sparseps.v1.ParameterServerService/PullDiff',
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PullDiffRequest.SerializeToString,
                 response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PullDiffResponse.FromString,
@@ -163,14 +163,16 @@ class ParameterServerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PushSparse(self, request_iterator, context):
-        """Pushes one step's sparse update; applied atomically at the commit, once per identity.
+        """Pushes sparse updates, one after another on a stream that stays open; each is applied atomically at its commit, once
+        per identity, and answered before the next one is read. A refusal ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PullDiff(self, request, context):
-        """Returns what this worker's replica lacks, in forward order of the layers.
+    def PullDiff(self, request_iterator, context):
+        """Returns what this worker's replica lacks, in forward order of the layers; a reply a request, on a stream that stays
+        open. A refusal ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -274,12 +276,12 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DownloadModelRequest.FromString,
                     response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DownloadModelResponse.SerializeToString,
             ),
-            'PushSparse': grpc.stream_unary_rpc_method_handler(
+            'PushSparse': grpc.stream_stream_rpc_method_handler(
                     servicer.PushSparse,
                     request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PushSparseRequest.FromString,
                     response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PushSparseResponse.SerializeToString,
             ),
-            'PullDiff': grpc.unary_stream_rpc_method_handler(
+            'PullDiff': grpc.stream_stream_rpc_method_handler(
                     servicer.PullDiff,
                     request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PullDiffRequest.FromString,
                     response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PullDiffResponse.SerializeToString,
@@ -492,7 +494,7 @@ class ParameterServerService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
+        return grpc.experimental.stream_stream(
             request_iterator,
             target,
             '/sparseps.v1.ParameterServerService/PushSparse',
@@ -509,7 +511,7 @@ class ParameterServerService(object):
             _registered_method=True)
 
     @staticmethod
-    def PullDiff(request,
+    def PullDiff(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -519,8 +521,8 @@ class ParameterServerService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/sparseps.v1.ParameterServerService/PullDiff',
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PullDiffRequest.SerializeToString,

@@ -52,10 +52,14 @@ class ParameterServerServiceStub:
     """
     DownloadModel: _grpc.UnaryStreamMultiCallable[_parameter_server_pb2.DownloadModelRequest, _parameter_server_pb2.DownloadModelResponse]
     """Returns layout, values and buffers. Needs no lease: evaluation and export use it."""
-    PushSparse: _grpc.StreamUnaryMultiCallable[_parameter_server_pb2.PushSparseRequest, _parameter_server_pb2.PushSparseResponse]
-    """Pushes one step's sparse update; applied atomically at the commit, once per identity."""
-    PullDiff: _grpc.UnaryStreamMultiCallable[_parameter_server_pb2.PullDiffRequest, _parameter_server_pb2.PullDiffResponse]
-    """Returns what this worker's replica lacks, in forward order of the layers."""
+    PushSparse: _grpc.StreamStreamMultiCallable[_parameter_server_pb2.PushSparseRequest, _parameter_server_pb2.PushSparseResponse]
+    """Pushes sparse updates, one after another on a stream that stays open; each is applied atomically at its commit, once
+    per identity, and answered before the next one is read. A refusal ends the stream.
+    """
+    PullDiff: _grpc.StreamStreamMultiCallable[_parameter_server_pb2.PullDiffRequest, _parameter_server_pb2.PullDiffResponse]
+    """Returns what this worker's replica lacks, in forward order of the layers; a reply a request, on a stream that stays
+    open. A refusal ends the stream.
+    """
     ExchangeBuffers: _grpc.StreamStreamMultiCallable[_parameter_server_pb2.ExchangeBuffersRequest, _parameter_server_pb2.ExchangeBuffersResponse]
     """Contributes a worker's buffers to the average and returns the average. Shard 0 only."""
     LeaseSamples: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.LeaseSamplesRequest, _parameter_server_pb2.LeaseSamplesResponse]
@@ -94,10 +98,14 @@ class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
     """
     DownloadModel: _aio.UnaryStreamMultiCallable[_parameter_server_pb2.DownloadModelRequest, _parameter_server_pb2.DownloadModelResponse]  # type: ignore[assignment]
     """Returns layout, values and buffers. Needs no lease: evaluation and export use it."""
-    PushSparse: _aio.StreamUnaryMultiCallable[_parameter_server_pb2.PushSparseRequest, _parameter_server_pb2.PushSparseResponse]  # type: ignore[assignment]
-    """Pushes one step's sparse update; applied atomically at the commit, once per identity."""
-    PullDiff: _aio.UnaryStreamMultiCallable[_parameter_server_pb2.PullDiffRequest, _parameter_server_pb2.PullDiffResponse]  # type: ignore[assignment]
-    """Returns what this worker's replica lacks, in forward order of the layers."""
+    PushSparse: _aio.StreamStreamMultiCallable[_parameter_server_pb2.PushSparseRequest, _parameter_server_pb2.PushSparseResponse]  # type: ignore[assignment]
+    """Pushes sparse updates, one after another on a stream that stays open; each is applied atomically at its commit, once
+    per identity, and answered before the next one is read. A refusal ends the stream.
+    """
+    PullDiff: _aio.StreamStreamMultiCallable[_parameter_server_pb2.PullDiffRequest, _parameter_server_pb2.PullDiffResponse]  # type: ignore[assignment]
+    """Returns what this worker's replica lacks, in forward order of the layers; a reply a request, on a stream that stays
+    open. A refusal ends the stream.
+    """
     ExchangeBuffers: _aio.StreamStreamMultiCallable[_parameter_server_pb2.ExchangeBuffersRequest, _parameter_server_pb2.ExchangeBuffersResponse]  # type: ignore[assignment]
     """Contributes a worker's buffers to the average and returns the average. Shard 0 only."""
     LeaseSamples: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.LeaseSamplesRequest, _parameter_server_pb2.LeaseSamplesResponse]  # type: ignore[assignment]
@@ -169,16 +177,20 @@ class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[_parameter_server_pb2.PushSparseRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_parameter_server_pb2.PushSparseResponse, _abc.Awaitable[_parameter_server_pb2.PushSparseResponse]]:
-        """Pushes one step's sparse update; applied atomically at the commit, once per identity."""
+    ) -> _typing.Union[_abc.Iterator[_parameter_server_pb2.PushSparseResponse], _abc.AsyncIterator[_parameter_server_pb2.PushSparseResponse]]:
+        """Pushes sparse updates, one after another on a stream that stays open; each is applied atomically at its commit, once
+        per identity, and answered before the next one is read. A refusal ends the stream.
+        """
 
     @_abc_1.abstractmethod
     def PullDiff(
         self,
-        request: _parameter_server_pb2.PullDiffRequest,
+        request_iterator: _MaybeAsyncIterator[_parameter_server_pb2.PullDiffRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_parameter_server_pb2.PullDiffResponse], _abc.AsyncIterator[_parameter_server_pb2.PullDiffResponse]]:
-        """Returns what this worker's replica lacks, in forward order of the layers."""
+        """Returns what this worker's replica lacks, in forward order of the layers; a reply a request, on a stream that stays
+        open. A refusal ends the stream.
+        """
 
     @_abc_1.abstractmethod
     def ExchangeBuffers(

@@ -86,7 +86,7 @@ def test_a_push():
 
 
 def test_a_message():
-    request = pb.PushSparseRequest(chunk=push_chunks()[0])
+    request = pb.PushSparseRequest(chunks=[push_chunks()[0]])
     assert pb.PushSparseRequest.FromString(told("chunk 1 as a message")) == request
     assert ROWS["chunk 1 as a message"] == f"| {shown(request.SerializeToString())} |"
 

@@ -80,7 +80,7 @@ def stream(shard, step, segment, who=ANNA, base=0, samples=1, codec=None, learni
     messages, checksum = [pb.PushSparseRequest(header=header)], frames.Checksum()
     for chunk, _ in frames.encode(segment, frames.WireForm(codec), chunk_bytes=chunk_bytes) if segment else ():
         checksum.add(chunk)
-        messages.append(pb.PushSparseRequest(chunk=chunk))
+        messages.append(pb.PushSparseRequest(chunks=[chunk]))
     return [*messages, pb.PushSparseRequest(commit=checksum.commit())]
 
 

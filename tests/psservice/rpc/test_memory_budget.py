@@ -124,7 +124,7 @@ def test_the_oldest_of_a_worker_gets_through_and_other_workers_are_not_concerned
 
 def test_a_stream_is_charged_before_it_is_looked_at_and_given_back_however_it_ends():
     ledger = MemoryBudget(1 << 30)
-    messages = [pb.PushSparseRequest(chunk=pb.Chunk(count=5, length=5)), pb.PushSparseRequest(commit=pb.Commit())]
+    messages = [pb.PushSparseRequest(chunks=[pb.Chunk(count=5, length=5)]), pb.PushSparseRequest(commit=pb.Commit())]
     with ledger.open() as charge:
         seen = []
 
@@ -152,7 +152,7 @@ def push_messages(span, segment, form):
     yield pb.PushSparseRequest(header=pb.PushHeader(step=1, plan=plan))
     for chunk, _ in frames.encode(segment, form, chunk_bytes=frames.MIN_CHUNK_BYTES):
         checksum.add(chunk)
-        yield pb.PushSparseRequest(chunk=chunk)
+        yield pb.PushSparseRequest(chunks=[chunk])
     yield pb.PushSparseRequest(commit=checksum.commit())
 
 
@@ -181,7 +181,7 @@ def test_a_plan_of_every_tensor_by_itself_and_an_upload_are_within_it_too():
     sizes = [occupied(pb.PushSparseRequest(header=header))]
     for number, group in enumerate(groups):
         for chunk, _ in frames.encode(SparseSlice(group, None, torch.ones(3)), chunk_bytes=1 << 20, group=number):
-            sizes.append(occupied(pb.PushSparseRequest(chunk=chunk)))
+            sizes.append(occupied(pb.PushSparseRequest(chunks=[chunk])))
     assert sum(sizes) < largest_stream(layout, layout.size)
     chunks = frames.encode(SparseSlice(Span(0, 1_000_000), None, torch.ones(1_000_000)), chunk_bytes=64 << 10)
     uploaded = sum(occupied(pb.UploadModelRequest(chunk=chunk)) for chunk, _ in chunks)
@@ -197,7 +197,7 @@ def test_a_horde_of_tiny_chunks_is_refused_while_it_is_small():
         for i in range(span.length):
             value = b"\0\0\x80\x3f"
             chunk = pb.Chunk(start=i, length=1, count=1, index_codec=1, value_codec=1, values=value)
-            yield pb.PushSparseRequest(chunk=chunk)
+            yield pb.PushSparseRequest(chunks=[chunk])
 
     kept = []
 

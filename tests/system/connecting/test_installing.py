@@ -62,7 +62,7 @@ def meanwhile(slow, call):
 
 def joins(worker):
     """How a worker's attempt to join is answered; it uploads nothing."""
-    request = pb.JoinRequest(identity=worker.identity, protocol_version=1, method="raw", layout=LAYOUT, num_shards=1)
+    request = pb.JoinRequest(identity=worker.identity, protocol_version=2, method="raw", layout=LAYOUT, num_shards=1)
     answer = worker.stub.Join(request, timeout=TIMEOUT)
     worker.identity.run_id, worker.generation = answer.run_id, answer.generation
     return answer.state

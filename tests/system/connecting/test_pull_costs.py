@@ -41,7 +41,7 @@ class Workers:
 
     def join(self, name):
         request = pb.JoinRequest(
-            identity=self.identity(name), protocol_version=1, method="raw", layout=self.layout, num_shards=1
+            identity=self.identity(name), protocol_version=2, method="raw", layout=self.layout, num_shards=1
         )
         return self.stub.Join(request, timeout=TIMEOUT)
 
@@ -69,7 +69,7 @@ class Workers:
         if last is not None:
             request.has_base, request.base_version = True, last.version
             request.acknowledged_reply, request.image = last.reply_number, last.image
-        header, *_ = self.stub.PullDiff(request, timeout=TIMEOUT)
+        header, *_ = self.stub.PullDiff(iter([request]), timeout=TIMEOUT)
         return header.header
 
     def is_refused(self, name):
@@ -124,7 +124,7 @@ def test_pulls_that_are_refused_cost_no_memory_and_leave_no_image(down_mode):
         images = workers.image_bytes() if down_mode == "topk" else 0
         with grpc.insecure_channel(server.addresses[0], options=NARROW) as channel:
             request = pb.PullDiffRequest(identity=workers.identity("w0"), generation=workers.generation)
-            unread = ParameterServerServiceStub(channel).PullDiff(request)
+            unread = ParameterServerServiceStub(channel).PullDiff(iter([request]))
             next(unread), next(unread)  # its header and a chunk: it is in flight, with a copy of the model
             for number in range(1, 5):  # what a server needs for its first of anything stays
                 workers.is_refused(f"w{number}")

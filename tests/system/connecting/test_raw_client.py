@@ -34,7 +34,7 @@ class RawWorker:
         )
         answer = self.stub.Join(
             pb.JoinRequest(
-                identity=self.identity, protocol_version=1, method="raw", layout=layout, shard_index=0, num_shards=1
+                identity=self.identity, protocol_version=2, method="raw", layout=layout, shard_index=0, num_shards=1
             ),
             timeout=TIMEOUT,
         )
@@ -87,16 +87,8 @@ class RawWorker:
             values=raw_values,
         )
         commit = pb.Commit(chunks=1, entries=len(index), crc32=zlib.crc32(raw_values, zlib.crc32(raw_index)))
-        return self.stub.PushSparse(
-            iter(
-                [
-                    pb.PushSparseRequest(header=header),
-                    pb.PushSparseRequest(chunk=chunk),
-                    pb.PushSparseRequest(commit=commit),
-                ]
-            ),
-            timeout=TIMEOUT,
-        )
+        request = pb.PushSparseRequest(header=header, chunks=[chunk], commit=commit)
+        return next(self.stub.PushSparse(iter([request]), timeout=TIMEOUT))
 
     def pull(self):
         request = pb.PullDiffRequest(
@@ -106,13 +98,11 @@ class RawWorker:
             base_version=self.version,
             acknowledged_reply=self.acknowledged,
         )
-        for message in self.stub.PullDiff(request, timeout=TIMEOUT):
-            kind = message.WhichOneof("message")
-            if kind == "header":
+        for message in self.stub.PullDiff(iter([request]), timeout=TIMEOUT):
+            if message.HasField("header"):
                 header = message.header
                 assert header.mode == pb.REPLY_MODE_EXACT
-            elif kind == "chunk":
-                chunk = message.chunk
+            for chunk in message.chunks:
                 offsets = decode_offsets(chunk)
                 self.theta[chunk.start + offsets] = np.frombuffer(chunk.values, "<f4")
         self.version, self.has_base, self.acknowledged = header.version, True, header.reply_number

@@ -41,7 +41,7 @@ class Run:
 
     def join(self, index):
         request = pb.JoinRequest(
-            identity=self.identity, protocol_version=1, method="raw", layout=LAYOUT, shard_index=index, num_shards=2
+            identity=self.identity, protocol_version=2, method="raw", layout=LAYOUT, shard_index=index, num_shards=2
         )
         return self.call(index, "Join", request)
 

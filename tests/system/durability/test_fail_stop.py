@@ -34,7 +34,7 @@ class Worker(RawWorker):
     def join(self):
         request = pb.JoinRequest(
             identity=self.identity,
-            protocol_version=1,
+            protocol_version=2,
             method="raw",
             method_settings={"update": "torch", "optimizer": '{"name": "SGD", "options": {"lr": 1.0}}'},
             layout=LAYOUT,

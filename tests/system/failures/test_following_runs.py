@@ -25,7 +25,7 @@ def name_another_run(address):
             lambda: stub.RenewLease(pb.RenewLeaseRequest(identity=identity), timeout=TIMEOUT),
             lambda: stub.Leave(pb.LeaveRequest(identity=identity), timeout=TIMEOUT),
             lambda: stub.FinishRun(pb.FinishRunRequest(run_id="evil"), timeout=TIMEOUT),
-            lambda: list(stub.PullDiff(pb.PullDiffRequest(identity=identity), timeout=TIMEOUT)),
+            lambda: list(stub.PullDiff(iter([pb.PullDiffRequest(identity=identity)]), timeout=TIMEOUT)),
             lambda: stub.UploadModel(iter([pb.UploadModelRequest(header=header)]), timeout=TIMEOUT),
         ):
             with suppress(grpc.RpcError):

@@ -59,7 +59,7 @@ def header(worker, step=1):
 
 
 def chunk(worker, first, count):
-    return pb.PushSparseRequest(chunk=pb.Chunk(start=first, length=count, count=count, **DENSE, values=ONE * count))
+    return pb.PushSparseRequest(chunks=[pb.Chunk(start=first, length=count, count=count, **DENSE, values=ONE * count)])
 
 
 class Stalling:
@@ -132,7 +132,7 @@ def test_answers_that_are_not_read_hold_no_thread(start, rpc, tmp_path):
     server = start(stream_idle_seconds=IDLE, init=tmp_path / "large.safetensors")
     worker = joined(server, size)
     pull = pb.PullDiffRequest(identity=worker.identity, generation=worker.generation)
-    request = pull if rpc == "PullDiff" else pb.DownloadModelRequest()
+    request = iter([pull]) if rpc == "PullDiff" else pb.DownloadModelRequest()
     calls = [getattr(worker.stub, rpc)(request, timeout=TIMEOUT) for _ in range(6)]
     assert worker.push([1], [1.0]).version == 1
     wait_until(lambda: not server._dispatcher.open_calls)  # cut, or gone wholly into the connection's own buffers
@@ -152,7 +152,7 @@ def test_a_stream_that_dawdles_ends_at_last(start):
             if done.wait(0.05):
                 return
 
-    call = worker.stub.PushSparse.future(dawdling(), timeout=TIMEOUT)
+    call = worker.stub.PushSparse(dawdling(), timeout=TIMEOUT)
     wait_until(lambda: cut(server, "PushSparse", "too_long") == 1)
     done.set()
     assert call.exception(TIMEOUT).code() is grpc.StatusCode.CANCELLED
@@ -227,12 +227,12 @@ def test_every_worker_is_busy_while_one_holds_the_total_and_that_one_gets_throug
         yield chunk(worker, size // 2, size // 2)
         yield pb.PushSparseRequest(commit=pb.Commit(chunks=2, entries=size, crc32=zlib.crc32(ONE * size)))
 
-    call = worker.stub.PushSparse.future(in_two_parts(), timeout=TIMEOUT)
+    call = worker.stub.PushSparse(in_two_parts(), timeout=TIMEOUT)
     wait_until(lambda: in_flight(server) > 120_000)
     assert busy(lambda: other.push(list(range(size)), [1.0] * size))
     assert busy(other.pull)
     rest.set()
-    assert call.result(TIMEOUT).version == 1
+    assert next(call).version == 1
     other.step = 0
     assert other.push(list(range(size)), [1.0] * size).version == 2
 
@@ -247,7 +247,7 @@ def test_a_horde_of_tiny_chunks_is_refused(start):
             yield chunk(worker, first, 1)
 
     with pytest.raises(grpc.RpcError, match="stream-bytes") as caught:
-        worker.stub.PushSparse(horde(), timeout=TIMEOUT)
+        next(worker.stub.PushSparse(horde(), timeout=TIMEOUT))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     wait_until(lambda: in_flight(server) == 0)
     assert worker.push([1], [1.0]).version == 1
@@ -298,14 +298,14 @@ def test_memory_stays_flat_however_many_streams_are_broken_off():
             yield pb.PushSparseRequest(header=opening)
             if kind == "horde":
                 for first in range(5_000):
-                    yield pb.PushSparseRequest(chunk=pb.Chunk(start=first, length=1, count=1, **DENSE, values=ONE))
+                    yield pb.PushSparseRequest(chunks=[pb.Chunk(start=first, length=1, count=1, **DENSE, values=ONE)])
             else:
-                yield pb.PushSparseRequest(chunk=pb.Chunk(start=0, length=size, count=size, **DENSE, values=values))
+                yield pb.PushSparseRequest(chunks=[pb.Chunk(start=0, length=size, count=size, **DENSE, values=values)])
 
         def round_of_them():
             for kind in ("horde", *["cut"] * 3):
                 with pytest.raises(grpc.RpcError):
-                    stub.PushSparse(broken(kind), timeout=TIMEOUT)
+                    next(stub.PushSparse(broken(kind), timeout=TIMEOUT))
             parameter.grad = torch.ones(size)
             optimizer.step()
 

@@ -143,7 +143,7 @@ def test_who_is_held_back_is_told_at_the_header_and_a_repeat_is_answered_all_the
             done.wait(20)
 
         with pytest.raises(grpc.RpcError) as caught:
-            fast.stub.PushSparse(header_alone(), timeout=20)
+            next(fast.stub.PushSparse(header_alone(), timeout=20))
         done.set()
         failure = from_rpc_error(caught.value)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

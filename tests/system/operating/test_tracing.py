@@ -148,10 +148,10 @@ def test_a_call_that_is_repeated_is_part_of_the_same_trace(server, collector):
     trace, span = uuid.uuid4().hex, uuid.uuid4().hex[:16]
     with grpc.insecure_channel(server.addresses[0]) as channel:
         for _ in range(2):
+            request = pb.PushSparseRequest(header=pb.PushHeader(traceparent=f"00-{trace}-{span}-01"))
+            call = ParameterServerServiceStub(channel).PushSparse(iter([request]), timeout=30)
             with pytest.raises(grpc.RpcError):
-                ParameterServerServiceStub(channel).PushSparse(
-                    iter([]), timeout=30, metadata=[("traceparent", f"00-{trace}-{span}-01")]
-                )
+                next(call)
     wait_until(lambda: sum(found.trace == trace for found in collector.spans) >= 4)
     found = [found for found in collector.spans if found.trace == trace]
     calls = [each for each in found if each.name == "PushSparse"]
