@@ -206,11 +206,11 @@ class WorkerCalls:
     def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[pb.PullDiffResponse]:
         """Send a worker what its replica lacks."""
         shard = self._shard
+        identity = self._identify(call, request.identity)
+        if request.after_step:
+            self._require_pushed(identity, request.after_step)
         with self._training_budget.open(most_of_worker=self._most_of_worker) as reservation:
-            identity = self._identify(call, request.identity)
             reservation.belongs_to(identity.worker_id)
-            if request.after_step:
-                self._require_pushed(identity, request.after_step)
             asked = PullRequest(
                 base_version=request.base_version if request.has_base else None,
                 base_end=request.base_end,

@@ -107,7 +107,9 @@ def push(shard, step, entries=(), who=ANNA, *, generation=None, base=0, samples=
         offsets = torch.tensor([i - shard.span.start for i in chosen], dtype=torch.int64)
         values = torch.tensor([entries[i] for i in chosen], dtype=torch.float32)
         entries = [SparseSlice(shard.span, offsets, values)] if chosen else []
-    return apply_push(shard, *push_of(who, step, generation, base, samples, list(entries)))
+    answer = apply_push(shard, *push_of(who, step, generation, base, samples, list(entries)))
+    shard.durability.events.wait()
+    return answer
 
 
 def push_of(who, step, generation, base, samples, segments, learning_rate=0.0, finished=None):
@@ -127,7 +129,9 @@ def push_of(who, step, generation, base, samples, segments, learning_rate=0.0, f
 
 def pull(shard, who=ANNA, *, generation=None, base=None, acknowledged=0, image=False):
     generation = present(shard) if generation is None else generation
-    return pulling.pull(shard, who, generation, PullRequest(base, acknowledged, image))
+    reply = pulling.pull(shard, who, generation, PullRequest(base, acknowledged, image))
+    shard.durability.events.wait()
+    return reply
 
 
 def theta(shard):

@@ -88,7 +88,9 @@ def send(shard, step, segment, who=ANNA, **options):
     """Push over a stream; return the answer and whether it was a repeat."""
     messages = stream(shard, step, segment, who, **options)
     header, segments, _ = read_all(read_push(lambda opened: shard.span), messages)
-    return apply_push(shard, header, segments, [message.SerializeToString() for message in messages])
+    answer = apply_push(shard, header, segments, [message.SerializeToString() for message in messages])
+    shard.durability.events.wait()
+    return answer
 
 
 def after_a_crash(directory: Path) -> Path:

@@ -37,7 +37,7 @@ def occupied(message):
 
 def checked(messages, charge, rpc="PushSparse"):
     """The messages of a call as its reader receives them."""
-    call = Call(rpc, ANONYMOUS_ADMIN, charge)
+    call = Call(rpc, ANONYMOUS_ADMIN, reservation=charge)
     for message in messages:
         check(call, message)
         yield message

@@ -44,7 +44,9 @@ def finish(shard, step, share, who=ANNA):
     messages[0].header.finished.add(dataset="train", ranges=share_to_messages(share))
     header, segments, _ = read_all(read_push(lambda opened: shard.span), messages)
     raw = [message.SerializeToString() for message in messages]
-    return apply_push(shard, header, segments, raw)
+    answer = apply_push(shard, header, segments, raw)
+    shard.durability.events.wait()
+    return answer
 
 
 def held(shard, who=ANNA):
