@@ -1,0 +1,207 @@
+"""Streams that stay open: many requests each, in order, until a refusal, an idle time without a lease, or a stop."""
+
+import queue
+import zlib
+
+import grpc
+import numpy as np
+import pytest
+
+from psclient import LocalServer
+from psclient.errors import from_rpc_error
+from pscore.wire.errors import ErrorCode
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.app.server import Server
+from psservice.settings import ServerSettings
+from tests.system.connecting.test_raw_client import RawWorker
+from tests.system.tools import wait_until
+
+TIMEOUT = 20.0
+N = 50
+
+
+class Stream:
+    """A stream of one method, to which messages are sent one by one."""
+
+    def __init__(self, method):
+        self._outbox = queue.SimpleQueue()
+        self.call = method(iter(self._outbox.get, None))
+
+    def send(self, *messages):
+        for message in messages:
+            self._outbox.put(message)
+
+    def end(self):
+        self._outbox.put(None)
+
+    def reason(self):
+        """Why the server has ended it."""
+        with pytest.raises(grpc.RpcError) as caught:
+            next(self.call)
+        return from_rpc_error(caught.value).reason
+
+
+def push_of(worker, step, *, base=0, cut=1, **fields):
+    """A push of 1.0 at index ``step``, over ``cut`` messages."""
+    indices, values = np.array([0], "<u4").tobytes(), np.ones(1, "<f4").tobytes()
+    header = pb.PushHeader(
+        identity=worker.identity, step=step, generation=worker.generation, base_version=base, samples=1,
+        plan=[pb.Group(start=0, length=N)], **fields,
+    )  # fmt: skip
+    chunk = pb.Chunk(
+        start=step, length=1, count=1, index_codec=pb.INDEX_CODEC_RAW32, value_codec=pb.VALUE_CODEC_FP32,
+        indices=indices, values=values,
+    )  # fmt: skip
+    commit = pb.Commit(chunks=1, entries=1, crc32=zlib.crc32(values, zlib.crc32(indices)))
+    if cut == 1:
+        return [pb.PushSparseRequest(header=header, chunks=[chunk], commit=commit)]
+    if cut == 2:
+        return [pb.PushSparseRequest(header=header), pb.PushSparseRequest(chunks=[chunk], commit=commit)]
+    return [
+        pb.PushSparseRequest(header=header),
+        pb.PushSparseRequest(chunks=[chunk]),
+        pb.PushSparseRequest(commit=commit),
+    ]
+
+
+def pull_of(worker, **fields):
+    return pb.PullDiffRequest(identity=worker.identity, generation=worker.generation, has_base=True, **fields)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with LocalServer(down_mode="exact", lease_seconds=60) as running:
+        yield running
+
+
+@pytest.fixture
+def worker(server, request):
+    made = RawWorker(server.addresses[0], request.node.name[:60], N)
+    made.join()
+    made.pull()  # for the version
+    return made
+
+
+def test_many_pushes_in_any_number_of_messages_are_answered_in_order(worker):
+    stream = Stream(worker.stub.PushSparse)
+    first = worker.version
+    for step in range(1, 10):  # all are sent before the first answer is read
+        stream.send(*push_of(worker, step, base=first, cut=step % 3 + 1))
+    assert [next(stream.call).version for _ in range(9)] == [first + step for step in range(1, 10)]
+    stream.send(*push_of(worker, 9, base=first))
+    assert next(stream.call).repeated_push
+    stream.end()
+    assert list(stream.call) == []
+
+
+def test_a_refusal_ends_the_stream_and_nothing_behind_it_is_applied(worker):
+    stream, first = Stream(worker.stub.PushSparse), worker.version
+    stream.send(*push_of(worker, 5, base=first))
+    assert next(stream.call).version == first + 1
+    stream.send(*push_of(worker, 3, base=first), *push_of(worker, 6, base=first))
+    assert stream.reason() is ErrorCode.STEP_OUT_OF_ORDER
+    again = Stream(worker.stub.PushSparse)
+    again.send(*push_of(worker, 6, base=first))
+    answer = next(again.call)
+    assert (answer.version, answer.repeated_push) == (first + 2, False)
+
+
+def test_a_message_behind_a_commit_must_begin_a_push(worker):
+    stream = Stream(worker.stub.PushSparse)
+    push = push_of(worker, 1, base=worker.version, cut=3)
+    stream.send(*push, push[1])
+    assert next(stream.call).version == worker.version + 1
+    assert stream.reason() is ErrorCode.BAD_REQUEST
+
+
+def test_a_pull_that_names_a_step_waits_for_its_push(worker):
+    pushes, pulls = Stream(worker.stub.PushSparse), Stream(worker.stub.PullDiff)
+    base = worker.version
+    for step in range(1, 30):
+        pulls.send(pull_of(worker, base_version=base, after_step=step))
+        pushes.send(*push_of(worker, step, base=base))
+        reply = next(pulls.call)
+        assert reply.header.version == base + 1
+        assert [(chunk.start, chunk.count) for chunk in reply.chunks] == [(step, 1)]
+        assert reply.HasField("commit")
+        assert next(pushes.call).version == base + 1
+        base += 1
+
+
+def test_a_pull_whose_push_never_comes_ends_with_the_lease():
+    with LocalServer(down_mode="exact", lease_seconds=1.0) as server:
+        worker = RawWorker(server.addresses[0], "w", N)
+        worker.join()
+        pulls = Stream(worker.stub.PullDiff)
+        pulls.send(pull_of(worker, base_version=0, after_step=7))
+        assert stream_ends(pulls) in (grpc.StatusCode.CANCELLED, grpc.StatusCode.NOT_FOUND)
+
+
+def stream_ends(stream):
+    with pytest.raises(grpc.RpcError) as caught:
+        next(stream.call)
+    return caught.value.code()
+
+
+def test_a_pull_without_a_lease_does_not_wait(worker):
+    worker.stub.Leave(pb.LeaveRequest(identity=worker.identity), timeout=TIMEOUT)
+    pulls = Stream(worker.stub.PullDiff)
+    pulls.send(pull_of(worker, after_step=7))
+    assert pulls.reason() is ErrorCode.LEASE_EXPIRED
+
+
+def test_another_idle_stream_of_a_worker_takes_the_place_of_the_first(worker):
+    first, second = Stream(worker.stub.PushSparse), Stream(worker.stub.PushSparse)
+    first.send(*push_of(worker, 1, base=worker.version))
+    next(first.call)
+    second.send(*push_of(worker, 2, base=worker.version))
+    next(second.call)
+    assert stream_ends(first) is grpc.StatusCode.CANCELLED
+    second.send(*push_of(worker, 3, base=worker.version))
+    assert next(second.call).version == worker.version + 3
+
+
+@pytest.fixture
+def start():
+    servers = []
+
+    def begin(**settings):
+        values = {"listen": "127.0.0.1:0", "health_listen": "", "metrics_listen": "", **settings}
+        servers.append(Server(ServerSettings.model_validate(values)))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.stop()
+
+
+def test_an_idle_stream_stays_as_long_as_the_lease(start):
+    server = start(lease_seconds=3600, stream_idle_seconds=0.5)
+    worker = RawWorker(server.address, "w", N)
+    worker.join()
+    stream = Stream(worker.stub.PushSparse)
+    stream.send(*push_of(worker, 1))
+    next(stream.call)
+    swept = server._dispatcher
+    wait_until(lambda: swept._sweeping is not None)
+    wait_until(lambda: all(each.is_idle for each in swept.open_calls))
+    (opened,) = swept.open_calls
+    opened.started -= 100  # seconds of silence
+    worker_leaves = Stream(worker.stub.PullDiff)
+    worker_leaves.send(pull_of(worker))
+    next(worker_leaves.call)
+    assert opened in swept.open_calls
+    worker.stub.Leave(pb.LeaveRequest(identity=worker.identity), timeout=TIMEOUT)
+    assert stream_ends(stream) is grpc.StatusCode.CANCELLED
+    wait_until(lambda: opened not in swept.open_calls)
+
+
+def test_a_server_that_stops_ends_idle_streams_at_once(start):
+    server = start(lease_seconds=3600)
+    worker = RawWorker(server.address, "w", N)
+    worker.join()
+    stream = Stream(worker.stub.PushSparse)
+    stream.send(*push_of(worker, 1))
+    next(stream.call)
+    server._loop.run(server._dispatcher.drain(TIMEOUT))
+    assert stream.reason() is ErrorCode.DRAINING
