@@ -16,7 +16,8 @@ from psclient.compress.groups import Rates
 from psclient.errors import from_refusal
 from psclient.report import StepReport
 from psclient.rpc.cluster import Cluster
-from psclient.rpc.shard_client import PulledReply, PushPart
+from psclient.rpc.push_part import PushPart
+from psclient.rpc.shard_client import PulledReply
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice, entries, merge
 from pscore.telemetry import tracing

@@ -10,8 +10,9 @@ from psclient.compress.groups import Rates
 from psclient.errors import REJOIN_REASONS, LeaseLostError, ServerFaultError, from_refusal
 from psclient.executor import SerialExecutor
 from psclient.rpc.membership import Membership
+from psclient.rpc.push_part import PushPart
 from psclient.rpc.samples import SampleTracker
-from psclient.rpc.shard_client import PulledReply, PushPart, ShardClient
+from psclient.rpc.shard_client import PulledReply, ShardClient
 from pscore.model.buffers import is_exchanged, pack, packed_bytes, unpack
 from pscore.model.layout import Span
 from pscore.wire import frames

@@ -7,18 +7,16 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
-
-from google.protobuf.message import Message
 
 from psclient.buckets.trace import PushTiming
 from psclient.errors import ServerFaultError
 from psclient.model.replica import Replica
 from psclient.rpc.channel import Connection, RetryPolicy
-from psclient.rpc.open_stream import OpenStream
 from psclient.rpc.progress_line import ProgressLine
-from psclient.rpc.stall import StreamCall
+from psclient.rpc.push_part import PushPart
+from psclient.rpc.stall import OpenStream, StreamCall
 from psclient.settings import ClientSettings
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
@@ -27,14 +25,11 @@ from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
-from pscore.wire.messages import field_bytes
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _SMALLEST_BYTES = 64 << 10  # below it, a time depends more on delay than on bandwidth
 _REMEMBERED = 16  # transfers
 _UPLOAD_CHUNK_BYTES = 256 << 10  # what one second brings on a line of 2 Mbit/s, and what a cut loses at most
-_TOGETHER_BYTES = 16 << 10  # of a field of a push that others may follow in the same message
-_MOST_TOGETHER = 64  # such fields
 _PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
 
 
@@ -53,41 +48,6 @@ class Bandwidth:
         """Count a transfer: from its first byte to its last, without the time for decoding."""
         if nbytes >= _SMALLEST_BYTES and seconds > 0:
             self._recent.append(nbytes / seconds)
-
-
-@dataclass(slots=True)
-class PushPart:
-    """One shard's part of a push, kept until it is acknowledged or refused.
-
-    ``stream`` has what is sent, until an attempt to read the answer has failed; later attempts send ``messages``, the
-    same bytes. ``segments`` is the payload as it arrives, for restoring it.
-    """
-
-    generation: int
-    trace: TraceSpan
-    stream: OpenStream | None
-    messages: list[bytes] = field(default_factory=list)
-    segments: list[SparseSlice] = field(default_factory=list)
-    checksum: frames.Checksum = field(default_factory=frames.Checksum)
-    nbytes: int = 0
-    _pending: list[bytes] = field(default_factory=list)
-
-    def add(self, number: int, message: Message) -> int:
-        """Add a field of :class:`pb.PushSparseRequest`; small ones are sent together. Return the field's bytes."""
-        data = field_bytes(number, message)
-        self._pending.append(data)
-        if len(data) > _TOGETHER_BYTES or len(self._pending) > _MOST_TOGETHER:
-            self.flush()
-        return len(data)
-
-    def flush(self) -> None:
-        """Send what has been added."""
-        data = b"".join(self._pending)
-        self._pending.clear()
-        self.messages.append(data)
-        self.nbytes += len(data) + frames.FRAMING_BYTES
-        if self.stream is not None:
-            self.stream.send(data)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 import atexit
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from pscore.telemetry.span import NO_SPAN, TRACEPARENT, TraceSpan, TracingError
+from pscore.telemetry.span import NO_SPAN, TRACEPARENT, Result, TraceSpan, TracingError
 from pscore.version import __version__
 
 Attributes = Mapping[str, str | int | float]

@@ -80,7 +80,7 @@ _NAMES: Mapping[str, Mapping[str, bool]] = {
 
 def require(message: Message) -> None:
     """Check a request, or a message of a stream, with its header and identity; raises :class:`Rejected`."""
-    numbers, names, lists, inner = _checks(type(message))
+    numbers, names, lists, inner = _checks(message.__class__.__name__)
     for field, least, most, is_list in numbers:
         found = getattr(message, field)
         for value in found if is_list else (found,):
@@ -98,9 +98,9 @@ def require(message: Message) -> None:
 
 
 @cache
-def _checks(kind: type[Message]) -> tuple[Any, ...]:
+def _checks(name: str) -> tuple[Any, ...]:
     """Return numbers, names, check of lists, and inner messages of a kind: descriptors are slow to read."""
-    name, fields = kind.DESCRIPTOR.name, kind.DESCRIPTOR.fields_by_name
+    fields = pb.DESCRIPTOR.message_types_by_name[name].fields_by_name
     numbers = [(field, *bound, fields[field].is_repeated) for field, bound in BOUNDS.get(name, {}).items()]
     inner = [(field, field == "header") for field in ("identity", "header") if field in fields]
     return numbers, [*_NAMES.get(name, {}).items()], _LISTS.get(name), inner
