@@ -72,7 +72,6 @@ class _Asked(NamedTuple):
 
     stream: OpenStream
     request: pb.PullDiffRequest
-    trace: TraceSpan
 
 
 class ShardClient:
@@ -101,6 +100,7 @@ class ShardClient:
         self._pushes: OpenStream | None = None
         self._pulls: OpenStream | None = None
         self._asked: _Asked | None = None
+        self._pull_trace: TraceSpan | None = None  # of the pull that is asked for
         self.sent_model: tuple[int, int] | None = None
         codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
         self._form = frames.WireForm(VALUE_CODECS[settings.value_type], codec)
@@ -244,20 +244,19 @@ class ShardClient:
 
     def ask(self, identity: pb.WorkerIdentity, step: int, idle_seconds: float) -> None:
         """Send the request of the next :meth:`pull` ahead: answered once the push of ``step`` is applied."""
-        self._asked = self._send_request(identity, step, idle_seconds, tracing.begin("pull", shard=self.index))
+        self._pull_trace = tracing.begin("pull", shard=self.index)
+        self._asked = self._send_request(identity, step, idle_seconds, self._pull_trace)
 
     def drop_pull(self) -> None:
         """End the stream of pulls, and what is on it."""
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            asked.trace.end("dropped")
+        self._asked = None
         if self._pulls is not None:
             self._pulls.close()
             self._pulls = None
 
     def pull(self, identity: pb.WorkerIdentity, policy: RetryPolicy) -> PulledReply | Rejected:
         """Fetch the changes that the replica lacks; the reply is whole and checked, and not yet applied."""
-        trace = tracing.begin("pull", shard=self.index) if self._asked is None else self._asked.trace
+        trace, self._pull_trace = self._pull_trace or tracing.begin("pull", shard=self.index), None
         with ProgressLine() as line:
 
             def attempt(seconds: float) -> PulledReply:
@@ -290,7 +289,7 @@ class ShardClient:
         request = self._pull_request(identity)
         request.after_step, request.traceparent = step, trace.parent
         self._pulls.send(request.SerializeToString())
-        return _Asked(self._pulls, request, trace)
+        return _Asked(self._pulls, request)
 
     def note_applied(self, reply: PulledReply) -> None:
         """Note that a reply has been written into the replica."""

@@ -40,6 +40,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "generation": (0, _MOST_GENERATION),
         "base_version": (0, _MOST_VERSION),
         "acknowledged_reply": (0, _MOST_VERSION),
+        "after_step": (0, _MOST_STEP),
         "link_bytes_per_second": (0.0, _FASTEST_LINK),
     },
     "BuffersHeader": {

@@ -140,11 +140,11 @@ def check(call: Call, message: Message) -> None:
 
     A message of a stream is charged here for what is decoded of it, before its reader has it. Raises :class:`Rejected`.
     """
-    bounds.require(message)
     named: Any = getattr(message, "header", message)
     parent = getattr(named, "traceparent", "")
     if parent and call.span is NO_SPAN:
         call.span = tracing.continued(call.rpc, parent)
+    bounds.require(message)
     if call.caller.worker and "identity" in named.DESCRIPTOR.fields_by_name and named.identity.worker_id:
         call.caller.require_worker(named.identity.worker_id)
     if call.reservation is not None:

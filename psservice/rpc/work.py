@@ -21,7 +21,8 @@ _ANSWER_BYTES = 1 << 20  # of messages that are written in one piece of work
 def reply_to(call: Call, handler: Callable[[Call, Message], Answer], raw: bytes) -> Answers:
     """Answer a request of one message; raises :class:`Rejected`."""
     call.received_bytes = len(raw) + FRAMING_BYTES
-    return _begin(call, handler(call, parse(call, raw)))
+    message = parse(call, raw)
+    return call.span.run(_begin, call, handler(call, message))
 
 
 def _begin(call: Call, answer: Answer) -> Answers:
@@ -56,7 +57,8 @@ def feed(call: Call, reading: StreamReader, raw: bytes | None, arrived_nanosecon
         call.on_received(nbytes)
         if call.raw is not None:
             call.raw.append(raw)
-        call.span.run(reading.send, parse(call, raw))
+        message = parse(call, raw)
+        call.span.run(reading.send, message)
     except StopIteration as end:
         return _begin(call, end.value)
     return None

@@ -12,6 +12,7 @@ from pscore.model.buffers import pack, packed_bytes
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry import tracing
+from pscore.telemetry.span import NO_SPAN
 from pscore.telemetry.tracing import traced
 from pscore.version import __version__
 from pscore.wire import frames
@@ -170,16 +171,18 @@ class WorkerCalls:
         shard = self._shard
         call.raw = None if shard.durability.events.journal is None else []
         with self._stream(call) as reservation:
+            receiving = NO_SPAN
 
             def admit(header: pb.PushHeader) -> Span:
+                nonlocal receiving
                 identity = self._identify(call, header.identity)
                 reservation.belongs_to(identity.worker_id)
                 call.on_received = partial(shard.leases.received, identity)
+                receiving = tracing.begin("receive")
                 check_push(shard, identity, header.step)
                 finished_of(header)  # refused here, before the rest of it is received
                 return shard.span
 
-            receiving = tracing.begin("receive")
             try:
                 header, segments, arrivals = yield from read_push(admit, lambda: call.arrived_nanoseconds)
             finally:

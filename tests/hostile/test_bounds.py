@@ -132,8 +132,7 @@ def requests_of(worker, rpc):
 def set_at(messages, path, value):
     """Put a value into the message of the list that has it."""
     for message in messages:
-        field = message.DESCRIPTOR.fields_by_name[path[0]]
-        if len(messages) > 1 and field.message_type is not None and not getattr(message, path[0]).ByteSize():
+        if len(messages) > 1 and path[0] not in {field.name for field, _ in message.ListFields()}:
             continue
         for name in path[:-1]:
             message = getattr(message, name)
