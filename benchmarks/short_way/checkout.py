@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,13 +50,17 @@ class Checkout:
         Raises:
             ProbeError: it failed, or did not end in time.
         """
-        script = _ROOT / "benchmarks" / "short_way" / "probes" / f"{name}.py"
-        own = name in _INTERNAL
-        command = [str(script)] if own else ["-m", f"benchmarks.short_way.probes.{name}"]
-        path = [str(self._root)] if own else [self._here.name, str(self._root)]
+        if name in _INTERNAL:
+            script = _ROOT / "benchmarks" / "short_way" / "probes" / f"{name}.py"
+            return self.execute([str(script), json.dumps(arguments)], [str(self._root)], seconds)
+        command = ["-m", f"benchmarks.short_way.probes.{name}", json.dumps(arguments)]
+        return self.execute(command, [self._here.name, str(self._root)], seconds)
+
+    def execute(self, command: Sequence[str], path: Sequence[str], seconds: float) -> dict[str, float]:
+        """Run Python with a module path of its own; return the JSON object of its last line."""
         process = subprocess.Popen(
-            [sys.executable, *command, json.dumps(arguments)],
-            cwd=self._root if own else self._here.name,
+            [sys.executable, *command],
+            cwd=self._here.name,
             env={**os.environ, **self._caches, "PYTHONPATH": os.pathsep.join(path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

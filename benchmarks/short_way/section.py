@@ -15,7 +15,7 @@ from benchmarks.short_way.rows import Found, Row
 
 KEY, TITLE = "short_way", "The short way: overhead of a step and of a server"
 
-_PROBE_SECONDS = 240.0
+_PROBE_SECONDS = 400.0
 _BULK_COPIES = 8
 """Models that must fit into the free memory for an upload: the worker's, the server's peak, the download."""
 
@@ -47,35 +47,18 @@ def run(plan: Plan) -> Section:
     """Run every probe with the base and with this checkout in turn; a probe that fails is a note."""
     section = Section(KEY, TITLE)
     measurements = measure_quick() if plan.quick else measure_full()
-    left_out: list[str] = []
     with ExitStack() as stack:
         here = stack.enter_context(Checkout())
         base = stack.enter_context(Checkout(plan.base)) if plan.base else None
-        for number, each in enumerate(measurements, start=1):
-            if not plan.has_time():
-                left_out.append(each.rows[0].text)
-                continue
-            for turn in range(each.rounds):
-                if turn and not plan.has_time():
-                    break
-                what = f"{number} of {len(measurements)}, {each.rows[0].text}, round {turn + 1}"
-                try:
-                    plan.say(f"{what}: this checkout")
-                    each.after.append(here.probe(each.probe, each.arguments, _PROBE_SECONDS))
-                    if each.anchor is not None:
-                        plan.say(f"{what}: anchor")
-                        anchor = {**each.arguments, **each.anchor}
-                        if "echo_bytes" in anchor:
-                            anchor["echo_bytes"] = each.after[-1]["reply_bytes"]
-                        each.anchors.append(here.probe(each.probe, anchor, _PROBE_SECONDS))
-                except ProbeError as error:
-                    section.notes.append(f"{each.rows[0].text} failed: {error}")
-                if base is not None:
-                    plan.say(f"{what}: {plan.base}")
+        for turn in range(max(each.rounds for each in measurements)):  # every row once before any is repeated
+            for number, each in enumerate(measurements, start=1):
+                if turn < each.rounds and plan.has_time():
+                    plan.say(f"{number} of {len(measurements)}, {each.rows[0].text}, round {turn + 1}")
                     try:
-                        each.before.append(base.probe(each.probe, each.arguments, _PROBE_SECONDS))
+                        _turn(each, here, base)
                     except ProbeError as error:
-                        section.notes.append(f"{each.rows[0].text} failed with the base: {error}")
+                        section.notes.append(f"{each.rows[0].text} failed: {error}")
+    left_out = [each.rows[0].text for each in measurements if not each.after]
     lines = [(row.text, *found(row, each).cells(row)) for each in measurements for row in each.rows]
     heads = ("what", "before", "after", "anchor", "after/before", "to reach", "reached")
     section.tables.append(Table("Before, after and anchor of one run; in brackets: known of 7cc8f91", heads, lines))
@@ -92,8 +75,20 @@ def run(plan: Plan) -> Section:
         f"Uploaded: {next(e.arguments['size'] for e in measurements if e.probe == 'bulk'):,} parameters.",
     ]
     if left_out:
-        section.notes.append("Left out, as the section's time was over: " + "; ".join(left_out))
+        section.notes.append("Not measured, as they failed or the section's time was over: " + "; ".join(left_out))
     return section
+
+
+def _turn(each: Measurement, here: Checkout, base: Checkout | None) -> None:
+    """Run a probe with this checkout, its anchor, and the base."""
+    each.after.append(here.probe(each.probe, each.arguments, _PROBE_SECONDS))
+    if each.anchor is not None:
+        anchor = each.arguments | each.anchor
+        if "echo_bytes" in anchor:
+            anchor["echo_bytes"] = each.after[-1]["reply_bytes"]
+        each.anchors.append(here.probe(each.probe, anchor, _PROBE_SECONDS))
+    if base is not None:
+        each.before.append(base.probe(each.probe, each.arguments, _PROBE_SECONDS))
 
 
 def found(row: Row, each: Measurement) -> Found:

@@ -31,17 +31,10 @@ class Copy:
 
     def seconds(self, clock: Callable[[], float] = time.perf_counter) -> float:
         """Return what a copy takes by this clock."""
-        return self._timed(lambda: self._target.copy_(self._source), clock)
-
-    def clone_seconds(self, clock: Callable[[], float] = time.perf_counter) -> float:
-        """Return what a clone into new memory takes by this clock."""
-        return self._timed(self._source.clone, clock)
-
-    def _timed(self, work: Callable[[], torch.Tensor], clock: Callable[[], float]) -> float:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         started = clock()
-        work()
+        self._target.copy_(self._source)
         seconds = clock() - started
         torch.set_num_threads(threads)
         return seconds
