@@ -49,8 +49,8 @@ class Worker(Protocol):
     async def push(self) -> None:
         """Push; returns when the server has applied it."""
 
-    async def pull(self) -> None:
-        """Fetch what has changed."""
+    async def exchange(self) -> None:
+        """Push, and fetch what has changed."""
 
     async def leave(self) -> None:
         """End the lease and the connection."""
@@ -61,9 +61,7 @@ async def _exchange(worker: Worker, pulls: bool, limit: int, stop: asyncio.Event
     times: list[tuple[float, float]] = []
     while not stop.is_set() and not (limit and len(times) == limit):
         started = time.monotonic()
-        await worker.push()
-        if pulls:
-            await worker.pull()
+        await (worker.exchange() if pulls else worker.push())
         times.append((started, time.monotonic()))
     return times
 

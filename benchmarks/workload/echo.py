@@ -61,9 +61,11 @@ class EchoWorker:
         await self._pushes.write(self._update)
         await self._pushes.read()
 
-    async def pull(self) -> None:
-        """Send a request's bytes, wait for the reply."""
+    async def exchange(self) -> None:
+        """Send both before either answer is awaited."""
+        await self._pushes.write(self._update)
         await self._pulls.write(bytes(_REQUEST_BYTES))
+        await self._pushes.read()
         self.received += len(await self._pulls.read())
 
     async def leave(self) -> None:

@@ -20,6 +20,7 @@ SERVICE = "/sparseps.v1.ParameterServerService"
 OPEN_STREAMS = pb.DESCRIPTOR.services_by_name["ParameterServerService"].methods_by_name["PushSparse"].server_streaming
 """Whether pushes and pulls are streams both ways."""
 
+_ONE_MESSAGE_BYTES = 3 << 20
 _OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
@@ -66,25 +67,38 @@ class ReplayWorker:
 
     async def push(self) -> None:
         """Push; returns when the server has applied it."""
-        self._push.header.step += 1
-        messages = [self._push.SerializeToString(), *self._rest]
         if OPEN_STREAMS:
-            await self._pushes.write(b"".join(messages))
+            await self._write_push()
             answer = await self._pushes.read()
         else:
-            answer = await self._push_call(_each(messages), timeout=CALL_SECONDS)
+            answer = await self._push_call(_each([self._next_header(), *self._rest]), timeout=CALL_SECONDS)
         self._push.header.base_version = pb.PushSparseResponse.FromString(answer).version
 
-    async def pull(self) -> None:
-        """Ask for what has changed, and note it as applied."""
-        request = self._pull.SerializeToString()
+    async def exchange(self) -> None:
+        """Push and pull, in one round trip where the request for the reply may be sent ahead."""
         if OPEN_STREAMS:
-            await self._pulls.write(request)
+            await self._write_push()
+            self._pull.after_step = self._push.header.step
+            await self._pulls.write(self._pull.SerializeToString())
+            await self._pushes.read()
             while not self._note(await self._pulls.read()):
                 pass
         else:
-            async for message in self._pull_call(request, timeout=CALL_SECONDS):
+            await self.push()
+            async for message in self._pull_call(self._pull.SerializeToString(), timeout=CALL_SECONDS):
                 self._note(message)
+
+    def _next_header(self) -> bytes:
+        self._push.header.step += 1
+        return self._push.SerializeToString()
+
+    async def _write_push(self) -> None:
+        """Send a small push as one message: messages that share no field but a repeated one join by their bytes."""
+        messages = [self._next_header(), *self._rest]
+        if sum(map(len, messages)) < _ONE_MESSAGE_BYTES:
+            messages = [b"".join(messages)]
+        for message in messages:
+            await self._pushes.write(message)
 
     def _note(self, message: bytes) -> bool:
         """Read what the next request must name; return whether the reply is whole."""

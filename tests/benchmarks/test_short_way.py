@@ -114,11 +114,12 @@ def test_probes_of_a_base_import_its_packages_under_the_present_names(tmp_path):
 
 @pytest.mark.executes_python
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_small_run_fills_its_rows_and_a_failing_probe_is_a_note(monkeypatch):
     calls = {"size": 5_000, "workers": 2, "seconds": 0.3}
     small = [
         Measurement((ROW,), "calls", calls, {"echo_bytes": 0}),
-        Measurement((Row("bad", "x", at_most(1)),), "steps", {"layout": "none", "steps": 1, "warmup": 0}),
+        Measurement((Row("bad", "x", at_most(1)),), "bulk", {"nonsense": 1}),
         Measurement((Row("upload", "upload", at_least(1), 65, "copy"),), "bulk", {"size": 100_000}),
     ]
     monkeypatch.setattr(section, "measure_quick", lambda: small)
@@ -127,6 +128,6 @@ def test_a_small_run_fills_its_rows_and_a_failing_probe_is_a_note(monkeypatch):
     assert float(rows[ROW.text][1]) > 0
     assert float(rows[ROW.text][2]) > 0
     assert rows["bad"] == ("", "", "", "", "≤ 1", "")
-    assert any("bad failed" in note and "none" in note for note in done.notes)
-    assert rows["upload"][-1] in ("yes", "no")
+    assert any(note.startswith("bad failed") for note in done.notes)
+    assert float(rows["upload"][1].replace(",", "")) > 0
     json.dumps(done.figures)

@@ -4,17 +4,12 @@ It uses the internals of the checkout that it measures, behind the in-process sh
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import common  # beside this file, whose folder is the first that Python looks in
 import numpy as np
 import torch
-
-sys.path[0] = str(Path(__file__).parent)  # of this file, and not this checkout's benchmarks
-
-import common  # noqa: E402
 
 try:
     from benchmarks.workload import layouts, streams
