@@ -8,7 +8,7 @@ import pytest
 from benchmarks.harness.section import Plan
 from benchmarks.short_way import section
 from benchmarks.short_way.checkout import Checkout, ProbeError
-from benchmarks.short_way.rows import Found, Row, at_least, at_most, number
+from benchmarks.short_way.rows import BULK, SERVER_CPU, STEP, Found, Row, at_least, at_most, number
 from benchmarks.short_way.section import Measurement, found
 from benchmarks.workload.layouts import one_tensor, resnet_small
 
@@ -112,22 +112,40 @@ def test_probes_of_a_base_import_its_packages_under_the_present_names(tmp_path):
     assert not list(tmp_path.rglob("__pycache__"))
 
 
+def test_a_section_fills_its_rows_and_a_failing_probe_is_a_note(monkeypatch):
+    def probe(checkout, name, arguments, seconds):
+        if name == "steps":
+            raise ProbeError("no such layout")
+        if "echo_bytes" in arguments:
+            assert arguments["echo_bytes"] == 5000
+            return {"cpu_ms": 0.5, "rate": 2000.0}
+        return {"cpu_ms": 1.0, "rate": 800.0, "reply_bytes": 5000, "upload": 900.0}
+
+    monkeypatch.setattr(Checkout, "probe", probe)
+    done = section.run(PLAN)
+    rows = {row[0]: row[1:] for row in done.tables[0].rows}
+    assert rows[SERVER_CPU[0].text] == ("(2.8)", "1", "0.5", "", "≤ 3 × anchor", "yes")
+    assert rows[BULK[0].text] == ("(65)", "900", "", "", "≥ 1000", "no")
+    assert rows[STEP[0].text] == ("(20)", "", "", "", "≤ 7", "")
+    assert any("no such layout" in note for note in done.notes)
+    assert any(note.startswith("Not measured") and STEP[0].text in note for note in done.notes)
+    json.dumps(done.figures)
+
+
+def test_quick_and_full_measure_the_same_rows():
+    quick, full = section.measure_quick(), section.measure_full()
+    assert [each.rows for each in quick] == [each.rows for each in full]
+    texts = [row.text for each in quick for row in each.rows if not row.text.startswith(" ")]
+    assert len(set(texts)) == len(texts)
+
+
 @pytest.mark.executes_python
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_small_run_fills_its_rows_and_a_failing_probe_is_a_note(monkeypatch):
+def test_workers_exchange_with_a_server_and_with_its_echo():
     calls = {"size": 5_000, "workers": 2, "seconds": 0.3}
-    small = [
-        Measurement((ROW,), "calls", calls, {"echo_bytes": 0}),
-        Measurement((Row("bad", "x", at_most(1)),), "bulk", {"nonsense": 1}),
-        Measurement((Row("upload", "upload", at_least(1), 65, "copy"),), "bulk", {"size": 100_000}),
-    ]
-    monkeypatch.setattr(section, "measure_quick", lambda: small)
-    done = section.run(PLAN)
-    rows = {row[0]: row[1:] for row in done.tables[0].rows}
-    assert float(rows[ROW.text][1]) > 0
-    assert float(rows[ROW.text][2]) > 0
-    assert rows["bad"] == ("", "", "", "", "≤ 1", "")
-    assert any(note.startswith("bad failed") for note in done.notes)
-    assert float(rows["upload"][1].replace(",", "")) > 0
-    json.dumps(done.figures)
+    with Checkout() as here:
+        served = here.probe("calls", calls, 300)
+        echoed = here.probe("calls", calls | {"echo_bytes": served["reply_bytes"]}, 300)
+    assert min(served["rate"], echoed["rate"], served["reply_bytes"]) > 0
+    assert echoed["reply_bytes"] == pytest.approx(served["reply_bytes"], abs=1)
