@@ -80,7 +80,7 @@ references: venv ## Write what is generated from the code: references in docs/, 
 	@for name in settings_reference api_reference metrics_reference configmap prometheus_rule; do \
 		$(VENV)/bin/python -m tools.generate_$$name || exit 1; done
 
-bench: venv ## Run the benchmarks and write runs/bench/report.html; QUICK=1 takes two minutes
+bench: venv ## Run the benchmarks and write runs/bench/report.html; QUICK=1 takes two minutes; ARGS="--only short_way --base DIR" compares with another checkout
 	@$(VENV)/bin/python -m benchmarks.bench $(if $(QUICK),--quick) $(ARGS)
 
 scale: venv ## Simulate up to 1,000 workers and 64 shards from costs measured here, into runs/scale; twelve minutes, QUICK=1 a few

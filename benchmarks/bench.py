@@ -31,6 +31,7 @@ from benchmarks.sections import (
     speedup,
     wire,
 )
+from benchmarks.short_way import section as short_way
 from benchmarks.workload.layouts import resnet18, resnet50
 
 SECTIONS = {
@@ -49,8 +50,12 @@ SECTIONS = {
         peers,
         speedup,
         accuracy,
+        short_way,
     )
 }
+DEFAULT = [key for key in SECTIONS if key != short_way.KEY]
+"""The sections that run where none is named."""
+
 _NARROWEST = 120
 
 
@@ -73,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             slow_rounds=3 if options.quick else 5,
             seed=options.seed,
             say=progress.say,
+            base=options.base,
         )
         for module in chosen:
             progress.section(module.TITLE)
@@ -100,12 +106,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description="Measure sparseps on this machine.")
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer repetitions")
     parser.add_argument(
-        "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS)
+        "--only", nargs="+", choices=SECTIONS, default=DEFAULT, metavar="SECTION", help=", ".join(SECTIONS)
     )
     parser.add_argument("--density", type=float, default=0.01, help="share of a tensor's entries in a push")
     parser.add_argument("--rounds", type=int, default=0, help="repetitions of what is fast")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch threads of this process")
     parser.add_argument("--seed", type=int, default=0, help="of the random pushes and gradients")
+    parser.add_argument("--base", type=Path, help="root of an older checkout that short_way compares with")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="where the report goes")
     return parser
 

@@ -1,4 +1,7 @@
-"""How long each section may take, so that the whole stays short: two minutes quick, half an hour in full."""
+"""How long each section may take, so that the whole stays short: two minutes quick, half an hour in full.
+
+Sections that run only where they are named have times of their own.
+"""
 
 from typing import NamedTuple
 
@@ -26,6 +29,7 @@ BUDGETS = {
     "peers": Budget(13, 120),
     "network": Budget(11, 335),
     "accuracy": Budget(1, 335),
+    "short_way": Budget(110, 880),
 }
 """By the key of the section. A section repeats, and goes on to further points, only while its time lasts."""
 

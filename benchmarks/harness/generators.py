@@ -1,6 +1,7 @@
 """Load generators as child processes: started together, told when to begin and to stop, killed where they do not."""
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -12,9 +13,8 @@ from typing import NamedTuple
 
 import psutil
 
-from benchmarks.harness.load_generator import CALL_SECONDS
-
 _WARMUP_SHARE = 0.25
+_END_SECONDS = 30.0
 
 
 class Window(NamedTuple):
@@ -22,15 +22,17 @@ class Window(NamedTuple):
 
     Attributes:
         seconds: between them.
-        pushes: done, the parts counted of those that a moment cut.
+        pushes: done, with their pulls where there are any; the parts counted of those that a moment cut.
         server_cpu: seconds of the server process.
         generator_cpu: seconds of all generators.
+        reply_bytes: mean of a reply.
     """
 
     seconds: float
     pushes: float
     server_cpu: float
     generator_cpu: float
+    reply_bytes: float
 
 
 class Generators:
@@ -38,17 +40,18 @@ class Generators:
 
     Args:
         address: of the server.
-        frames: file of :func:`~benchmarks.harness.load_generator.write_frames`.
+        frames: files of :func:`~benchmarks.harness.load_generator.write_frames`, which workers take in turn.
         names: of all workers, dealt out to the processes.
         processes: how many.
+        *flags: more for the load generator.
     """
 
-    def __init__(self, address: str, frames: Path, names: Sequence[str], processes: int) -> None:
+    def __init__(self, address: str, frames: Sequence[Path], names: Sequence[str], processes: int, *flags: str) -> None:
         """Start them and wait until all have joined."""
         self._stack = ExitStack()
         try:
             self._processes = [
-                self._start(address, frames, names[i::processes]) for i in range(min(processes, len(names)))
+                self._start(address, frames, names[i::processes], flags) for i in range(min(processes, len(names)))
             ]
             for process in self._processes:
                 if self._line(process).strip() != "ready":
@@ -65,11 +68,17 @@ class Generators:
         time.sleep(seconds)
         after = time.monotonic(), _cpu([server]), _cpu(self._watched())
         self._tell()
-        pushes = 0.0
+        reports = [json.loads(self._line(process)) for process in self._processes]
+        exchanges = [exchange for report in reports for times in report["times"] for exchange in times]
+        pushes = sum(push_share(exchange, before[0], after[0]) for exchange in exchanges)
+        reply_bytes = statistics.fmean(report["reply_bytes"] for report in reports)
+        return Window(after[0] - before[0], pushes, after[1] - before[1], after[2] - before[2], reply_bytes)
+
+    def finish(self) -> None:
+        """Let them work to their limit; returns when all have, and are still connected."""
+        self._tell()
         for process in self._processes:
-            for times in json.loads(self._line(process)):
-                pushes += sum(push_share(push, before[0], after[0]) for push in times)
-        return Window(after[0] - before[0], pushes, after[1] - before[1], after[2] - before[2])
+            self._line(process)
 
     def __enter__(self) -> "Generators":
         """Return them, ready."""
@@ -81,9 +90,12 @@ class Generators:
         """End what still runs."""
         self._stack.close()
 
-    def _start(self, address: str, frames: Path, names: Sequence[str]) -> "subprocess.Popen[str]":
+    def _start(
+        self, address: str, frames: Sequence[Path], names: Sequence[str], flags: Sequence[str]
+    ) -> "subprocess.Popen[str]":
+        paths = [str(path) for path in frames]
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.harness.load_generator", address, str(frames), *names],
+            [sys.executable, "-m", "benchmarks.harness.load_generator", address, *paths, *flags, "--names", *names],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -117,6 +129,9 @@ def _cpu(processes: Sequence[psutil.Process]) -> float:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    if process.poll() is None:
+    """Close its stdin, at which it stops and leaves; kill it where it does not."""
+    try:
+        process.communicate(timeout=_END_SECONDS)
+    except subprocess.TimeoutExpired:
         process.kill()
-    process.communicate(timeout=CALL_SECONDS)
+        process.communicate()

@@ -1,31 +1,23 @@
-"""``python -m benchmarks.harness.load_generator``: workers that replay one encoded push as fast as the server takes it.
+"""``python -m benchmarks.harness.load_generator``: workers that replay encoded pushes as fast as the server takes them.
 
-Nothing is encoded or decoded here and torch is not imported, so that a generator costs little of the machine that the
-server shares with it: only the header, which names worker, step and base version, is written anew for each push.
-
-It joins, prints ``ready``, begins at a line on stdin, stops at the next one (or at the end of stdin), and prints what
-each push took as JSON.
+It joins, prints ``ready``, begins at a line on stdin and goes on until the next one, or until the given number of
+exchanges is done. Then it prints as JSON when each exchange began and ended and the mean size of a reply, and leaves at
+the end of stdin.
 """
 
 import argparse
+import asyncio
 import json
 import sys
-import threading
 import time
-import uuid
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import grpc
+from benchmarks.workload.echo import EchoWorker
+from benchmarks.workload.replay_worker import ReplayWorker
 
-from pscore.wire.v1 import parameter_server_pb2 as pb
-from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-
-CALL_SECONDS = 120.0
 _LENGTH_BYTES = 4
-_PUSH = "/sparseps.v1.ParameterServerService/PushSparse"
 
 
 def write_frames(path: Path, frames: Sequence[bytes]) -> None:
@@ -45,87 +37,75 @@ def read_frames(path: Path) -> list[bytes]:
     return frames
 
 
-class Replay:
-    """One worker.
+class Worker(Protocol):
+    """What pushes and pulls."""
 
-    Args:
-        channel: to the server; workers of a process share it, as connections are not what is measured.
-        name: of the worker.
-        frames: as :func:`write_frames` takes them.
-    """
+    received: int
+    """Bytes of all replies."""
 
-    def __init__(self, channel: grpc.Channel, name: str, frames: Sequence[bytes]) -> None:
-        """Join a run that has its model."""
-        self._stub = ParameterServerServiceStub(channel)
-        self._push: grpc.StreamUnaryMultiCallable = channel.stream_unary(_PUSH, None, pb.PushSparseResponse.FromString)
-        request = pb.JoinRequest.FromString(frames[0])
-        request.identity.worker_id, request.identity.incarnation = name, str(uuid.uuid4())
-        joined: pb.JoinResponse = self._stub.Join(request, timeout=CALL_SECONDS)
-        if joined.state != pb.JOIN_STATE_READY:
-            raise RuntimeError("the server has no model")
-        self._header = pb.PushSparseRequest.FromString(frames[1])
-        request.identity.run_id = joined.run_id
-        self._header.header.identity.CopyFrom(request.identity)
-        self._header.header.generation = joined.generation
-        self._header.header.base_version = joined.version
-        self._rest = frames[2:]
-        self.times: list[tuple[float, float]] = []
+    async def join(self) -> None:
+        """Become a worker of the run."""
 
-    def run(self, stop: threading.Event) -> None:
-        """Push until told to stop; the push under way is finished."""
-        while not stop.is_set():
-            self._header.header.step += 1
-            started = time.monotonic()
-            answer = self._push(self._messages(), timeout=CALL_SECONDS)
-            self.times.append((started, time.monotonic()))
-            self._header.header.base_version = answer.version
+    async def push(self) -> None:
+        """Push; returns when the server has applied it."""
 
-    def leave(self) -> None:
-        """End the lease."""
-        self._stub.Leave(pb.LeaveRequest(identity=self._header.header.identity), timeout=CALL_SECONDS)
+    async def exchange(self) -> None:
+        """Push, and fetch what has changed."""
 
-    def _messages(self) -> Iterator[bytes]:
-        yield self._header.SerializeToString()
-        yield from self._rest
+    async def leave(self) -> None:
+        """End the lease and the connection."""
 
 
-class Runner(Protocol):
-    """A worker that goes on until it is told to stop."""
+async def _exchange(worker: Worker, pulls: bool, limit: int, stop: asyncio.Event) -> list[tuple[float, float]]:
+    """Push, and pull, until told to stop or until the limit; what is under way is finished."""
+    times: list[tuple[float, float]] = []
+    while not stop.is_set() and not (limit and len(times) == limit):
+        started = time.monotonic()
+        await (worker.exchange() if pulls else worker.push())
+        times.append((started, time.monotonic()))
+    return times
 
-    def run(self, stop: threading.Event) -> None:
-        """Work until told to stop."""
 
-    def leave(self) -> None:
-        """End the lease."""
-
-
-def run_between_lines(workers: Sequence[Runner]) -> None:
-    """Say "ready", let all workers run from the next line of stdin to the one after it, and then leave."""
-    stop = threading.Event()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    with ThreadPoolExecutor(len(workers)) as pool:
-        running = [pool.submit(worker.run, stop) for worker in workers]
-        sys.stdin.readline()
-        stop.set()
-    for future in running:
-        future.result()
+async def _work(workers: Sequence[Worker], pulls: bool, limit: int) -> None:
     for worker in workers:
-        worker.leave()
+        await worker.join()
+    print("ready", flush=True)
+    await _line()
+    stop = asyncio.Event()
+    running = [asyncio.create_task(_exchange(worker, pulls, limit, stop)) for worker in workers]
+    if not limit:
+        await _line()
+        stop.set()
+    times = await asyncio.gather(*running)
+    received = sum(worker.received for worker in workers) / max(1, sum(map(len, times)))
+    print(json.dumps({"times": times, "reply_bytes": received}), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    for worker in workers:
+        await worker.leave()
+
+
+async def _line() -> None:
+    await asyncio.to_thread(sys.stdin.readline)
 
 
 def main() -> int:
     """Generate load."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.harness.load_generator")
     parser.add_argument("address")
-    parser.add_argument("frames", type=Path)
-    parser.add_argument("names", nargs="+")
+    parser.add_argument("frames", type=Path, nargs="+", help="files of write_frames; workers take them in turn")
+    parser.add_argument("--names", nargs="+", required=True)
+    parser.add_argument("--pulls", action="store_true", help="pull after each push")
+    parser.add_argument("--limit", type=int, default=0, help="exchanges of each worker; 0 for no limit")
+    parser.add_argument("--echo", action="store_true", help="the address is that of an echo server")
     options = parser.parse_args()
-    frames = read_frames(options.frames)
-    with grpc.insecure_channel(options.address) as channel:
-        workers = [Replay(channel, name, frames) for name in options.names]
-        run_between_lines(workers)
-    print(json.dumps([worker.times for worker in workers]), flush=True)
+    frames = [read_frames(path) for path in options.frames]
+    kind: type[EchoWorker | ReplayWorker] = EchoWorker if options.echo else ReplayWorker
+
+    async def run() -> None:
+        workers = [kind(options.address, name, frames[i % len(frames)]) for i, name in enumerate(options.names)]
+        await _work(workers, options.pulls, options.limit)
+
+    asyncio.run(run())
     return 0
 
 

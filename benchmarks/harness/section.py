@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pscore.model.layout import ModelLayout
@@ -23,6 +24,7 @@ class Plan:
         seed: of every random number.
         say: shows what is going on.
         deadline: when the section's time is over, on the clock of ``time.monotonic``.
+        base: root of an older checkout to compare with.
     """
 
     quick: bool
@@ -34,6 +36,7 @@ class Plan:
     seed: int
     say: Callable[[str], None]
     deadline: float = math.inf
+    base: Path | None = None
 
     @property
     def dense_bytes(self) -> int:

@@ -8,13 +8,13 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers.task import CALL_SECONDS, LEARNING_RATE, WORKERS, Job, make_model, train
+from benchmarks.peers.task import CALL_SECONDS, LEARNING_RATE, WORKERS, Job, model_of, train
 
 
 def server(connection: Connection, job: Job, rendezvous: str) -> None:
     """Take gradients from whoever sends, and answer with the parameters."""
     _join(rendezvous, rank=0)
-    parameters = [parameter.detach() for parameter in make_model(job.seed).parameters()]
+    parameters = [parameter.detach() for parameter in model_of(job).parameters()]
     gradients = [torch.empty_like(parameter) for parameter in parameters]
     for _ in range(job.exchanges):
         source = dist.recv(gradients[0], tag=0)
@@ -28,7 +28,7 @@ def server(connection: Connection, job: Job, rendezvous: str) -> None:
 def worker(connection: Connection, job: Job, rendezvous: str, number: int) -> None:
     """Train."""
     _join(rendezvous, rank=1 + number)
-    model = make_model(job.seed)
+    model = model_of(job)
     parameters = list(model.parameters())
 
     def exchange() -> None:

@@ -3,8 +3,7 @@
 from multiprocessing.connection import Connection
 
 import psclient
-from benchmarks.peers.task import CALL_SECONDS, LEARNING_RATE, Job, make_model, train
-from psclient.optim.base import ParameterServerOptimizer
+from benchmarks.peers.task import CALL_SECONDS, LEARNING_RATE, Job, model_of, train
 from psclient.settings import ClientSettings
 
 _MOMENTUM = 0.7
@@ -12,11 +11,11 @@ _MOMENTUM = 0.7
 
 def worker(connection: Connection, job: Job, address: str, method: str, density: float, number: int) -> None:
     """Train with ASGD, or with DGS at a learning rate that makes the same steps once its momentum has built up."""
-    model = make_model(job.seed)
+    model = model_of(job)
     settings = ClientSettings(
         server=address, worker=f"worker-{number}", deadline_seconds=CALL_SECONDS, patience_seconds=CALL_SECONDS
     )
-    optimizer: ParameterServerOptimizer
+    optimizer: psclient.ASGD | psclient.DGS
     if method == "asgd":
         optimizer = psclient.ASGD(model.parameters(), lr=LEARNING_RATE, model=model, settings=settings)
     else:

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import psutil
 
+import psclient
 from benchmarks.harness import plots
 from benchmarks.harness.children import Child, ChildFailedError
 from benchmarks.harness.section import Plan, Section, Table
 from benchmarks.harness.timing import Stat
 from benchmarks.peers import gloo, ours, rpc
-from benchmarks.peers.task import LEARNING_RATE, WORKERS, Job, make_model
+from benchmarks.peers.task import LEARNING_RATE, WORKERS, Job, model_of
 from benchmarks.workload import socket_bytes
 from benchmarks.workload.socket_bytes import Traffic
 from psclient.errors import SparsepsError
-from psclient.rpc.local_server import LocalServer
 
 KEY, TITLE = "peers", "The same training with other parameter servers"
 
@@ -56,7 +56,7 @@ def run(plan: Plan) -> Section:
             plan.say(name)
             try:
                 with start() as parties:
-                    found[name].append(_measure(job, parties))
+                    found[name].append(measure(job, parties))
             except (ChildFailedError, SparsepsError, psutil.Error) as error:
                 failures[name] = str(error)
     return _section(job, {name: results for name, results in found.items() if results}, failures)
@@ -64,15 +64,15 @@ def run(plan: Plan) -> Section:
 
 def _peers(job: Job, density: float) -> dict[str, Callable[[], AbstractContextManager[Parties]]]:
     return {
-        _GLOO: lambda: _through_torch(gloo.server, gloo.worker, job),
-        "torch.distributed.rpc": lambda: _through_torch(rpc.server, rpc.worker, job),
-        "sparseps, ASGD (dense)": lambda: _through_us("asgd", job, density),
-        f"sparseps, DGS {density:.0%}": lambda: _through_us("dgs", job, density),
+        _GLOO: lambda: through_torch(gloo.server, gloo.worker, job),
+        "torch.distributed.rpc": lambda: through_torch(rpc.server, rpc.worker, job),
+        "sparseps, ASGD (dense)": lambda: through_us("asgd", job, density),
+        f"sparseps, DGS {density:.0%}": lambda: through_us("dgs", job, density),
     }
 
 
 @contextmanager
-def _through_torch(serve: Callable[..., None], work: Callable[..., None], job: Job) -> Iterator[Parties]:
+def through_torch(serve: Callable[..., None], work: Callable[..., None], job: Job) -> Iterator[Parties]:
     """Start a server and workers that meet at a file."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         rendezvous = f"file://{Path(directory) / 'rendezvous'}"
@@ -85,8 +85,9 @@ def _through_torch(serve: Callable[..., None], work: Callable[..., None], job: J
 
 
 @contextmanager
-def _through_us(method: str, job: Job, density: float) -> Iterator[Parties]:
-    with LocalServer() as server, ExitStack() as stack:
+def through_us(method: str, job: Job, density: float) -> Iterator[Parties]:
+    """Start our server and workers with ``asgd`` or ``dgs``."""
+    with psclient.LocalServer() as server, ExitStack() as stack:
         address = server.addresses[0]
         workers = [
             stack.enter_context(Child(f"worker {number}", ours.worker, job, address, method, density, number))
@@ -95,7 +96,7 @@ def _through_us(method: str, job: Job, density: float) -> Iterator[Parties]:
         yield Parties(server.processes[0].pid, workers)
 
 
-def _measure(job: Job, parties: Parties) -> Result:
+def measure(job: Job, parties: Parties) -> Result:
     """Let all workers warm up, then train together; read the server's counters before and after."""
     server = psutil.Process(parties.server_pid)
     for worker in parties.workers:
@@ -149,7 +150,7 @@ def _section(job: Job, found: dict[str, list[Result]], failures: dict[str, str])
         rows.append((f"{name}: failed", *[""] * 9))
         section.figures[name] = {"failed": error}
         section.notes.append(f"{name} failed: {error}")
-    size = sum(parameter.numel() for parameter in make_model(job.seed).parameters())
+    size = sum(parameter.numel() for parameter in model_of(job).parameters())
     heads = ("peer", "steps/s", "up, MB", "down, MB", "server CPU, ms", "loss", "accuracy", "steps", "bytes", "CPU")
     title = f"{WORKERS} workers and a server on loopback, {size:,} parameters; the last three columns over gloo's"
     section.tables.append(Table(title, heads, rows))

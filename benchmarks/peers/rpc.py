@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch.distributed import rpc
 
-from benchmarks.peers.task import CALL_SECONDS, LEARNING_RATE, WORKERS, Job, make_model, train
+from benchmarks.peers.task import CALL_SECONDS, LEARNING_RATE, WORKERS, Job, model_of, train
 
 _SERVER = "server"
 
@@ -20,8 +20,8 @@ _SERVER = "server"
 class _ParameterServer:
     """The parameters, and one step at a time over them."""
 
-    def __init__(self, seed: int) -> None:
-        self._parameters = [parameter.detach() for parameter in make_model(seed).parameters()]
+    def __init__(self, job: Job) -> None:
+        self._parameters = [parameter.detach() for parameter in model_of(job).parameters()]
         self._lock = threading.Lock()
 
     def update_and_fetch(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -37,7 +37,7 @@ _served: list[_ParameterServer] = []
 
 def server(connection: Connection, job: Job, rendezvous: str) -> None:
     """Serve until told that it is over."""
-    _served.append(_ParameterServer(job.seed))
+    _served.append(_ParameterServer(job))
     _join(rendezvous, _SERVER, rank=0)
     connection.recv()
     rpc.shutdown()
@@ -46,7 +46,7 @@ def server(connection: Connection, job: Job, rendezvous: str) -> None:
 def worker(connection: Connection, job: Job, rendezvous: str, number: int) -> None:
     """Train."""
     _join(rendezvous, f"worker-{number}", rank=1 + number)
-    model = make_model(job.seed)
+    model = model_of(job)
     parameters = list(model.parameters())
 
     def exchange() -> None:

@@ -20,16 +20,25 @@ CALL_SECONDS = 60.0
 
 _TRAIN, _BATCH = 1500, 64
 _WARM_STEPS = 5
+_LAYERS, _WIDTH = 19, 240
 
 _Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """How long one worker trains, warm-up apart, and the seed of everything."""
+    """What each worker does.
+
+    Attributes:
+        steps: after the warm-up.
+        seed: of everything.
+        gradients_given: the model has 38 tensors, computes nothing, and has the same gradients at each step; else the
+            network learns digits.
+    """
 
     steps: int
     seed: int
+    gradients_given: bool = False
 
     @property
     def exchanges(self) -> int:
@@ -37,8 +46,16 @@ class Job:
         return WORKERS * (_WARM_STEPS + self.steps)
 
 
+def model_of(job: Job) -> nn.Sequential:
+    """Return the model of a job: 1.1 million parameters in either case."""
+    if not job.gradients_given:
+        return make_model(job.seed)
+    torch.manual_seed(job.seed)
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+
+
 def make_model(seed: int) -> nn.Sequential:
-    """Return the network: 1.1 million parameters."""
+    """Return the network that learns digits."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
@@ -53,19 +70,37 @@ def train(connection: Connection, job: Job, worker: int, model: nn.Module, excha
         model: whose gradients ``exchange`` sends, and whose parameters it brings.
         exchange: called after each backward pass.
     """
-    draws = batches(job.seed + 1 + worker)
+    step = _given(job, model, exchange) if job.gradients_given else _learning(job, worker, model, exchange)
     for _ in range(_WARM_STEPS):
-        _step(model, draws, exchange)
+        step()
     connection.send("ready")
     connection.recv()
     losses = []
     started = time.perf_counter()
     for _ in range(job.steps):
-        losses.append(_step(model, draws, exchange))
+        losses.append(step())
     seconds = time.perf_counter() - started
     last = losses[-max(1, job.steps // 10) :]
-    connection.send({"seconds": seconds, "loss": sum(last) / len(last), "accuracy": _accuracy(model)})
+    accuracy = 0.0 if job.gradients_given else _accuracy(model)
+    connection.send({"seconds": seconds, "loss": sum(last) / len(last), "accuracy": accuracy})
     connection.recv()
+
+
+def _given(job: Job, model: nn.Module, exchange: Callable[[], None]) -> Callable[[], float]:
+    generator = torch.Generator().manual_seed(job.seed)
+    for parameter in model.parameters():
+        parameter.grad = 1e-3 * torch.randn(parameter.shape, generator=generator)
+
+    def step() -> float:
+        exchange()
+        return 0.0
+
+    return step
+
+
+def _learning(job: Job, worker: int, model: nn.Module, exchange: Callable[[], None]) -> Callable[[], float]:
+    draws = batches(job.seed + 1 + worker)
+    return lambda: _step(model, draws, exchange)
 
 
 def _step(model: nn.Module, draws: Iterator[_Batch], exchange: Callable[[], None]) -> float:

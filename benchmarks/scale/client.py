@@ -13,17 +13,17 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import grpc
 
-from benchmarks.harness.load_generator import CALL_SECONDS, read_frames, run_between_lines
+from benchmarks.harness.load_generator import read_frames
+from benchmarks.workload.replay_worker import CALL_SECONDS, SERVICE
 from pscore.wire.frames import FRAMING_BYTES
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-
-_SERVICE = "/sparseps.v1.ParameterServerService"
 
 THINK_SPREAD = 0.5
 """Think times are uniform within this share of their mean, either way; the model draws the same."""
@@ -55,10 +55,10 @@ class _Shard:
     def __init__(self, address: str, name: str, files: Sequence[Path]) -> None:
         self._channel = grpc.insecure_channel(address)
         self._push: grpc.StreamUnaryMultiCallable = self._channel.stream_unary(
-            f"{_SERVICE}/PushSparse", None, pb.PushSparseResponse.FromString
+            f"{SERVICE}/PushSparse", None, pb.PushSparseResponse.FromString
         )
         self._pull: grpc.UnaryStreamMultiCallable = self._channel.unary_stream(
-            f"{_SERVICE}/PullDiff", pb.PullDiffRequest.SerializeToString, None
+            f"{SERVICE}/PullDiff", pb.PullDiffRequest.SerializeToString, None
         )
         self._stub = ParameterServerServiceStub(self._channel)
         self._updates = [read_frames(path) for path in files]
@@ -156,6 +156,21 @@ class Worker:
             shard.leave()
 
 
+def _run_between_lines(workers: Sequence[Worker]) -> None:
+    """Print "ready", let all workers run from the next line of stdin to the one after it, and then leave."""
+    stop = threading.Event()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    with ThreadPoolExecutor(len(workers)) as pool:
+        running = [pool.submit(worker.run, stop) for worker in workers]
+        sys.stdin.readline()
+        stop.set()
+    for future in running:
+        future.result()
+    for worker in workers:
+        worker.leave()
+
+
 def main() -> int:
     """Run workers."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale.client")
@@ -170,7 +185,7 @@ def main() -> int:
     for name in options.names:
         files = [sorted(options.updates.glob(f"{name}.{shard}.*")) for shard in range(len(addresses))]
         workers.append(Worker(addresses, name, files, options.think, options.pushes))
-    run_between_lines(workers)
+    _run_between_lines(workers)
     print(json.dumps([worker.steps for worker in workers]), flush=True)
     return 0
 

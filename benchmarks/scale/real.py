@@ -15,10 +15,10 @@ import numpy as np
 import psutil
 
 from benchmarks.harness.generators import push_share
-from benchmarks.harness.load_generator import CALL_SECONDS
 from benchmarks.scale import updates
 from benchmarks.scale.client import Step
 from benchmarks.workload.layouts import one_tensor
+from benchmarks.workload.replay_worker import CALL_SECONDS
 from psclient.rpc.local_server import LocalServer
 
 CLIENT_PROCESSES = 2

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import grpc
 import torch
 
-from benchmarks.harness.load_generator import CALL_SECONDS
 from benchmarks.network import workercosts
 from benchmarks.scale import updates
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
 from benchmarks.scale.real import Seen, Stage
+from benchmarks.workload.replay_worker import CALL_SECONDS
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub

@@ -8,8 +8,9 @@ import grpc
 import numpy as np
 import torch
 
-from benchmarks.harness.load_generator import CALL_SECONDS, write_frames
+from benchmarks.harness.load_generator import write_frames
 from benchmarks.workload.layouts import noise_push
+from benchmarks.workload.replay_worker import CALL_SECONDS
 from benchmarks.workload.streams import push_requests
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice

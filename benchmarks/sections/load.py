@@ -13,14 +13,11 @@ from benchmarks.harness import plots
 from benchmarks.harness.generators import Generators, Window
 from benchmarks.harness.load_generator import write_frames
 from benchmarks.harness.section import Plan, Plot, Section, Table
-from benchmarks.workload.layouts import GROUP_ELEMENTS, groups, noise_push, one_tensor
-from benchmarks.workload.raw_worker import RawWorker
-from benchmarks.workload.streams import push_requests
+from benchmarks.workload.layouts import noise_push, one_tensor
+from benchmarks.workload.raw_worker import RawWorker, join_request, push_messages
 from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import ModelLayout
 from pscore.wire.frames import DEFAULT_CHUNK_BYTES, FRAMING_BYTES
-from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
-from pscore.wire.v1 import parameter_server_pb2 as pb
 
 KEY, TITLE = "load", "Pushes a second that one server takes"
 
@@ -111,31 +108,15 @@ def _one_server(plan: Plan, size: int, points: Sequence[Point], seconds: float) 
 
 def _generators(server: LocalServer, path: Path, names: Sequence[str]) -> Generators:
     """Start generators; they end with their first measurement."""
-    return Generators(server.addresses[0], path, names, os.cpu_count() or 1)
+    return Generators(server.addresses[0], [path], names, os.cpu_count() or 1)
 
 
 def write_push(directory: Path, layout: ModelLayout, density: float, seed: int) -> tuple[Path, int]:
     """Encode a push once for all; return its file and its bytes on the wire."""
     push = noise_push(layout, density, 0, np.random.default_rng(seed))
-    join = pb.JoinRequest(
-        identity=pb.WorkerIdentity(),
-        protocol_version=PROTOCOL_VERSION,
-        method="bench",
-        layout=layout_to_message(layout),
-        num_shards=1,
-    )
-    messages = push_requests(
-        pb.WorkerIdentity(),
-        push,
-        groups(layout, GROUP_ELEMENTS),
-        step=0,
-        generation=0,
-        base_version=0,
-        chunk_bytes=DEFAULT_CHUNK_BYTES,
-    )
-    frames = [message.SerializeToString() for message in messages]
-    path = directory / f"{density}.frames"
-    write_frames(path, [join.SerializeToString(), *frames])
+    frames = push_messages(layout, push, DEFAULT_CHUNK_BYTES)
+    path = directory / f"{density}.{seed}.frames"
+    write_frames(path, [join_request(layout).SerializeToString(), *frames])
     return path, sum(len(frame) + FRAMING_BYTES for frame in frames)
 
 

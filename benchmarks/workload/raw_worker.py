@@ -7,20 +7,45 @@ from types import TracebackType
 import grpc
 import torch
 
-from benchmarks.workload.layouts import GROUP_ELEMENTS, groups
+from benchmarks.workload.replay_worker import CALL_SECONDS
 from benchmarks.workload.streams import push_requests
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
+from pscore.wire.codecs.names import READABLE_INDEX_CODECS
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
-_CALL_SECONDS = 120.0
+
+def join_request(layout: ModelLayout) -> pb.JoinRequest:
+    """Return a request to join a run of one shard; who joins is filled in later."""
+    return pb.JoinRequest(
+        identity=pb.WorkerIdentity(),
+        protocol_version=PROTOCOL_VERSION,
+        method="bench",
+        layout=layout_to_message(layout),
+        num_shards=1,
+        index_codecs=READABLE_INDEX_CODECS,
+    )
+
+
+def push_messages(layout: ModelLayout, update: SparseSlice, chunk_bytes: int) -> list[bytes]:
+    """Encode a push once for all, as one group: the header, to be filled in for each push, and what follows it."""
+    messages = push_requests(
+        pb.WorkerIdentity(),
+        update,
+        [Span(0, layout.size)],
+        step=0,
+        generation=0,
+        base_version=0,
+        chunk_bytes=chunk_bytes,
+    )
+    return [message.SerializeToString() for message in messages]
 
 
 class RawWorker:
-    """Joins (and uploads zeros if it is the first), pushes, pulls.
+    """Joins (and uploads zeros if it is the first), pushes, pulls; each push and each pull is a call.
 
     Args:
         address: of a server with one shard.
@@ -32,26 +57,20 @@ class RawWorker:
         """Join."""
         self._channel = grpc.insecure_channel(address)
         self._stub = ParameterServerServiceStub(self._channel)
-        self._identity = pb.WorkerIdentity(worker_id=name, incarnation=str(uuid.uuid4()))
         self._layout = layout
-        self._groups = groups(layout, GROUP_ELEMENTS)
         self._step = 0
         self._base: int | None = None
         self._acknowledged = 0
         self._image = False
-        request = pb.JoinRequest(
-            identity=self._identity,
-            protocol_version=PROTOCOL_VERSION,
-            method="bench",
-            layout=layout_to_message(layout),
-            num_shards=1,
-        )
-        joined: pb.JoinResponse = self._stub.Join(request, timeout=_CALL_SECONDS)
+        request = join_request(layout)
+        self._identity = request.identity
+        self._identity.worker_id, self._identity.incarnation = name, str(uuid.uuid4())
+        joined: pb.JoinResponse = self._stub.Join(request, timeout=CALL_SECONDS)
         self._identity.run_id = joined.run_id
         self._generation = joined.generation
         self._chunk_bytes = joined.settings.chunk_bytes
         if joined.state == pb.JOIN_STATE_UPLOAD:
-            self._stub.UploadModel(self._upload(), timeout=_CALL_SECONDS)
+            self._stub.UploadModel(self._upload(), timeout=CALL_SECONDS)
 
     def push(self, update: SparseSlice) -> None:
         """Push; returns when the server has applied it."""
@@ -59,13 +78,13 @@ class RawWorker:
         requests = push_requests(
             self._identity,
             update,
-            self._groups,
+            [Span(0, self._layout.size)],
             step=self._step,
             generation=self._generation,
             base_version=self._base or 0,
             chunk_bytes=self._chunk_bytes,
         )
-        next(self._stub.PushSparse(requests, timeout=_CALL_SECONDS))
+        next(self._stub.PushSparse(requests, timeout=CALL_SECONDS))
 
     def pull(self) -> int:
         """Pull, note the reply as applied, and return its bytes."""
@@ -78,7 +97,7 @@ class RawWorker:
             image=self._image,
         )
         received = 0
-        for response in self._stub.PullDiff(iter([request]), timeout=_CALL_SECONDS):
+        for response in self._stub.PullDiff(iter([request]), timeout=CALL_SECONDS):
             received += frames.wire_bytes(response)
             if response.HasField("header"):
                 self._base = response.header.version
@@ -98,7 +117,7 @@ class RawWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave."""
-        self._stub.Leave(pb.LeaveRequest(identity=self._identity), timeout=_CALL_SECONDS)
+        self._stub.Leave(pb.LeaveRequest(identity=self._identity), timeout=CALL_SECONDS)
         self._channel.close()
 
     def _upload(self) -> Iterator[pb.UploadModelRequest]:

@@ -31,7 +31,7 @@ def test_replayed_pushes_are_applied_and_the_generators_end(tmp_path):
         with RawWorker(server.addresses[0], layout, "uploader"):
             pass
         process = psutil.Process(server.processes[0].pid)
-        with Generators(server.addresses[0], path, ["a", "b", "c"], processes=2) as generators:
+        with Generators(server.addresses[0], [path], ["a", "b", "c"], 2) as generators:
             window = generators.measure(process, 0.3)
         with RawWorker(server.addresses[0], layout, "reader") as reader:
             reader.pull()

@@ -25,7 +25,7 @@ def fine():
 
 def test_a_failure_does_not_stop_the_rest(monkeypatch):
     monkeypatch.setattr(peers, "_peers", lambda job, density: {peers._GLOO: broken, "ours": fine})
-    monkeypatch.setattr(peers, "_measure", lambda job, parties: Result(10.0, 1e6, 2e6, 0.01, 0.5, 0.9))
+    monkeypatch.setattr(peers, "measure", lambda job, parties: Result(10.0, 1e6, 2e6, 0.01, 0.5, 0.9))
     section = peers.run(PLAN)
     first = {row[0]: row[1:] for row in section.tables[0].rows}
     assert first["ours"][0] == "10"

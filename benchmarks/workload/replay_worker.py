@@ -1,0 +1,121 @@
+"""Workers that replay encoded messages, for load generators: torch is not imported, so that a process starts fast.
+
+Where the schema has a push or a pull as a stream both ways, the stream stays open for the worker's life and a push is
+one message; else each is a call of its own, as in earlier versions of the protocol.
+"""
+
+import uuid
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import grpc.aio
+
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+CALL_SECONDS = 120.0
+"""Longest time of one call."""
+
+SERVICE = "/sparseps.v1.ParameterServerService"
+
+OPEN_STREAMS = pb.DESCRIPTOR.services_by_name["ParameterServerService"].methods_by_name["PushSparse"].server_streaming
+"""Whether pushes and pulls are streams both ways."""
+
+_ONE_MESSAGE_BYTES = 3 << 20
+_OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+
+
+class ReplayWorker:
+    """One worker on a connection of its own that replays an encoded push and throws replies away; for an event loop.
+
+    Nothing is encoded or decoded but headers: a worker then costs little of the machine that it shares with a server.
+
+    Args:
+        address: of a server with one shard, which has its model.
+        name: of the worker.
+        messages: a join request, then what :func:`~benchmarks.workload.raw_worker.push_messages` returns.
+    """
+
+    def __init__(self, address: str, name: str, messages: Sequence[bytes]) -> None:
+        self._channel = grpc.aio.insecure_channel(address, _OWN_CONNECTION)
+        self._join = pb.JoinRequest.FromString(messages[0])
+        self._join.identity.worker_id, self._join.identity.incarnation = name, str(uuid.uuid4())
+        self._push = pb.PushSparseRequest.FromString(messages[1])
+        self._rest = messages[2:]
+        self._pull = pb.PullDiffRequest(has_base=True)
+        push, pull = f"{SERVICE}/PushSparse", f"{SERVICE}/PullDiff"
+        if OPEN_STREAMS:
+            self._pushes = self._channel.stream_stream(push)()
+            self._pulls = self._channel.stream_stream(pull)()
+        else:
+            self._push_call = self._channel.stream_unary(push)
+            self._pull_call = self._channel.unary_stream(pull)
+        self.received = 0
+
+    async def join(self) -> None:
+        """Join; raises ``RuntimeError`` where the server has no model."""
+        join = self._channel.unary_unary(
+            f"{SERVICE}/Join", pb.JoinRequest.SerializeToString, pb.JoinResponse.FromString
+        )
+        joined = await join(self._join, timeout=CALL_SECONDS)
+        if joined.state != pb.JOIN_STATE_READY:
+            raise RuntimeError("the server has no model")
+        identity = self._join.identity
+        identity.run_id = joined.run_id
+        for message in (self._push.header, self._pull):
+            message.identity.CopyFrom(identity)
+            message.generation, message.base_version = joined.generation, joined.version
+
+    async def push(self) -> None:
+        """Push; returns when the server has applied it."""
+        if OPEN_STREAMS:
+            await self._write_push()
+            answer = await self._pushes.read()
+        else:
+            answer = await self._push_call(_each([self._next_header(), *self._rest]), timeout=CALL_SECONDS)
+        self._push.header.base_version = pb.PushSparseResponse.FromString(answer).version
+
+    async def exchange(self) -> None:
+        """Push and pull, in one round trip where the request for the reply may be sent ahead."""
+        if OPEN_STREAMS:
+            await self._write_push()
+            self._pull.after_step = self._push.header.step
+            await self._pulls.write(self._pull.SerializeToString())
+            await self._pushes.read()
+            while not self._note(await self._pulls.read()):
+                pass
+        else:
+            await self.push()
+            async for message in self._pull_call(self._pull.SerializeToString(), timeout=CALL_SECONDS):
+                self._note(message)
+
+    def _next_header(self) -> bytes:
+        self._push.header.step += 1
+        return self._push.SerializeToString()
+
+    async def _write_push(self) -> None:
+        """Send a small push as one message: messages that share no field but a repeated one join by their bytes."""
+        messages = [self._next_header(), *self._rest]
+        if sum(map(len, messages)) < _ONE_MESSAGE_BYTES:
+            messages = [b"".join(messages)]
+        for message in messages:
+            await self._pushes.write(message)
+
+    def _note(self, message: bytes) -> bool:
+        """Read what the next request must name; return whether the reply is whole."""
+        self.received += len(message)
+        reply = pb.PullDiffResponse.FromString(message)
+        if reply.HasField("header"):
+            self._push.header.base_version = self._pull.base_version = reply.header.version
+            self._pull.acknowledged_reply, self._pull.image = reply.header.reply_number, reply.header.image
+        return reply.HasField("commit")
+
+    async def leave(self) -> None:
+        """End the lease and the connection."""
+        leave = self._channel.unary_unary(f"{SERVICE}/Leave", pb.LeaveRequest.SerializeToString)
+        await leave(pb.LeaveRequest(identity=self._join.identity), timeout=CALL_SECONDS)
+        await self._channel.close()
+
+
+async def _each(messages: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for message in messages:
+        yield message
