@@ -22,6 +22,7 @@ MOST_MEMORY_MB = 1024
 NOT_INSTRUMENTED = [
     "pscore.wire.codecs.rice_loops",
     "pscore.wire.codecs.bounded_loops",
+    "pscore.wire.codecs.plain_loops",
 ]  # numba compiles their bytecode
 
 

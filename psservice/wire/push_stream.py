@@ -56,13 +56,15 @@ def read_push(
     """Read a whole push: its groups in any order, each ascending inside its own span.
 
     ``admit`` checks the header and returns the shard's span; ``clock`` tells when the message that is being read has
-    arrived. Returns header, segments, and when each group was whole, nanoseconds after the header. Raises
-    :class:`Rejected` where the stream breaks the form, or is cut (``BAD_COMMIT``).
+    arrived. Returns header, segments (the offsets of sparse ones count from the shard's start), and when each group was
+    whole, nanoseconds after the header. Raises :class:`Rejected` where the stream breaks the form, or is cut
+    (``BAD_COMMIT``).
     """
     header = header_of((yield), "a push")
-    plan = plan_of(header, admit(header))
+    span = admit(header)
+    plan = plan_of(header, span)
     checksum, started = Checksum(), clock()
-    readers = [ChunkReader(group, checksum) for group in plan]
+    readers = [ChunkReader(group, checksum, origin=span.start) for group in plan]
     arrivals = [0] * len(plan)
     while (request := (yield)) is not None:
         kind = request.WhichOneof("message")

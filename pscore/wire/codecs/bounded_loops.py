@@ -1,72 +1,146 @@
-"""The compiled loops of the narrow value codecs."""
+"""The compiled loops of the narrow value codecs: one call writes a chunk's values, one call checks and reads them.
+
+fp32 numbers that are only compared are their bits in int32: those of magnitudes have the same order, and are compared
+in vector instructions.
+"""
 
 # mypy: ignore-errors
-
-import math
 
 import numpy as np
 
 from pscore.jit import compiled
 
+# The constants of the format stand here because numba's cache watches the file of a function and no other.
+BLOCK = 512
+"""Values that share bounds: 64 bits a block are 1/8 bit a value."""
+
+NOT_FINITE, WRONG_ORDER = 1, 2
+
+_MINUS, _MAGNITUDE, _INFINITY = np.int32(-0x80000000), np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+
 
 @compiled
-def find_bounds(bits, block, bounds):
-    """Fill in the least and the largest magnitude of each block.
+def write8(values, bounds, codes, decoded):
+    """Fill in the bounds of each block, the codes, and the values that are read from them.
 
-    Everything is the bits of fp32 in int32, which have the same order and are compared in vector instructions.
+    Returns whether all is finite. Arithmetic is in fp64.
     """
-    for b in range(bounds.shape[0]):
-        part = bits[b * block : (b + 1) * block]
-        low, high = np.int32(0x7FFFFFFF), np.int32(0)
+    bits, bound_bits, decoded_bits = values.view(np.int32), bounds.view(np.int32), decoded.view(np.int32)
+    highest = np.int32(0)
+    for block in range(bounds.shape[0]):
+        part = bits[block * BLOCK : (block + 1) * BLOCK]
+        low, high = _MAGNITUDE, np.int32(0)
         for i in range(part.size):
-            magnitude = part[i] & np.int32(0x7FFFFFFF)
-            low, high = min(low, magnitude), max(high, magnitude)
-        bounds[b, 0], bounds[b, 1] = low, high
+            low, high = min(low, part[i] & _MAGNITUDE), max(high, part[i] & _MAGNITUDE)
+        bound_bits[block, 0], bound_bits[block, 1] = low, high
+        highest = max(highest, high)
+        lowest, spread = np.float64(bounds[block, 0]), np.float64(bounds[block, 1]) - np.float64(bounds[block, 0])
+        scale = 127 / spread if spread > 0 else 0.0
+        exact, out = values[block * BLOCK : (block + 1) * BLOCK], decoded[block * BLOCK : (block + 1) * BLOCK]
+        out_codes = codes[block * BLOCK : (block + 1) * BLOCK]
+        for i in range(part.size):
+            level = np.rint((np.float64(abs(exact[i])) - lowest) * scale)
+            level = min(max(level, 0.0), 127.0) if part[i] & _MAGNITUDE < high else 127.0
+            out[i] = np.float32(lowest + spread * (level / 127))
+            out_codes[i] = np.uint8(np.int32(level) | (np.int32(128) if part[i] < 0 else np.int32(0)))
+        out_bits = decoded_bits[block * BLOCK : (block + 1) * BLOCK]
+        for i in range(part.size):
+            out_bits[i] |= part[i] & _MINUS
+    return highest < _INFINITY
 
 
 @compiled
-def write_levels(values, bounds, low, scale, steps, rooted, block, codes):
-    """Fill in codes: the nearest of the evenly spaced levels of each value's block, and the sign in the bit above.
+def read8(bounds, codes, values):
+    """Fill in values from codes; return 0, or what is wrong with the bounds."""
+    bits = bounds.view(np.int32)
+    highest = wrong = np.int32(0)
+    for block in range(bounds.shape[0]):
+        highest = max(highest, max(bits[block, 0] & _MAGNITUDE, bits[block, 1] & _MAGNITUDE))
+        wrong |= np.int32(bits[block, 0] < 0) | np.int32(bits[block, 0] > bits[block, 1])
+    if highest >= _INFINITY or wrong:
+        return NOT_FINITE if highest >= _INFINITY else WRONG_ORDER
+    for block in range(bounds.shape[0]):
+        lowest, spread = np.float64(bounds[block, 0]), np.float64(bounds[block, 1]) - np.float64(bounds[block, 0])
+        part, out = codes[block * BLOCK : (block + 1) * BLOCK], values[block * BLOCK : (block + 1) * BLOCK]
+        for i in range(part.size):
+            code = np.int32(part[i])
+            magnitude = np.float32(lowest + spread * (np.float64(code & 127) / 127))
+            out[i] = -magnitude if code > 127 else magnitude
+    return 0
 
-    ``rooted`` is ``None``, or the levels are evenly spaced between fourth roots; the compiler leaves the other branch
-    out. Arithmetic is in the dtype of ``low``, ``scale`` and ``steps``.
+
+@compiled
+def write4(values, bounds, packed, decoded):
+    """Fill in the bounds of each block, pairs of codes, and the values that are read from them.
+
+    Returns whether all is finite. A value gets the nearest level; the lower one from the middle of two downwards.
     """
-    none = steps - steps
-    sign = np.int32(steps) + np.int32(1)
-    for b in range(low.size):
-        lowest, factor, highest = low[b], scale[b], bounds[b, 1]
-        part, out = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
+    bits, bound_bits, decoded_bits = values.view(np.int32), bounds.view(np.int32), decoded.view(np.int32)
+    levels, cuts = np.empty(8, np.float32), np.empty(8, np.float32)
+    level, cut = levels.view(np.int32), cuts.view(np.int32)
+    codes = np.empty(BLOCK + 1, np.uint8)
+    highest = np.int32(0)
+    for block in range(bounds.shape[0]):
+        part = bits[block * BLOCK : (block + 1) * BLOCK]
+        low, high = _MAGNITUDE, np.int32(0)
         for i in range(part.size):
-            magnitude = abs(part[i])
-            if rooted is None:
-                level = np.rint((np.float64(magnitude) - lowest) * factor)
-            else:
-                level = np.rint((np.sqrt(np.sqrt(magnitude)) - lowest) * factor)
-            level = level if level > none else none
-            level = level if level < steps and magnitude < highest else steps
-            out[i] = np.uint8(np.int32(level) + (sign if math.copysign(np.float32(1), part[i]) < 0 else np.int32(0)))
+            low, high = min(low, part[i] & _MAGNITUDE), max(high, part[i] & _MAGNITUDE)
+        bound_bits[block, 0], bound_bits[block, 1] = low, high
+        highest = max(highest, high)
+
+        top = np.float64(bounds[block, 1])
+        root, last = np.sqrt(np.sqrt(np.float64(bounds[block, 0]))), np.sqrt(np.sqrt(top))
+        for k in range(8):
+            square = (root + (last - root) * (k / 7)) * (root + (last - root) * (k / 7))
+            levels[k] = np.float32(min(square * square, top))
+        for k in range(1, 8):
+            cuts[k] = np.float32((np.float64(levels[k - 1]) + np.float64(levels[k])) / 2)
+            if cuts[k] >= levels[k]:
+                cuts[k] = levels[k - 1]
+        c1, c2, c3, c4, c5, c6, c7 = cut[1], cut[2], cut[3], cut[4], cut[5], cut[6], cut[7]
+        l0, l1, l2, l3, l4, l5, l6, l7 = level[0], level[1], level[2], level[3], level[4], level[5], level[6], level[7]
+
+        out = decoded_bits[block * BLOCK : (block + 1) * BLOCK]
+        for i in range(part.size):
+            size = part[i] & _MAGNITUDE
+            code, value = np.int32(size > c1), l1 if size > c1 else l0
+            code, value = code + np.int32(size > c2), l2 if size > c2 else value
+            code, value = code + np.int32(size > c3), l3 if size > c3 else value
+            code, value = code + np.int32(size > c4), l4 if size > c4 else value
+            code, value = code + np.int32(size > c5), l5 if size > c5 else value
+            code, value = code + np.int32(size > c6), l6 if size > c6 else value
+            code, value = code + np.int32(size > c7), l7 if size > c7 else value
+            out[i] = value | (part[i] & _MINUS)
+            codes[i] = np.uint8(code + (np.int32(8) if part[i] < 0 else np.int32(0)))
+        codes[part.size] = 0
+        pairs = packed[block * BLOCK // 2 : (block + 1) * BLOCK // 2]
+        for i in range(pairs.size):
+            pairs[i] = codes[2 * i] | codes[2 * i + 1] << 4
+    return highest < _INFINITY
 
 
 @compiled
-def read_packed(table, packed, block, values):
-    """Fill in values from pairs of 4-bit codes; ``table`` is fp32 ``[blocks, 16]``, and a block an even size."""
-    for b in range(table.shape[0]):
-        levels = table[b]
-        part, out = packed[b * block // 2 : (b + 1) * block // 2], values[b * block : (b + 1) * block]
+def read4(bounds, packed, values):
+    """Fill in values from pairs of codes; return 0, or what is wrong with the bounds."""
+    bits = bounds.view(np.int32)
+    highest = wrong = np.int32(0)
+    for block in range(bounds.shape[0]):
+        highest = max(highest, max(bits[block, 0] & _MAGNITUDE, bits[block, 1] & _MAGNITUDE))
+        wrong |= np.int32(bits[block, 0] < 0) | np.int32(bits[block, 0] > bits[block, 1])
+    if highest >= _INFINITY or wrong:
+        return NOT_FINITE if highest >= _INFINITY else WRONG_ORDER
+    levels = np.empty(16, np.float32)
+    for block in range(bounds.shape[0]):
+        top = np.float64(bounds[block, 1])
+        root, last = np.sqrt(np.sqrt(np.float64(bounds[block, 0]))), np.sqrt(np.sqrt(top))
+        for k in range(8):
+            square = (root + (last - root) * (k / 7)) * (root + (last - root) * (k / 7))
+            levels[k] = np.float32(min(square * square, top))
+            levels[8 + k] = -levels[k]
+        part, out = packed[block * BLOCK // 2 : (block + 1) * BLOCK // 2], values[block * BLOCK : (block + 1) * BLOCK]
         for i in range(out.size // 2):
             code = np.int32(part[i])
             out[2 * i], out[2 * i + 1] = levels[code & 15], levels[code >> 4]
         if out.size % 2:
             out[-1] = levels[part[-1] & 15]
-
-
-@compiled
-def read_even(low, spread, ratios, codes, block, values):
-    """Fill in values: ``ratios`` are the parts of a block's spread that the codes stand for, above 127 with a minus."""
-    for b in range(low.size):
-        lowest, width = low[b], spread[b]
-        part, out = codes[b * block : (b + 1) * block], values[b * block : (b + 1) * block]
-        for i in range(part.size):
-            code = np.int32(part[i])
-            magnitude = np.float32(lowest + width * ratios[code & 127])
-            out[i] = -magnitude if code > 127 else magnitude
+    return 0

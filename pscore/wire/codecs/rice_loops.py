@@ -1,21 +1,15 @@
-"""The steps between the sections of the Rice format, as compiled loops.
+"""The Rice format as compiled loops: one call writes a chunk's offsets, one call reads and checks them.
 
-Arithmetic is in signed 64-bit integers throughout: mixed with unsigned ones numba makes floats of them.
+Bits are in uint64 words, lowest bit first; mixed with signed integers numba would make floats of them. The sums over
+pairs, fours and eights of bits count the 1 bits of a word; the compiler makes one instruction of them, and one of the
+count of ``~word & (word - 1)``, which is the place of the lowest 1 bit.
 """
 
+# mypy: ignore-errors
+
 import numpy as np
-from numpy.typing import NDArray
 
 from pscore.jit import compiled
-from pscore.wire.codecs.format import Offsets
-
-Octets = NDArray[np.uint8]
-
-Gaps = NDArray[np.uint32]
-"""uint32 ``[count]``: an offset minus the previous one minus one; the first counts from -1."""
-
-Words = NDArray[np.uint32]
-"""A section of bits: bit ``i`` is bit ``i % 32`` of word ``i // 32``."""
 
 # The constants of the format stand here because numba's cache watches the file of a function and no other.
 BLOCK = 512
@@ -27,142 +21,210 @@ ESCAPE = 16
 MAX_PARAMETER = 27
 """The largest for which every gap that needs no escape has 31 bits."""
 
-_DE_BRUIJN = 0x077CB531
-_PLACES = np.empty(32, np.int64)
-"""The number of the only 1 bit of a word, by the top 5 bits of the word times the de Bruijn sequence."""
-_PLACES[[(_DE_BRUIJN << place & 0xFFFFFFFF) >> 27 for place in range(32)]] = range(32)
+BAD_PARAMETER, BAD_COUNT, BAD_QUOTIENT, BAD_SIZE, BAD_PADDING, BAD_ESCAPE = range(1, 7)
+
+_LONGEST = ESCAPE + 1 + 32  # bits of an escaped entry
+_0, _1, _2, _4, _6, _8, _48, _56, _63 = (np.uint64(number) for number in (0, 1, 2, 4, 6, 8, 48, 56, 63))
+_PAIRS, _FOURS, _EIGHTS = (np.uint64(mask) for mask in (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F))
+_ONES = np.uint64(0x0101010101010101)
 
 
 @compiled
-def plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, int]:
-    """Fill in the gaps and each block's cheapest parameter (the lowest of equals).
+def write(offsets, base):
+    """Return the bytes (uint8) of the offsets (int64, rising) minus ``base``, each block with its cheapest parameter.
 
-    Returns bits of the quotients, bits of the low parts, and escapes.
+    Of equally cheap parameters the lowest is written.
     """
-    previous = np.int64(-1)
-    for i in range(offsets.size):
-        gaps[i] = offsets[i] - previous - 1
-        previous = offsets[i]
-    unary = low = escapes = np.int64(0)
-    for block in range(parameters.size):
-        part = gaps[block * BLOCK : (block + 1) * BLOCK]
-        best = best_unary = best_escapes = best_parameter = np.int64(-1)
-        for parameter in range(MAX_PARAMETER + 1):
-            if best >= 0 and part.size * (1 + parameter) >= best:  # an entry never costs less
-                break
-            limit = np.uint32(ESCAPE << parameter)
-            quotients = escaped = np.uint32(0)  # narrow, for wide vectors
-            for i in range(part.size):
-                if part[i] < limit:
-                    quotients = np.uint32(quotients + np.uint32(part[i] >> np.uint32(parameter)))
+    blocks = -(-offsets.size // BLOCK)
+    parameters = np.empty(blocks, np.uint8)
+    quotients = np.empty(offsets.size * (ESCAPE + 1) // 64 + 2, np.uint64)
+    low = np.empty(offsets.size * MAX_PARAMETER // 64 + 2, np.uint64)
+    escapes = np.empty(offsets.size, np.uint32)
+    gaps = np.empty(BLOCK, np.uint32)
+    unary = remainder = _0  # words that are not full yet
+    place = width = words = low_words = escaped = 0
+    previous = np.int64(base) - 1
+    for block in range(blocks):
+        part = offsets[block * BLOCK : (block + 1) * BLOCK]
+        size, first = part.size, part[0] - previous - 1
+        gaps[0] = first
+        total = largest = np.int64(first)
+        for i in range(1, size):
+            gap = part[i] - part[i - 1] - 1
+            gaps[i] = gap
+            total += gap
+            largest = max(largest, gap)
+        previous = part[-1]
+
+        guess = 0  # near the best for gaps at random places: a bound then rules the others out
+        while guess < MAX_PARAMETER and (total >> guess) * 7 > 10 * size:
+            guess += 1
+        best, parameter = np.int64(-1), np.int64(guess)
+        for turn in range(-1, MAX_PARAMETER + 1):
+            candidate = np.int64(guess if turn < 0 else turn)
+            if best >= 0:
+                # A gap costs min(_LONGEST, (gap + 1) / 2 ** candidate + candidate) or more: above the chord of that.
+                none = candidate + 0.5**candidate
+                chord = min(np.float64(_LONGEST), largest * 0.5**candidate + none) - none
+                least = size * none + chord * (total / max(largest, np.int64(1)))
+                if least > best + 0.5 or (candidate > parameter and least > best - 0.5):
+                    if candidate > parameter and size * (1 + candidate) >= best:  # an entry never costs less
+                        break
+                    continue
+            limit, shift = np.uint32(ESCAPE << candidate), np.uint32(candidate)
+            sums = over = np.uint32(0)  # narrow, for wide vectors
+            for i in range(size):
+                if gaps[i] < limit:
+                    sums = np.uint32(sums + np.uint32(gaps[i] >> shift))
                 else:
-                    escaped = np.uint32(escaped + np.uint32(1))
-            full = np.int64(escaped)
-            bits = np.int64(quotients) + ESCAPE * full + part.size
-            cost = bits + (part.size - full) * parameter + 32 * full
-            if best < 0 or cost < best:
-                best, best_unary, best_escapes, best_parameter = cost, bits, full, np.int64(parameter)
-        parameters[block] = best_parameter
-        unary += best_unary
-        low += (part.size - best_escapes) * best_parameter
-        escapes += best_escapes
-    return int(unary), int(low), int(escapes)
+                    over = np.uint32(over + np.uint32(1))
+            cost = np.int64(sums) + (size - np.int64(over)) * (1 + candidate) + _LONGEST * np.int64(over)
+            if best < 0 or cost < best or (cost == best and candidate < parameter):
+                best, parameter = cost, candidate
 
-
-@compiled
-def write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes: Gaps) -> None:
-    """Fill in quotients, low parts (both zero before) and escaped gaps."""
-    unary = remainder = np.int64(0)  # bits that do not fill a word yet
-    unary_bits = remainder_bits = np.int64(0)
-    unary_words = remainder_words = escaped = 0
-    for block in range(parameters.size):
-        parameter = np.int64(parameters[block])
-        mask = (1 << parameter) - 1
-        for i in range(block * BLOCK, min((block + 1) * BLOCK, gaps.size)):
-            gap = np.int64(gaps[i])
-            quotient = gap >> parameter
+        parameters[block] = parameter
+        shift, mask = np.uint64(parameter), (_1 << np.uint64(parameter)) - _1
+        for i in range(size):
+            gap = np.uint64(gaps[i])
+            quotient = np.int64(gap >> shift)
             if quotient >= ESCAPE:
                 quotient = np.int64(ESCAPE)
-                escapes[escaped] = gap
+                escapes[escaped] = gaps[i]
                 escaped += 1
             else:
-                remainder |= (gap & mask) << remainder_bits
-                remainder_bits += parameter
-                if remainder_bits >= 32:
-                    low[remainder_words] = remainder & 0xFFFFFFFF
-                    remainder_words += 1
-                    remainder >>= 32
-                    remainder_bits -= 32
-            unary |= np.int64(1) << (unary_bits + quotient)
-            unary_bits += quotient + 1
-            if unary_bits >= 32:
-                quotients[unary_words] = unary & 0xFFFFFFFF
-                unary_words += 1
-                unary >>= 32
-                unary_bits -= 32
-    if unary_bits:
-        quotients[unary_words] = unary
-    if remainder_bits:
-        low[remainder_words] = remainder
+                remainder |= (gap & mask) << np.uint64(width)
+                width += parameter
+                if width >= 64:
+                    low[low_words] = remainder
+                    low_words += 1
+                    width -= 64
+                    remainder = (gap & mask) >> np.uint64(parameter - width)
+            place += quotient
+            if place >= 64:
+                quotients[words] = unary
+                words += 1
+                place -= 64
+                unary = _0
+            unary |= _1 << np.uint64(place)
+            place += 1
+    quotients[words], low[low_words] = unary, remainder
+
+    unary_size, low_size = -(-(64 * words + place) // 8), -(-(64 * low_words + width) // 8)
+    data = np.empty(4 + blocks + unary_size + low_size + 4 * escaped, np.uint8)
+    for i in range(4):
+        data[i] = (unary_size >> 8 * i) & 255
+    start = 4
+    data[start : start + blocks] = parameters
+    start += blocks
+    data[start : start + unary_size] = quotients.view(np.uint8)[:unary_size]
+    start += unary_size
+    data[start : start + low_size] = low.view(np.uint8)[:low_size]
+    start += low_size
+    data[start:] = escapes[:escaped].view(np.uint8)
+    return data
 
 
 @compiled
-def read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tuple[int, int]:
-    """Fill in the quotients (16 for escaped ones); the section must have as many 1 bits as there are entries.
+def read(data, unary_size, count, base, offsets):
+    """Fill in ``count`` offsets (int64, rising) plus ``base`` from bytes (uint8); check all but the end of the span.
 
-    Returns bits of the low parts and escapes; (-1, -1) where a quotient exceeds 16.
+    ``data`` is at least as long as header, parameters and ``unary_size`` say, and ``offsets`` has ``count`` places, or
+    fewer where the quotients have fewer bits. Returns 0, or what is wrong, and two numbers that describe it.
     """
-    previous = np.int64(-1)
-    entry = 0
-    longest = np.int64(0)
-    for number in range(quotients.size):
-        word = np.int64(quotients[number])
-        while word:
-            lowest = word & -word
-            place = 32 * number + _PLACES[((lowest * _DE_BRUIJN) & 0xFFFFFFFF) >> 27]
-            run = place - previous - 1
-            longest = max(longest, run)
-            runs[entry] = run
-            previous = place
-            entry += 1
-            word ^= lowest
-    if longest > ESCAPE:
-        return -1, -1
-    low = escapes = np.int64(0)
-    for block in range(parameters.size):
-        part = runs[block * BLOCK : (block + 1) * BLOCK]
-        escaped = np.int64(0)
-        for run in part:
-            escaped += np.int64(run == ESCAPE)
-        low += (part.size - escaped) * np.int64(parameters[block])
-        escapes += escaped
-    return int(low), int(escapes)
+    blocks = -(-count // BLOCK)
+    start = 4 + blocks
+    parameters = data[4:start]
+    low_bits = np.int64(0)
+    for block in range(blocks):
+        if parameters[block] > MAX_PARAMETER:
+            return BAD_PARAMETER, 0, 0
+        low_bits += np.int64(parameters[block]) * min(BLOCK, count - block * BLOCK)
 
+    # A copy in which the quotients begin with a word, and behind which there are zeros.
+    shift = -start % 8
+    words = np.zeros((data.size + shift) // 8 + 3, np.uint64)
+    words.view(np.uint8)[shift : shift + data.size] = data
+    words = words[(start + shift) // 8 :]
+    whole = unary_size // 8
+    last = words[whole] & ((_1 << np.uint64(8 * (unary_size % 8))) - _1)  # the bytes behind are low bits
 
-@compiled
-def join(runs: Offsets, parameters: Octets, low: Words, escapes: Gaps) -> bool:
-    """Turn quotients into offsets, in place; return False where an escaped gap need not have been escaped."""
-    buffered = buffered_bits = np.int64(0)
-    read = escaped = 0
-    offset = np.int64(-1)
-    for block in range(parameters.size):
-        parameter = np.int64(parameters[block])
-        mask = (1 << parameter) - 1
-        for i in range(block * BLOCK, min((block + 1) * BLOCK, runs.size)):
-            gap = runs[i]
-            if gap == ESCAPE:
-                gap = np.int64(escapes[escaped])
-                escaped += 1
-                if gap >> parameter < ESCAPE:
-                    return False
+    # The numbers of quotients and of escapes: a word without a long run of zeros needs no look at each bit.
+    ones = escaped = zeros = longest = 0
+    for number in range(whole + 1):
+        word = words[number] if number < whole else last
+        long = ~word
+        long &= long >> _1
+        long &= long >> _2
+        long &= long >> _4
+        long &= long >> _8
+        bits = ~word & (word - _1)
+        bits -= (bits >> _1) & _PAIRS
+        bits = (bits & _FOURS) + ((bits >> _2) & _FOURS)
+        first = np.int64((((bits + (bits >> _4)) & _EIGHTS) * _ONES) >> _56)
+        if long == _0 and zeros + first < ESCAPE:
+            bits = word - ((word >> _1) & _PAIRS)
+            bits = (bits & _FOURS) + ((bits >> _2) & _FOURS)
+            ones += np.int64((((bits + (bits >> _4)) & _EIGHTS) * _ONES) >> _56)
+            top = word >> _48
+            top |= top >> _1
+            top |= top >> _2
+            top |= top >> _4
+            top |= top >> _8
+            bits = top - ((top >> _1) & _PAIRS)
+            bits = (bits & _FOURS) + ((bits >> _2) & _FOURS)
+            zeros = 16 - np.int64((((bits + (bits >> _4)) & _EIGHTS) * _ONES) >> _56)
+            continue
+        for place in range(64):
+            if (word >> np.uint64(place)) & _1:
+                longest = max(longest, zeros)
+                if zeros == ESCAPE and ones < count:
+                    escaped += 1
+                    low_bits -= parameters[ones // BLOCK]
+                ones += 1
+                zeros = 0
             else:
-                if buffered_bits < parameter:
-                    buffered |= np.int64(low[read]) << buffered_bits
-                    read += 1
-                    buffered_bits += 32
-                gap = (gap << parameter) | (buffered & mask)
-                buffered >>= parameter
-                buffered_bits -= parameter
+                zeros += 1
+    if ones != count or (unary_size and not data[start + unary_size - 1]):
+        return BAD_COUNT, ones, 0
+    if longest > ESCAPE:
+        return BAD_QUOTIENT, 0, 0
+    low_size = -(-low_bits // 8)
+    if data.size != start + unary_size + low_size + 4 * escaped:
+        return BAD_SIZE, low_bits, escaped
+    if low_bits % 8 and data[start + unary_size + low_size - 1] >> low_bits % 8:
+        return BAD_PADDING, 0, 0
+
+    escape = data.size - 4 * escaped
+    offset = np.int64(base) - 1
+    bit = np.uint64(8 * unary_size)
+    number, word, previous = 0, words[0], np.int64(-1)
+    for block in range(blocks):
+        width = np.uint64(parameters[block])
+        mask = (_1 << width) - _1
+        part = offsets[block * BLOCK : (block + 1) * BLOCK]
+        for i in range(part.size):
+            while word == _0:
+                number += 1
+                word = words[number]
+                previous -= 64
+            bits = ~word & (word - _1)
+            bits -= (bits >> _1) & _PAIRS
+            bits = (bits & _FOURS) + ((bits >> _2) & _FOURS)
+            place = np.int64((((bits + (bits >> _4)) & _EIGHTS) * _ONES) >> _56)  # of the lowest 1 bit
+            word &= word - _1
+            quotient = place - previous - 1
+            previous = place
+            if quotient == ESCAPE:
+                gap = np.int64(0)
+                for j in range(4):
+                    gap |= np.int64(data[escape + j]) << 8 * j
+                escape += 4
+                if gap >> np.int64(width) < ESCAPE:
+                    return BAD_ESCAPE, 0, 0
+            else:
+                rest = (words[bit >> _6] >> (bit & _63)) | ((words[(bit >> _6) + _1] << _1) << (_63 - (bit & _63)))
+                gap = np.int64((np.uint64(quotient) << width) | (rest & mask))
+                bit += width
             offset += gap + 1
-            runs[i] = offset
-    return True
+            part[i] = offset
+    return 0, 0, 0

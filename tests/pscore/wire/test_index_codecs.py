@@ -22,9 +22,9 @@ many = settings(deadline=None, max_examples=100)
 each_format = pytest.mark.parametrize("codec", each_index_format.values(), ids=each_index_format)
 
 
-def using(steps, function, *arguments):
-    """Call with one implementation of the steps."""
-    with patch.object(rice, "steps", steps):
+def using(loops, function, *arguments):
+    """Call with one implementation of the format."""
+    with patch.object(rice, "loops", loops):
         return function(*arguments)
 
 
@@ -126,7 +126,7 @@ def cost(gaps, parameter):
 @given(gap_lists(huge=2**31))
 @many
 def test_each_block_gets_its_cheapest_parameter(gaps):
-    data = using(rice_reference, RICE.encode, offsets_of(gaps), 0)
+    data = RICE.encode(offsets_of(gaps), 0)
     for block, parameter in enumerate(data[4 : 4 + -(-len(gaps) // BLOCK)]):
         part = gaps[block * BLOCK : (block + 1) * BLOCK]
         assert parameter == min(range(MAX_PARAMETER + 1), key=lambda candidate: cost(part, candidate))
@@ -139,8 +139,8 @@ def test_loops_and_numpy_write_the_same_rice_bytes_and_read_each_other(gaps):
     length = length_of(offsets)
     data = using(rice_reference, RICE.encode, offsets, length)
     assert using(rice_loops, RICE.encode, offsets, length) == data
-    for steps in (rice_reference, rice_loops):
-        assert using(steps, RICE.decode, data, len(gaps), length).tolist() == offsets.tolist()
+    for loops in (rice_reference, rice_loops):
+        assert using(loops, RICE.decode, data, len(gaps), length).tolist() == offsets.tolist()
 
 
 @given(gap_lists(), st.data())
@@ -152,9 +152,9 @@ def test_loops_and_numpy_refuse_the_same_rice_bytes(gaps, data):
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     answers = []
-    for steps in (rice_reference, rice_loops):
+    for loops in (rice_reference, rice_loops):
         try:
-            answers.append(using(steps, RICE.decode, bytes(raw), len(gaps), length).tolist())
+            answers.append(using(loops, RICE.decode, bytes(raw), len(gaps), length).tolist())
         except Rejected as refusal:
             answers.append(refusal.detail)
     assert answers[0] == answers[1]
