@@ -14,12 +14,12 @@ _ONES = np.uint64(0x0101010101010101)
 @compiled
 def read_raw(words, base, offsets):
     """Fill in offsets (int64) from uint32 ones, plus ``base``; return whether they rise strictly."""
-    falls = np.int64(0)
-    offsets[:1] = words[:1]
-    offsets[:1] += base
-    for i in range(1, words.size):
-        offsets[i] = np.int64(words[i]) + base
-        falls |= np.int64(words[i] <= words[i - 1])
+    falls, previous = np.int64(0), np.int64(-1)
+    for i in range(words.size):
+        word = np.int64(words[i])
+        offsets[i] = word + base
+        falls |= np.int64(word <= previous)
+        previous = word
     return falls == 0
 
 
@@ -27,7 +27,9 @@ def read_raw(words, base, offsets):
 def read_bitmap(data, count, base, offsets):
     """Fill in the places of the 1 bits of bytes (uint8), plus ``base``, if there are ``count``; return how many are."""
     words = np.zeros(data.size // 8 + 1, np.uint64)
-    words.view(np.uint8)[: data.size] = data
+    octets = words.view(np.uint8)
+    for i in range(data.size):
+        octets[i] = data[i]
     ones = np.int64(0)
     for word in words:
         bits = word - ((word >> _1) & _PAIRS)

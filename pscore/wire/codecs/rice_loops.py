@@ -2,7 +2,8 @@
 
 Bits are in uint64 words, lowest bit first; mixed with signed integers numba would make floats of them. The sums over
 pairs, fours and eights of bits count the 1 bits of a word; the compiler makes one instruction of them, and one of the
-count of ``~word & (word - 1)``, which is the place of the lowest 1 bit.
+count of ``~word & (word - 1)``, which is the place of the lowest 1 bit. Assigning to a slice would cost the compiler
+seconds, so bytes are copied in loops.
 """
 
 # mypy: ignore-errors
@@ -113,14 +114,18 @@ def write(offsets, base):
     data = np.empty(4 + blocks + unary_size + low_size + 4 * escaped, np.uint8)
     for i in range(4):
         data[i] = (unary_size >> 8 * i) & 255
-    start = 4
-    data[start : start + blocks] = parameters
-    start += blocks
-    data[start : start + unary_size] = quotients.view(np.uint8)[:unary_size]
-    start += unary_size
-    data[start : start + low_size] = low.view(np.uint8)[:low_size]
-    start += low_size
-    data[start:] = escapes[:escaped].view(np.uint8)
+    section = data[4:]
+    for i in range(blocks):
+        section[i] = parameters[i]
+    section, octets = data[4 + blocks :], quotients.view(np.uint8)
+    for i in range(unary_size):
+        section[i] = octets[i]
+    section, octets = section[unary_size:], low.view(np.uint8)
+    for i in range(low_size):
+        section[i] = octets[i]
+    section, octets = section[low_size:], escapes.view(np.uint8)
+    for i in range(section.size):
+        section[i] = octets[i]
     return data
 
 
@@ -143,7 +148,9 @@ def read(data, unary_size, count, base, offsets):
     # A copy in which the quotients begin with a word, and behind which there are zeros.
     shift = -start % 8
     words = np.zeros((data.size + shift) // 8 + 3, np.uint64)
-    words.view(np.uint8)[shift : shift + data.size] = data
+    octets = words.view(np.uint8)
+    for i in range(data.size):
+        octets[shift + i] = data[i]
     words = words[(start + shift) // 8 :]
     whole = unary_size // 8
     last = words[whole] & ((_1 << np.uint64(8 * (unary_size % 8))) - _1)  # the bytes behind are low bits
