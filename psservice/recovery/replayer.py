@@ -212,7 +212,7 @@ class LogReplayer:
         *requests, answer = messages
         pushed = map(pb.PushSparseRequest.FromString, requests)
         header, segments, _ = read_all(read_push(lambda opened: self.span), pushed)
-        segments.sort(key=lambda segment: segment.span.end)
+        segments.sort(key=lambda segment: segment.span.start)
         return header, merge(self.span, segments), pb.PushSparseResponse.FromString(answer)
 
     def _redo(self, record: Record) -> None:

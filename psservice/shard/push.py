@@ -36,7 +36,7 @@ def apply_push(
 
     The segments are disjoint, inside the shard's span, and in any order; ``messages`` go into the journal.
     """
-    merged = merge(shard.span, sorted(segments, key=lambda segment: segment.span.end))
+    merged = merge(shard.span, sorted(segments, key=lambda segment: segment.span.start))
     norm, finished = shard.admission.norm(merged), finished_of(header)
     update = on_device(merged, shard.device)
     body = shard.durability.events.push_body(messages)

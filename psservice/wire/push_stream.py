@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pscore.model.layout import Span
-from pscore.model.sparse_slice import SparseSlice
+from pscore.model.sparse_slice import SparseSlice, merge
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import Checksum, ChunkReader
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -56,9 +56,8 @@ def read_push(
     """Read a whole push: its groups in any order, each ascending inside its own span.
 
     ``admit`` checks the header and returns the shard's span; ``clock`` tells when the message that is being read has
-    arrived. Returns header, segments (the offsets of sparse ones count from the shard's start), and when each group was
-    whole, nanoseconds after the header. Raises :class:`Rejected` where the stream breaks the form, or is cut
-    (``BAD_COMMIT``).
+    arrived. Returns header, the entries as one segment or none, and when each group was whole, nanoseconds after the
+    header. Raises :class:`Rejected` where the stream breaks the form, or is cut (``BAD_COMMIT``).
     """
     header = header_of((yield), "a push")
     span = admit(header)
@@ -77,7 +76,9 @@ def read_push(
         elif kind == "commit":
             checksum.verify(request.commit)
             require_end((yield))
-            return header, [segment for reader in readers for segment in reader.segments], arrivals
+            readers.sort(key=lambda reader: reader.within.start)
+            whole = merge(span, (segment for reader in readers for segment in reader.segments))
+            return header, [] if whole is None else [whole], arrivals
         else:
             raise Rejected(ErrorCode.BAD_REQUEST, f"unexpected {kind or 'empty message'} inside a push")
     raise Rejected(ErrorCode.BAD_COMMIT, "the stream ended without a commit")

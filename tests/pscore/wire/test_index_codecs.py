@@ -58,6 +58,17 @@ def test_indices_come_back(codec, gaps):
 
 
 @each_format
+@given(gaps=gap_lists(huge=5000), base=st.sampled_from([0, 1, 2**32, 2**40]), shift=st.sampled_from([0, 3, 2**33]))
+@many
+def test_offsets_are_written_from_one_base_and_read_to_another(codec, gaps, base, shift):
+    offsets = offsets_of([min(gap, 5000) for gap in gaps])
+    length = length_of(offsets)
+    data = INDEX_FORMATS[codec].encode(offsets + base, length, base)
+    assert data == INDEX_FORMATS[codec].encode(offsets, length)
+    assert decode_offsets(codec, data, len(gaps), length, shift).tolist() == (offsets + shift).tolist()
+
+
+@each_format
 @pytest.mark.parametrize("offset", [0, 1, 7, 8, 254, 255, 65534, 65535, 2**24, 2**31 - 1, 2**31, 2**32 - 1])
 def test_the_largest_offsets_come_back(codec, offset):
     if codec == pb.INDEX_CODEC_BITMAP:  # which would have as many bits
