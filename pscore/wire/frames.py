@@ -139,7 +139,7 @@ def _chunk(
     return Encoded(chunk, torch.from_numpy(decoded))
 
 
-def decode(chunk: pb.Chunk, within: Span, origin: int | None = None) -> SparseSlice:
+def decode(chunk: pb.Chunk, within: Span, *, origin: int | None = None) -> SparseSlice:
     """Read one chunk, which must lie inside ``within``, to fp32 values on the host.
 
     The offsets of a sparse one count from ``origin``, where that is given, so that the slice's span begins there.
@@ -184,7 +184,7 @@ class ChunkReader:
         if chunk.start < self.position:
             order = f"chunk at {chunk.start} overlaps or precedes what came before {self.position}"
             raise Rejected(ErrorCode.BAD_CHUNK, order)
-        segment = decode(chunk, self.within, self._origin)
+        segment = decode(chunk, self.within, origin=self._origin)
         self.checksum.add(chunk)
         self.position = segment.span.end
         self.segments.append(segment)

@@ -10,7 +10,7 @@ from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.codecs import format as codec_format
-from pscore.wire.codecs import rice, rice_loops
+from pscore.wire.codecs import index_loops, rice
 from pscore.wire.codecs.format import MAX_ENTRIES
 from pscore.wire.codecs.index import INDEX_FORMATS
 from pscore.wire.codecs.values import VALUE_FORMATS
@@ -27,7 +27,7 @@ KINDS = frozenset({ErrorCode.BAD_CHUNK, ErrorCode.NON_FINITE, ErrorCode.UNKNOWN_
 ONE_SPELLING = frozenset({pb.INDEX_CODEC_RAW32, pb.INDEX_CODEC_BITMAP})
 """Index codecs in which the same entries have the same bytes; so have they in the value codecs without bounds."""
 
-INTERPRETED = SimpleNamespace(**vars(rice_loops) | {"read": rice_loops.read.function})
+INTERPRETED = SimpleNamespace(**vars(index_loops) | {"read_rice": index_loops.read_rice.function})
 _FEW = 100
 
 

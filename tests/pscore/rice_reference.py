@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pscore.wire.codecs.format import Offsets
-from pscore.wire.codecs.rice_loops import (
+from pscore.wire.codecs.index_loops import (
     BAD_COUNT,
     BAD_ESCAPE,
     BAD_PADDING,
@@ -16,12 +16,10 @@ from pscore.wire.codecs.rice_loops import (
     MAX_PARAMETER,
 )
 
-__all__ = ["BAD_COUNT", "BAD_ESCAPE", "BAD_PADDING", "BAD_PARAMETER", "BAD_QUOTIENT", "BAD_SIZE", "read", "write"]
-
 Octets = NDArray[np.uint8]
 
 
-def write(offsets: Offsets, base: int) -> Octets:
+def write_rice(offsets: Offsets, base: int) -> Octets:
     gaps = np.diff(offsets, prepend=base - 1) - 1
     parameters = _cheapest(gaps)
     widths = parameters.astype(np.int64).repeat(BLOCK)[: gaps.size]
@@ -51,7 +49,7 @@ def _cheapest(gaps: Offsets) -> Octets:
     return parameters
 
 
-def read(data: Octets, unary_size: int, count: int, base: int, offsets: Offsets) -> tuple[int, int, int]:
+def read_rice(data: Octets, unary_size: int, count: int, base: int, offsets: Offsets) -> tuple[int, int, int]:
     start = 4 + -(-count // BLOCK)
     parameters, unary, rest = data[4:start], data[start : start + unary_size], data[start + unary_size :]
     if parameters.size and int(parameters.max()) > MAX_PARAMETER:

@@ -17,9 +17,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pscore.wire.codecs import bounded_loops as loops
-from pscore.wire.codecs.bounded_loops import BLOCK
+from pscore.wire.codecs import value_loops as loops
 from pscore.wire.codecs.format import ValueFormat, Values, is_compiled
+from pscore.wire.codecs.value_loops import BLOCK
 from pscore.wire.errors import ErrorCode, Rejected
 
 Real = TypeVar("Real", np.float32, np.float64)
@@ -43,12 +43,12 @@ def _write8(values: Values) -> tuple[bytes, Values]:
 
 
 def _read8(data: bytes, count: int) -> Values:
-    bounds, codes = _bounds_in(data, count), np.frombuffer(data, np.uint8, count, len(data) - count)
+    octets = np.frombuffer(data, np.uint8)
     if is_compiled(count):
         values = np.empty(count, np.float32)
-        _require_bounds(loops.read8(bounds, codes, values))
+        _require_bounds(loops.read8(octets, values))
         return values
-    _check_bounds(bounds)
+    bounds, codes = _split(octets, count)
     return _values8(bounds, codes)
 
 
@@ -76,17 +76,15 @@ def _write4(values: Values) -> tuple[bytes, Values]:
 
 
 def _read4(data: bytes, count: int) -> Values:
-    bounds = _bounds_in(data, count)
-    packed = np.frombuffer(data, np.uint8, -1, bounds.nbytes)
-    values = np.empty(count, np.float32)
+    octets, values = np.frombuffer(data, np.uint8), np.empty(count, np.float32)
     if is_compiled(count):
-        _require_bounds(loops.read4(bounds, packed, values))
+        _require_bounds(loops.read4(octets, values))
     else:
-        _check_bounds(bounds)
+        bounds, packed = _split(octets, count)
         levels = _by_value(_levels4(bounds), values)
         values[::2] = levels[np.arange(0, count, 2), packed & 15]
         values[1::2] = levels[np.arange(1, count, 2), packed[: count // 2] >> 4]
-    if count % 2 and packed[-1] > 15:
+    if count % 2 and octets[-1] > 15:
         raise Rejected(ErrorCode.BAD_CHUNK, "bits behind the last value are not zero")
     return values
 
@@ -109,14 +107,14 @@ def _find_bounds(values: Values, bounds: Values) -> Values:
     return magnitudes
 
 
-def _bounds_in(data: bytes, count: int) -> Values:
-    return np.frombuffer(data, "<f4", 2 * -(-count // BLOCK)).reshape(-1, 2)
-
-
-def _check_bounds(bounds: Values) -> None:
+def _split(octets: NDArray[np.uint8], count: int) -> tuple[Values, NDArray[np.uint8]]:
+    """Return the bounds, which are checked, and the codes."""
+    end = 8 * -(-count // BLOCK)
+    bounds = octets[:end].view(np.float32).reshape(-1, 2)
     _require_finite(bool(np.isfinite(bounds).all()))
     if np.signbit(bounds).any() or (bounds[:, 0] > bounds[:, 1]).any():
         _require_bounds(loops.WRONG_ORDER)
+    return bounds, octets[end:]
 
 
 def _require_bounds(wrong: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from pscore.wire.codecs import plain_loops as loops
+from pscore.wire.codecs import index_loops as loops
 from pscore.wire.codecs.format import IndexFormat, Offsets, is_compiled
 from pscore.wire.codecs.rice import RICE
 from pscore.wire.errors import ErrorCode, Rejected
@@ -70,14 +70,14 @@ INDEX_FORMATS: dict[int, IndexFormat] = {
         _write_raw32,
         _read_raw32,
         bits=lambda count, length: 32.0 * count,
-        nanoseconds=lambda count, length: 3e3 + 1.4 * count,
+        nanoseconds=lambda count, length: 3e3 + 1.2 * count,
     ),
     pb.INDEX_CODEC_BITMAP: IndexFormat(
         "bitmap",
         _write_bitmap,
         _read_bitmap,
         bits=lambda count, length: float(length),
-        nanoseconds=lambda count, length: 5e3 + 1.0 * count + 1.0 * length,
+        nanoseconds=lambda count, length: 5e3 + 1.2 * count + 0.4 * length,
     ),
     pb.INDEX_CODEC_RICE: RICE,
 }

@@ -8,14 +8,14 @@ import math
 
 import numpy as np
 
-from pscore.wire.codecs import rice_loops as loops
+from pscore.wire.codecs import index_loops as loops
 from pscore.wire.codecs.format import IndexFormat, Offsets, is_compiled
-from pscore.wire.codecs.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER
+from pscore.wire.codecs.index_loops import BLOCK, ESCAPE, MAX_PARAMETER
 from pscore.wire.errors import ErrorCode, Rejected
 
 
 def _write(offsets: Offsets, length: int, base: int) -> bytes:
-    data: bytes = loops.write(offsets, base).tobytes()
+    data: bytes = loops.write_rice(offsets, base).tobytes()
     return data
 
 
@@ -27,7 +27,7 @@ def _read(data: bytes, count: int, length: int, base: int) -> Offsets:
     if size > rest:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{size} bytes of quotients declared, {rest} are there")
     offsets = np.empty(count if count <= 8 * size else 0, np.int64)  # an entry has a bit of them
-    wrong, first, second = loops.read(np.frombuffer(data, np.uint8), size, count, base, offsets)
+    wrong, first, second = loops.read_rice(np.frombuffer(data, np.uint8), size, count, base, offsets)
     if wrong:
         says = {
             loops.BAD_PARAMETER: f"a Rice parameter above {MAX_PARAMETER}",
@@ -54,7 +54,7 @@ def _bits(count: int, length: int) -> float:
 
 def _nanoseconds(count: int, length: int) -> float:
     # For few entries high enough for another codec to be chosen, so that a small model never waits for the compiler.
-    return 2e4 + 9.0 * count if is_compiled(count) else 2e5 + 70.0 * count
+    return 8e3 + 5.5 * count if is_compiled(count) else 2e5 + 70.0 * count
 
 
 RICE = IndexFormat("rice", _write, _read, _bits, _nanoseconds)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.wire.codecs import plain_loops as loops
+from pscore.wire.codecs import value_loops as loops
 from pscore.wire.codecs.bounded import INT4, INT8
 from pscore.wire.codecs.format import ValueFormat, Values, is_compiled
 from pscore.wire.errors import ErrorCode, Rejected
@@ -23,10 +23,11 @@ _SIGN_BLOCK = 512
 
 def _read_fp32(data: bytes, count: int) -> Values:
     # A copy: protobuf's bytes are read-only, and torch wants memory that it may write.
-    bits, values = np.frombuffer(data, "<i4"), np.empty(count, np.float32)
+    values = np.empty(count, np.float32)
     if is_compiled(count):
-        return _require_finite("fp32", values, loops.copy_bits(bits, values.view(np.int32)))
-    values.view(np.int32)[:] = bits
+        octets = np.frombuffer(data, np.uint8)
+        return _require_finite("fp32", values, loops.read_fp32(octets, values.view(np.int32)))
+    values[:] = np.frombuffer(data, "<f4")
     return _require_finite("fp32", values)
 
 

@@ -48,7 +48,7 @@ def in_a_fresh_process(code, *, whole=False, **environment):
 
 
 def test_where_compiling_is_switched_off_loops_are_functions():
-    code = "from pscore.wire.codecs.rice_loops import read; print(read.dispatcher is read.function)"
+    code = "from pscore.wire.codecs.index_loops import read_rice as read; print(read.dispatcher is read.function)"
     assert in_a_fresh_process(code, NUMBA_DISABLE_JIT="1") == "True"
 
 
@@ -57,8 +57,8 @@ def test_without_a_directory_for_the_cache_it_compiles_all_the_same():
 import numba.core.caching
 import numpy
 numba.core.caching.CacheImpl._locator_classes = []  # as where no directory can be written
-from pscore.wire.codecs.plain_loops import copy_bits
-print(copy_bits(numpy.arange(5, dtype=numpy.int32), numpy.empty(5, numpy.int32)))
+from pscore.wire.codecs.value_loops import read_fp32
+print(read_fp32(numpy.zeros(20, numpy.uint8), numpy.empty(5, numpy.int32)))
 """
     assert in_a_fresh_process(code) == "True"
 

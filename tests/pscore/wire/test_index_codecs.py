@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.wire.codecs import rice, rice_loops
+from pscore.wire.codecs import index_loops, rice
 from pscore.wire.codecs.format import MAX_ENTRIES
 from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets
+from pscore.wire.codecs.index_loops import BLOCK, ESCAPE, MAX_PARAMETER
 from pscore.wire.codecs.rice import RICE
-from pscore.wire.codecs.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.pscore import rice_reference
@@ -149,8 +149,8 @@ def test_loops_and_numpy_write_the_same_rice_bytes_and_read_each_other(gaps):
     offsets = offsets_of(gaps)
     length = length_of(offsets)
     data = using(rice_reference, RICE.encode, offsets, length)
-    assert using(rice_loops, RICE.encode, offsets, length) == data
-    for loops in (rice_reference, rice_loops):
+    assert using(index_loops, RICE.encode, offsets, length) == data
+    for loops in (rice_reference, index_loops):
         assert using(loops, RICE.decode, data, len(gaps), length).tolist() == offsets.tolist()
 
 
@@ -163,7 +163,7 @@ def test_loops_and_numpy_refuse_the_same_rice_bytes(gaps, data):
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     answers = []
-    for loops in (rice_reference, rice_loops):
+    for loops in (rice_reference, index_loops):
         try:
             answers.append(using(loops, RICE.decode, bytes(raw), len(gaps), length).tolist())
         except Rejected as refusal:

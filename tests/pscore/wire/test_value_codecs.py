@@ -181,6 +181,15 @@ def test_a_value_that_is_not_finite_is_refused_or_clamped_but_never_decoded(code
     assert refused.value.reason is ErrorCode.NON_FINITE
 
 
+@each_format
+@pytest.mark.parametrize("count", [5, 1500])
+def test_bytes_are_read_from_any_place_of_a_message(codec, count):
+    data, decoded = VALUE_FORMATS[codec].encode(tail("laplace", 0.25)[:count])
+    for offset in range(4):
+        view = memoryview(bytes(offset) + data)[offset:]
+        assert decode_values(codec, view, count).tobytes() == decoded.tobytes()
+
+
 def test_strided_values_are_written_in_order():
     data, _ = VALUE_FORMATS[pb.VALUE_CODEC_FP32].encode(host_values(torch.arange(10.0)[::3]))
     assert decode_values(pb.VALUE_CODEC_FP32, data, 4).tolist() == [0, 3, 6, 9]

@@ -1,7 +1,7 @@
-"""The compiled loops of the narrow value codecs: one call writes a chunk's values, one call checks and reads them.
+"""The compiled loops of the value codecs: one call writes a chunk's values, one call checks and reads them.
 
 fp32 numbers that are only compared are their bits in int32: those of magnitudes have the same order, and are compared
-in vector instructions.
+in vector instructions. Bytes that are read are uint8: a view inside a message need not be aligned.
 """
 
 # mypy: ignore-errors
@@ -20,6 +20,37 @@ _MINUS, _MAGNITUDE, _INFINITY = np.int32(-0x80000000), np.int32(0x7FFFFFFF), np.
 
 
 @compiled
+def bounds_of(bits):
+    """Return the least and the largest magnitude."""
+    low, high = _MAGNITUDE, np.int32(0)
+    for i in range(bits.size):
+        low, high = min(low, bits[i] & _MAGNITUDE), max(high, bits[i] & _MAGNITUDE)
+    return low, high
+
+
+@compiled
+def wrong_bounds(bits):
+    """Return 0, or what is wrong with any of the bounds that were received."""
+    highest = wrong = np.int32(0)
+    for i in range(0, bits.size, 2):
+        highest = max(highest, max(bits[i] & _MAGNITUDE, bits[i + 1] & _MAGNITUDE))
+        wrong |= np.int32(bits[i] < 0) | np.int32(bits[i] > bits[i + 1])
+    if highest >= _INFINITY:
+        return NOT_FINITE
+    return WRONG_ORDER if wrong else 0
+
+
+@compiled
+def fill_levels(bounds, levels):
+    """Fill in the 8 magnitudes of a block's 4-bit codes."""
+    high = np.float64(bounds[1])
+    first, last = np.sqrt(np.sqrt(np.float64(bounds[0]))), np.sqrt(np.sqrt(high))
+    for k in range(8):
+        square = (first + (last - first) * (k / 7)) * (first + (last - first) * (k / 7))
+        levels[k] = np.float32(min(square * square, high))
+
+
+@compiled
 def write8(values, bounds, codes, decoded):
     """Fill in the bounds of each block, the codes, and the values that are read from them.
 
@@ -29,9 +60,7 @@ def write8(values, bounds, codes, decoded):
     highest = np.int32(0)
     for block in range(bounds.shape[0]):
         part = bits[block * BLOCK : (block + 1) * BLOCK]
-        low, high = _MAGNITUDE, np.int32(0)
-        for i in range(part.size):
-            low, high = min(low, part[i] & _MAGNITUDE), max(high, part[i] & _MAGNITUDE)
+        low, high = bounds_of(part)
         bound_bits[block, 0], bound_bits[block, 1] = low, high
         highest = max(highest, high)
         lowest, spread = np.float64(bounds[block, 0]), np.float64(bounds[block, 1]) - np.float64(bounds[block, 0])
@@ -50,17 +79,16 @@ def write8(values, bounds, codes, decoded):
 
 
 @compiled
-def read8(bounds, codes, values):
-    """Fill in values from codes; return 0, or what is wrong with the bounds."""
-    bits = bounds.view(np.int32)
-    highest = wrong = np.int32(0)
-    for block in range(bounds.shape[0]):
-        highest = max(highest, max(bits[block, 0] & _MAGNITUDE, bits[block, 1] & _MAGNITUDE))
-        wrong |= np.int32(bits[block, 0] < 0) | np.int32(bits[block, 0] > bits[block, 1])
-    if highest >= _INFINITY or wrong:
-        return NOT_FINITE if highest >= _INFINITY else WRONG_ORDER
-    for block in range(bounds.shape[0]):
-        lowest, spread = np.float64(bounds[block, 0]), np.float64(bounds[block, 1]) - np.float64(bounds[block, 0])
+def read8(data, values):
+    """Fill in values from bytes (uint8); return 0, or what is wrong with the bounds."""
+    blocks = -(-values.size // BLOCK)
+    bounds, codes = data[: 8 * blocks].view(np.float32), data[8 * blocks :]
+    wrong = wrong_bounds(bounds.view(np.int32))
+    if wrong:
+        return wrong
+    for block in range(blocks):
+        lowest = np.float64(bounds[2 * block])
+        spread = np.float64(bounds[2 * block + 1]) - lowest
         part, out = codes[block * BLOCK : (block + 1) * BLOCK], values[block * BLOCK : (block + 1) * BLOCK]
         for i in range(part.size):
             code = np.int32(part[i])
@@ -82,17 +110,11 @@ def write4(values, bounds, packed, decoded):
     highest = np.int32(0)
     for block in range(bounds.shape[0]):
         part = bits[block * BLOCK : (block + 1) * BLOCK]
-        low, high = _MAGNITUDE, np.int32(0)
-        for i in range(part.size):
-            low, high = min(low, part[i] & _MAGNITUDE), max(high, part[i] & _MAGNITUDE)
+        low, high = bounds_of(part)
         bound_bits[block, 0], bound_bits[block, 1] = low, high
         highest = max(highest, high)
 
-        top = np.float64(bounds[block, 1])
-        root, last = np.sqrt(np.sqrt(np.float64(bounds[block, 0]))), np.sqrt(np.sqrt(top))
-        for k in range(8):
-            square = (root + (last - root) * (k / 7)) * (root + (last - root) * (k / 7))
-            levels[k] = np.float32(min(square * square, top))
+        fill_levels(bounds[block], levels)
         for k in range(1, 8):
             cuts[k] = np.float32((np.float64(levels[k - 1]) + np.float64(levels[k])) / 2)
             if cuts[k] >= levels[k]:
@@ -120,22 +142,17 @@ def write4(values, bounds, packed, decoded):
 
 
 @compiled
-def read4(bounds, packed, values):
-    """Fill in values from pairs of codes; return 0, or what is wrong with the bounds."""
-    bits = bounds.view(np.int32)
-    highest = wrong = np.int32(0)
-    for block in range(bounds.shape[0]):
-        highest = max(highest, max(bits[block, 0] & _MAGNITUDE, bits[block, 1] & _MAGNITUDE))
-        wrong |= np.int32(bits[block, 0] < 0) | np.int32(bits[block, 0] > bits[block, 1])
-    if highest >= _INFINITY or wrong:
-        return NOT_FINITE if highest >= _INFINITY else WRONG_ORDER
+def read4(data, values):
+    """Fill in values from bytes (uint8); return 0, or what is wrong with the bounds."""
+    blocks = -(-values.size // BLOCK)
+    bounds, packed = data[: 8 * blocks].view(np.float32), data[8 * blocks :]
+    wrong = wrong_bounds(bounds.view(np.int32))
+    if wrong:
+        return wrong
     levels = np.empty(16, np.float32)
-    for block in range(bounds.shape[0]):
-        top = np.float64(bounds[block, 1])
-        root, last = np.sqrt(np.sqrt(np.float64(bounds[block, 0]))), np.sqrt(np.sqrt(top))
+    for block in range(blocks):
+        fill_levels(bounds[2 * block : 2 * block + 2], levels)
         for k in range(8):
-            square = (root + (last - root) * (k / 7)) * (root + (last - root) * (k / 7))
-            levels[k] = np.float32(min(square * square, top))
             levels[8 + k] = -levels[k]
         part, out = packed[block * BLOCK // 2 : (block + 1) * BLOCK // 2], values[block * BLOCK : (block + 1) * BLOCK]
         for i in range(out.size // 2):
@@ -144,3 +161,13 @@ def read4(bounds, packed, values):
         if out.size % 2:
             out[-1] = levels[part[-1] & 15]
     return 0
+
+
+@compiled
+def read_fp32(data, copy):
+    """Fill in fp32 values, as their bits in int32, from bytes (uint8); return whether all are finite."""
+    largest, bits = np.int32(0), data.view(np.int32)
+    for i in range(bits.size):
+        copy[i] = bits[i]
+        largest = max(largest, bits[i] & _MAGNITUDE)
+    return largest < _INFINITY

@@ -1,9 +1,6 @@
-"""The Rice format as compiled loops: one call writes a chunk's offsets, one call reads and checks them.
+"""The compiled loops of the index codecs: one call writes a chunk's offsets, one call reads and checks them.
 
-Bits are in uint64 words, lowest bit first; mixed with signed integers numba would make floats of them. The sums over
-pairs, fours and eights of bits count the 1 bits of a word; the compiler makes one instruction of them, and one of the
-count of ``~word & (word - 1)``, which is the place of the lowest 1 bit. Assigning to a slice would cost the compiler
-seconds, so bytes are copied in loops.
+Bits are in uint64 words, lowest bit first; mixed with signed integers numba would make floats of them.
 """
 
 # mypy: ignore-errors
@@ -12,7 +9,7 @@ import numpy as np
 
 from pscore.jit import compiled
 
-# The constants of the format stand here because numba's cache watches the file of a function and no other.
+# The constants of the Rice format stand here because numba's cache watches the file of a function and no other.
 BLOCK = 512
 """Entries that share a parameter."""
 
@@ -31,7 +28,33 @@ _ONES = np.uint64(0x0101010101010101)
 
 
 @compiled
-def write(offsets, base):
+def count_ones(word):
+    """Return the number of 1 bits of a uint64; the compiler makes one instruction of this.
+
+    Of ``~word & (word − 1)`` it is the place of the lowest 1 bit of ``word``, in one instruction too.
+    """
+    bits = word - ((word >> _1) & _PAIRS)
+    bits = (bits & _FOURS) + ((bits >> _2) & _FOURS)
+    return np.int64((((bits + (bits >> _4)) & _EIGHTS) * _ONES) >> _56)
+
+
+@compiled
+def copy(octets, out):
+    """Fill ``out``; assigning to a slice would cost the compiler seconds."""
+    for i in range(out.size):
+        out[i] = octets[i]
+
+
+@compiled
+def words_of(data):
+    """Return bytes (uint8) as uint64 words, with zeros behind: two words more than there are whole ones."""
+    words = np.zeros(data.size // 8 + 2, np.uint64)
+    copy(data, words.view(np.uint8)[: data.size])
+    return words
+
+
+@compiled
+def write_rice(offsets, base):
     """Return the bytes (uint8) of the offsets (int64, rising) minus ``base``, each block with its cheapest parameter.
 
     Of equally cheap parameters the lowest is written.
@@ -114,23 +137,15 @@ def write(offsets, base):
     data = np.empty(4 + blocks + unary_size + low_size + 4 * escaped, np.uint8)
     for i in range(4):
         data[i] = (unary_size >> 8 * i) & 255
-    section = data[4:]
-    for i in range(blocks):
-        section[i] = parameters[i]
-    section, octets = data[4 + blocks :], quotients.view(np.uint8)
-    for i in range(unary_size):
-        section[i] = octets[i]
-    section, octets = section[unary_size:], low.view(np.uint8)
-    for i in range(low_size):
-        section[i] = octets[i]
-    section, octets = section[low_size:], escapes.view(np.uint8)
-    for i in range(section.size):
-        section[i] = octets[i]
+    copy(parameters, data[4 : 4 + blocks])
+    copy(quotients.view(np.uint8), data[4 + blocks : 4 + blocks + unary_size])
+    copy(low.view(np.uint8), data[4 + blocks + unary_size : data.size - 4 * escaped])
+    copy(escapes.view(np.uint8), data[data.size - 4 * escaped :])
     return data
 
 
 @compiled
-def read(data, unary_size, count, base, offsets):
+def read_rice(data, unary_size, count, base, offsets):
     """Fill in ``count`` offsets (int64, rising) plus ``base`` from bytes (uint8); check all but the end of the span.
 
     ``data`` is at least as long as header, parameters and ``unary_size`` say, and ``offsets`` has ``count`` places, or
@@ -145,13 +160,7 @@ def read(data, unary_size, count, base, offsets):
             return BAD_PARAMETER, 0, 0
         low_bits += np.int64(parameters[block]) * min(BLOCK, count - block * BLOCK)
 
-    # A copy in which the quotients begin with a word, and behind which there are zeros.
-    shift = -start % 8
-    words = np.zeros((data.size + shift) // 8 + 3, np.uint64)
-    octets = words.view(np.uint8)
-    for i in range(data.size):
-        octets[shift + i] = data[i]
-    words = words[(start + shift) // 8 :]
+    words = words_of(data[start:])
     whole = unary_size // 8
     last = words[whole] & ((_1 << np.uint64(8 * (unary_size % 8))) - _1)  # the bytes behind are low bits
 
@@ -164,22 +173,14 @@ def read(data, unary_size, count, base, offsets):
         long &= long >> _2
         long &= long >> _4
         long &= long >> _8
-        bits = ~word & (word - _1)
-        bits -= (bits >> _1) & _PAIRS
-        bits = (bits & _FOURS) + ((bits >> _2) & _FOURS)
-        first = np.int64((((bits + (bits >> _4)) & _EIGHTS) * _ONES) >> _56)
-        if long == _0 and zeros + first < ESCAPE:
-            bits = word - ((word >> _1) & _PAIRS)
-            bits = (bits & _FOURS) + ((bits >> _2) & _FOURS)
-            ones += np.int64((((bits + (bits >> _4)) & _EIGHTS) * _ONES) >> _56)
+        if long == _0 and zeros + count_ones(~word & (word - _1)) < ESCAPE:
+            ones += count_ones(word)
             top = word >> _48
             top |= top >> _1
             top |= top >> _2
             top |= top >> _4
             top |= top >> _8
-            bits = top - ((top >> _1) & _PAIRS)
-            bits = (bits & _FOURS) + ((bits >> _2) & _FOURS)
-            zeros = 16 - np.int64((((bits + (bits >> _4)) & _EIGHTS) * _ONES) >> _56)
+            zeros = 16 - count_ones(top)
             continue
         for place in range(64):
             if (word >> np.uint64(place)) & _1:
@@ -214,10 +215,7 @@ def read(data, unary_size, count, base, offsets):
                 number += 1
                 word = words[number]
                 previous -= 64
-            bits = ~word & (word - _1)
-            bits -= (bits >> _1) & _PAIRS
-            bits = (bits & _FOURS) + ((bits >> _2) & _FOURS)
-            place = np.int64((((bits + (bits >> _4)) & _EIGHTS) * _ONES) >> _56)  # of the lowest 1 bit
+            place = count_ones(~word & (word - _1))  # of the lowest 1 bit
             word &= word - _1
             quotient = place - previous - 1
             previous = place
@@ -235,3 +233,33 @@ def read(data, unary_size, count, base, offsets):
             offset += gap + 1
             part[i] = offset
     return 0, 0, 0
+
+
+@compiled
+def read_raw(words, base, offsets):
+    """Fill in offsets (int64) from uint32 ones, plus ``base``; return whether they rise strictly."""
+    falls, previous = np.int64(0), np.int64(-1)
+    for i in range(words.size):
+        word = np.int64(words[i])
+        offsets[i] = word + base
+        falls |= np.int64(word <= previous)
+        previous = word
+    return falls == 0
+
+
+@compiled
+def read_bitmap(data, count, base, offsets):
+    """Fill in the places of the 1 bits of bytes (uint8), plus ``base``, if there are ``count``; return how many are."""
+    words, ones = words_of(data), np.int64(0)
+    for word in words:
+        ones += count_ones(word)
+    if ones != count or offsets.size != count:
+        return ones
+    entry, start = 0, np.int64(base)
+    for word in words:
+        while word != _0:
+            offsets[entry] = start + count_ones(~word & (word - _1))
+            entry += 1
+            word &= word - _1
+        start += 64
+    return ones
