@@ -11,6 +11,11 @@ LARGE = 1e30
 """Values up to here can take a parameter out of its range neither alone nor many of them in a lifetime."""
 
 
+def is_large(values: torch.Tensor) -> bool:
+    """Tell whether a magnitude exceeds :data:`LARGE`; without a copy, and on a device it waits for the answer."""
+    return values.numel() > 0 and max(abs(float(end)) for end in values.aminmax()) > LARGE
+
+
 @dataclass(frozen=True, slots=True)
 class GradientUpdate:
     """The update that a step adds to a memory before entries are selected from the memory.

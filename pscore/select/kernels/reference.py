@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.select.kernels.base import LARGE, GradientUpdate, Taken, ThresholdResult
+from pscore.select.kernels.base import GradientUpdate, Taken, ThresholdResult, is_large
 
 
 def accumulate(memory: torch.Tensor, added: GradientUpdate) -> None:
@@ -50,7 +50,7 @@ def magnitude(x: torch.Tensor) -> tuple[float, float]:
 
 def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> bool:
     """``x[offsets] −= values``, where fp32 has the results."""
-    if values.numel() and bool(values.abs().max() > LARGE) and not bool((x[offsets] - values).isfinite().all()):
+    if is_large(values) and not bool((x[offsets] - values).isfinite().all()):
         return False
     x.index_add_(0, offsets, values, alpha=-1)
     return True

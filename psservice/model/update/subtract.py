@@ -5,7 +5,7 @@ import torch
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.select.kernels import kernels_for
-from pscore.select.kernels.base import LARGE
+from pscore.select.kernels.base import is_large
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangedIndices, changed_by
 from psservice.model.update.base import PLAIN, PushContext, UpdateRule
@@ -25,13 +25,8 @@ class Subtract(UpdateRule):
             return changed_by(None)
         if push.offsets is not None:
             fits = kernels_for(self._theta).subtract_at(self._theta, push.offsets, push.values)
-        elif fits := not _is_large(push.values) or bool((self._theta - push.values).isfinite().all()):
+        elif fits := not is_large(push.values) or bool((self._theta - push.values).isfinite().all()):
             self._theta.sub_(push.values)
         if not fits:
             raise Rejected(ErrorCode.NON_FINITE, "this push would take a parameter out of the range of fp32")
         return changed_by(push)
-
-
-def _is_large(values: torch.Tensor) -> bool:
-    least, most = values.aminmax()
-    return max(-float(least), float(most)) > LARGE
