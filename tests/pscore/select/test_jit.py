@@ -21,6 +21,20 @@ def triple(number):
     return 3 * number
 
 
+@compiled
+def quadruple(number):
+    return doubled(doubled(number))
+
+
+@compiled
+def doubled(number):
+    return 2 * number
+
+
+def test_a_loop_may_call_another_of_its_file():
+    assert quadruple(3) == quadruple.function(3) == 12
+
+
 def test_a_function_is_compiled_once_whoever_asks():
     loop, found = compiled(double), []
     threads = [threading.Thread(target=lambda: found.append(loop.dispatcher)) for _ in range(4)]
