@@ -4,6 +4,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -19,7 +20,7 @@ _NOT_KEPT = (
     "compiled loops cannot be cached in %s (%s): they are used, and compiled again by the next process; make room "
     "there, empty it, or name another directory in NUMBA_CACHE_DIR"
 )
-_lock = threading.Lock()
+_lock = threading.RLock()
 _logged: set[str] = set()
 
 
@@ -27,8 +28,8 @@ class compiled(Generic[P, R]):  # noqa: N801 - a decorator
     """Makes a module-level function a loop that numba compiles, once for each combination of argument types.
 
     A loop runs without the GIL. It is cached on disk, beside the source or in numba's cache directory; where the cache
-    can be neither written nor read it is compiled all the same, and a warning says so once. Constants of a loop must
-    stand in its own file: the cache notices changes there and nowhere else.
+    can be neither written nor read it is compiled all the same, and a warning says so once. Constants of a loop, and
+    other loops that it calls, must stand in its own file: the cache notices changes there and nowhere else.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -53,6 +54,10 @@ def _compile(function: Callable[..., Any]) -> Any:
     numba: Any = importlib.import_module("numba")  # its types lack what is used here
     if numba.config.DISABLE_JIT:
         return function
+    called = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    called = {name: loop.dispatcher for name, loop in called.items() if isinstance(loop, compiled)}
+    if called:  # numba calls its own functions only
+        function = FunctionType(function.__code__, function.__globals__ | called, function.__name__)
     try:
         loop = numba.njit(nogil=True, cache=True)(function)
     except RuntimeError as error:  # no directory for the cache can be written

@@ -24,6 +24,7 @@ def warm_up() -> None:
     ends, bounds = np.array([_SIZE], np.int64), np.zeros(1, np.float32)
     kernels.exceeding(theta, image, offsets.int(), ends, bounds)
     segment = SparseSlice(Span(0, _SIZE), offsets, theta[offsets])
-    for value in VALUE_CODECS.values():
-        for chunk, _ in encode(segment, WireForm(value, INDEX_CODECS["rice"]), chunk_bytes=1 << 20):
+    forms = [WireForm(value, INDEX_CODECS["rice"]) for value in VALUE_CODECS.values()]
+    for form in forms + [WireForm(index=index) for index in INDEX_CODECS.values()]:
+        for chunk, _ in encode(segment, form, chunk_bytes=1 << 20):
             decode(chunk, segment.span)

@@ -20,8 +20,8 @@ MOST_BYTES = 16 << 10
 SECONDS_A_CHUNK = 5
 MOST_MEMORY_MB = 1024
 NOT_INSTRUMENTED = [
-    "pscore.wire.codecs.rice_loops",
-    "pscore.wire.codecs.bounded_loops",
+    "pscore.wire.codecs.index_loops",
+    "pscore.wire.codecs.value_loops",
 ]  # numba compiles their bytecode
 
 

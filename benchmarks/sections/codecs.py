@@ -152,8 +152,8 @@ def _values(section: Section, generator: np.random.Generator, repeats: int, real
     timed = generator.laplace(size=_COUNT).astype(np.float32)
     rows = []
     for codec in VALUE_FORMATS.values():
-        data = codec.write(timed)
-        write = _nanoseconds(lambda f=codec: f.write(timed), _COUNT, repeats)
+        data, _ = codec.encode(timed)
+        write = _nanoseconds(lambda f=codec: f.encode(timed), _COUNT, repeats)
         read = _nanoseconds(lambda f=codec, d=data: f.decode(d, _COUNT), _COUNT, repeats)
         errors = {}
         for name, values in samples.items():

@@ -56,7 +56,8 @@ def entries(segments: Iterable[SparseSlice]) -> int:
 def merge(span: Span, segments: Iterable[SparseSlice]) -> SparseSlice | None:
     """Join segments, which must be ascending and inside ``span``, into one; ``None`` without an entry.
 
-    All-dense neighbours that fill the span stay dense; otherwise dense ones are written out as offsets.
+    All-dense neighbours that fill the span stay dense; otherwise dense ones are written out as offsets. A single
+    segment that begins where ``span`` does shares its memory with the result.
     """
     parts = [segment for segment in segments if segment.entries]
     if not parts:
@@ -78,6 +79,8 @@ def _concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _offsets_within(parts: list[SparseSlice], span: Span) -> torch.Tensor:
     """Return the offsets of all parts, counted from the start of ``span``."""
+    if len(parts) == 1 and parts[0].offsets is not None and parts[0].span.start == span.start:
+        return parts[0].offsets
     device = parts[0].values.device
     joined = torch.empty(entries(parts), dtype=torch.int64, device=device)
     first = 0

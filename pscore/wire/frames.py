@@ -5,10 +5,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 from google.protobuf.message import Message
-from numpy.typing import NDArray
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
@@ -99,13 +97,18 @@ def encode(segment: SparseSlice, form: WireForm = WireForm(), *, chunk_bytes: in
     first = 0
     while first < offsets.size:
         positions = offsets[first : first + step]
-        positions = positions[: int(positions.searchsorted(int(positions[0]) + _MAX_CHUNK_SPAN))]
+        base, last = int(positions[0]), int(positions[-1])
+        if last - base >= _MAX_CHUNK_SPAN:
+            positions = positions[: int(positions.searchsorted(base + _MAX_CHUNK_SPAN))]
         while True:
-            index, indices = _write_offsets(positions, form)
+            span = Span(start + base, start + int(positions[-1]) + 1)
+            index = form.index
+            if index is None:
+                index = choose(positions.size, span.length, form.link_bytes_per_second, form.allowed)
+            indices = INDEX_FORMATS[index].encode(positions, span.length, base)
             if positions.size == 1 or len(indices) + VALUE_FORMATS[value].size(positions.size) <= chunk_bytes:
                 break
             positions = positions[: positions.size // 2]  # a codec that suits these offsets badly
-        span = Span(start + int(positions[0]), start + int(positions[-1]) + 1)
         yield _chunk(group, span, value, values[first : first + positions.size], index, indices)
         first += positions.size
 
@@ -117,15 +120,6 @@ def _entries_within(chunk_bytes: int, value_format: ValueFormat, index_bytes: in
     if block_bytes <= chunk_bytes:
         return min(chunk_bytes // block_bytes * block, MAX_ENTRIES)
     return max(1, 8 * (chunk_bytes - value_format.bound_bytes) // (value_format.bits + 8 * index_bytes))
-
-
-def _write_offsets(positions: NDArray[np.int64], form: WireForm) -> tuple[int, bytes]:
-    offsets = positions - positions[0]
-    length = int(offsets[-1]) + 1
-    index = form.index
-    if index is None:
-        index = choose(offsets.size, length, form.link_bytes_per_second, form.allowed)
-    return index, INDEX_FORMATS[index].encode(offsets, length)
 
 
 def _chunk(
@@ -145,46 +139,52 @@ def _chunk(
     return Encoded(chunk, torch.from_numpy(decoded))
 
 
-def decode(chunk: pb.Chunk, within: Span) -> SparseSlice:
+def decode(chunk: pb.Chunk, within: Span, *, origin: int | None = None) -> SparseSlice:
     """Read one chunk, which must lie inside ``within``, to fp32 values on the host.
+
+    The offsets of a sparse one count from ``origin``, where that is given, so that the slice's span begins there.
 
     Raises:
         Rejected: ``BAD_CHUNK``, ``UNKNOWN_CODEC`` or ``NON_FINITE``; nothing is allocated from an unchecked length.
     """
-    span = Span(chunk.start, chunk.start + chunk.length)
-    if not (within.start <= span.start and span.end <= within.end):
-        outside = f"chunk [{span.start}, {span.end}) lies outside [{within.start}, {within.end})"
+    start, length, count = chunk.start, chunk.length, chunk.count
+    end = start + length
+    if not (within.start <= start and end <= within.end):
+        outside = f"chunk [{start}, {end}) lies outside [{within.start}, {within.end})"
         raise Rejected(ErrorCode.BAD_CHUNK, outside)
-    if not 0 < chunk.count <= chunk.length:
-        raise Rejected(ErrorCode.BAD_CHUNK, f"{chunk.count} entries in a span of {chunk.length} elements")
-    values = torch.from_numpy(decode_values(chunk.value_codec, chunk.values, chunk.count))
-    if chunk.index_codec == pb.INDEX_CODEC_DENSE:
-        if chunk.count != chunk.length or chunk.indices:
+    if not 0 < count <= length:
+        raise Rejected(ErrorCode.BAD_CHUNK, f"{count} entries in a span of {length} elements")
+    index, indices = chunk.index_codec, chunk.indices
+    values = torch.from_numpy(decode_values(chunk.value_codec, chunk.values, count))
+    if index == pb.INDEX_CODEC_DENSE:
+        if count != length or indices:
             raise Rejected(ErrorCode.BAD_CHUNK, "a dense chunk must hold every element of its span and no index bytes")
-        return SparseSlice(span, None, values)
-    offsets = decode_offsets(chunk.index_codec, chunk.indices, chunk.count, chunk.length)
-    return SparseSlice(span, torch.from_numpy(offsets), values)
+        return SparseSlice(Span(start, end), None, values)
+    origin = start if origin is None else origin
+    offsets = decode_offsets(index, indices, count, length, start - origin)
+    return SparseSlice(Span(origin, end), torch.from_numpy(offsets), values)
 
 
 class ChunkReader:
     """Decodes the chunks of one ascending sequence ``within`` a span, and checks their order.
 
     ``checksum`` counts for the commit; a stream of several sequences has one. ``position`` is the index behind the
-    ``segments`` read so far.
+    ``segments`` read so far; ``origin`` is as for :func:`decode`.
     """
 
-    def __init__(self, within: Span, checksum: Checksum | None = None) -> None:
+    def __init__(self, within: Span, checksum: Checksum | None = None, origin: int | None = None) -> None:
         self.within = within
         self.checksum = checksum or Checksum()
         self.segments: list[SparseSlice] = []
         self.position = within.start
+        self._origin = origin
 
     def read(self, chunk: pb.Chunk) -> SparseSlice:
         """Decode the next chunk; raises :class:`Rejected` as :func:`decode` does, and where it goes backwards."""
         if chunk.start < self.position:
             order = f"chunk at {chunk.start} overlaps or precedes what came before {self.position}"
             raise Rejected(ErrorCode.BAD_CHUNK, order)
-        segment = decode(chunk, self.within)
+        segment = decode(chunk, self.within, origin=self._origin)
         self.checksum.add(chunk)
         self.position = segment.span.end
         self.segments.append(segment)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pscore.model.layout import Span
-from pscore.model.sparse_slice import SparseSlice
+from pscore.model.sparse_slice import SparseSlice, merge
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import Checksum, ChunkReader
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -59,14 +59,15 @@ def read_push(
     """Read a whole push: its groups in any order, each ascending inside its own span.
 
     ``admit`` checks the header and returns the shard's span; ``clock`` tells when the message that is being read has
-    arrived. Returns header, segments, and when each group was whole, nanoseconds after the header. Raises
-    :class:`Rejected` where the stream breaks the form, or is cut (``BAD_COMMIT``).
+    arrived. Returns header, the entries as one segment or none, and when each group was whole, nanoseconds after the
+    header. Raises :class:`Rejected` where the stream breaks the form, or is cut (``BAD_COMMIT``).
     """
     request = yield
     header: pb.PushHeader = header_of(request, "a push")
-    plan = plan_of(header, admit(header))
+    span = admit(header)
+    plan = plan_of(header, span)
     checksum, started = Checksum(), clock()
-    readers = [ChunkReader(group, checksum) for group in plan]
+    readers = [ChunkReader(group, checksum, origin=span.start) for group in plan]
     arrivals = [0] * len(plan)
     while request is not None:
         for chunk in request.chunks:
@@ -76,7 +77,9 @@ def read_push(
             arrivals[chunk.group] = clock() - started
         if request.HasField("commit"):
             checksum.verify(request.commit)
-            return header, [segment for reader in readers for segment in reader.segments], arrivals
+            readers.sort(key=lambda reader: reader.within.start)
+            whole = merge(span, (segment for reader in readers for segment in reader.segments))
+            return header, [] if whole is None else [whole], arrivals
         request = yield
         if request is not None and (request.HasField("header") or not (request.chunks or request.HasField("commit"))):
             raise Rejected(ErrorCode.BAD_REQUEST, "a push goes on with chunks or its commit")

@@ -38,7 +38,7 @@ def test_changed_chunks_are_refused_or_keep_every_promise_within_memory(codec, t
     assert outcomes["NON_FINITE"]
 
 
-@pytest.mark.parametrize("codec", ["rice", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["rice", "raw32", "bitmap", "fp32", "int8", "int4"])
 def test_compiled_loops_and_numpy_agree_on_changed_chunks(codec):
     for chunk in changed(codec, 300, seed=3):
         decode_alike(chunk)

@@ -79,7 +79,10 @@ each_stream = pytest.mark.parametrize(("make", "take"), STREAMS.values(), ids=ST
 def test_a_good_push_is_taken_in_the_order_of_its_groups():
     header, segments, arrivals = take_push(push_messages())
     assert header.step == 1
-    assert sum(segment.entries for segment in segments) == 6
+    (joined,) = segments
+    assert joined.span == SHARD
+    assert joined.offsets.tolist() == [0, 7, 30, 50, 57, 80]
+    assert joined.values.tolist() == [1, 2, 3, 1, 2, 3]
     assert all(nanoseconds > 0 for nanoseconds in arrivals)
 
 

@@ -1,88 +1,80 @@
-"""The steps of the Rice format in numpy: the reference for the compiled loops."""
+"""The Rice format in numpy: the reference for the compiled loops, with the same arguments and answers."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pscore.wire.codecs.format import Offsets
-from pscore.wire.codecs.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER, Gaps, Octets, Words
+from pscore.wire.codecs.index_loops import (
+    BAD_COUNT,
+    BAD_ESCAPE,
+    BAD_PADDING,
+    BAD_PARAMETER,
+    BAD_QUOTIENT,
+    BAD_SIZE,
+    BLOCK,
+    ESCAPE,
+    MAX_PARAMETER,
+)
+
+Octets = NDArray[np.uint8]
 
 
-def _bits_of(words: Words) -> Octets:
-    return np.unpackbits(words.astype("<u4").view(np.uint8), bitorder="little")
-
-
-def _words_of(bits: Octets) -> Words:
-    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
-
-
-def _widths(parameters: Octets, escaped: NDArray[np.bool_]) -> Offsets:
-    """Low bits of each entry."""
-    widths = parameters.astype(np.int64).repeat(BLOCK)[: escaped.size]
+def write_rice(offsets: Offsets, base: int) -> Octets:
+    gaps = np.diff(offsets, prepend=base - 1) - 1
+    parameters = _cheapest(gaps)
+    widths = parameters.astype(np.int64).repeat(BLOCK)[: gaps.size]
+    runs = np.minimum(gaps >> widths, ESCAPE)
+    escaped = runs == ESCAPE
+    quotients = np.zeros(int((runs + 1).sum()), np.uint8)
+    quotients[np.cumsum(runs + 1) - 1] = 1
     widths[escaped] = 0
-    return widths
+    place = np.arange(widths.sum()) - (np.cumsum(widths) - widths).repeat(widths)
+    low = (gaps.repeat(widths) >> place & 1).astype(np.uint8)
+    unary = np.packbits(quotients, bitorder="little")
+    size = np.array([unary.size], "<u4").view(np.uint8)
+    return np.concatenate(
+        [size, parameters, unary, np.packbits(low, bitorder="little"), gaps[escaped].astype("<u4").view(np.uint8)]
+    )
 
 
-def plan(offsets: Offsets, gaps: Gaps, parameters: Octets) -> tuple[int, int, int]:
-    gaps[:] = np.diff(offsets, prepend=-1) - 1
-    if not gaps.size:
-        return 0, 0, 0
-    starts = np.arange(0, gaps.size, BLOCK)
-    entries = np.diff(starts, append=gaps.size)
-    best = np.full(starts.size, np.iinfo(np.int64).max)
-    unary, escapes = np.zeros_like(best), np.zeros_like(best)
-    for parameter in range(MAX_PARAMETER + 1):
-        if (entries * (1 + parameter) >= best).all():  # an entry never costs less
-            break
-        quotients = gaps >> np.uint32(parameter)
-        escaped = np.add.reduceat(quotients >= ESCAPE, starts, dtype=np.int64)
-        ones = np.add.reduceat(np.minimum(quotients, ESCAPE), starts, dtype=np.int64) + entries
-        cost = ones + (entries - escaped) * parameter + 32 * escaped
-        better = cost < best
-        best[better], unary[better], escapes[better] = cost[better], ones[better], escaped[better]
-        parameters[better] = parameter
-    low = (entries - escapes) * parameters.astype(np.int64)
-    return int(unary.sum()), int(low.sum()), int(escapes.sum())
+def _cheapest(gaps: Offsets) -> Octets:
+    parameters = np.zeros(-(-gaps.size // BLOCK), np.uint8)
+    for block in range(parameters.size):
+        part = gaps[block * BLOCK : (block + 1) * BLOCK]
+        costs = []
+        for parameter in range(MAX_PARAMETER + 1):
+            quotients = part >> parameter
+            costs.append(np.where(quotients < ESCAPE, quotients + 1 + parameter, ESCAPE + 1 + 32).sum())
+        parameters[block] = np.argmin(costs)
+    return parameters
 
 
-def write(gaps: Gaps, parameters: Octets, quotients: Words, low: Words, escapes: Gaps) -> None:
-    shifts = parameters.astype(np.uint32).repeat(BLOCK)[: gaps.size]
-    runs = np.minimum(gaps >> shifts, ESCAPE).astype(np.int64)
-    escaped = runs == ESCAPE
-    escapes[:] = gaps[escaped]
-    bits = np.zeros(32 * quotients.size, np.uint8)
-    bits[np.cumsum(runs + 1) - 1] = 1
-    quotients[:] = _words_of(bits)
-    widths = _widths(parameters, escaped)
-    ends = np.cumsum(widths)
-    total = int(ends[-1]) if ends.size else 0
-    place = np.arange(total) - (ends - widths).repeat(widths)
-    bits = np.zeros(32 * low.size, np.uint8)
-    bits[:total] = gaps.astype(np.int64).repeat(widths) >> place & 1
-    low[:] = _words_of(bits)
-
-
-def read_quotients(quotients: Words, parameters: Octets, runs: Offsets) -> tuple[int, int]:
-    ones = np.flatnonzero(_bits_of(quotients).view(np.bool_))
-    runs[:] = np.diff(ones, prepend=-1) - 1
+def read_rice(data: Octets, unary_size: int, count: int, base: int, offsets: Offsets) -> tuple[int, int, int]:
+    start = 4 + -(-count // BLOCK)
+    parameters, unary, rest = data[4:start], data[start : start + unary_size], data[start + unary_size :]
+    if parameters.size and int(parameters.max()) > MAX_PARAMETER:
+        return BAD_PARAMETER, 0, 0
+    ones = np.flatnonzero(np.unpackbits(unary, bitorder="little"))
+    if ones.size != count or (unary.size and not unary[-1]):
+        return BAD_COUNT, ones.size, 0
+    runs = np.diff(ones, prepend=-1) - 1
     if runs.size and int(runs.max()) > ESCAPE:
-        return -1, -1
+        return BAD_QUOTIENT, 0, 0
     escaped = runs == ESCAPE
-    return int(_widths(parameters, escaped).sum()), int(np.count_nonzero(escaped))
-
-
-def join(runs: Offsets, parameters: Octets, low: Words, escapes: Gaps) -> bool:
-    escaped = runs == ESCAPE
-    widths = _widths(parameters, escaped)
-    starts = np.cumsum(widths) - widths
-    padded = np.concatenate([low, np.zeros(2, np.uint32)]).astype(np.uint64)
-    first, bit = starts >> 5, (starts & 31).astype(np.uint64)
-    window = (padded[first] | padded[first + 1] << np.uint64(32)) >> bit
-    runs <<= widths
-    runs |= window.astype(np.int64) & ((1 << widths) - 1)
-    runs[escaped] = escapes
-    shifts = parameters.astype(np.uint32).repeat(BLOCK)[: runs.size]
-    if bool(((escapes >> shifts[escaped]) < ESCAPE).any()):
-        return False
-    runs[1:] += 1
-    np.cumsum(runs, out=runs)
-    return True
+    shifts = parameters.astype(np.int64).repeat(BLOCK)[:count]
+    widths = np.where(escaped, 0, shifts)
+    low_bits, low_size = int(widths.sum()), -(-int(widths.sum()) // 8)
+    if rest.size != low_size + 4 * np.count_nonzero(escaped):
+        return BAD_SIZE, low_bits, int(np.count_nonzero(escaped))
+    bits = np.unpackbits(rest[:low_size], bitorder="little")
+    if bits[low_bits:].any():
+        return BAD_PADDING, 0, 0
+    escapes = np.frombuffer(rest[low_size:].tobytes(), "<u4").astype(np.int64)
+    if bool((escapes >> shifts[escaped] < ESCAPE).any()):
+        return BAD_ESCAPE, 0, 0
+    place = np.arange(low_bits) - (np.cumsum(widths) - widths).repeat(widths)
+    low = np.bincount(np.arange(count).repeat(widths), bits[:low_bits].astype(np.int64) << place, count)
+    gaps = (runs << widths) + low.astype(np.int64)
+    gaps[escaped] = escapes
+    offsets[:] = np.cumsum(gaps + 1) - 1 + base
+    return 0, 0, 0

@@ -7,6 +7,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+LARGE = 1e30
+"""Values up to here can take a parameter out of its range neither alone nor many of them in a lifetime."""
+
+
+def is_large(values: torch.Tensor) -> bool:
+    """Tell whether a magnitude exceeds :data:`LARGE`; without a copy, and on a device it waits for the answer."""
+    return values.numel() > 0 and max(abs(float(end)) for end in values.aminmax()) > LARGE
+
 
 @dataclass(frozen=True, slots=True)
 class GradientUpdate:
@@ -60,8 +68,11 @@ class Kernels(Protocol):
     def magnitude(self, x: torch.Tensor) -> tuple[float, float]:
         """Return sum and largest of ``|x|``; ``(0, 0)`` of an empty tensor."""
 
-    def subtract_at(self, x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
-        """``x[offsets] −= values``; offsets int64, each once."""
+    def subtract_at(self, x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> bool:
+        """``x[offsets] −= values``; offsets int64, each once. False, and nothing is changed, where fp32 has no result.
+
+        Only values above :data:`LARGE` make the kernel look at the results before.
+        """
 
     def exceeding(
         self,

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from pscore.select.kernels import cpu_loops
-from pscore.select.kernels.base import GradientUpdate, Taken, ThresholdResult
+from pscore.select.kernels.base import LARGE, GradientUpdate, Taken, ThresholdResult
 
 Array = NDArray[np.float32]
 Result = TypeVar("Result")
@@ -48,9 +48,9 @@ def magnitude(x: torch.Tensor) -> tuple[float, float]:
     return sum(total for total, _ in parts), float(max(largest for _, largest in parts))
 
 
-def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
-    """``x[offsets] −= values``; on one thread, because memory is the limit."""
-    cpu_loops.subtract_at(x.numpy(), offsets.numpy(), values.numpy())
+def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> bool:
+    """``x[offsets] −= values``, where fp32 has the results; on one thread, because memory is the limit."""
+    return bool(cpu_loops.subtract_at(x.numpy(), offsets.numpy(), values.numpy(), np.float32(LARGE)))
 
 
 def exceeding(

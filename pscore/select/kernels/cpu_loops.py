@@ -88,10 +88,18 @@ def magnitude(x):
 
 
 @compiled
-def subtract_at(x, offsets, values):
-    """``x[offsets] −= values``, in order."""
+def subtract_at(x, offsets, values, large):
+    """``x[offsets] −= values``; False, with nothing changed, where a value above ``large`` would make one infinite."""
+    largest = np.int32(0)
+    for bits in values.view(np.int32):  # those of magnitudes have their order, and are compared in vector instructions
+        largest = max(largest, bits & np.int32(0x7FFFFFFF))
+    if largest > np.float32(large).view(np.int32):
+        for i in range(offsets.size):
+            if not np.isfinite(x[offsets[i]] - values[i]):
+                return False
     for i in range(offsets.size):
         x[offsets[i]] -= values[i]
+    return True
 
 
 @compiled

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.select.kernels.base import GradientUpdate, Taken, ThresholdResult
+from pscore.select.kernels.base import GradientUpdate, Taken, ThresholdResult, is_large
 
 
 def accumulate(memory: torch.Tensor, added: GradientUpdate) -> None:
@@ -48,9 +48,12 @@ def magnitude(x: torch.Tensor) -> tuple[float, float]:
     return float(absolute.sum(dtype=torch.float64)), float(absolute.max()) if x.numel() else 0.0
 
 
-def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
-    """``x[offsets] −= values``."""
+def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> bool:
+    """``x[offsets] −= values``, where fp32 has the results."""
+    if is_large(values) and not bool((x[offsets] - values).isfinite().all()):
+        return False
     x.index_add_(0, offsets, values, alpha=-1)
+    return True
 
 
 def exceeding(

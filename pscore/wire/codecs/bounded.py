@@ -17,123 +17,120 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pscore.wire.codecs import bounded_loops as loops
+from pscore.wire.codecs import value_loops as loops
 from pscore.wire.codecs.format import ValueFormat, Values, is_compiled
+from pscore.wire.codecs.value_loops import BLOCK
 from pscore.wire.errors import ErrorCode, Rejected
-
-BLOCK = 512
-"""Values that share bounds: 64 bits a block are 1/8 bit a value."""
-
-_STEPS8, _STEPS4 = 127, 7
-_RATIOS8, _RATIOS4 = np.arange(_STEPS8 + 1) / _STEPS8, np.arange(_STEPS4 + 1) / _STEPS4
 
 Real = TypeVar("Real", np.float32, np.float64)
 
+_RATIOS8, _RATIOS4 = np.arange(128) / 127, np.arange(8) / 7
 
-def _bounds_of(values: Values) -> Values:
-    bounds = np.empty((-(-values.size // BLOCK), 2), np.float32)
+
+def _write8(values: Values) -> tuple[bytes, Values]:
+    bounds, codes = np.empty((-(-values.size // BLOCK), 2), np.float32), np.empty(values.size, np.uint8)
     if is_compiled(values.size):
-        loops.find_bounds(values.view(np.int32), BLOCK, bounds.view(np.int32))
-    elif values.size:
-        starts, magnitudes = np.arange(0, values.size, BLOCK), np.abs(values)
-        bounds[:, 0], bounds[:, 1] = np.minimum.reduceat(magnitudes, starts), np.maximum.reduceat(magnitudes, starts)
-    _check_finite(bounds)
-    return bounds
-
-
-def _read_bounds(data: bytes, count: int) -> Values:
-    bounds = np.frombuffer(data, "<f4", 2 * -(-count // BLOCK)).astype(np.float32).reshape(-1, 2)
-    _check_finite(bounds)
-    if np.signbit(bounds).any() or (bounds[:, 0] > bounds[:, 1]).any():
-        raise Rejected(ErrorCode.BAD_CHUNK, "bounds of magnitudes are negative or in the wrong order")
-    return bounds
-
-
-def _check_finite(bounds: Values) -> None:
-    if not np.isfinite(bounds).all():
-        raise Rejected(ErrorCode.NON_FINITE, "a bound of magnitudes is not finite")
-
-
-def _codes(values: Values, bounds: Values, ends: NDArray[Real], steps: int, rooted: bool) -> NDArray[np.uint8]:
-    """Return the nearest level of each value, from 0 to ``steps``, and the sign in the bit above.
-
-    Levels are evenly spaced between the ``ends``: the bounds or, where ``rooted``, their fourth roots. The dtype of the
-    ends is that of the arithmetic.
-    """
-    low, spread = np.ascontiguousarray(ends[:, 0]), ends[:, 1] - ends[:, 0]
-    scale = np.divide(steps, spread, out=np.zeros_like(low), where=spread > 0)
-    codes = np.empty(values.size, np.uint8)
-    if is_compiled(values.size):
-        loops.write_levels(values, bounds, low, scale, low.dtype.type(steps), rooted or None, BLOCK, codes)
-        return codes
-    magnitudes = np.abs(values)
-    points = _fourth_root(magnitudes) if rooted else magnitudes.astype(np.float64)
-    levels = np.clip(np.rint((points - _by_value(low, values.size)) * _by_value(scale, values.size)), 0, steps)
-    levels[magnitudes >= _by_value(bounds[:, 1], values.size)] = steps
-    codes[:] = levels.astype(np.uint8) | np.signbit(values).astype(np.uint8) * np.uint8(steps + 1)
-    return codes
-
-
-def _fourth_root(magnitudes: NDArray[Real]) -> NDArray[Real]:
-    return np.sqrt(np.sqrt(magnitudes))
-
-
-def _by_value(of_blocks: NDArray[Real], count: int) -> NDArray[Real]:
-    """Repeat a number of each block for each of its values."""
-    return of_blocks.repeat(BLOCK)[:count]
-
-
-def _write8(values: Values) -> bytes:
-    bounds = _bounds_of(values)
-    codes = _codes(values, bounds, bounds.astype(np.float64), _STEPS8, rooted=False)
-    return bounds.astype("<f4").tobytes() + codes.tobytes()
+        decoded = np.empty_like(values)
+        _require_finite(loops.write8(values, bounds, codes, decoded))
+        return bounds.tobytes() + codes.tobytes(), decoded
+    magnitudes = _find_bounds(values, bounds)
+    low, spread = bounds[:, 0].astype(np.float64), bounds[:, 1].astype(np.float64) - bounds[:, 0]
+    scale = np.divide(127, spread, out=np.zeros_like(low), where=spread > 0)
+    levels = np.clip(np.rint((magnitudes - _by_value(low, values)) * _by_value(scale, values)), 0, 127)
+    levels[magnitudes >= _by_value(bounds[:, 1], values)] = 127
+    codes[:] = levels.astype(np.uint8) | np.signbit(values).astype(np.uint8) << 7
+    return bounds.tobytes() + codes.tobytes(), _values8(bounds, codes)
 
 
 def _read8(data: bytes, count: int) -> Values:
-    bounds = _read_bounds(data, count).astype(np.float64)
-    codes = np.frombuffer(data, np.uint8, count, len(data) - count)
-    low, spread = np.ascontiguousarray(bounds[:, 0]), bounds[:, 1] - bounds[:, 0]
+    octets = np.frombuffer(data, np.uint8)
     if is_compiled(count):
         values = np.empty(count, np.float32)
-        loops.read_even(low, spread, _RATIOS8, codes, BLOCK, values)
+        _require_bounds(loops.read8(octets, values))
         return values
-    magnitudes: Values = (_by_value(low, count) + _by_value(spread, count) * _RATIOS8[codes & 127]).astype(np.float32)
-    magnitudes[codes > 127] *= -1
-    return magnitudes
+    bounds, codes = _split(octets, count)
+    return _values8(bounds, codes)
 
 
-def _write4(values: Values) -> bytes:
-    bounds = _bounds_of(values)
-    # In fp32, which is faster: the reader needs the exact levels, the writer only the nearest one.
-    codes = _codes(values, bounds, _fourth_root(bounds), _STEPS4, rooted=True)
-    packed = codes[::2].copy()
+def _values8(bounds: Values, codes: NDArray[np.uint8]) -> Values:
+    low, spread = bounds[:, 0].astype(np.float64), bounds[:, 1].astype(np.float64) - bounds[:, 0]
+    values: Values = (_by_value(low, codes) + _by_value(spread, codes) * _RATIOS8[codes & 127]).astype(np.float32)
+    values[codes > 127] *= -1
+    return values
+
+
+def _write4(values: Values) -> tuple[bytes, Values]:
+    bounds, packed = np.empty((-(-values.size // BLOCK), 2), np.float32), np.empty(-(-values.size // 2), np.uint8)
+    if is_compiled(values.size):
+        decoded = np.empty_like(values)
+        _require_finite(loops.write4(values, bounds, packed, decoded))
+        return bounds.tobytes() + packed.tobytes(), decoded
+    magnitudes, levels = _find_bounds(values, bounds), _levels4(bounds)
+    cuts = ((levels[:, :7].astype(np.float64) + levels[:, 1:8]) / 2).astype(np.float32)
+    cuts = np.where(cuts < levels[:, 1:8], cuts, levels[:, :7])
+    codes = (magnitudes[:, None] > _by_value(cuts, values)).sum(1, dtype=np.uint8)
+    codes |= np.signbit(values).astype(np.uint8) << 3
+    packed[:] = codes[::2]
     packed[: values.size // 2] |= codes[1::2] << 4
-    return bounds.astype("<f4").tobytes() + packed.tobytes()
+    return bounds.tobytes() + packed.tobytes(), _by_value(levels, values)[np.arange(values.size), codes]
 
 
 def _read4(data: bytes, count: int) -> Values:
-    bounds = _read_bounds(data, count)
-    packed = np.frombuffer(data, np.uint8, -1, bounds.nbytes)
-    if count % 2 and packed[-1] > 15:
-        raise Rejected(ErrorCode.BAD_CHUNK, "bits behind the last value are not zero")
-    table = _levels4(bounds)
-    values = np.empty(count, np.float32)
+    octets, values = np.frombuffer(data, np.uint8), np.empty(count, np.float32)
     if is_compiled(count):
-        loops.read_packed(table, packed, BLOCK, values)
-        return values
-    blocks = np.arange(len(table)).repeat(BLOCK)[:count]
-    values[::2] = table[blocks[::2], packed & 15]
-    values[1::2] = table[blocks[1::2], packed[: count // 2] >> 4]
+        _require_bounds(loops.read4(octets, values))
+    else:
+        bounds, packed = _split(octets, count)
+        levels = _by_value(_levels4(bounds), values)
+        values[::2] = levels[np.arange(0, count, 2), packed & 15]
+        values[1::2] = levels[np.arange(1, count, 2), packed[: count // 2] >> 4]
+    if count % 2 and octets[-1] > 15:
+        raise Rejected(ErrorCode.BAD_CHUNK, "bits behind the last value are not zero")
     return values
 
 
 def _levels4(bounds: Values) -> Values:
     """Return fp32 ``[blocks, 16]``: the value of each code of a block."""
-    roots = _fourth_root(bounds.astype(np.float64))
+    roots = np.sqrt(np.sqrt(bounds.astype(np.float64)))
     roots = roots[:, :1] + (roots[:, 1:] - roots[:, :1]) * _RATIOS4
     squares = roots * roots
     magnitudes = np.minimum(squares * squares, bounds[:, 1:]).astype(np.float32)
     return np.concatenate([magnitudes, -magnitudes], axis=1)
+
+
+def _find_bounds(values: Values, bounds: Values) -> Values:
+    """Fill in the bounds of each block; return the magnitudes."""
+    starts, magnitudes = np.arange(0, values.size, BLOCK), np.abs(values)
+    if values.size:
+        bounds[:, 0], bounds[:, 1] = np.minimum.reduceat(magnitudes, starts), np.maximum.reduceat(magnitudes, starts)
+    _require_finite(bool(np.isfinite(bounds).all()))
+    return magnitudes
+
+
+def _split(octets: NDArray[np.uint8], count: int) -> tuple[Values, NDArray[np.uint8]]:
+    """Return the bounds, which are checked, and the codes."""
+    end = 8 * -(-count // BLOCK)
+    bounds = octets[:end].view(np.float32).reshape(-1, 2)
+    _require_finite(bool(np.isfinite(bounds).all()))
+    if np.signbit(bounds).any() or (bounds[:, 0] > bounds[:, 1]).any():
+        _require_bounds(loops.WRONG_ORDER)
+    return bounds, octets[end:]
+
+
+def _require_bounds(wrong: int) -> None:
+    _require_finite(wrong != loops.NOT_FINITE)
+    if wrong:
+        raise Rejected(ErrorCode.BAD_CHUNK, "bounds of magnitudes are negative or in the wrong order")
+
+
+def _require_finite(finite: bool) -> None:
+    if not finite:
+        raise Rejected(ErrorCode.NON_FINITE, "a bound of magnitudes is not finite")
+
+
+def _by_value(of_blocks: NDArray[Real], values: NDArray[np.generic]) -> NDArray[Real]:
+    """Repeat what a block has for each of its values."""
+    return of_blocks.repeat(BLOCK, axis=0)[: values.size]
 
 
 INT8 = ValueFormat("int8", 8, False, _write8, _read8, BLOCK, bound_bytes=8)

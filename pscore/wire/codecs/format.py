@@ -34,25 +34,29 @@ class IndexFormat:
     """How strictly increasing offsets in ``[0, length)`` are written, for a length of at most 2³².
 
     Attributes:
-        encode: offsets and length to bytes.
-        read: bytes, count and length to offsets that rise strictly. Raises :class:`Rejected` (``BAD_CHUNK``) for other
-            bytes, before allocating more than a small multiple of the bytes or of the count.
+        write: offsets plus a base, the length, and the base, to bytes.
+        read: bytes, count, length and base to offsets that rise strictly, plus the base. Raises :class:`Rejected`
+            (``BAD_CHUNK``) for other bytes, before allocating more than a small multiple of the bytes or of the count.
         bits: estimate of the bits that ``count`` entries at random places of ``length`` need, from both numbers.
         nanoseconds: estimate of encoding plus decoding them on one core; measured as docs/wire-format.md says.
     """
 
     name: str
-    encode: Callable[[Offsets, int], bytes]
-    read: Callable[[bytes, int, int], Offsets]
+    write: Callable[[Offsets, int, int], bytes]
+    read: Callable[[bytes, int, int, int], Offsets]
     bits: Callable[[int, int], float]
     nanoseconds: Callable[[int, int], float]
 
-    def decode(self, data: bytes, count: int, length: int) -> Offsets:
-        """Read ``count`` offsets; raises :class:`Rejected` (``BAD_CHUNK``)."""
+    def encode(self, offsets: Offsets, length: int, base: int = 0) -> bytes:
+        """Write offsets that count from ``base``."""
+        return self.write(np.ascontiguousarray(offsets), length, base)
+
+    def decode(self, data: bytes, count: int, length: int, base: int = 0) -> Offsets:
+        """Read ``count`` offsets and add ``base``; raises :class:`Rejected` (``BAD_CHUNK``)."""
         _check_count(count)
-        offsets = self.read(data, count, length)
-        if offsets.size and int(offsets[-1]) >= length:
-            raise Rejected(ErrorCode.BAD_CHUNK, f"index {int(offsets[-1])} lies outside a span of {length} elements")
+        offsets = self.read(data, count, length, base)
+        if count and (last := int(offsets[-1]) - base) >= length:
+            raise Rejected(ErrorCode.BAD_CHUNK, f"index {last} lies outside a span of {length} elements")
         return offsets
 
 
@@ -66,8 +70,10 @@ class ValueFormat:
     Attributes:
         bits: of each value, without the bounds.
         exact: True where decoding restores every finite fp32 value.
-        write: contiguous finite values to bytes; a magnitude beyond the format's largest becomes the largest.
-        read: bytes of the right length, and the count, to values.
+        write: contiguous finite values to bytes, and to the values that are read from them. A magnitude beyond the
+            format's largest becomes the largest.
+        read: bytes of the right length, and the count, to finite values of their own memory. Raises
+            :class:`Rejected` (``BAD_CHUNK``, ``NON_FINITE``).
         block: values that share bounds; 1 where there are none.
         bound_bytes: bytes of a block's bounds.
     """
@@ -75,7 +81,7 @@ class ValueFormat:
     name: str
     bits: int
     exact: bool
-    write: Callable[[Values], bytes]
+    write: Callable[[Values], tuple[bytes, Values]]
     read: Callable[[bytes, int], Values]
     block: int = 1
     bound_bytes: int = 0
@@ -86,18 +92,14 @@ class ValueFormat:
 
     def encode(self, values: Values) -> tuple[bytes, Values]:
         """Write finite values; return the bytes and the values that the receiver will decode from them."""
-        data = self.write(np.ascontiguousarray(values))
-        return data, values if self.exact else self.read(data, values.size)
+        return self.write(np.ascontiguousarray(values))
 
     def decode(self, data: bytes, count: int) -> Values:
         """Read ``count`` finite values; raises :class:`Rejected` (``BAD_CHUNK`` before allocating; ``NON_FINITE``)."""
         _check_count(count)
         if len(data) != self.size(count):
             raise Rejected(ErrorCode.BAD_CHUNK, f"{len(data)} value bytes, {count} entries in {self.name} need others")
-        values = self.read(data, count)
-        if not np.isfinite(values).all():
-            raise Rejected(ErrorCode.NON_FINITE, f"a {self.name} value is not finite")
-        return values
+        return self.read(data, count)
 
 
 def _check_count(count: int) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from pscore.wire.codecs.format import IndexFormat, Offsets
+from pscore.wire.codecs import index_loops as loops
+from pscore.wire.codecs.format import IndexFormat, Offsets, is_compiled
 from pscore.wire.codecs.rice import RICE
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -18,51 +19,65 @@ ASSUMED_LINK = 12.5e6
 """Bytes a second of a link of unknown rate: 100 Mbit/s. At this rate the fewest bytes nearly always win."""
 
 
-def _encode_raw32(offsets: Offsets, length: int) -> bytes:
-    return offsets.astype("<u4").tobytes()
+def _write_raw32(offsets: Offsets, length: int, base: int) -> bytes:
+    words = offsets.astype("<u4")  # of the low 32 bits: the difference has no more
+    words -= np.uint32(base & 0xFFFFFFFF)
+    return words.tobytes()
 
 
-def _read_raw32(data: bytes, count: int, length: int) -> Offsets:
+def _read_raw32(data: bytes, count: int, length: int, base: int) -> Offsets:
     if len(data) != 4 * count:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{len(data)} index bytes for {count} entries of 4 bytes")
-    offsets = np.frombuffer(data, "<u4").astype(np.int64)
-    if not (offsets[1:] > offsets[:-1]).all():
+    words, offsets = np.frombuffer(data, "<u4"), np.empty(count, np.int64)
+    if is_compiled(count):
+        rising = loops.read_raw(words, base, offsets)
+    else:
+        np.add(words, base, out=offsets, dtype=np.int64)
+        rising = bool((words[1:] > words[:-1]).all())
+    if not rising:
         raise Rejected(ErrorCode.BAD_CHUNK, "indices are unsorted or repeated")
     return offsets
 
 
-def _encode_bitmap(offsets: Offsets, length: int) -> bytes:
+def _write_bitmap(offsets: Offsets, length: int, base: int) -> bytes:
     present = np.zeros(length, np.uint8)
-    present[offsets] = 1
+    present[offsets - base if base else offsets] = 1
     return np.packbits(present, bitorder="little").tobytes()
 
 
-def _read_bitmap(data: bytes, count: int, length: int) -> Offsets:
+def _read_bitmap(data: bytes, count: int, length: int, base: int) -> Offsets:
     if len(data) != -(-length // 8):
         raise Rejected(ErrorCode.BAD_CHUNK, f"{len(data)} index bytes for a bitmap of {length} elements")
-    packed = np.frombuffer(data, np.uint8)
-    if length % 8 and packed[-1] >> length % 8:
+    if length % 8 and data[-1] >> length % 8:
         raise Rejected(ErrorCode.BAD_CHUNK, "a bitmap has bits beyond its span")
-    present = int(np.bitwise_count(packed).sum(dtype=np.int64))
+    packed = np.frombuffer(data, np.uint8)
+    if is_compiled(count):
+        offsets = np.empty(count if count <= length else 0, np.int64)
+        present = loops.read_bitmap(packed, count, base, offsets)
+    else:
+        present = int(np.bitwise_count(packed).sum(dtype=np.int64))
+        marked = packed if present == count else packed[:0]
+        offsets = np.flatnonzero(np.unpackbits(marked, bitorder="little").view(np.bool_))
+        offsets += base
     if present != count:
         raise Rejected(ErrorCode.BAD_CHUNK, f"a bitmap has {present} entries, the chunk says {count}")
-    return np.flatnonzero(np.unpackbits(packed, bitorder="little").view(np.bool_))
+    return offsets
 
 
 INDEX_FORMATS: dict[int, IndexFormat] = {
     pb.INDEX_CODEC_RAW32: IndexFormat(
         "raw32",
-        _encode_raw32,
+        _write_raw32,
         _read_raw32,
         bits=lambda count, length: 32.0 * count,
-        nanoseconds=lambda count, length: 3e3 + 1.4 * count,
+        nanoseconds=lambda count, length: 3e3 + 1.2 * count,
     ),
     pb.INDEX_CODEC_BITMAP: IndexFormat(
         "bitmap",
-        _encode_bitmap,
+        _write_bitmap,
         _read_bitmap,
         bits=lambda count, length: float(length),
-        nanoseconds=lambda count, length: 5e3 + 1.0 * count + 1.0 * length,
+        nanoseconds=lambda count, length: 5e3 + 1.2 * count + 0.4 * length,
     ),
     pb.INDEX_CODEC_RICE: RICE,
 }
@@ -83,8 +98,11 @@ def choose(count: int, length: int, link_bytes_per_second: float | None, allowed
     return min((codec for codec in INDEX_FORMATS if codec in allowed), key=seconds, default=pb.INDEX_CODEC_RAW32)
 
 
-def decode_offsets(codec: int, data: bytes, count: int, length: int) -> Offsets:
-    """Read ``count`` offsets, which rise strictly and stay below ``length``; raises :class:`Rejected`."""
+def decode_offsets(codec: int, data: bytes, count: int, length: int, base: int = 0) -> Offsets:
+    """Read ``count`` offsets, which rise strictly and stay below ``length``, and add ``base`` to them.
+
+    Raises :class:`Rejected` (``BAD_CHUNK``, ``UNKNOWN_CODEC``).
+    """
     if codec not in INDEX_FORMATS:
         raise Rejected(ErrorCode.UNKNOWN_CODEC, f"index codec {codec} is not known")
-    return INDEX_FORMATS[codec].decode(data, count, length)
+    return INDEX_FORMATS[codec].decode(data, count, length, base)

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pscore.wire.codecs import value_loops as loops
 from pscore.wire.codecs.bounded import INT4, INT8
-from pscore.wire.codecs.format import ValueFormat, Values
+from pscore.wire.codecs.format import ValueFormat, Values, is_compiled
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -20,32 +21,60 @@ _SERIAL = 1 << 14  # elements that torch converts in the calling thread; for mor
 _SIGN_BLOCK = 512
 
 
-def _write_16_bits(values: Values, dtype: torch.dtype) -> bytes:
-    largest = torch.finfo(dtype).max
-    parts = (part.clamp(-largest, largest).to(dtype) for part in torch.split(torch.from_numpy(values), _SERIAL))
-    return b"".join(part.view(torch.uint16).numpy().astype("<u2", copy=False).tobytes() for part in parts)
-
-
 def _read_fp32(data: bytes, count: int) -> Values:
     # A copy: protobuf's bytes are read-only, and torch wants memory that it may write.
-    return np.frombuffer(data, "<f4").astype(np.float32)
+    values = np.empty(count, np.float32)
+    if is_compiled(count):
+        octets = np.frombuffer(data, np.uint8)
+        return _require_finite("fp32", values, loops.read_fp32(octets, values.view(np.int32)))
+    values[:] = np.frombuffer(data, "<f4")
+    return _require_finite("fp32", values)
 
 
 def _read_fp16(data: bytes, count: int) -> Values:
-    return np.frombuffer(data, "<f2").astype(np.float32)
+    return _require_finite("fp16", np.frombuffer(data, "<f2").astype(np.float32))
+
+
+def _read_bf16(data: bytes, count: int) -> Values:
+    return _require_finite("bf16", _widen_bf16(np.frombuffer(data, "<u2")))
+
+
+def _require_finite(name: str, values: Values, finite: bool | None = None) -> Values:
+    if not (np.isfinite(values).all() if finite is None else finite):
+        raise Rejected(ErrorCode.NON_FINITE, f"a {name} value is not finite")
+    return values
+
+
+def _write_fp16(values: Values) -> tuple[bytes, Values]:
+    bits = _narrowed(values, torch.float16)
+    return bits.tobytes(), bits.view("<f2").astype(np.float32)
+
+
+def _write_bf16(values: Values) -> tuple[bytes, Values]:
+    bits = _narrowed(values, torch.bfloat16)
+    return bits.tobytes(), _widen_bf16(bits)
+
+
+def _narrowed(values: Values, dtype: torch.dtype) -> NDArray[np.uint16]:
+    """Return the bits of the values in a dtype of 16 bits, little-endian."""
+    largest, bits = torch.finfo(dtype).max, np.empty(values.size, "<u2")
+    for first in range(0, values.size, _SERIAL):
+        part = torch.from_numpy(values[first : first + _SERIAL]).clamp(-largest, largest).to(dtype)
+        bits[first : first + _SERIAL] = part.view(torch.uint16).numpy()
+    return bits
 
 
 def _widen_bf16(bits: NDArray[np.uint16]) -> Values:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _write_signs(values: Values) -> bytes:
-    starts = np.arange(0, values.size, _SIGN_BLOCK)
+def _write_signs(values: Values) -> tuple[bytes, Values]:
+    starts, signs = np.arange(0, values.size, _SIGN_BLOCK), np.signbit(values)
     if not starts.size:
-        return b""
+        return b"", values
     sums = np.add.reduceat(np.abs(values), starts, dtype=np.float64)
     means = (sums / np.diff(starts, append=values.size)).astype("<f4")
-    return means.tobytes() + np.packbits(np.signbit(values), bitorder="little").tobytes()
+    return means.tobytes() + np.packbits(signs, bitorder="little").tobytes(), _signed(means, signs)
 
 
 def _read_signs(data: bytes, count: int) -> Values:
@@ -57,25 +86,19 @@ def _read_signs(data: bytes, count: int) -> Values:
     packed = np.frombuffer(data, np.uint8, -1, means.nbytes)
     if count % 8 and packed[-1] >> count % 8:
         raise Rejected(ErrorCode.BAD_CHUNK, "bits behind the last value are not zero")
-    values = means.repeat(_SIGN_BLOCK)[:count]
-    values.view(np.uint32)[:] |= np.unpackbits(packed, count=count, bitorder="little").astype(np.uint32) << 31
+    return _signed(means, np.unpackbits(packed, count=count, bitorder="little"))
+
+
+def _signed(means: Values, signs: NDArray[np.generic]) -> Values:
+    values = means.repeat(_SIGN_BLOCK)[: signs.size]
+    values.view(np.uint32)[:] |= signs.astype(np.uint32) << np.uint32(31)
     return values
 
 
 VALUE_FORMATS: dict[int, ValueFormat] = {
-    pb.VALUE_CODEC_FP32: ValueFormat(
-        "fp32", 32, True, lambda values: values.astype("<f4", copy=False).tobytes(), _read_fp32
-    ),
-    pb.VALUE_CODEC_FP16: ValueFormat(
-        "fp16", 16, False, lambda values: _write_16_bits(values, torch.float16), _read_fp16
-    ),
-    pb.VALUE_CODEC_BF16: ValueFormat(
-        "bf16",
-        16,
-        False,
-        lambda values: _write_16_bits(values, torch.bfloat16),
-        lambda data, count: _widen_bf16(np.frombuffer(data, "<u2")),
-    ),
+    pb.VALUE_CODEC_FP32: ValueFormat("fp32", 32, True, lambda values: (values.tobytes(), values), _read_fp32),
+    pb.VALUE_CODEC_FP16: ValueFormat("fp16", 16, False, _write_fp16, _read_fp16),
+    pb.VALUE_CODEC_BF16: ValueFormat("bf16", 16, False, _write_bf16, _read_bf16),
     pb.VALUE_CODEC_INT8: INT8,
     pb.VALUE_CODEC_INT4: INT4,
     pb.VALUE_CODEC_SIGN_MEAN: ValueFormat("sign_mean", 1, False, _write_signs, _read_signs, _SIGN_BLOCK, 4),

@@ -53,6 +53,14 @@ def test_merge_undoes_clipping(data, segment):
     assert entries(parts) == segment.entries
 
 
+def test_merging_one_segment_into_a_span_that_begins_with_it_copies_nothing():
+    segment = SparseSlice(Span(3, 9), torch.tensor([0, 4]), numbered(2))
+    joined = merge(Span(3, 20), [segment])
+    assert joined.span == Span(3, 20)
+    assert joined.offsets.data_ptr() == segment.offsets.data_ptr()
+    assert joined.values.data_ptr() == segment.values.data_ptr()
+
+
 @given(segments(min_entries=1), st.integers(0, 5), st.integers(0, 5))
 @many
 def test_merge_into_a_wider_span_shifts_offsets(segment, before, after):

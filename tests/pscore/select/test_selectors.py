@@ -235,3 +235,17 @@ def test_the_result_does_not_depend_on_the_number_of_threads():
 def test_small_tensors_are_below_4096_elements():
     assert DEFAULT_DENSE_BELOW == 4096
     assert take_all(Difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))).offsets.tolist() == [1]
+
+
+@given(st.integers(1, 3000), st.floats(0, 1), st.sampled_from([1.0, 1e30, 3e38]), st.integers(0, 2**16))
+@settings(deadline=None, max_examples=100)
+def test_the_compiled_subtraction_has_the_bits_of_the_reference_and_refuses_the_same(n, density, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, values = torch.randn(2, n, generator=generator)
+    offsets = (torch.rand(n, generator=generator) < density).nonzero().view(-1)
+    x, values = x.clamp(-1, 1) * scale, (values[offsets] * scale).clamp(-3.4e38, 3.4e38)
+    ours, theirs = x.clone(), x.clone()
+    fits = cpu.subtract_at(ours, offsets, values)
+    assert fits == reference.subtract_at(theirs, offsets, values) == bool((x[offsets] - values).isfinite().all())
+    assert torch.equal(ours, theirs)
+    assert fits or torch.equal(ours, x)

@@ -38,6 +38,18 @@ def test_any_segment_comes_back_whole(segment, chunk_bytes):
     assert all(part.values.dtype == torch.float32 for part in received)
 
 
+@given(segments(), chunk_sizes, st.integers(0, 40))
+@many
+def test_offsets_count_from_an_origin_where_one_is_given(segment, chunk_bytes, before):
+    origin = max(0, segment.span.start - before)
+    reader = frames.ChunkReader(segment.span, origin=origin)
+    for chunk, _ in frames.encode(segment, chunk_bytes=chunk_bytes):
+        received = reader.read(chunk)
+        assert received.span.start == (chunk.start if received.offsets is None else origin)
+        assert reader.position == received.span.end == chunk.start + chunk.length
+    assert as_dict(*reader.segments) == as_dict(segment)
+
+
 @given(segments(min_entries=1), chunk_sizes)
 @many
 def test_a_dense_segment_arrives_dense_and_a_sparse_one_merges_back(segment, chunk_bytes):

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.wire.codecs import rice, rice_loops
+from pscore.wire.codecs import index_loops, rice
 from pscore.wire.codecs.format import MAX_ENTRIES
 from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets
+from pscore.wire.codecs.index_loops import BLOCK, ESCAPE, MAX_PARAMETER
 from pscore.wire.codecs.rice import RICE
-from pscore.wire.codecs.rice_loops import BLOCK, ESCAPE, MAX_PARAMETER
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.pscore import rice_reference
@@ -22,9 +22,9 @@ many = settings(deadline=None, max_examples=100)
 each_format = pytest.mark.parametrize("codec", each_index_format.values(), ids=each_index_format)
 
 
-def using(steps, function, *arguments):
-    """Call with one implementation of the steps."""
-    with patch.object(rice, "steps", steps):
+def using(loops, function, *arguments):
+    """Call with one implementation of the format."""
+    with patch.object(rice, "loops", loops):
         return function(*arguments)
 
 
@@ -55,6 +55,17 @@ def test_indices_come_back(codec, gaps):
     back = decode_offsets(codec, data, len(gaps), length)
     assert back.dtype == np.int64
     assert back.tolist() == offsets.tolist()
+
+
+@each_format
+@given(gaps=gap_lists(huge=5000), base=st.sampled_from([0, 1, 2**32, 2**40]), shift=st.sampled_from([0, 3, 2**33]))
+@many
+def test_offsets_are_written_from_one_base_and_read_to_another(codec, gaps, base, shift):
+    offsets = offsets_of([min(gap, 5000) for gap in gaps])
+    length = length_of(offsets)
+    data = INDEX_FORMATS[codec].encode(offsets + base, length, base)
+    assert data == INDEX_FORMATS[codec].encode(offsets, length)
+    assert decode_offsets(codec, data, len(gaps), length, shift).tolist() == (offsets + shift).tolist()
 
 
 @each_format
@@ -126,7 +137,7 @@ def cost(gaps, parameter):
 @given(gap_lists(huge=2**31))
 @many
 def test_each_block_gets_its_cheapest_parameter(gaps):
-    data = using(rice_reference, RICE.encode, offsets_of(gaps), 0)
+    data = RICE.encode(offsets_of(gaps), 0)
     for block, parameter in enumerate(data[4 : 4 + -(-len(gaps) // BLOCK)]):
         part = gaps[block * BLOCK : (block + 1) * BLOCK]
         assert parameter == min(range(MAX_PARAMETER + 1), key=lambda candidate: cost(part, candidate))
@@ -138,9 +149,9 @@ def test_loops_and_numpy_write_the_same_rice_bytes_and_read_each_other(gaps):
     offsets = offsets_of(gaps)
     length = length_of(offsets)
     data = using(rice_reference, RICE.encode, offsets, length)
-    assert using(rice_loops, RICE.encode, offsets, length) == data
-    for steps in (rice_reference, rice_loops):
-        assert using(steps, RICE.decode, data, len(gaps), length).tolist() == offsets.tolist()
+    assert using(index_loops, RICE.encode, offsets, length) == data
+    for loops in (rice_reference, index_loops):
+        assert using(loops, RICE.decode, data, len(gaps), length).tolist() == offsets.tolist()
 
 
 @given(gap_lists(), st.data())
@@ -152,9 +163,9 @@ def test_loops_and_numpy_refuse_the_same_rice_bytes(gaps, data):
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     answers = []
-    for steps in (rice_reference, rice_loops):
+    for loops in (rice_reference, index_loops):
         try:
-            answers.append(using(steps, RICE.decode, bytes(raw), len(gaps), length).tolist())
+            answers.append(using(loops, RICE.decode, bytes(raw), len(gaps), length).tolist())
         except Rejected as refusal:
             answers.append(refusal.detail)
     assert answers[0] == answers[1]

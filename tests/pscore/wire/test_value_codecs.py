@@ -98,6 +98,26 @@ def test_int8_is_off_by_half_a_step_at_most():
         assert np.abs(values - decoded)[first : first + BLOCK].max() <= step * 0.5001
 
 
+@pytest.mark.parametrize("count", [100, 3 * BLOCK + 7])
+@given(st.integers(0, 2**16), st.sampled_from([1e-44, 1e-3, 1.0, 5e37]), st.booleans())
+@many
+def test_an_int4_value_gets_the_nearest_level_of_its_block(count, seed, scale, zero):
+    rng = np.random.default_rng(seed)
+    values = rng.laplace(size=count).clip(-6, 6).astype(np.float32) * np.float32(scale)
+    values[0] *= not zero
+    _, decoded = VALUE_FORMATS[pb.VALUE_CODEC_INT4].encode(values)
+    for first in range(0, count, BLOCK):
+        magnitudes, back = np.abs(values[first : first + BLOCK]), np.abs(decoded[first : first + BLOCK])
+        low, high = (np.sqrt(np.sqrt(np.float64(bound))) for bound in (magnitudes.min(), magnitudes.max()))
+        roots = low + (high - low) * (np.arange(8) / 7)
+        levels = np.minimum((roots * roots) * (roots * roots), magnitudes.max()).astype(np.float32).astype(np.float64)
+        distances = np.abs(magnitudes.astype(np.float64)[:, None] - levels)
+        error = np.abs(magnitudes.astype(np.float64) - back)
+        assert np.isin(back, levels.astype(np.float32)).all()
+        # Where the middle of two levels has no fp32 number of its own, it is off by less than the next number.
+        assert (error <= distances.min(1) + np.spacing(magnitudes)).all()
+
+
 @pytest.mark.parametrize(
     ("name", "noise", "limit"),
     [
@@ -159,6 +179,15 @@ def test_a_value_that_is_not_finite_is_refused_or_clamped_but_never_decoded(code
     with pytest.raises(Rejected) as refused:
         value_format.decode(value_format.encode(values)[0], 3)
     assert refused.value.reason is ErrorCode.NON_FINITE
+
+
+@each_format
+@pytest.mark.parametrize("count", [5, 1500])
+def test_bytes_are_read_from_any_place_of_a_message(codec, count):
+    data, decoded = VALUE_FORMATS[codec].encode(tail("laplace", 0.25)[:count])
+    for offset in range(4):
+        view = memoryview(bytes(offset) + data)[offset:]
+        assert decode_values(codec, view, count).tobytes() == decoded.tobytes()
 
 
 def test_strided_values_are_written_in_order():
