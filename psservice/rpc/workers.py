@@ -44,8 +44,6 @@ from psservice.wire.push_stream import Reading, header_of, read_push, require_en
 
 WAIT_RETRY_SECONDS = 0.2
 
-_CHECKED_BYTES = 1 << 20  # of a reply, after which the worker may verify what came so far
-
 
 class WorkerCalls:
     """The calls of workers over one shard; each method serves the call that it is named after."""
@@ -202,7 +200,7 @@ class WorkerCalls:
                 run_state=RUN_STATES[shard.run.state],
             )
 
-    def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[pb.PullDiffResponse]:
+    def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[pb.PullDiffResponse | bytes]:
         """Send a worker what its replica lacks."""
         shard = self._shard
         with self._training_budget.open(most_of_worker=self._most_of_worker) as reservation:
@@ -299,17 +297,9 @@ class WorkerCalls:
                 yield chunk
 
     @traced("encode")
-    def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse]:
-        checksum, unchecked = frames.Checksum(), 0
+    def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse | bytes]:
         yield pb.PullDiffResponse(header=header)
-        for chunk in self._encoded(reply.segments, reply.form) if reply.chunks is None else reply.chunks:
-            checksum.add(chunk)
-            yield pb.PullDiffResponse(chunk=chunk)
-            unchecked += len(chunk.values) + len(chunk.indices)
-            if reply.chunks is None and unchecked >= _CHECKED_BYTES:
-                unchecked = 0
-                yield pb.PullDiffResponse(so_far=checksum.commit())
-        yield pb.PullDiffResponse(commit=checksum.commit())
+        yield from reply.messages
 
 
 def read_upload(

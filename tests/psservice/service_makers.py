@@ -71,6 +71,28 @@ def bits(tensor):
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def chunks_of(reply):
+    """The chunks of a reply, which its commit and what confirms parts of it must agree with."""
+    checksum, chunks, ended = frames.Checksum(), [], False
+    for message in map(pb.PullDiffResponse.FromString, reply.messages):
+        assert not ended
+        kind = message.WhichOneof("message")
+        if kind == "chunk":
+            checksum.add(message.chunk)
+            chunks.append(message.chunk)
+        else:
+            checksum.verify(getattr(message, kind))
+            ended = kind == "commit"
+    assert ended
+    return chunks
+
+
+def segments_of(reply, span):
+    """The entries of a reply, as a worker decodes them."""
+    reader = frames.ChunkReader(span)
+    return [reader.read(chunk) for chunk in chunks_of(reply)]
+
+
 @dataclass
 class Rule:
     """A reply rule that the test sets."""
@@ -115,15 +137,12 @@ class Link:
             PullRequest(self.base, self.acknowledged if acknowledged is None else acknowledged, self.image),
             frames.WireForm(),
         ).answer()
-        chunks = reply.chunks
-        if chunks is None:
-            chunks = [chunk for segment in reply.segments for chunk, _ in frames.encode(segment, chunk_bytes=64)]
         return Wire(
             reply.mode,
             reply.number,
             reply.version,
             reply.image,
-            tuple(chunk.SerializeToString(deterministic=True) for chunk in chunks),
+            tuple(chunk.SerializeToString(deterministic=True) for chunk in chunks_of(reply)),
             reply.density,
         )
 

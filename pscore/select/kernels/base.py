@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +60,3 @@ class Kernels(Protocol):
 
     def subtract_at(self, x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
         """``x[offsets] −= values``; offsets int64, each once."""
-
-    def exceeding(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        offsets: torch.Tensor,
-        ends: NDArray[np.int64],
-        bounds: NDArray[np.float32],
-    ) -> torch.Tensor:
-        """Return those of ``offsets`` (ascending) where ``|a − b|`` exceeds the bound of its tensor, as int64.
-
-        ``ends`` are the ends of the tensors, ascending; the last is the length of ``a`` and ``b``.
-        """
