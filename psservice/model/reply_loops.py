@@ -195,7 +195,7 @@ def select(a, b, among, is_among, starts, ends, ks, thresholds, bests, floors, r
     return place
 
 
-def warm_up():
+def warm_up() -> None:
     """Run every loop once, so that no pull waits for the compiler: some seconds, once a machine."""
     words, x, values = np.ones(1, np.uint64), np.ones(64, np.float32), np.empty(128, np.float32)
     offsets, state, one = np.zeros(128, np.int64), np.zeros((4, 1), np.float32), np.ones(1, np.int64)

@@ -127,16 +127,20 @@ class Link:
         self.downlink = ReplySession(self.rule)
         self.base, self.acknowledged, self.image = None, 0, False
 
-    def ask(self, acknowledged=None):
-        """Pull; the reply is on its way."""
-        reply = ReplyMaker(
+    def reply(self, acknowledged=None, base_end=0):
+        """Pull; return what the server has made."""
+        return ReplyMaker(
             self.model,
             self.writer,
             self.downlink,
             self.topk,
-            PullRequest(self.base, self.acknowledged if acknowledged is None else acknowledged, self.image),
+            PullRequest(self.base, self.acknowledged if acknowledged is None else acknowledged, self.image, base_end),
             frames.WireForm(),
         ).answer()
+
+    def ask(self, acknowledged=None, base_end=0):
+        """Pull; the reply is on its way."""
+        reply = self.reply(acknowledged, base_end)
         return Wire(
             reply.mode,
             reply.number,
