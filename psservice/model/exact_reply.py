@@ -68,6 +68,7 @@ class ExactReplies:
         model = self.model
         position = model.changelog.appended
         changes = None if base is None else model.changelog.since(base)
+        base = None if changes is None else base  # everything is sent, whatever the base is
         self.reserve(exact_bytes(changes if had.end == model.span.end else None, model.span.length))
 
         def make() -> SharedReply:

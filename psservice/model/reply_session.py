@@ -180,6 +180,7 @@ class ReplyMaker:
 
             def rounded() -> torch.Tensor:
                 nonlocal shared
+                self.reserve(4 * size)
                 whole = exact.whole()
                 if shared.position != whole.position:
                     shared = exact.of(whole, base, had, self.form)
@@ -212,7 +213,7 @@ class ReplyMaker:
         # Beside the apply thread, so that pulls of several workers select at the same time. A concurrent push is sent
         # now or later; either way the image becomes what the worker has.
         selection = session.selection = session.selection or DifferenceSelection(self.topk)
-        self.reserve(selection.nbytes(model) + SPARSE_ENTRY_BYTES * self._topk_entries())
+        self.reserve(selection.nbytes(model))
         version, taken = selection.select(model, image)
         chunks, arrived = [], taken.values
         if taken.offsets.numel():

@@ -108,15 +108,13 @@ class _Table:
         self._ranked = np.zeros(len(rows), np.int64)
         self._thresholds, self._bests, self._floors, self._bounds = np.zeros((4, len(rows)), np.float32)
 
-    @property
-    def entries(self) -> int:
-        """Entries that are sent at most, where ``k`` is missed by the tolerance."""
-        return int(((1 + TOLERANCE) * self.ks).sum()) + len(self.ks)
+        self.entries = int(((1 + TOLERANCE) * self.ks).sum()) + len(rows)  # sent at most
+        self.room = self.entries + int((self.ends - self.starts).max(initial=0))
+        self.surplus = reply_loops.ROOM * int(self.ks.max(initial=0))  # of the room, as much is touched as a rule
 
     def select(self, theta: torch.Tensor, image: torch.Tensor, among: torch.Tensor | None) -> Taken:
         """Select by the compiled loop; ``among`` has offsets that cover every entry that may exceed its bound."""
-        room = self.entries + int((self.ends - self.starts).max(initial=0))  # touched only as far as it is needed
-        offsets, values = np.empty(room, np.int64), np.empty(room, np.float32)
+        offsets, values = np.empty(self.room, np.int64), np.empty(self.room, np.float32)
         candidates = np.empty(0, np.int64) if among is None else among.long().numpy()
         count = reply_loops.select(
             theta.numpy(), image.numpy(), candidates, among is not None, self.starts, self.ends, self.ks,
@@ -141,7 +139,7 @@ class DifferenceSelection:
         """
         log = model.changelog
         position, version = log.appended, model.version  # before anything is read
-        table = self._table = self._table or _Table(model, self.settings)
+        table = self._table_of(model)
         if self._is_compiled(model.theta):
             taken = table.select(model.theta, image, self._among(model))
         else:
@@ -155,11 +153,15 @@ class DifferenceSelection:
         self._rounded = taken.offsets[where] if where.numel() else None
 
     def nbytes(self, model: ModelShard) -> int:
-        """Return the most bytes that a selection occupies beside its result."""
-        largest = max(
-            (self.settings.entries(each.length) for _, each in model.layout.overlapping(model.span)), default=0
-        )
-        return 12 * reply_loops.ROOM * largest if self._is_compiled(model.theta) else 4 * model.span.length
+        """Return the most bytes that a selection occupies, as a rule, with its result."""
+        table = self._table_of(model)
+        if self._is_compiled(model.theta):
+            return 12 * (table.surplus + 2 * table.entries)
+        return 4 * model.span.length + 24 * table.entries
+
+    def _table_of(self, model: ModelShard) -> _Table:
+        self._table = self._table or _Table(model, self.settings)
+        return self._table
 
     def _is_compiled(self, theta: torch.Tensor) -> bool:
         return self.settings.selector is warm and theta.device.type == "cpu" and is_compiled(theta.numel())
