@@ -1,6 +1,5 @@
 """Compiling the loops before they are needed."""
 
-import numpy as np
 import torch
 
 from pscore.model.layout import Span
@@ -13,7 +12,7 @@ _SIZE, _ENTRIES = 65_536, 2048  # enough entries for the compiled codecs
 
 
 def warm_up() -> None:
-    """Run every loop that a server needs once, so that no call waits for the compiler: a second or two at most."""
+    """Run every loop that both sides need once, so that no call waits for the compiler: a second or two at most."""
     theta, image = torch.zeros(_SIZE), torch.zeros(_SIZE)
     offsets = torch.arange(0, _SIZE, _SIZE // _ENTRIES)
     kernels = kernels_for(theta)
@@ -21,8 +20,6 @@ def warm_up() -> None:
     kernels.copy_above(theta, image, 0.5, _ENTRIES)
     kernels.copy_above(theta, None, 0.5, 0)
     kernels.magnitude(theta)
-    ends, bounds = np.array([_SIZE], np.int64), np.zeros(1, np.float32)
-    kernels.exceeding(theta, image, offsets.int(), ends, bounds)
     segment = SparseSlice(Span(0, _SIZE), offsets, theta[offsets])
     forms = [WireForm(value, INDEX_CODECS["rice"]) for value in VALUE_CODECS.values()]
     for form in forms + [WireForm(index=index) for index in INDEX_CODECS.values()]:

@@ -138,10 +138,8 @@ def _reply(shard: InProcessShard, pull: Callable[[], Reply]) -> ReplyWork:
     with watch.part("build"):
         reply = pull()
     with watch.part("encode"):
-        messages = list(shard.pull_messages(reply))
-        for message in messages:
-            message.SerializeToString()
-    tally = Tally(messages)
+        list(reply.messages)
+    tally = Tally(shard.pull_messages(reply))
     return ReplyWork(
         density=tally.entries / shard.layout.size,
         build=watch.parts["build"],

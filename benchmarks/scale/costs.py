@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks.scale.fits import Curve, Line
 
-SCAN_FROM = 1 / 6
-"""Entries over elements from which the server marks and scans for a union: psservice.model.changelog."""
+SCAN_FROM = 1 / 256
+"""Entries over elements from which the server marks and scans a bitmap for a union: psservice.model.changelog."""
 
 AMONG_CHANGED = 1 / 40
 """Changed entries over elements up to which a top-k reply looks among them alone (psservice.model.topk)."""

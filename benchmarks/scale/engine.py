@@ -23,8 +23,9 @@ from benchmarks.workload.shard_server import InProcessShard
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
 from pscore.select import DEFAULT_SELECTOR, SELECTORS
+from pscore.wire import frames
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.model.changelog import union
+from psservice.model.changelog import gather, union
 from psservice.model.topk import DifferenceSelection, TopKSettings
 
 Points = dict[str, list[tuple[float, ...]]]
@@ -137,15 +138,13 @@ def _exact(work: Work, layout: ModelLayout, density: float, repeats: int, rng: n
             united = time.process_time()
             reply = shard.pull(shard.model.version - window)
             built = time.process_time()
-            messages = list(shard.pull_messages(reply))
-            for message in messages:
-                message.SerializeToString()
+            list(reply.messages)
             ended = time.process_time()
             if repeat >= 0:
                 unions.append(united - started)
                 gathers.append(max(_LEAST, built - united - (united - started)))
                 encodes.append(ended - built)
-        tally = Tally(messages)
+        tally = Tally(shard.pull_messages(reply))
         entries = window * density * size
         marked = entries >= SCAN_FROM * size
         work.add("union_mark" if marked else "union_sort", entries, unions)
@@ -186,8 +185,7 @@ def _dense(work: Work, layout: ModelLayout, repeats: int, rng: np.random.Generat
         started = time.process_time()
         reply = shard.pull(shard.model.version - 1)
         built = time.process_time()
-        for message in shard.pull_messages(reply):
-            message.SerializeToString()
+        list(reply.messages)
         encodes.append(time.process_time() - built)
         copies.append(built - started)
         mark = np.zeros(layout.size, dtype=np.bool_)
@@ -210,14 +208,14 @@ def _threads(work: Work, layout: ModelLayout, density: float, rng: np.random.Gen
     for shard in shards:
         for _ in range(4):
             shard.commit(noise_push(layout, density, 0, rng))
-    replies = [shard.pull(shard.model.version - 4) for shard in shards]
+    replies = [_entries_after(shard, 4) for shard in shards]
 
     def decode(which: int) -> None:
         shards[which].read([pb.PushSparseRequest.FromString(wire) for wire in wires[which]])
 
     def encode(which: int) -> None:
-        for message in shards[which].pull_messages(replies[which]):
-            message.SerializeToString()
+        for chunk, _ in frames.encode(replies[which], chunk_bytes=shards[which].settings.chunk_bytes):
+            chunk.SerializeToString()
 
     def unite(which: int) -> None:
         supports = shards[which].model.changelog.since(shards[which].model.version - 4)
@@ -229,13 +227,13 @@ def _threads(work: Work, layout: ModelLayout, density: float, rng: np.random.Gen
     selections = [DifferenceSelection(down) for _ in shards]
 
     def select(which: int) -> None:
-        selections[which].version = None  # search everything
+        # Nothing has changed since the last time, and nothing exceeds the bound: everything is searched.
         selections[which].select(shards[which].model, images[which])
 
     entries = density * layout.size
     jobs = {
         "decode": (entries, decode),
-        "encode": (replies[0].density * layout.size, encode),
+        "encode": (replies[0].entries, encode),
         "union": (4 * entries, unite),
         "select": (layout.size, select),
     }
@@ -247,6 +245,14 @@ def _threads(work: Work, layout: ModelLayout, density: float, rng: np.random.Gen
         work.serial[name] = units, serial_share(one, two, os.cpu_count() or 1)
     for shard in shards:
         shard.close()
+
+
+def _entries_after(shard: InProcessShard, window: int) -> SparseSlice:
+    """Return the values of what the last pushes have changed."""
+    supports = shard.model.changelog.since(shard.model.version - window)
+    found = gather(supports or (), shard.model.theta)
+    assert found is not None
+    return SparseSlice(shard.span, *found)
 
 
 def _rate(job: Callable[[int], None], threads: int) -> float:

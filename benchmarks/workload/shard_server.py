@@ -140,19 +140,7 @@ class InProcessShard:
             run_state=pb.RUN_STATE_TRAINING,
         )
         yield pb.PullDiffResponse(header=header)
-        checksum = frames.Checksum()
-        for chunk in self._chunks(reply):
-            checksum.add(chunk)
-            yield pb.PullDiffResponse(chunk=chunk)
-        yield pb.PullDiffResponse(commit=checksum.commit())
-
-    def _chunks(self, reply: Reply) -> Iterator[pb.Chunk]:
-        if reply.chunks is not None:
-            yield from reply.chunks
-            return
-        for segment in reply.segments:
-            for chunk, _ in frames.encode(segment, chunk_bytes=self.settings.chunk_bytes):
-                yield chunk
+        yield from map(pb.PullDiffResponse.FromString, reply.messages)
 
     def close(self) -> None:
         """Stop the engine's threads."""

@@ -1,4 +1,4 @@
-"""Selectors: which entries of a tensor, of a merged group, or of a difference are sent."""
+"""Selectors: which entries of a tensor, or of a merged group, are sent."""
 
 from pscore.select.base import TOLERANCE, Selector, SelectorState, exact
 from pscore.select.research import ldte, reuse, sampled, trimmed

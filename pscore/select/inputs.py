@@ -1,4 +1,4 @@
-"""The inputs of selectors: a residual, a difference, or several of them end to end.
+"""The inputs of selectors: a residual, or several of them end to end.
 
 A selector asks for statistics and takes entries by a threshold. A step's gradient is added to a residual by the first
 call; where that call is :meth:`SelectionInput.take`, in the same pass over memory.
@@ -88,32 +88,6 @@ class Memory(SelectionInput):
         if self._added is not None:
             self.take(math.inf, 0)
         return [self.tensor]
-
-
-class Difference(SelectionInput):
-    """``a − b`` (fp32 ``[n]``, contiguous, on one device); taking changes neither."""
-
-    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        self.numel = a.numel()
-        self._a, self._b = a, b
-        self._whole: torch.Tensor | None = None
-
-    def take(self, threshold: float, capacity: int) -> ThresholdResult:
-        """Copy the entries."""
-        return kernels_for(self._a).copy_above(self._a, self._b, threshold, capacity)
-
-    def take_at(self, offsets: torch.Tensor) -> Taken:
-        """Copy the entries."""
-        return Taken(offsets, self._a[offsets] - self._b[offsets])
-
-    def put_back(self, taken: Taken) -> None:
-        """Taking has changed nothing."""
-
-    def arrays(self) -> list[torch.Tensor]:
-        """The difference is written out: several passes are cheaper over one array than over two."""
-        if self._whole is None:
-            self._whole = self._a - self._b
-        return [self._whole]
 
 
 class Joined(SelectionInput):

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pscore.model.sparse_slice import SparseSlice
+from psservice.model import reply_loops
 
 ChangedIndices = torch.Tensor | None
 """Offsets within the shard (int32 or int64, strictly increasing), or ``None`` for every element."""
@@ -19,7 +21,8 @@ ChangedIndices = torch.Tensor | None
 _MOST_VERSIONS = 100_000  # a bound on what empty pushes may cost; real ones reach the entry limit long before
 ALMOST_ALL = 0.8
 """Share of n from which on a change counts as one of everything: values alone are fewer bytes than with offsets."""
-_SCAN_FROM = 1 / 6  # share of n from which marking and scanning n bytes beats sorting the entries (measured)
+_COMPILED_FROM = 16_384  # entries: fewer are sorted, and a small model never waits for the compiler
+_SCAN_FROM = 1 / 256  # share of n from which marking and scanning a bitmap of n bits beats sorting (measured)
 
 
 def changed_by(push: SparseSlice | None) -> ChangedIndices:
@@ -37,14 +40,17 @@ def offset_dtype(length: int) -> torch.dtype:
 class ChangeLog:
     """The changes of recent versions, at most ``entry_limit`` offsets, oldest dropped first. Thread-safe.
 
-    Every change after version ``covered_from`` is recorded.
+    Attributes:
+        appended: changes recorded ever; grows before the version does.
+        began: the version that the log began with: changes up to there were never in it.
+        covered_from: every change after this version is recorded.
     """
 
     def __init__(self, size: int, entry_limit: int, version: int = 0) -> None:
         self._size, self._entry_limit = size, entry_limit
         self._changes: deque[tuple[int, ChangedIndices]] = deque()
-        self._entries = 0
-        self.covered_from = version
+        self._entries = self.appended = 0
+        self.began = self.covered_from = version
         self._lock = threading.Lock()
 
     def append(self, version: int, changed: ChangedIndices) -> None:
@@ -53,6 +59,7 @@ class ChangeLog:
             changed = None
         with self._lock:
             self._changes.append((version, changed))
+            self.appended += 1
             self._entries += 0 if changed is None else changed.numel()
             while self._entries > self._entry_limit or len(self._changes) > _MOST_VERSIONS:
                 dropped, old = self._changes.popleft()
@@ -79,7 +86,7 @@ class ChangeLog:
                     return
                 self._changes.appendleft((version, changed))
                 self._entries += size
-                self.covered_from = version - 1
+                self.began = self.covered_from = version - 1
 
     def since(self, version: int) -> list[ChangedIndices] | None:
         """Return the changes of every version after ``version``; ``None`` if some of them are dropped."""
@@ -91,27 +98,87 @@ class ChangeLog:
                 if recorded <= version:
                     break
                 count += 1
-            return [self._changes[position][1] for position in range(-count, 0)]
+            return self._last(count)
+
+    def after(self, position: int) -> list[ChangedIndices] | None:
+        """Return what was recorded after the first ``position`` changes; ``None`` if some of that is dropped."""
+        with self._lock:
+            count = self.appended - position
+            return None if count > len(self._changes) else self._last(count)
+
+    def _last(self, count: int) -> list[ChangedIndices]:
+        return [self._changes[position][1] for position in range(-count, 0)]
 
 
 def union(changes: Sequence[ChangedIndices], size: int) -> ChangedIndices:
     """Return the sorted union of changes within a shard of ``size`` elements."""
+    known = _known(changes)
+    if known is None:
+        return None
+    if len(known) <= 1:
+        return known[0] if known else torch.empty(0, dtype=torch.int64)
+    if not _is_scanned(known, size):
+        return _sorted_union(known)
+    words, count = _bitmap(known, size)
+    offsets = np.empty(count, np.int64)
+    reply_loops.gather(words, None, offsets, None)
+    return torch.from_numpy(offsets)
+
+
+def gather(changes: Sequence[ChangedIndices], theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the union of changes (int64, ascending) and a copy of ``theta`` there; ``None`` for every element."""
+    known = _known(changes)
+    if known is None:
+        return None
+    if len(known) > 1 and _is_scanned(known, theta.numel()):
+        words, count = _bitmap(known, theta.numel())
+        offsets, values = np.empty(count, np.int64), np.empty(count, np.float32)
+        reply_loops.gather(words, theta.numpy(), offsets, values)
+        return torch.from_numpy(offsets), torch.from_numpy(values)
+    united = union(known, theta.numel())
+    assert united is not None
+    place = united.to(theta.device).long()
+    return place, theta[place]
+
+
+def most_changed(changes: Sequence[ChangedIndices] | None, size: int) -> int | None:
+    """Bound the entries of a union; ``None`` for every element."""
+    known = [changed.numel() for changed in changes or () if changed is not None]
+    return None if changes is None or len(known) < len(changes) else min(size, sum(known))
+
+
+def is_compiled(entries: int) -> bool:
+    """Tell whether compiled loops work on so many entries, on the host."""
+    return entries >= _COMPILED_FROM
+
+
+def _known(changes: Sequence[ChangedIndices]) -> list[torch.Tensor] | None:
+    """Return the changes that name indices; ``None`` where one is of every element."""
     if any(changed is None for changed in changes):
         return None
-    known = [changed for changed in changes if changed is not None and changed.numel()]
-    if not known:
-        return torch.empty(0, dtype=torch.int64)
-    if len(known) == 1:
-        return known[0]
-    joined = torch.cat([each.to(known[-1].device) for each in known])  # those of before a restart are on the host
+    return [changed for changed in changes if changed is not None and changed.numel()]
+
+
+def _is_scanned(known: list[torch.Tensor], size: int) -> bool:
+    """Tell whether a bitmap is scanned for the union, and not the offsets sorted."""
+    entries = sum(each.numel() for each in known)
+    return known[-1].device.type == "cpu" and is_compiled(entries) and entries >= _SCAN_FROM * size
+
+
+def _bitmap(known: list[torch.Tensor], size: int) -> tuple[NDArray[np.uint64], int]:
+    """Mark the offsets in a bitmap of ``size`` bits; return its words, and how many bits are set."""
+    words = np.zeros(-(-size // 64), np.uint64)
+    for each in known:
+        reply_loops.mark(words, each.numpy())
+    return words, int(np.bitwise_count(words).sum(dtype=np.int64))
+
+
+def _sorted_union(known: list[torch.Tensor]) -> torch.Tensor:
+    joined = torch.cat([each.to(known[-1].device) for each in known])  # those before a restart are on the host
     if joined.device.type != "cpu":
         distinct: torch.Tensor = torch.unique(joined)
         return distinct
     offsets = joined.numpy()
-    if offsets.size >= _SCAN_FROM * size:
-        mark = np.zeros(size, dtype=np.bool_)
-        mark[offsets] = True
-        return torch.from_numpy(np.flatnonzero(mark).astype(offsets.dtype))
     offsets.sort()  # numpy.unique hashes, which takes a hundred times as long on 10^6 offsets
     first = np.empty(offsets.size, dtype=np.bool_)
     first[:1] = True

@@ -1,7 +1,8 @@
 """The model shard: fp32 master parameters over one span of the flat layout, a version, and the log of changes.
 
-Every method that reads or writes ``theta`` is called on the apply thread (:mod:`psservice.apply_thread`) and
-on no other, so each sees, and leaves behind, exactly one version.
+Every method that reads or writes ``theta`` is called on the apply thread (:mod:`psservice.apply_thread`) and on no
+other, so each sees, and leaves behind, exactly one version. Replies read ``theta`` beside that thread: a change is in
+the log before its version is seen, so what was read too early is known (:mod:`psservice.model.exact_reply`).
 """
 
 import logging
@@ -15,7 +16,8 @@ from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by, union
+from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by
+from psservice.model.shared_reply import SharedReplies
 from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog
@@ -40,6 +42,7 @@ class ModelShard:
         clock: seconds, of the round.
         round: the open round; ``None`` where training is asynchronous, and in groups.
         densified: whether the last update was sparse and changed everything.
+        replies: exact replies of the present version.
     """
 
     layout: ModelLayout
@@ -55,6 +58,7 @@ class ModelShard:
     def __post_init__(self) -> None:
         limit = max(1, int(self.settings.ledger_multiple * self.span.length))
         self.changelog = ChangeLog(self.span.length, limit, self.version)
+        self.replies = SharedReplies(4 * self.span.length)
         self.densified = False
         rounds = self.mode.rounds
         self.round = None if rounds is None else SynchronousRound(rounds, self.span, self.theta.device, self.clock)
@@ -155,17 +159,9 @@ class ModelShard:
         parts = {"rule": self.rule, "round": self.round, "past": self._undo_log}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def changed_values(self, changes: list[ChangedIndices] | None) -> SparseSlice:
-        """Copy the values at the indices of changes; ``None`` for all."""
-        changed = None if changes is None else union(changes, self.span.length)
-        if changed is None:
-            return SparseSlice(self.span, None, self.theta.clone())
-        offsets = changed.long()
-        return SparseSlice(self.span, offsets, self.theta[offsets.to(self.theta.device)])
-
-    def rounded(self) -> torch.Tensor:
-        """Return a copy of the parameters rounded to their own dtypes, as fp32: the values of an exact replica."""
-        copy = self.theta.clone()
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the shard's values (fp32) rounded to the parameters' dtypes: those of an exact replica."""
+        copy = values.clone()
         for dtype, run in self.layout.dtype_runs(self.span):
             if dtype != torch.float32:
                 view = copy[run.start - self.span.start : run.end - self.span.start]
@@ -190,6 +186,7 @@ class ModelShard:
         # The log first: a reader beside the apply thread must not see a version without its changes.
         self.changelog.append(self.version + 1, changed)
         self.version += 1
+        self.replies.clear()
         return self.version
 
     def _overwritten(self, push: SparseSlice | None) -> Overwritten:

@@ -2,42 +2,32 @@
 
 import secrets
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol, TypeVar
 
 import torch
 
 from pscore.model.layout import Span
-from pscore.model.sparse_slice import SparseSlice, entries
+from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
-from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.model.changelog import ChangedIndices, union
+from psservice.model.changelog import most_changed
+from psservice.model.exact_reply import (
+    SPARSE_ENTRY_BYTES,
+    Entries,
+    ExactReplies,
+    ParameterThread,
+    Reserve,
+)
 from psservice.model.parameters import ModelShard
-from psservice.model.topk import DifferenceSelection, TopKSettings
+from psservice.model.shared_reply import ReplyMessages
+from psservice.model.topk import DifferenceSelection, TopKSettings, add_at
 from psservice.policy.reply_mode import ReplyRule
-
-Result = TypeVar("Result")
-
-Reserve = Callable[[int], None]
-"""Charges bytes before they are occupied; raises :class:`Rejected` (``BUSY``) where they may not be."""
-
-_SPARSE_ENTRY_BYTES = 24
-"""Of an answer while it is made: int64 offset, fp32 value, and the union that they come from."""
 
 _PENDING_ENTRY_BYTES = 20
 """Of a top-k reply that is kept until it is acknowledged: as it was written, and as it is added to the image."""
-
-
-class ParameterThread(Protocol):
-    """The thread that owns the parameters."""
-
-    def run(self, job: Callable[[], Result]) -> Result:
-        """Run a job on that thread; raises :class:`Rejected` (``BUSY``)."""
 
 
 class ReplyMode(Enum):
@@ -71,33 +61,32 @@ class Reply:
     Attributes:
         number: what the worker acknowledges with its next pull.
         version: of the replica afterwards.
-        segments: the entries, in forward order, as the worker will have them.
         density: entries over elements; ``changed_density`` of the changes since the replica's version, 1 where unknown.
         image: whether the server keeps (or proposes) an image from this reply on.
-        chunks: the segments as written, where the bytes must not change when the reply is repeated (top-k).
+        messages: those behind the header, serialised; every reader gets the same bytes.
     """
 
     mode: ReplyMode
     number: int
     version: int
-    segments: list[SparseSlice]
     density: float
     changed_density: float
     image: bool
-    form: WireForm
-    chunks: tuple[pb.Chunk, ...] | None = None
+    messages: ReplyMessages
 
 
 @dataclass(slots=True)
 class _Pending:
     """A reply whose acknowledgement changes what the server keeps.
 
-    A top-k reply is added to the image. An exact reply opens ``image``, or ends the present one where that is ``None``.
+    The ``added`` entries of a top-k reply are added to the image. An exact reply opens ``image``, or ends the present
+    one where that is ``None``.
     """
 
     reply: Reply
     prior: int  # the acknowledgement that came with the pull it answers
     image: torch.Tensor | None = None
+    added: Entries | None = None
 
 
 @dataclass
@@ -130,8 +119,8 @@ class ReplySession:
         if acknowledged == pending.reply.number:
             if pending.reply.mode is ReplyMode.TOPK:
                 assert self.image is not None
-                for segment in pending.reply.segments:  # over the shard's span, with distinct offsets
-                    self.image[segment.offsets] += segment.values
+                assert pending.added is not None
+                add_at(self.image, *pending.added)
             elif pending.image is not None:
                 self.image = pending.image
             else:
@@ -179,101 +168,95 @@ class ReplyMaker:
 
     def _exact(self, base: int | None) -> Reply:
         """Send the values of everything that changed since ``base``, and propose an image where the rule wants one."""
-        model, size = self.model, self.model.span.length
+        model, session, size = self.model, self.session, self.model.span.length
         had = Span(model.span.start, self.request.base_end or model.span.end)
-        lacking = Span(had.end, model.span.end)
-        early_version = model.version
-        changes = None if base is None else model.changelog.since(base)
-        reserved = 8 * lacking.length + self._exact_bytes(changes)
-        self.reserve(reserved)
-        early: ChangedIndices = None if changes is None else union(changes, size)
-        density = None if early is None or lacking.length else early.numel() / size
-        if base is not None and (changes is None or (early is None and model.densified)):
-            density = 1.0  # sparse pushes have changed everything: the replies need not be dense because of that
-        image_bytes = 4 * size + _PENDING_ENTRY_BYTES * self._topk_entries()
-        opens_image = self.session.rule.wants_topk(density, in_topk=False)
+        exact = ExactReplies(model, self.apply_thread, self.topk.chunk_bytes, self.reserve)
+        shared = exact.since(base, had, self.form)
+        density = None if shared.is_dense or had.end < model.span.end else shared.entries / size
+        if shared.is_dense and base is not None and self._is_of_pushes(base):
+            density = 1.0
+        image = None
+        if session.rule.wants_topk(density, in_topk=False):
 
-        def read() -> tuple[int, SparseSlice, torch.Tensor, torch.Tensor | None]:
-            late = model.changelog.since(early_version)
-            all_changes = None if early is None or late is None else [early, *late]
-            self.reserve(max(0, self._exact_bytes(all_changes) - reserved))
-            rest = model.theta[size - lacking.length :].clone()
-            image = self.topk.images.make(image_bytes, model.rounded) if opens_image else None
-            return model.version, model.changed_values(all_changes), rest, image
+            def rounded() -> torch.Tensor:
+                nonlocal shared
+                self.reserve(4 * size)
+                whole = exact.whole()
+                if shared.position != whole.position:
+                    shared = exact.of(whole, base, had, self.form)
+                return model.rounded(whole.values)
 
-        version, changed, rest, image = self.apply_thread.run(read)
-        inside = changed.clip(had)
-        segments = [] if inside is None else model.as_sent(inside)
-        if lacking.length:
-            segments += model.as_sent(SparseSlice(lacking, None, rest))
-        reply = self._reply(ReplyMode.EXACT, version, segments, has_image=image is not None)
+            image_bytes = 4 * size + _PENDING_ENTRY_BYTES * self._topk_entries()
+            image = self.topk.images.make(image_bytes, rounded)
+        reply = self._reply(ReplyMode.EXACT, shared.version, shared.entries, shared.messages, image=image is not None)
         if image is not None:
-            self.session.pending = _Pending(reply, self.request.acknowledged, image)
+            session.pending = _Pending(reply, self.request.acknowledged, image)
         return reply
+
+    def _is_of_pushes(self, base: int) -> bool:
+        """Tell whether everything counts as changed since ``base`` because of sparse pushes, and no restart."""
+        log = self.model.changelog
+        return log.began <= base < log.covered_from or (base >= log.covered_from and self.model.densified)
 
     def _from_image(self, image: torch.Tensor, base: int) -> Reply:
         """Send the largest differences from the image or, where the rule wants no more of that, all of them."""
         # An upper bound on the union is enough for the rule here, and costs nothing.
-        most = self._most_changed(self.model.changelog.since(base))
+        most = most_changed(self.model.changelog.since(base), self.model.span.length)
         density = None if most is None else most / self.model.span.length
         make = self._topk if self.session.rule.wants_topk(density, in_topk=True) else self._closing
-        reply = make(image, 1.0 if density is None else density)
-        self.session.pending = _Pending(reply, self.request.acknowledged)
-        return reply
+        pending = make(image, 1.0 if density is None else density)
+        self.session.pending = pending
+        return pending.reply
 
-    def _topk(self, image: torch.Tensor, changed_density: float) -> Reply:
+    def _topk(self, image: torch.Tensor, changed_density: float) -> _Pending:
         model, session = self.model, self.session
-        self.reserve(_SPARSE_ENTRY_BYTES * self._topk_entries())
         # Beside the apply thread, so that pulls of several workers select at the same time. A concurrent push is sent
         # now or later; either way the image becomes what the worker has.
         selection = session.selection = session.selection or DifferenceSelection(self.topk)
+        self.reserve(selection.nbytes(model))
         version, taken = selection.select(model, image)
-        chunks: tuple[pb.Chunk, ...] = ()
-        segments = []
+        chunks, arrived = [], taken.values
         if taken.offsets.numel():
             form = replace(self.form, value=self.topk.value)
             encoded = list(frames.encode(SparseSlice(model.span, *taken), form, chunk_bytes=self.topk.chunk_bytes))
             arrived = torch.cat([piece.decoded for piece in encoded]).to(taken.values.device)
-            chunks = tuple(piece.chunk for piece in encoded)
-            segments = [SparseSlice(model.span, taken.offsets, arrived)]
+            chunks = [piece.chunk for piece in encoded]
             selection.sent(taken, arrived)
-        return self._reply(ReplyMode.TOPK, version, segments, changed_density, has_image=True, chunks=chunks)
+        messages = ReplyMessages(iter(chunks), confirmed=False)
+        reply = self._reply(ReplyMode.TOPK, version, arrived.numel(), messages, changed_density, image=True)
+        return _Pending(reply, self.request.acknowledged, added=(taken.offsets, arrived))
 
-    def _closing(self, image: torch.Tensor, changed_density: float) -> Reply:
+    def _closing(self, image: torch.Tensor, changed_density: float) -> _Pending:
         model, size = self.model, self.model.span.length
-        self.reserve(5 * size)  # the values, and where they differ
-        version, rounded = self.apply_thread.run(lambda: (model.version, model.rounded()))
+        self.reserve(9 * size)  # the values, those rounded, and where they differ
+        exact = ExactReplies(model, self.apply_thread, self.topk.chunk_bytes, self.reserve)
+        whole = exact.whole()
+        rounded = model.rounded(whole.values)
         differs = rounded.view(torch.int32) != image.view(torch.int32)  # bits, so that −0 is not taken for +0
-        self.reserve(_SPARSE_ENTRY_BYTES * int(differs.sum()))
+        self.reserve(SPARSE_ENTRY_BYTES * int(differs.sum()))
         offsets = differs.nonzero().view(-1)
-        segments = model.as_sent(SparseSlice(model.span, offsets, rounded[offsets]))
-        return self._reply(ReplyMode.EXACT, version, segments, changed_density)
+        slices = [SparseSlice(model.span, offsets, rounded[offsets])]
+        shared = exact.reply(whole.position, whole.version, slices, self.form)
+        return _Pending(
+            self._reply(ReplyMode.EXACT, shared.version, shared.entries, shared.messages, changed_density),
+            self.request.acknowledged,
+        )
 
     def _reply(
         self,
         mode: ReplyMode,
         version: int,
-        segments: list[SparseSlice],
+        entries: int,
+        messages: ReplyMessages,
         changed_density: float | None = None,
         *,
-        has_image: bool = False,
-        chunks: tuple[pb.Chunk, ...] | None = None,
+        image: bool = False,
     ) -> Reply:
         """Number a reply; an exact one has all that changed, so ``changed_density`` is then its own."""
         self.session.number += 1
-        sent = entries(segments) / self.model.span.length
+        sent = entries / self.model.span.length
         changed = sent if changed_density is None else changed_density
-        return Reply(mode, self.session.number, version, segments, sent, changed, has_image, self.form, chunks)
-
-    def _most_changed(self, changes: list[ChangedIndices] | None) -> int | None:
-        """Bound the entries of a union; ``None`` for every element."""
-        known = [changed.numel() for changed in changes or () if changed is not None]
-        return None if changes is None or len(known) < len(changes) else min(self.model.span.length, sum(known))
-
-    def _exact_bytes(self, changes: list[ChangedIndices] | None) -> int:
-        """Return the most bytes of an exact answer over these changes; all of fp32 is there in its own dtype too."""
-        most = self._most_changed(changes)
-        return 8 * self.model.span.length if most is None else _SPARSE_ENTRY_BYTES * most
+        return Reply(mode, self.session.number, version, sent, changed, image, messages)
 
     def _topk_entries(self) -> int:
         """Count the entries of a top-k reply; a selector that takes about k may take a few more."""

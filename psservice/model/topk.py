@@ -3,6 +3,10 @@
 After a selection no entry that was not sent differs by more than the smallest one that was: the tensor's *bound*. So
 the next selection finds the same entries among those that the log of changes names, and those sent rounded, as among
 all, if enough of them exceed the bound. Otherwise that tensor is searched whole, and its bound falls.
+
+On the host the default selector is one compiled call over all tensors (:func:`psservice.model.reply_loops.select`). Any
+other selector, a small shard and a device select tensor by tensor, from a copy of the difference: pushes may change the
+parameters meanwhile, and a selection reads each element more than once.
 """
 
 import sys
@@ -15,19 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from pscore.select import Selector, entries_for
-from pscore.select.base import largest, nothing, take_all
-from pscore.select.inputs import Difference
-from pscore.select.kernels import device_selection, kernels_for
+from pscore.select import TOLERANCE, Selector, entries_for
+from pscore.select.base import nothing, take_all
+from pscore.select.inputs import Memory
+from pscore.select.kernels import device_selection
 from pscore.select.kernels.base import Taken
 from pscore.select.kernels.cuda import PendingTaken
 from pscore.select.warm import warm
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.model.changelog import ChangedIndices, union
+from psservice.model import reply_loops
+from psservice.model.changelog import ChangeLog, is_compiled, most_changed, union
 from psservice.model.parameters import ModelShard
-
-_FEW = 0.75
-"""Share of ``k`` below which a tensor is searched whole."""
 
 _WORTH_IT = 1 / 40
 """Changed entries over elements from which one search of everything is cheaper: it reads in order (measured)."""
@@ -84,14 +86,50 @@ class TopKSettings:
         return length if length < self.dense_below else entries_for(length, self.density)
 
 
+class _Table:
+    """The tensors of a shard, one row each, and what a selection keeps of them; small neighbours share a row.
+
+    Attributes:
+        starts: int64, offsets within the shard; ``ends`` likewise.
+        ks: int64, the entries that are sent; all of a row of small tensors.
+    """
+
+    def __init__(self, model: ModelShard, settings: TopKSettings) -> None:
+        rows: list[tuple[int, int, int]] = []
+        for _, common in model.layout.overlapping(model.span):
+            start, end = common.start - model.span.start, common.end - model.span.start
+            k = settings.entries(common.length)
+            if rows and k == common.length and rows[-1][2] == rows[-1][1] - rows[-1][0]:
+                start = rows.pop()[0]
+                k = end - start
+            rows.append((start, end, k))
+        self.starts, self.ends, self.ks = np.array(rows, np.int64).reshape(-1, 3).T.copy()
+        self.states: list[dict[str, Any]] = [{} for _ in rows]
+        self._ranked = np.zeros(len(rows), np.int64)
+        self._thresholds, self._bests, self._floors, self._bounds = np.zeros((4, len(rows)), np.float32)
+
+        self.entries = int(((1 + TOLERANCE) * self.ks).sum()) + len(rows)  # sent at most
+        self.room = self.entries + int((self.ends - self.starts).max(initial=0))
+        self.surplus = reply_loops.ROOM * int(self.ks.max(initial=0))  # of the room, as much is touched as a rule
+
+    def select(self, theta: torch.Tensor, image: torch.Tensor, among: torch.Tensor | None) -> Taken:
+        """Select by the compiled loop; ``among`` has offsets that cover every entry that may exceed its bound."""
+        offsets, values = np.empty(self.room, np.int64), np.empty(self.room, np.float32)
+        candidates = np.empty(0, np.int64) if among is None else among.long().numpy()
+        count = reply_loops.select(
+            theta.numpy(), image.numpy(), candidates, among is not None, self.starts, self.ends, self.ks,
+            self._thresholds, self._bests, self._floors, self._ranked, self._bounds, offsets, values,
+        )  # fmt: skip
+        return Taken(torch.from_numpy(offsets[:count].copy()), torch.from_numpy(values[:count].copy()))
+
+
 @dataclass(slots=True)
 class DifferenceSelection:
     """The state of one worker's image from reply to reply."""
 
     settings: TopKSettings
-    version: int | None = None
-    _bounds: dict[int, float] = field(default_factory=dict)
-    _recalls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _table: _Table | None = None
+    _seen: tuple[ChangeLog, int] | None = None
     _rounded: torch.Tensor | None = None
 
     def select(self, model: ModelShard, image: torch.Tensor) -> tuple[int, Taken]:
@@ -99,83 +137,70 @@ class DifferenceSelection:
 
         Each shard selects from its own part of a tensor that a border cuts; offsets count from the span's start.
         """
-        version, theta, start = model.version, model.theta, model.span.start  # the version before anything else
-        changed = None if self.version is None else model.changelog.since(self.version)
-        spans = {
-            position: slice(common.start - start, common.end - start)
-            for position, common in model.layout.overlapping(model.span)
-        }
-        among = self._among(theta, changed)
-        found = {} if among is None else self._from_changed(theta, image, spans, among)
-        found |= self._from_all(theta, image, {i: part for i, part in spans.items() if i not in found})
-        self.version = version
-        pieces = [found[position] for position in spans]
-        if not pieces:
-            return version, nothing(theta)
-        joined = (torch.cat([taken.offsets for taken in pieces]), torch.cat([taken.values for taken in pieces]))
-        return version, Taken(*joined)
+        log = model.changelog
+        position, version = log.appended, model.version  # before anything is read
+        table = self._table_of(model)
+        if self._is_compiled(model.theta):
+            taken = table.select(model.theta, image, self._among(model))
+        else:
+            taken = self._by_tensor(model.theta - image, table)
+        self._seen = log, position
+        return version, taken
 
     def sent(self, taken: Taken, arrived: torch.Tensor) -> None:
         """Note the values with which the selected entries have been sent: rounded ones are searched again."""
         where = (taken.values != arrived).nonzero().view(-1)
         self._rounded = taken.offsets[where] if where.numel() else None
 
-    def _among(self, theta: torch.Tensor, changed: list[ChangedIndices] | None) -> list[torch.Tensor] | None:
-        """Return sets of offsets that cover every entry that may exceed its bound; ``None``: search everything."""
-        if theta.device.type != "cpu" or changed is None:
-            return None
-        known = [each for each in changed if each is not None]
-        if len(known) < len(changed) or sum(each.numel() for each in known) > _WORTH_IT * theta.numel():
-            return None
-        return known if self._rounded is None else [*known, self._rounded]
+    def nbytes(self, model: ModelShard) -> int:
+        """Return the most bytes that a selection occupies, as a rule, with its result."""
+        table = self._table_of(model)
+        if self._is_compiled(model.theta):
+            return 12 * (table.surplus + 2 * table.entries)
+        return 4 * model.span.length + 24 * table.entries
 
-    def _from_changed(
-        self, theta: torch.Tensor, image: torch.Tensor, spans: dict[int, slice], among: list[torch.Tensor]
-    ) -> dict[int, Taken]:
-        """Select in the tensors in which enough entries exceed the bound."""
-        ends = np.array([part.stop for part in spans.values()], dtype=np.int64)
-        bounds = np.array([self._bounds[position] for position in spans], dtype=np.float32)
-        kernels = kernels_for(theta)
-        offsets = union([kernels.exceeding(theta, image, each, ends, bounds) for each in among], theta.numel())
-        assert offsets is not None
-        values = theta[offsets] - image[offsets]
-        cuts = [0, *np.searchsorted(offsets.numpy(), ends).tolist()]
-        found = {}
-        for number, (position, whole) in enumerate(spans.items()):
-            part = slice(cuts[number], cuts[number + 1])
-            taken = Taken(offsets[part], values[part])
-            size = whole.stop - whole.start
-            if size >= self.settings.dense_below:
-                k = self.settings.entries(size)
-                if taken.offsets.numel() < _FEW * k:
-                    continue
-                if taken.offsets.numel() > k:
-                    chosen = largest(taken.values, k)
-                    taken = Taken(taken.offsets[chosen], taken.values[chosen])
-                    self._bounds[position] = float(taken.values.abs().min())
-            found[position] = taken
-        return found
+    def _table_of(self, model: ModelShard) -> _Table:
+        self._table = self._table or _Table(model, self.settings)
+        return self._table
 
-    def _from_all(self, theta: torch.Tensor, image: torch.Tensor, spans: dict[int, slice]) -> dict[int, Taken]:
-        """Select in whole tensors; on a device, launch all of them before the first is waited for."""
-        device = device_selection(theta.device) if self.settings.selector is warm else None
-        pending: dict[int, Taken | PendingTaken] = {}
-        for position, part in spans.items():
-            a, b = theta[part], image[part]
-            k, recall = self.settings.entries(a.numel()), self._recalls.setdefault(position, {})
-            if a.numel() < self.settings.dense_below:
-                pending[position] = take_all(Difference(a, b))
+    def _is_compiled(self, theta: torch.Tensor) -> bool:
+        return self.settings.selector is warm and theta.device.type == "cpu" and is_compiled(theta.numel())
+
+    def _among(self, model: ModelShard) -> torch.Tensor | None:
+        """Return offsets that cover every entry that may exceed its bound; ``None``: search everything."""
+        if self._seen is None or self._seen[0] is not model.changelog:
+            return None
+        changes, size = model.changelog.after(self._seen[1]), model.span.length
+        most = most_changed(changes, size)
+        if changes is None or most is None or most > _WORTH_IT * size:
+            return None
+        return union([*changes, self._rounded] if self._rounded is not None else changes, size)
+
+    def _by_tensor(self, difference: torch.Tensor, table: _Table) -> Taken:
+        """Select in one tensor after the other; on a device, launch all of them before the first is waited for."""
+        device = device_selection(difference.device) if self.settings.selector is warm else None
+        pending: list[Taken | PendingTaken] = []
+        rows = zip(table.starts.tolist(), table.ends.tolist(), table.ks.tolist(), table.states, strict=True)
+        for start, end, k, state in rows:
+            part = difference[start:end]
+            if k == part.numel():
+                pending.append(take_all(Memory(part)))
             elif device is not None:
-                pending[position] = device.take_difference(a, b, k, recall)
+                pending.append(device.take(part, None, k, 0.0, state))
             else:
-                pending[position] = self.settings.selector(Difference(a, b), k, recall)
-        found = {}
-        for position, part in spans.items():
-            taken = pending[position]
+                pending.append(self.settings.selector(Memory(part), k, state))
+        pieces = [nothing(difference)]
+        for start, taken in zip(table.starts.tolist(), pending, strict=True):
             if not isinstance(taken, Taken):
                 taken.collect()
                 taken = taken.on_device()
-            small = part.stop - part.start < self.settings.dense_below
-            self._bounds[position] = 0.0 if small or not taken.values.numel() else float(taken.values.abs().min())
-            found[position] = Taken(taken.offsets + part.start, taken.values)
-        return found
+            pieces.append(Taken(taken.offsets + start, taken.values))
+        return Taken(torch.cat([each.offsets for each in pieces]), torch.cat([each.values for each in pieces]))
+
+
+def add_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
+    """``x[offsets] += values``; offsets int64, each once."""
+    if x.device.type == "cpu" and is_compiled(offsets.numel()):
+        reply_loops.add_at(x.numpy(), offsets.numpy(), values.numpy())
+    else:
+        x[offsets] += values

@@ -128,8 +128,8 @@ class Dispatcher:
         self._penalty = Penalty()
         self._request_budget = MemoryBudget(_REQUEST_BYTES)
         self._stopping = False
-        self._at_work = 0  # requests that have a thread, or wait for one
-        metrics.running_calls.set_function(lambda: self._at_work)
+        self._threads_at_work = dict.fromkeys(Lane, 0)  # requests that have a thread, or wait for one
+        metrics.running_calls.set_function(lambda: sum(self._threads_at_work.values()))
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             rpc: grpc.stream_stream_rpc_method_handler(partial(self._serve, rpc, handler))
             for rpc, handler in handlers.items()
@@ -399,15 +399,16 @@ class Dispatcher:
         A call that is cancelled meanwhile ends when its work has.
         """
         run = partial(opened.call.span.run, work)
-        if small:
+        lane = opened.rule.lane
+        if small and not self._threads_at_work[lane]:  # else one may own a lock, and wait for the apply thread
             with self._apply_thread.stand_in() as is_free:
                 if is_free:
                     return run()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
-        self._at_work += 1
+        self._threads_at_work[lane] += 1
         try:
-            future = self._pools[opened.rule.lane].submit(run)
+            future = self._pools[lane].submit(run)
             future.add_done_callback(lambda ended: loop.call_soon_threadsafe(_copy, ended, done))
             try:
                 return await done
@@ -415,7 +416,7 @@ class Dispatcher:
                 await asyncio.wait([asyncio.wrap_future(future)])
                 raise
         finally:
-            self._at_work -= 1
+            self._threads_at_work[lane] -= 1
 
 
 def _copy(ended: "Future[Result]", done: "asyncio.Future[Result]") -> None:

@@ -24,7 +24,7 @@ from pscore.wire.codecs.names import (
 )
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
-from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
+from pscore.wire.messages import PROTOCOL_VERSION, field_bytes, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.model.reply_session import PullRequest, Reply
@@ -44,8 +44,6 @@ from psservice.wire.identity import identity_from_message
 from psservice.wire.push_stream import Reading, header_of, read_push, require_end
 
 WAIT_RETRY_SECONDS = 0.2
-
-_CHECKED_BYTES = 1 << 20  # of a reply, after which the worker may verify what came so far
 
 
 class WorkerCalls:
@@ -206,7 +204,7 @@ class WorkerCalls:
                 run_state=RUN_STATES[shard.run.state],
             )
 
-    def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[pb.PullDiffResponse]:
+    def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[bytes]:
         """Send a worker what its replica lacks."""
         shard = self._shard
         identity = self._identify(call, request.identity)
@@ -328,22 +326,10 @@ class WorkerCalls:
                 yield chunk
 
     @traced("encode")
-    def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse]:
-        checksum, unchecked, size = frames.Checksum(), 0, 0
-        message = pb.PullDiffResponse(header=header)
-        for chunk in self._encoded(reply.segments, reply.form) if reply.chunks is None else reply.chunks:
-            nbytes = len(chunk.values) + len(chunk.indices)
-            if message.chunks and size + nbytes > self._settings.chunk_bytes:
-                yield message
-                message, size = pb.PullDiffResponse(), 0
-            checksum.add(chunk)
-            message.chunks.append(chunk)
-            size, unchecked = size + nbytes, unchecked + nbytes
-            if reply.chunks is None and unchecked >= _CHECKED_BYTES:
-                unchecked = 0
-                message.so_far.CopyFrom(checksum.commit())
-        message.commit.CopyFrom(checksum.commit())
-        yield message
+    def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[bytes]:
+        messages = iter(reply.messages)
+        yield field_bytes(1, header) + next(messages)
+        yield from messages
 
 
 def read_upload(

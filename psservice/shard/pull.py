@@ -1,11 +1,13 @@
 """A pull, from its request to its reply."""
 
+import math
 from dataclasses import replace
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from psservice.cluster.run import RunState
-from psservice.model.reply_session import PullRequest, Reply, ReplyMaker, Reserve
+from psservice.model.exact_reply import Reserve
+from psservice.model.reply_session import PullRequest, Reply, ReplyMaker
 from psservice.shard.lifecycle import close_due_rounds
 from psservice.shard.shard import Shard
 from psservice.types import Identity
@@ -28,10 +30,17 @@ def pull(
         shard.synchronizer.require_closed(identity.worker_id)
     synchronizer = shard.require_synchronizer(generation)
     model, base_version = synchronizer.model_for(member, request.base_version, request.acknowledged)
-    form = WireForm(allowed=member.index_codecs, link_bytes_per_second=request.link_bytes_per_second)
+    form = WireForm(allowed=member.index_codecs, link_bytes_per_second=_link_class(request.link_bytes_per_second))
     seen = replace(request, base_version=base_version)
     reply = ReplyMaker(model, shard.apply_thread, member.downlink, shard.topk, seen, form, reserve).answer()
     shard.apply_thread.require_whole()  # a top-k reply is read beside the apply thread
     member.reply_mode, member.reply_density = reply.mode, reply.density
     shard.metrics.observe_pull(reply.mode.value, reply.density)
     return reply
+
+
+def _link_class(bytes_per_second: float) -> float:
+    """Round the rate of a link to a power of 4; 0 where it is not known. Workers of one class share replies."""
+    if not 1 <= bytes_per_second < math.inf:
+        return 0.0
+    return 4.0 ** round(math.log(bytes_per_second, 4))

@@ -71,6 +71,28 @@ def bits(tensor):
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def chunks_of(reply):
+    """The chunks of a reply, which its commit and what confirms parts of it must agree with."""
+    checksum, chunks, ended = frames.Checksum(), [], False
+    for message in map(pb.PullDiffResponse.FromString, reply.messages):
+        assert not ended
+        for chunk in message.chunks:
+            checksum.add(chunk)
+            chunks.append(chunk)
+        for kind in ("so_far", "commit"):
+            if message.HasField(kind):
+                checksum.verify(getattr(message, kind))
+        ended = message.HasField("commit")
+    assert ended
+    return chunks
+
+
+def segments_of(reply, span):
+    """The entries of a reply, as a worker decodes them."""
+    reader = frames.ChunkReader(span)
+    return [reader.read(chunk) for chunk in chunks_of(reply)]
+
+
 @dataclass
 class Rule:
     """A reply rule that the test sets."""
@@ -105,25 +127,26 @@ class Link:
         self.downlink = ReplySession(self.rule)
         self.base, self.acknowledged, self.image = None, 0, False
 
-    def ask(self, acknowledged=None):
-        """Pull; the reply is on its way."""
-        reply = ReplyMaker(
+    def reply(self, acknowledged=None, base_end=0):
+        """Pull; return what the server has made."""
+        return ReplyMaker(
             self.model,
             self.writer,
             self.downlink,
             self.topk,
-            PullRequest(self.base, self.acknowledged if acknowledged is None else acknowledged, self.image),
+            PullRequest(self.base, self.acknowledged if acknowledged is None else acknowledged, self.image, base_end),
             frames.WireForm(),
         ).answer()
-        chunks = reply.chunks
-        if chunks is None:
-            chunks = [chunk for segment in reply.segments for chunk, _ in frames.encode(segment, chunk_bytes=64)]
+
+    def ask(self, acknowledged=None, base_end=0):
+        """Pull; the reply is on its way."""
+        reply = self.reply(acknowledged, base_end)
         return Wire(
             reply.mode,
             reply.number,
             reply.version,
             reply.image,
-            tuple(chunk.SerializeToString(deterministic=True) for chunk in chunks),
+            tuple(chunk.SerializeToString(deterministic=True) for chunk in chunks_of(reply)),
             reply.density,
         )
 

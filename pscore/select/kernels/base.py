@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 LARGE = 1e30
 """Values up to here can take a parameter out of its range neither alone nor many of them in a lifetime."""
@@ -72,17 +70,4 @@ class Kernels(Protocol):
         """``x[offsets] −= values``; offsets int64, each once. False, and nothing is changed, where fp32 has no result.
 
         Only values above :data:`LARGE` make the kernel look at the results before.
-        """
-
-    def exceeding(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        offsets: torch.Tensor,
-        ends: NDArray[np.int64],
-        bounds: NDArray[np.float32],
-    ) -> torch.Tensor:
-        """Return those of ``offsets`` (ascending) where ``|a − b|`` exceeds the bound of its tensor, as int64.
-
-        ``ends`` are the ends of the tensors, ascending; the last is the length of ``a`` and ``b``.
         """

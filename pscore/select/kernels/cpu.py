@@ -53,15 +53,6 @@ def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) ->
     return bool(cpu_loops.subtract_at(x.numpy(), offsets.numpy(), values.numpy(), np.float32(LARGE)))
 
 
-def exceeding(
-    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, ends: NDArray[np.int64], bounds: Array
-) -> torch.Tensor:
-    """See :class:`~pscore.select.kernels.base.Kernels`."""
-    found = np.empty(offsets.numel(), np.int64)
-    count = cpu_loops.exceeding(a.numpy(), b.numpy(), offsets.numpy(), ends, bounds, found)
-    return torch.from_numpy(found[:count].copy())
-
-
 def _sift(
     x: torch.Tensor,
     b: torch.Tensor | None,

@@ -100,17 +100,3 @@ def subtract_at(x, offsets, values, large):
     for i in range(offsets.size):
         x[offsets[i]] -= values[i]
     return True
-
-
-@compiled
-def exceeding(a, b, offsets, ends, bounds, found):
-    """Write those of ``offsets`` where ``|a − b|`` exceeds its tensor's bound; return how many."""
-    count, tensor = 0, 0
-    for i in range(offsets.size):
-        j = offsets[i]
-        while j >= ends[tensor]:
-            tensor += 1
-        if abs(a[j] - b[j]) > bounds[tensor]:
-            found[count] = j
-            count += 1
-    return count

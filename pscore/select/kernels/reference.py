@@ -4,9 +4,7 @@ They define the bits of the fast kernels, serve small tensors, and stand in wher
 every sum is rounded by itself (no fused multiply-add), so that all backends agree.
 """
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pscore.select.kernels.base import GradientUpdate, Taken, ThresholdResult, is_large
 
@@ -54,12 +52,3 @@ def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) ->
         return False
     x.index_add_(0, offsets, values, alpha=-1)
     return True
-
-
-def exceeding(
-    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, ends: NDArray[np.int64], bounds: NDArray[np.float32]
-) -> torch.Tensor:
-    """See :class:`~pscore.select.kernels.base.Kernels`."""
-    offsets = offsets.long()
-    tensors = torch.searchsorted(torch.from_numpy(ends), offsets, right=True)
-    return offsets[(a[offsets] - b[offsets]).abs() > torch.from_numpy(bounds)[tensors]]

@@ -121,7 +121,7 @@ class GroupedShard(ModelShard):
         self._is_over = True
         self.begin_rounds_anew(())
         for replica in self.replicas.values():
-            replica.model.theta.copy_(self.theta)
+            self._replace(replica.model, self.theta)
             replica.unsynced = next(self._replacements)
 
     def export(self) -> RuleState:
@@ -197,6 +197,7 @@ class GroupedShard(ModelShard):
         own.theta.copy_(values)
         own.changelog.append(self.version, changed)
         own.version = self.version
+        own.replies.clear()
 
     def _fitting(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype != torch.float32 or tensor.shape != self.theta.shape:

@@ -1,11 +1,12 @@
 """The ledger: the union of what changed since a version, or nothing at all where it has forgotten."""
 
-import pytest
+from unittest import mock
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psservice.model.changelog import ChangeLog, union
+from psservice.model.changelog import ChangeLog, _is_scanned, gather, union
 
 SIZE = 40
 many = settings(deadline=None, max_examples=150)
@@ -66,13 +67,45 @@ def test_nothing_is_forgotten_within_the_limit(history, limit):
             assert ledger.since(version) is not None
 
 
-@pytest.mark.parametrize("share", [0.01, 0.5], ids=["sorted", "scanned"])
-def test_the_union_is_the_same_however_it_is_found(share):
-    size = 10_000
-    generator = torch.Generator().manual_seed(0)
-    parts = [torch.randperm(size, generator=generator)[: int(share * size / 4)].sort().values.int() for _ in range(4)]
-    expected = sorted({index for part in parts for index in part.tolist()})
-    assert union(parts, size).tolist() == expected
+@given(
+    st.lists(st.none() | st.sets(st.integers(0, 299), max_size=40), max_size=6),
+    st.integers(300, 400),
+    st.booleans(),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+@many
+def test_union_and_values_are_the_same_however_they_are_found(supports, size, scanned, dtype):
+    changes, theta = [tensor_of(support, dtype) for support in supports], torch.randn(size)
+    with mock.patch("psservice.model.changelog._is_scanned", return_value=scanned):
+        together, found = union(changes, size), gather(changes, theta)
+    if None in supports:
+        assert together is None
+        assert found is None
+        return
+    expected = sorted(set().union(*supports))
+    assert together.tolist() == found[0].tolist() == expected
+    assert found[0].dtype == torch.int64
+    assert torch.equal(found[1], theta[expected])
+
+
+def test_large_unions_are_scanned_and_small_ones_sorted():
+    size = 10_000_000
+    assert _is_scanned([torch.arange(size // 100)] * 2, size)
+    assert not _is_scanned([torch.arange(1000)] * 2, size)
+    assert not _is_scanned([torch.arange(100)] * 2, 100), "a small model never waits for the compiler"
+
+
+@given(st.lists(supports, max_size=20), st.integers(0, 60))
+@many
+def test_what_was_recorded_after_a_position_is_returned_or_known_to_be_dropped(history, limit):
+    ledger = ChangeLog(SIZE, entry_limit=limit)
+    for version, support in enumerate(history, 1):
+        ledger.append(version // 2, tensor_of(support))  # several changes may be of one version
+    assert ledger.appended == len(history)
+    for position in range(len(history) + 1):
+        found = ledger.after(position)
+        assert found is None or len(found) == len(history) - position
+        assert found is not None or position < len(history) - len(ledger.all())
 
 
 def test_a_version_before_the_first_is_not_covered():

@@ -1,5 +1,10 @@
 """Exact replies: after a pull the replica equals the server's parameters, cast to their dtypes, bit for bit."""
 
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,12 +12,15 @@ from hypothesis import strategies as st
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.model.changelog import gather
 from psservice.model.reply_session import ReplyMode
 from tests.psservice.service_makers import (
     BF16,
     F16,
     F32,
     Link,
+    Rule,
+    bits,
     layout_of,
     new_replica,
     replica_bits,
@@ -141,6 +149,116 @@ def test_a_push_between_the_question_and_the_reading_is_part_of_the_reply():
         assert wire.version == 2
         assert link.entries(wire) == 3
         assert replica_bits(link.replica, model.span) == server_bits(model)
+
+
+late_pushes = st.lists(st.sampled_from([0.0, 0.02, 0.3, 1.0, "dense"]), max_size=3)
+
+
+@given(
+    asked=st.lists(st.sampled_from([0.02, 0.3]), max_size=3),
+    while_reading=late_pushes,
+    before_the_version=late_pushes,
+    base=st.sampled_from(["known", "none", "cut"]),
+    image=st.booleans(),
+    is_compiled=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@settings(deadline=None, max_examples=150)
+def test_pushes_while_the_values_are_read_are_part_of_the_reply(
+    asked, while_reading, before_the_version, base, image, is_compiled, seed
+):
+    layout = LAYOUTS["mixed" if seed % 2 else "fp32"]
+    model = shard_of(layout, torch.randn(layout.size, generator=torch.Generator().manual_seed(seed)))
+    number, history, jobs = itertools.count(seed), {}, []
+
+    def note():
+        history[model.version] = server_bits(model), bits(model.rounded(model.theta))
+
+    def apply(densities):
+        while densities:
+            density = densities.pop()
+            if density == "dense":
+                model.apply(SparseSlice(model.span, None, torch.randn(model.span.length)))
+            else:
+                model.apply(sparse_push(model.span, density, next(number)))
+            note()
+
+    class Writer:
+        def run(self, job):
+            apply(before_the_version)
+            jobs.append(job)
+            try:
+                return job()
+            finally:
+                jobs.remove(job)
+
+    def slow_gather(changes, theta):
+        found = gather(changes, theta)
+        if jobs:
+            return found
+        apply(while_reading)
+        if found is None or not found[0].numel():
+            return found
+        return found[0], torch.cat([found[1][:1], theta[found[0][1:]]])  # all but one are read later
+
+    link = Link(model, Writer(), new_replica(layout), rule=Rule(topk=False))
+    note()
+    late, before_the_version = before_the_version, []
+    link.pull()
+    apply(asked)
+    before_the_version, asked_at, end = late, model.version, 0
+    link.rule.topk = image
+    if base == "none":
+        link.base = None
+    elif base == "cut":  # the replica has nothing behind
+        end = 5
+        for position, parameter in enumerate(link.replica.parameters):
+            parameter.view(-1)[max(0, end - layout.offsets[position]) :] = 7.0
+    with (
+        mock.patch("psservice.model.exact_reply.gather", slow_gather),
+        mock.patch("psservice.model.exact_reply.is_compiled", return_value=is_compiled),
+    ):
+        wire = link.ask(base_end=end)
+    link.receive(wire)
+    assert wire.version >= asked_at
+    assert wire.image == image
+    assert replica_bits(link.replica, model.span) == history[wire.version][0]
+    if image:
+        assert bits(link.downlink.pending.image) == history[wire.version][1]
+
+
+def test_replies_are_whole_versions_while_pushes_are_applied():
+    """With compiled loops, and two workers that share replies."""
+    layout = layout_of((60_000, F32), (1_000, BF16))
+    model, history = shard_of(layout, torch.randn(layout.size)), {}
+    with writing() as writer:
+
+        def apply(seed):
+            def job():
+                version = model.apply(sparse_push(model.span, 0.2, seed))
+                history[version] = server_bits(model)
+
+            writer.run(job)
+
+        links = [Link(model, writer, new_replica(layout)) for _ in range(2)]
+        history[0] = server_bits(model)
+        ended = threading.Event()
+
+        def pull(link):
+            seen = 0
+            while not ended.is_set():
+                wire = link.pull()
+                writer.run(lambda: None)  # the job that has made this version has noted it
+                assert replica_bits(link.replica, model.span) == history[wire.version]
+                seen += 1
+            return seen
+
+        with ThreadPoolExecutor(2) as pool:
+            pulls = [pool.submit(pull, link) for link in links]
+            for seed in range(150):
+                apply(seed)
+            ended.set()
+            assert all(each.result() for each in pulls)
 
 
 def test_signed_zeros_arrive_as_they_are():

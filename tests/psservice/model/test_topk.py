@@ -1,8 +1,11 @@
 """Selecting from a difference: tensor by tensor, and the same among what changed as among everything."""
 
 import math
+import threading
 from types import SimpleNamespace
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,20 +13,26 @@ from hypothesis import strategies as st
 
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.select import SELECTORS
-from psservice.model.topk import DifferenceSelection, TopKSettings
+from psservice.model import reply_loops
+from psservice.model.changelog import ChangeLog
+from psservice.model.topk import DifferenceSelection, TopKSettings, add_at
 
 many = settings(deadline=None, max_examples=100)
+
+
+def compiled(always):
+    """Whether the compiled loop serves the smallest shards too, or none."""
+    return mock.patch("psservice.model.topk.is_compiled", return_value=always)
 
 
 def layout_of(sizes):
     return ModelLayout(tuple(TensorSpec(f"t{i}", (size,), torch.float32) for i, size in enumerate(sizes)))
 
 
-def shard(theta, layout, span, version=1, changed=None):
-    """What a selection reads of a shard; ``changed`` since the selection before."""
-    return SimpleNamespace(
-        theta=theta, layout=layout, span=span, version=version, changelog=SimpleNamespace(since=lambda version: changed)
-    )
+def shard(theta, layout, span, log=None):
+    """What a selection reads of a shard."""
+    log = log or ChangeLog(span.length, 10**9)
+    return SimpleNamespace(theta=theta, layout=layout, span=span, version=0, changelog=log)
 
 
 def slow_top(x, k):
@@ -60,28 +69,27 @@ def test_each_tensor_of_a_span_is_selected_from_by_itself(sizes, cut, density, d
 
 @given(
     st.lists(st.integers(1, 400), min_size=1, max_size=4),
-    st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0.005, 0.02])), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.005, 0.02, 0.5])), min_size=1, max_size=12),
     st.sampled_from(["exact", "warm"]),
+    st.booleans(),
     st.booleans(),
     st.integers(0, 2**16),
 )
 @many
-def test_among_what_changed_the_largest_are_found(sizes, history, selector, rounded, seed):
+def test_among_what_changed_the_largest_are_found(sizes, history, selector, is_compiled, rounded, seed):
     """Nothing that stays behind exceeds what was sent, tensor by tensor, though most tensors were never looked at."""
     layout = layout_of(sizes)
     span, generator = Span(0, layout.size), torch.Generator().manual_seed(seed)
     theta = torch.zeros(layout.size)
     image, selection = theta.clone(), DifferenceSelection(TopKSettings(0.05, 20, SELECTORS[selector]))
-    version, supports = 0, None
+    log = ChangeLog(layout.size, 10**9)
     for pushes, density in history:
         for _ in range(pushes):
             support = (torch.rand(layout.size, generator=generator) < density).nonzero().view(-1)
             theta[support] += torch.randn(support.numel(), generator=generator)
-            version += 1
-            if supports is not None:
-                supports.append(support.int())
-        _, taken = selection.select(shard(theta, layout, span, version, supports), image)
-        supports = []
+            log.append(log.appended + 1, support.int())
+        with compiled(is_compiled):
+            _, taken = selection.select(shard(theta, layout, span, log), image)
         difference = theta - image
         assert torch.equal(taken.values, difference[taken.offsets])
         assert bool((taken.offsets.diff() > 0).all())
@@ -100,44 +108,118 @@ def test_among_what_changed_the_largest_are_found(sizes, history, selector, roun
         image[taken.offsets] += arrived
 
 
-def test_few_changes_are_looked_at_alone_and_many_are_not(monkeypatch):
-    layout = layout_of([10_000, 5_000])
-    theta, image = torch.randn(15_000), torch.zeros(15_000)
+numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.5, 2.0, 2.0**-140, 2.0**127, math.inf]) | st.floats(-9, 9, width=32)
+
+
+@given(
+    st.lists(st.tuples(st.lists(numbers, max_size=60), st.integers(1, 20), numbers), min_size=1, max_size=4),
+    st.sampled_from([0, 1, 5]),
+)
+@many
+def test_the_compiled_selection_takes_about_the_largest_of_each_tensor(tensors, ranked):
+    """From any threshold, with ties, zeros and numbers out of all proportion."""
+    ends = np.cumsum([len(x) for x, _, _ in tensors])
+    starts = ends - [len(x) for x, _, _ in tensors]
+    x = np.array([number for values, _, _ in tensors for number in values], np.float32)
+    ks = np.array([k for _, k, _ in tensors])
+    state = np.abs(np.array([[first] * 3 for _, _, first in tensors], np.float32)).T.copy()
+    bounds, room = np.zeros(len(tensors), np.float32), int((1.1 * ks + 1).sum()) + x.size
+    offsets, values = np.full(room, -1), np.full(room, np.nan, np.float32)
+    nothing, counters = np.empty(0, np.int64), np.full(len(tensors), ranked)
+    table = (starts, ends, ks, *state, counters, bounds)
+    count = reply_loops.select(x, np.zeros_like(x), nothing, False, *table, offsets, values)
+    offsets = offsets[:count]
+    assert np.array_equal(values[:count], x[offsets])
+    assert (np.diff(offsets) > 0).all()
+    assert not np.isnan(state[0]).any()
+    for t, (part, k, _) in enumerate(tensors):
+        mine = offsets[(offsets >= starts[t]) & (offsets < ends[t])]
+        left = np.delete(np.abs(np.array(part, np.float32)), mine - starts[t])
+        present = np.count_nonzero(part)
+        assert (x[mine] != 0).all()
+        assert len(mine) == present if k >= len(part) else 0.9 * min(k, present) <= len(mine) <= max(1.1 * k, k)
+        assert not len(mine) or left.max(initial=0) <= np.abs(x[mine]).min()
+        assert left.max(initial=0) <= bounds[t] or k >= len(part)
+
+
+def test_parameters_may_change_under_a_selection():
+    """The entries are of a time in between, ascending and no more than there is room for."""
+    layout = layout_of([40_000, 50, 20_000])
+    theta, image = torch.randn(layout.size), torch.zeros(layout.size)
+    selection = DifferenceSelection(TopKSettings(0.01, 100, SELECTORS["warm"]))
+    ended = threading.Event()
+
+    def change():
+        generator = np.random.default_rng(0)
+        while not ended.is_set():
+            theta.numpy()[:] = generator.standard_normal(layout.size, np.float32) * generator.choice([0.01, 1, 100])
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for _ in range(200):
+            _, taken = selection.select(shard(theta, layout, Span(0, layout.size)), image)
+            assert bool((taken.offsets.diff() > 0).all())
+            assert taken.offsets.numel() <= 1.1 * 600 + 50
+            assert bool((taken.offsets < layout.size).all())
+            assert bool(taken.values.isfinite().all())
+    finally:
+        ended.set()
+        changing.join()
+
+
+def test_few_changes_are_looked_at_alone_and_many_are_not():
+    """What the log does not name is seen by a selection among everything only."""
+    layout = layout_of([20_000, 5_000])
+    log = ChangeLog(layout.size, 10**9)
+    theta, image = torch.randn(layout.size), torch.zeros(layout.size)
     selection = DifferenceSelection(TopKSettings(0.01, 0, SELECTORS["warm"]))
 
-    def select(version, changed):
-        _, taken = selection.select(shard(theta, layout, Span(0, 15_000), version, changed), image)
-        image[taken.offsets] += taken.values
+    def finds_what_is_not_named(changed):
+        if changed is not None:
+            theta[changed.long()] += 10
+        theta[7] += 100
+        log.append(log.appended + 1, changed)
+        _, taken = selection.select(shard(theta, layout, Span(0, layout.size), log), image)
         selection.sent(taken, taken.values)
-        return searched_whole.pop()
+        image[taken.offsets] += taken.values
+        return 7 in taken.offsets.tolist()
 
-    search_whole, searched_whole = DifferenceSelection._from_all, []
-
-    def counted(selection, theta, image, spans):
-        searched_whole.append(len(spans))
-        return search_whole(selection, theta, image, spans)
-
-    monkeypatch.setattr(DifferenceSelection, "_from_all", counted)
-    assert select(1, None) == 2
-    support = torch.arange(0, 15_000, 50)
-    theta[support] += 10
-    assert select(2, [support.int()]) == 0
-    assert select(3, [None]) == 2
-    assert select(4, [torch.arange(15_000)]) == 2
-    assert select(5, []) == 2, "nothing exceeds the bound, so it must fall"
+    assert finds_what_is_not_named(None)
+    assert not finds_what_is_not_named(torch.arange(50, layout.size, 50).int())
+    assert finds_what_is_not_named(None)
+    assert finds_what_is_not_named(torch.arange(8, layout.size).int())
+    assert finds_what_is_not_named(torch.empty(0).int()), "nothing exceeds the bound, so it must fall"
+    other, log = log, ChangeLog(layout.size, 10**9)
+    for _ in range(other.appended):
+        log.append(log.appended + 1, torch.empty(0).int())
+    assert finds_what_is_not_named(torch.arange(50, layout.size, 50).int()), "another model's log says nothing"
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("value", ["fp32", "int4"])
-def test_without_further_pushes_everything_arrives(value):
+def test_without_further_pushes_everything_arrives(value, is_compiled):
     from pscore.wire.codecs.names import VALUE_CODECS
     from pscore.wire.codecs.values import VALUE_FORMATS
 
     layout = layout_of([3_000, 100])
     theta, image = torch.randn(3_100), torch.zeros(3_100)
     selection = DifferenceSelection(TopKSettings(0.05, 200, SELECTORS["warm"]))
-    for version in range(400):
-        _, taken = selection.select(shard(theta, layout, Span(0, 3_100), version, []), image)
+    log = ChangeLog(layout.size, 10**9)
+    for _ in range(400):
+        with compiled(is_compiled):
+            _, taken = selection.select(shard(theta, layout, Span(0, 3_100), log), image)
         arrived = torch.from_numpy(VALUE_FORMATS[VALUE_CODECS[value]].encode(taken.values.numpy())[1].copy())
         selection.sent(taken, arrived)
         image[taken.offsets] += arrived
     torch.testing.assert_close(image, theta, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_image_grows_by_what_was_sent(is_compiled):
+    image, values = torch.randn(1000), torch.randn(300)
+    offsets = torch.randperm(1000)[:300].sort().values
+    expected = image.clone().index_put_((offsets,), image[offsets] + values)
+    with compiled(is_compiled):
+        add_at(image, offsets, values)
+    assert torch.equal(image, expected)

@@ -251,3 +251,18 @@ def test_auto_leaves_dense_replies_where_a_fleet_outruns_the_ledger():
         assert not dense.pull().image
     finally:
         writer.close()
+
+
+def test_auto_stays_exact_for_a_worker_that_a_restart_has_left_behind():
+    """The log began with the snapshot: that everything is sent says nothing of how much changes."""
+    layout, writer = layout_of((1000, F32)), ApplyThread(8)
+    try:
+        model = shard_of(layout, torch.zeros(1000), version=7)
+        link = Link(model, writer, new_replica(layout), topk(0.2, 0), ReplyRule("auto", 0.1))
+        link.base = 6
+        wire = link.pull()
+        assert (wire.mode, wire.image, wire.density) == (ReplyMode.EXACT, False, 1.0)
+        model.apply(sparse_push(model.span, 0.05, 1))
+        assert link.pull().density < 0.1
+    finally:
+        writer.close()

@@ -28,7 +28,7 @@ from psservice.storage.files import StorageError
 from psservice.types import Identity
 from tests.psservice.recovery.memory_disk import Crash, Handle, MemoryDisk
 from tests.psservice.recovery.test_recovery import send
-from tests.psservice.service_makers import F32, bits, layout_of
+from tests.psservice.service_makers import F32, bits, layout_of, segments_of
 from tests.psservice.shard_makers import join, present, pull, upload
 
 HISTORIES = int(os.environ.get("SIMULATOR_HISTORIES", "60"))
@@ -327,7 +327,7 @@ class Simulator:
         reply = pull(self.engine, worker.identity)
         self.look()  # a round that was due is closed first
         self.require(reply.version == self.state.version, f"pulled version {reply.version}")
-        pulled = bits(torch.cat([each.values for each in reply.segments]))
+        pulled = bits(torch.cat([each.values for each in segments_of(reply, self.engine.span)]))
         self.require(pulled == self.state.values, "pulled other values")
         self.pending = []
 

@@ -1,0 +1,159 @@
+"""Exact replies: the values of everything that changed since a version, read beside the apply thread.
+
+While the values are read, pushes may change some of them. Each such push is in the change log by the time that the
+apply thread is asked for the version: there only what these pushes changed is read once more, and takes the place of
+what was read before. So the reply is the model at that version, bit for bit, and the apply thread is hardly held up.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from pscore.model.layout import Span
+from pscore.model.sparse_slice import SparseSlice, entries
+from pscore.wire import frames
+from pscore.wire.frames import WireForm
+from psservice.model import reply_loops
+from psservice.model.changelog import ChangedIndices, gather, is_compiled, most_changed
+from psservice.model.parameters import ModelShard
+from psservice.model.shared_reply import ReplyMessages, SharedReply
+
+Result = TypeVar("Result")
+
+Reserve = Callable[[int], None]
+"""Charges bytes before they are occupied; raises :class:`Rejected` (``BUSY``) where they may not be."""
+
+Entries = tuple[torch.Tensor, torch.Tensor]
+"""Offsets (int64 ``[k]``, ascending) and their fp32 values."""
+
+SPARSE_ENTRY_BYTES = 24
+"""Of an answer while it is made: int64 offset, fp32 value, and as they are written."""
+
+_DENSE_BYTES = 8  # an element of everything: the copy, and as it is written
+
+
+class ParameterThread(Protocol):
+    """The thread that owns the parameters."""
+
+    def run(self, job: Callable[[], Result]) -> Result:
+        """Run a job on that thread; raises :class:`Rejected` (``BUSY``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A copy of all values (fp32 ``[span.length]``) at ``version``; ``position`` is of the change log."""
+
+    position: int
+    version: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExactReplies:
+    """Makes the exact replies of a model, in chunks of ``chunk_bytes``."""
+
+    model: ModelShard
+    apply_thread: ParameterThread
+    chunk_bytes: int
+    reserve: Reserve
+
+    def since(self, base: int | None, had: Span, form: WireForm) -> SharedReply:
+        """Return the changes since ``base`` inside ``had``, where the worker has that, and everything behind.
+
+        Workers that ask for the same share the reply. Raises :class:`Rejected` (``BUSY``, ``NON_FINITE``).
+        """
+        model = self.model
+        position = model.changelog.appended
+        changes = None if base is None else model.changelog.since(base)
+        base = None if changes is None else base  # everything is sent, whatever the base is
+        self.reserve(exact_bytes(changes if had.end == model.span.end else None, model.span.length))
+
+        def make() -> SharedReply:
+            found = None if changes is None or had.end < model.span.end else gather(changes, model.theta)
+            if found is None:
+                return self.of(self.whole(), base, had, form)
+            now, version, late = self._late(position)
+            if late is None:  # everything has changed meanwhile
+                return self.of(self.whole(), base, had, form)
+            return self.reply(now, version, [SparseSlice(model.span, *_merged(found, late))], form)
+
+        return model.replies.get((base, had.end, form), position, make)
+
+    def whole(self) -> Whole:
+        """Copy all values at one version."""
+        theta, position = self.model.theta, self.model.changelog.appended
+        values = theta.clone()
+        now, version, late = self._late(position, values)
+        if late is not None:
+            values[late[0]] = late[1]
+        return Whole(now, version, values)
+
+    def of(self, whole: Whole, base: int | None, had: Span, form: WireForm) -> SharedReply:
+        """Return the same at the version of a copy of the model; not shared."""
+        model, values = self.model, whole.values
+        changes = None if base is None else model.changelog.since(base)  # later ones too: the copy's values are sent
+        found = None if changes is None else gather(changes, values)
+        if found is None:
+            return self.reply(whole.position, whole.version, [SparseSlice(model.span, None, values)], form)
+        inside = SparseSlice(model.span, *found).clip(had)
+        rest = SparseSlice(model.span, None, values).clip(Span(had.end, model.span.end))
+        return self.reply(whole.position, whole.version, [each for each in (inside, rest) if each is not None], form)
+
+    def _late(self, position: int, everything: torch.Tensor | None = None) -> tuple[int, int, Entries | None]:
+        """Return position and version now, and the values that changed after a position; on the apply thread.
+
+        Where everything changed the result has ``None``, and ``everything`` is filled in instead.
+        """
+        model = self.model
+
+        def read() -> tuple[int, int, Entries | None]:
+            changes = model.changelog.after(position)
+            late = None
+            if changes is not None:
+                most = most_changed(changes, model.span.length)
+                self.reserve(SPARSE_ENTRY_BYTES * (most or 0))
+                late = gather(changes, model.theta)
+            if late is None and everything is not None:
+                everything.copy_(model.theta)
+            return model.changelog.appended, model.version, late
+
+        return self.apply_thread.run(read)
+
+    def reply(self, position: int, version: int, slices: list[SparseSlice], form: WireForm) -> SharedReply:
+        """Return a reply of entries at a version, which is not shared."""
+        segments = [segment for each in slices for segment in self.model.as_sent(each)]
+        encoded = (
+            each.chunk for segment in segments for each in frames.encode(segment, form, chunk_bytes=self.chunk_bytes)
+        )
+        sent, is_dense = (
+            entries(segments),
+            any(each.offsets is None and each.span == self.model.span for each in slices),
+        )
+        nbytes = sum(4 * each.entries if each.offsets is None else 12 * each.entries for each in slices)
+        return SharedReply(position, version, sent, is_dense, nbytes, ReplyMessages(encoded, confirmed=True))
+
+
+def exact_bytes(changes: Sequence[ChangedIndices] | None, size: int) -> int:
+    """Return the most bytes of an exact answer over these changes."""
+    most = most_changed(changes, size)
+    return _DENSE_BYTES * size if most is None else SPARSE_ENTRY_BYTES * most
+
+
+def _merged(found: Entries, late: Entries) -> Entries:
+    """Merge entries; those that were read late count where both have one."""
+    if not late[0].numel():
+        return found
+    if late[0].device.type == "cpu" and is_compiled(found[0].numel() + late[0].numel()):
+        size = found[0].numel() + late[0].numel()
+        all_offsets, all_values = np.empty(size, np.int64), np.empty(size, np.float32)
+        before, after = [each.numpy() for each in found], [each.numpy() for each in late]
+        count = reply_loops.merge(before[0], before[1], after[0], after[1], all_offsets, all_values)
+        return torch.from_numpy(all_offsets[:count]), torch.from_numpy(all_values[:count])
+    offsets = torch.unique(torch.cat([found[0], late[0]]))
+    values = offsets.new_empty(offsets.numel(), dtype=torch.float32)
+    for some_offsets, some_values in (found, late):
+        values[torch.searchsorted(offsets, some_offsets)] = some_values
+    return offsets, values

@@ -1,0 +1,115 @@
+"""Exact replies that several workers share: read once, encoded once."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+
+from pscore.wire import frames
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+_CHECKED_BYTES = 1 << 20  # of an exact reply, after which the worker may verify what came so far
+_MOST_REPLIES = 4
+
+
+class ReplyMessages:
+    """The serialised ``PullDiffResponse`` messages of a reply behind its header: chunks, then the commit. Thread-safe.
+
+    A message is written when the first reader reaches it, and kept: each reader gets the same bytes. ``confirmed``
+    replies have a ``so_far`` behind chunks.
+    """
+
+    def __init__(self, chunks: Iterator[pb.Chunk], *, confirmed: bool) -> None:
+        self._unwritten: Iterator[bytes] | None = _write(chunks, confirmed)
+        self._written: list[bytes] = []
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[bytes]:
+        position = 0
+        while (message := self._message(position)) is not None:
+            yield message
+            position += 1
+
+    def _message(self, position: int) -> bytes | None:
+        if position < len(self._written):
+            return self._written[position]
+        with self._lock:
+            if position == len(self._written) and self._unwritten is not None:
+                message = next(self._unwritten, None)
+                if message is None:
+                    self._unwritten = None  # frees the entries
+                else:
+                    self._written.append(message)
+            return self._written[position] if position < len(self._written) else None
+
+
+def _write(chunks: Iterator[pb.Chunk], confirmed: bool) -> Iterator[bytes]:
+    checksum, unchecked, message = frames.Checksum(), 0, pb.PullDiffResponse()
+    for chunk in chunks:
+        if message.chunks:
+            yield message.SerializeToString()
+            message = pb.PullDiffResponse()
+        checksum.add(chunk)
+        message.chunks.append(chunk)
+        unchecked += len(chunk.values) + len(chunk.indices)
+        if confirmed and unchecked >= _CHECKED_BYTES:
+            unchecked = 0
+            message.so_far.CopyFrom(checksum.commit())
+    message.commit.CopyFrom(checksum.commit())
+    yield message.SerializeToString()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedReply:
+    """An exact reply without what differs from worker to worker.
+
+    Attributes:
+        position: changes that the log had recorded when the values were those of ``version``.
+        is_dense: whether every element was sent because the changes were not known, or were everything.
+        nbytes: bytes that the reply occupies, at most.
+    """
+
+    position: int
+    version: int
+    entries: int
+    is_dense: bool
+    nbytes: int
+    messages: ReplyMessages
+
+
+@dataclass(slots=True)
+class _Slot:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    reply: SharedReply | None = None
+
+
+class SharedReplies:
+    """The last few exact replies of a model, until the next version: together ``most_bytes``. Thread-safe."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._slots: OrderedDict[Hashable, _Slot] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, position: int, make: Callable[[], SharedReply]) -> SharedReply:
+        """Return the reply to a question, with every change before ``position``; of several callers one makes it."""
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot())
+            self._slots.move_to_end(key)
+        with slot.lock:
+            if slot.reply is None or slot.reply.position < position:
+                slot.reply = make()
+                self._make_room()
+            return slot.reply
+
+    def clear(self) -> None:
+        """Drop all replies: the model has changed."""
+        with self._lock:
+            self._slots.clear()
+
+    def _make_room(self) -> None:
+        with self._lock:
+            nbytes = sum(slot.reply.nbytes for slot in self._slots.values() if slot.reply is not None)
+            while self._slots and (nbytes > self._most_bytes or len(self._slots) > _MOST_REPLIES):
+                _, dropped = self._slots.popitem(last=False)
+                nbytes -= 0 if dropped.reply is None else dropped.reply.nbytes
