@@ -346,7 +346,7 @@ def _batches(call: Call, answer: Answer) -> Generator[_Batch, None, None]:
     batch, size = [], 0
     with closing((each for each in (answer,)) if isinstance(answer, Message) else answer) as messages:
         for message in messages:
-            data = message.SerializeToString()
+            data = message if isinstance(message, bytes) else message.SerializeToString()
             call.on_sent(len(data) + FRAMING_BYTES)
             batch.append(data)
             size += len(data)

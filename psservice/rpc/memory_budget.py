@@ -115,7 +115,10 @@ def received_bytes(nbytes: int) -> int:
 
 
 def decoded_bytes(request: Message) -> int:
-    """Return what is decoded of a message at its largest, and merged; only streams decode much."""
+    """Return what is decoded of a message at its largest, and merged; only streams decode much.
+
+    An upload's values go straight to their place, or through one fp32 copy.
+    """
     nbytes = 0
     if isinstance(request, pb.PushSparseRequest):
         nbytes += _GROUP_BYTES * len(request.header.plan)
@@ -123,7 +126,9 @@ def decoded_bytes(request: Message) -> int:
         nbytes += 2 * len(request.buffers.data)
     if isinstance(request, pb.PushSparseRequest | pb.UploadModelRequest):
         dense = request.chunk.index_codec == pb.INDEX_CODEC_DENSE
-        entry_bytes = (_DENSE_ENTRY_BYTES if dense else _SPARSE_ENTRY_BYTES) + _SPARSE_ENTRY_BYTES
+        entry_bytes = _DENSE_ENTRY_BYTES if dense else _SPARSE_ENTRY_BYTES
+        if isinstance(request, pb.PushSparseRequest):
+            entry_bytes += _SPARSE_ENTRY_BYTES
         nbytes += min(request.chunk.count, request.chunk.length) * entry_bytes  # a false count is refused when decoded
     return nbytes
 

@@ -21,6 +21,7 @@ from pscore.wire.codecs.names import (
     READABLE_VALUE_CODECS,
     VALUE_CODECS,
 )
+from pscore.wire.dense import NO_VALUES, bytes_of, chunk_message, cut, dense_chunk
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
@@ -128,7 +129,7 @@ class WorkerCalls:
                 call.on_received = partial(shard.leases.received, identity)
                 return upload
 
-            header, upload, is_whole = yield from read_upload(open_upload, reservation.clear)
+            header, upload, is_whole = yield from read_upload(open_upload, lambda: call.values, reservation.clear)
             answer = upload.received()
             if is_whole:
                 answer.version = model_install.finish_upload(
@@ -136,7 +137,9 @@ class WorkerCalls:
                 )
             return answer
 
-    def download_model(self, call: Call, request: pb.DownloadModelRequest) -> Iterator[pb.DownloadModelResponse]:
+    def download_model(
+        self, call: Call, request: pb.DownloadModelRequest
+    ) -> Iterator[pb.DownloadModelResponse | bytes]:
         """Send the model. Downloads have a memory budget apart from that of training."""
         shard = self._shard
         with self._download_budget.open() as reservation:
@@ -158,9 +161,12 @@ class WorkerCalls:
                 )
             )
             checksum = frames.Checksum()
-            for chunk in self._encoded(model.as_sent(SparseSlice(model.span, None, copy.values)), WireForm()):
-                checksum.add(chunk)
-                yield pb.DownloadModelResponse(chunk=chunk)
+            for part in cut(model.span, self._settings.chunk_bytes // 4):
+                values = copy.values[part.start - model.span.start : part.end - model.span.start]
+                for sent in model.as_sent(SparseSlice(part, None, values)):
+                    chunk, data = dense_chunk(sent.span, sent.values.dtype), bytes_of(sent.values)
+                    checksum.add(chunk, data)
+                    yield chunk_message(chunk, (data,))
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)
             yield pb.DownloadModelResponse(commit=checksum.commit())
@@ -313,13 +319,15 @@ class WorkerCalls:
 
 
 def read_upload(
-    open_upload: Callable[[pb.UploadHeader], Upload], written: Callable[[], None] = lambda: None
+    open_upload: Callable[[pb.UploadHeader], Upload],
+    values: Callable[[], memoryview] = lambda: NO_VALUES,
+    written: Callable[[], None] = lambda: None,
 ) -> Reading[pb.UploadModelRequest, tuple[pb.UploadHeader, Upload, bool]]:
     """Read one call of an upload; tell whether that was its last one, with a commit that agrees.
 
-    ``open_upload`` checks the header and returns the upload that the call continues; ``written`` is called when the
-    upload has what a message brought. Raises :class:`Rejected` where the stream breaks the form, or the commit does not
-    agree.
+    ``open_upload`` checks the header and returns the upload that the call continues; ``values`` returns the value bytes
+    that are not in a message itself; ``written`` is called when the upload has what a message brought. Raises
+    :class:`Rejected` where the stream breaks the form, or the commit does not agree.
     """
     header = header_of((yield), "an upload")
     upload = open_upload(header)
@@ -328,7 +336,7 @@ def read_upload(
     while (request := (yield)) is not None:
         kind = request.WhichOneof("message")
         if kind == "chunk":
-            upload.read(call, request.chunk)
+            upload.read(call, request.chunk, values())
         elif kind == "buffers":
             upload.read_buffers(call, request.buffers)
         elif kind == "commit":
