@@ -162,7 +162,7 @@ def _read(responses: Iterator[bytes]) -> _Part:
         response = parse(message)
         kind = response.WhichOneof("message")
         if kind == "chunk":
-            model.read(response.chunk, values)
+            model.read(response.chunk, *values)
         elif kind == "buffers":
             raw.read(response.buffers)
         elif kind == "commit":

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pscore.model.layout import Span
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.codecs.format import MAX_ENTRIES
 from pscore.wire.codecs.values import CODEC_OF_DTYPE, decode_values
 from pscore.wire.errors import ErrorCode, Rejected
@@ -20,38 +21,58 @@ from pscore.wire.frames import Checksum
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 NO_VALUES = memoryview(b"")
+"""Of a chunk that has its value bytes itself."""
 
 _CHUNK_TAG = bytes([pb.UploadModelRequest.CHUNK_FIELD_NUMBER << 3 | 2])  # the same in every stream
 _VALUES_TAG = bytes([pb.Chunk.VALUES_FIELD_NUMBER << 3 | 2])
 _SMALL_BYTES = 4 << 10  # of a message, from which the library's copies cost more than finding the values
 
 
-def chunk_message(chunk: pb.Chunk, values: Sequence[memoryview]) -> bytes:
-    """Serialise a stream's message that has a chunk, whose value bytes are ``values``, end to end."""
-    head, size = chunk.SerializeToString(), sum(part.nbytes for part in values)
-    inner = head + _VALUES_TAG + _varint(size)
+def chunk_message(chunk: pb.Chunk, values: Sequence[memoryview] = ()) -> bytes:
+    """Serialise a stream's message that has a chunk, whose value bytes are ``values``, end to end, or its own."""
+    inner, size = chunk.SerializeToString(), sum(part.nbytes for part in values)
+    if size:
+        inner += _VALUES_TAG + _varint(size)
     return b"".join((_CHUNK_TAG, _varint(len(inner) + size), inner, *values))
 
 
-def split_values(raw: bytes) -> tuple[bytes, memoryview]:
-    """Return a serialised message without the value bytes of its chunk, and these bytes, which are not copied.
+def split_values(raw: bytes) -> tuple[bytes, list[memoryview]]:
+    """Return a stream's serialised message without the value bytes of its chunks, and these bytes, not copied.
 
-    A message that has no large chunk, or has its fields in another order, is returned as it is, with no bytes.
+    The list has an entry a chunk, empty where the values are small, or not the chunk's last field: they stay in the
+    message then. It is empty where all stay.
     """
-    if len(raw) < _SMALL_BYTES or raw[:1] != _CHUNK_TAG:
-        return raw, NO_VALUES
-    length, begin = read_varint(raw, 1, len(raw))
-    if begin + length != len(raw):
-        return raw, NO_VALUES
-    position = begin
+    if len(raw) < _SMALL_BYTES:
+        return raw, []
+    rest: list[bytes] = []
+    values: list[memoryview] = []
+    position = copied = 0
     while position < len(raw):
-        if raw[position : position + 1] == _VALUES_TAG:
-            size, start = read_varint(raw, position + 1, len(raw))
-            if start + size != len(raw) or position - begin > _SMALL_BYTES:
-                break
-            return _CHUNK_TAG + _varint(position - begin) + raw[begin:position], memoryview(raw)[start:]
-        _, _, position = next(fields(raw, position), (0, 0, len(raw)))
-    return raw, NO_VALUES
+        number, start, end = next(fields(raw, position), (0, 0, 0))
+        if number == pb.UploadModelRequest.CHUNK_FIELD_NUMBER:
+            if raw[position:start] != _CHUNK_TAG + _varint(end - start):  # cut, or written in another way
+                return raw, []
+            tag, first = _find_values(raw, start, end)
+            values.append(memoryview(raw)[first:end])
+            if tag < end:
+                rest += raw[copied:position], _CHUNK_TAG, _varint(tag - start), raw[start:tag]
+                copied = end
+        if end <= position:  # no field: the library refuses the message
+            return raw, []
+        position = end
+    return (b"".join((*rest, raw[copied:])), values) if rest else (raw, [])
+
+
+def _find_values(raw: bytes, position: int, end: int) -> tuple[int, int]:
+    """Return where the field with the values of a chunk begins, and these, if it is the last one and large; or ends."""
+    begin = position
+    while position < end and position - begin < _SMALL_BYTES:
+        number, start, behind = next(fields(raw, position, end), (0, 0, end))
+        if number == pb.Chunk.VALUES_FIELD_NUMBER:
+            is_last = behind == end and raw[position:start] == _VALUES_TAG + _varint(end - start)
+            return (position, start) if is_last and end - start >= _SMALL_BYTES else (end, end)
+        position = behind
+    return end, end
 
 
 def cut(span: Span, elements: int) -> Iterator[Span]:
@@ -76,6 +97,16 @@ def bytes_of(values: torch.Tensor) -> memoryview:
     return values.detach().cpu().contiguous().view(torch.uint8).numpy().data
 
 
+def dense_messages(segment: SparseSlice, chunk_bytes: int, checksum: Checksum) -> Iterator[bytes]:
+    """Serialise all elements of a span, fp32, fp16 or bf16, as messages of a chunk each, and count these."""
+    for part in cut(segment.span, max(1, chunk_bytes // segment.values.element_size())):
+        first = part.start - segment.span.start
+        chunk = dense_chunk(part, segment.values.dtype)
+        data = bytes_of(segment.values[first : first + part.length])
+        checksum.add(chunk, data)
+        yield chunk_message(chunk, (data,))
+
+
 class DenseReader:
     """Reads dense chunks, which cover a span without gaps, into ``values``, fp32 ``[span.length]`` on the host.
 
@@ -86,8 +117,8 @@ class DenseReader:
         self.span, self.checksum = span, Checksum()
         self.values = torch.empty(span.length)
 
-    def read(self, chunk: pb.Chunk, values: memoryview) -> None:
-        """Read the next chunk, whose value bytes are ``values``, or in the message itself where there are none.
+    def read(self, chunk: pb.Chunk, *values: memoryview) -> None:
+        """Read the next chunk, whose value bytes are ``values`` or its own.
 
         Raises :class:`Rejected` (``BAD_CHUNK``, ``UNKNOWN_CODEC``, ``NON_FINITE``); the chunk then does not count.
         """
@@ -101,9 +132,9 @@ class DenseReader:
                 f"a dense chunk of {chunk.length} elements has {count} entries and {len(chunk.indices)} index bytes; "
                 f"{self.span.end - start} elements are missing",
             )
-        data = values if values.nbytes else memoryview(chunk.values)
+        data = next((part for part in values if part.nbytes), memoryview(chunk.values))
         _read_values(chunk.value_codec, data, self.values[first : first + count].numpy())
-        self.checksum.add(chunk, data)
+        self.checksum.add(chunk, *values)
 
     def require_complete(self) -> None:
         """Check that everything has arrived; raises :class:`Rejected` (``BAD_COMMIT``) if not."""
@@ -114,7 +145,7 @@ class DenseReader:
 def _read_values(codec: int, data: memoryview, into: NDArray[np.float32]) -> None:
     """Read finite values, fp32 ones straight to their place; raises :class:`Rejected`."""
     if codec != pb.VALUE_CODEC_FP32:
-        into[:] = decode_values(codec, bytes(data), into.size)
+        into[:] = decode_values(codec, cast(bytes, data), into.size)  # a codec reads any buffer
         return
     if data.nbytes != into.nbytes:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{data.nbytes} value bytes, {into.size} entries in fp32 need others")

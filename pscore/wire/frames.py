@@ -34,10 +34,10 @@ class Checksum:
         self.chunks = self.entries = self.crc32 = 0
 
     def add(self, chunk: pb.Chunk, *values: memoryview) -> None:
-        """Count one chunk, whose value bytes are ``values``, end to end, or its own where there are none."""
+        """Count one chunk, whose value bytes are ``values``, end to end, or else its own."""
         self.chunks += 1
         self.entries += chunk.count
-        for part in (chunk.indices, *(values or (chunk.values,))):
+        for part in (chunk.indices, chunk.values, *values):
             self.crc32 = crc32(part, self.crc32)
 
     def commit(self) -> pb.Commit:
@@ -146,8 +146,10 @@ def _chunk(
     return Encoded(chunk, torch.from_numpy(decoded))
 
 
-def decode(chunk: pb.Chunk, within: Span) -> SparseSlice:
+def decode(chunk: pb.Chunk, within: Span, values: memoryview | None = None) -> SparseSlice:
     """Read one chunk, which must lie inside ``within``, to fp32 values on the host.
+
+    ``values`` are the value bytes of a chunk that has none itself.
 
     Raises:
         Rejected: ``BAD_CHUNK``, ``UNKNOWN_CODEC`` or ``NON_FINITE``; nothing is allocated from an unchecked length.
@@ -158,13 +160,14 @@ def decode(chunk: pb.Chunk, within: Span) -> SparseSlice:
         raise Rejected(ErrorCode.BAD_CHUNK, outside)
     if not 0 < chunk.count <= chunk.length:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{chunk.count} entries in a span of {chunk.length} elements")
-    values = torch.from_numpy(decode_values(chunk.value_codec, chunk.values, chunk.count))
+    data = cast(bytes, values) if values else chunk.values  # a codec reads any buffer
+    decoded = torch.from_numpy(decode_values(chunk.value_codec, data, chunk.count))
     if chunk.index_codec == pb.INDEX_CODEC_DENSE:
         if chunk.count != chunk.length or chunk.indices:
             raise Rejected(ErrorCode.BAD_CHUNK, "a dense chunk must hold every element of its span and no index bytes")
-        return SparseSlice(span, None, values)
+        return SparseSlice(span, None, decoded)
     offsets = decode_offsets(chunk.index_codec, chunk.indices, chunk.count, chunk.length)
-    return SparseSlice(span, torch.from_numpy(offsets), values)
+    return SparseSlice(span, torch.from_numpy(offsets), decoded)
 
 
 class ChunkReader:
@@ -180,13 +183,16 @@ class ChunkReader:
         self.segments: list[SparseSlice] = []
         self.position = within.start
 
-    def read(self, chunk: pb.Chunk) -> SparseSlice:
-        """Decode the next chunk; raises :class:`Rejected` as :func:`decode` does, and where it goes backwards."""
+    def read(self, chunk: pb.Chunk, *values: memoryview) -> SparseSlice:
+        """Decode the next chunk, whose value bytes are ``values`` or its own.
+
+        Raises :class:`Rejected` as :func:`decode` does, and where it goes backwards.
+        """
         if chunk.start < self.position:
             order = f"chunk at {chunk.start} overlaps or precedes what came before {self.position}"
             raise Rejected(ErrorCode.BAD_CHUNK, order)
-        segment = decode(chunk, self.within)
-        self.checksum.add(chunk)
+        segment = decode(chunk, self.within, *values)
+        self.checksum.add(chunk, *values)
         self.position = segment.span.end
         self.segments.append(segment)
         return segment

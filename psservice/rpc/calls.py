@@ -1,14 +1,14 @@
 """The table of calls: who may make each, and which threads serve it; and one call as its handler knows the call."""
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
 from google.protobuf.message import DecodeError, Message
 
-from pscore.wire.dense import NO_VALUES, split_values
+from pscore.wire.dense import split_values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -79,7 +79,7 @@ class Call:
         raw: the messages of the stream as they came, where its handler has set an empty list.
         received_bytes: of all messages so far, as gRPC frames them.
         arrived_nanoseconds: when the message that the handler works on arrived (``perf_counter_ns``).
-        values: the value bytes of the message that the handler works on, where they are not in the message itself.
+        values: of the message that the handler works on, as :func:`pscore.wire.dense.split_values` returns them.
         on_received: called with the bytes of messages of a stream before they are read; set by the handler.
         on_sent: called with the bytes of answers before they are sent; set by the handler.
     """
@@ -90,7 +90,7 @@ class Call:
     raw: list[bytes] | None = None
     received_bytes: int = 0
     arrived_nanoseconds: int = 0
-    values: memoryview = NO_VALUES
+    values: Sequence[memoryview] = ()
     on_received: Callable[[int], None] = lambda nbytes: None
     on_sent: Callable[[int], None] = lambda nbytes: None
 
@@ -104,7 +104,7 @@ def handlers_of(calls: object) -> dict[str, Handler]:
 def parse(call: Call, raw: bytes) -> Message:
     """Parse and check one message of a call; raises :class:`Rejected`."""
     kind = _REQUESTS[call.rpc]
-    if kind is pb.UploadModelRequest:
+    if kind in (pb.PushSparseRequest, pb.UploadModelRequest):
         raw, call.values = split_values(raw)
     bounds.require_few_fields(kind, raw)
     try:

@@ -6,6 +6,7 @@ not wait.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from pscore.model.buffers import pack, packed_bytes
@@ -21,9 +22,8 @@ from pscore.wire.codecs.names import (
     READABLE_VALUE_CODECS,
     VALUE_CODECS,
 )
-from pscore.wire.dense import NO_VALUES, bytes_of, chunk_message, cut, dense_chunk
+from pscore.wire.dense import chunk_message, cut, dense_messages
 from pscore.wire.errors import ErrorCode, Rejected
-from pscore.wire.frames import WireForm
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
@@ -142,9 +142,10 @@ class WorkerCalls:
     ) -> Iterator[pb.DownloadModelResponse | bytes]:
         """Send the model. Downloads have a memory budget apart from that of training."""
         shard = self._shard
-        with self._download_budget.open() as reservation:
-            reservation.add(4 * shard.require_model(None).span.length)  # the copy, fp32
+        with self._download_budget.open() as reservation, ExitStack() as ending:
+            reservation.add(4 * shard.require_model(None).span.length)  # the copy, fp32, at its largest
             copy = shard.copy_model()
+            ending.callback(copy.close)
             model = copy.model
             specs = model.layout.buffers if copy.buffers else ()
             yield pb.DownloadModelResponse(
@@ -162,11 +163,8 @@ class WorkerCalls:
             )
             checksum = frames.Checksum()
             for part in cut(model.span, self._settings.chunk_bytes // 4):
-                values = copy.values[part.start - model.span.start : part.end - model.span.start]
-                for sent in model.as_sent(SparseSlice(part, None, values)):
-                    chunk, data = dense_chunk(sent.span, sent.values.dtype), bytes_of(sent.values)
-                    checksum.add(chunk, data)
-                    yield chunk_message(chunk, (data,))
+                for sent in model.as_sent(SparseSlice(part, None, copy.read(part))):
+                    yield from dense_messages(sent, self._settings.chunk_bytes, checksum)
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)
             yield pb.DownloadModelResponse(commit=checksum.commit())
@@ -187,7 +185,9 @@ class WorkerCalls:
 
             receiving = tracing.begin("receive")
             try:
-                header, segments, arrivals = yield from read_push(admit, lambda: call.arrived_nanoseconds)
+                header, segments, arrivals = yield from read_push(
+                    admit, lambda: call.arrived_nanoseconds, lambda: call.values
+                )
             finally:
                 receiving.end()
             identity = self._identity(header.identity)
@@ -208,7 +208,7 @@ class WorkerCalls:
                 run_state=RUN_STATES[shard.run.state],
             )
 
-    def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[pb.PullDiffResponse]:
+    def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[pb.PullDiffResponse | bytes]:
         """Send a worker what its replica lacks."""
         shard = self._shard
         with self._training_budget.open(most_of_worker=self._most_of_worker) as reservation:
@@ -299,34 +299,40 @@ class WorkerCalls:
         self._metrics.answered.labels(rpc=rpc).inc()
         self._metrics.dense_bytes.labels(rpc=rpc).inc(self._sizes()[1])
 
-    def _encoded(self, segments: Sequence[SparseSlice], form: WireForm) -> Iterator[pb.Chunk]:
-        for segment in segments:
-            for chunk, _ in frames.encode(segment, form, chunk_bytes=self._settings.chunk_bytes):
-                yield chunk
-
     @traced("encode")
-    def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse]:
+    def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse | bytes]:
         checksum, unchecked = frames.Checksum(), 0
         yield pb.PullDiffResponse(header=header)
-        for chunk in self._encoded(reply.segments, reply.form) if reply.chunks is None else reply.chunks:
-            checksum.add(chunk)
-            yield pb.PullDiffResponse(chunk=chunk)
-            unchecked += len(chunk.values) + len(chunk.indices)
+        for message in self._chunk_messages(reply, checksum):
+            yield message
+            unchecked += len(message)
             if reply.chunks is None and unchecked >= _CHECKED_BYTES:
                 unchecked = 0
                 yield pb.PullDiffResponse(so_far=checksum.commit())
         yield pb.PullDiffResponse(commit=checksum.commit())
 
+    def _chunk_messages(self, reply: Reply, checksum: frames.Checksum) -> Iterator[bytes]:
+        for segment in reply.segments if reply.chunks is None else ():
+            if segment.offsets is None and reply.form.value is None:
+                yield from dense_messages(segment, self._settings.chunk_bytes, checksum)
+                continue
+            for chunk, _ in frames.encode(segment, reply.form, chunk_bytes=self._settings.chunk_bytes):
+                checksum.add(chunk)
+                yield chunk_message(chunk)
+        for chunk in reply.chunks or ():
+            checksum.add(chunk)
+            yield chunk_message(chunk)
+
 
 def read_upload(
     open_upload: Callable[[pb.UploadHeader], Upload],
-    values: Callable[[], memoryview] = lambda: NO_VALUES,
+    values: Callable[[], Sequence[memoryview]] = tuple,
     written: Callable[[], None] = lambda: None,
 ) -> Reading[pb.UploadModelRequest, tuple[pb.UploadHeader, Upload, bool]]:
     """Read one call of an upload; tell whether that was its last one, with a commit that agrees.
 
     ``open_upload`` checks the header and returns the upload that the call continues; ``values`` returns the value bytes
-    that are not in a message itself; ``written`` is called when the upload has what a message brought. Raises
+    that are not in the message itself; ``written`` is called when the upload has what a message brought. Raises
     :class:`Rejected` where the stream breaks the form, or the commit does not agree.
     """
     header = header_of((yield), "an upload")
@@ -336,7 +342,7 @@ def read_upload(
     while (request := (yield)) is not None:
         kind = request.WhichOneof("message")
         if kind == "chunk":
-            upload.read(call, request.chunk, values())
+            upload.read(call, request.chunk, *values())
         elif kind == "buffers":
             upload.read_buffers(call, request.buffers)
         elif kind == "commit":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pscore.model.layout import Span
 from pscore.wire import frames
-from pscore.wire.dense import NO_VALUES, DenseReader
+from pscore.wire.dense import DenseReader
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -69,16 +69,16 @@ class Upload:
             received=self.model.checksum.commit(), received_buffer_bytes=self._buffers.received
         )
 
-    def read(self, call: int, chunk: pb.Chunk, values: memoryview = NO_VALUES) -> None:
+    def read(self, call: int, chunk: pb.Chunk, *values: memoryview) -> None:
         """Read the next chunk, or the first one, which begins anew (``BAD_CHUNK``, ``STALE_GENERATION``).
 
-        ``values`` are the chunk's value bytes where the chunk itself has none.
+        ``values`` are the chunk's value bytes, which may be in the chunk itself instead.
         """
         with self._lock:
             self._require_current(call)
             if chunk.start == self.span.start:
                 self._begin()
-            self.model.read(chunk, values)
+            self.model.read(chunk, *values)
             self.moved = self._clock()
 
     def read_buffers(self, call: int, piece: pb.BytesChunk) -> None:

@@ -5,7 +5,7 @@ return value is the result. So no thread waits for a client, and a replay of the
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -51,13 +51,16 @@ def require_end(request: Message | None) -> None:
 
 
 def read_push(
-    admit: Callable[[pb.PushHeader], Span], clock: Callable[[], int] = time.perf_counter_ns
+    admit: Callable[[pb.PushHeader], Span],
+    clock: Callable[[], int] = time.perf_counter_ns,
+    values: Callable[[], Sequence[memoryview]] = tuple,
 ) -> Reading[pb.PushSparseRequest, tuple[pb.PushHeader, list[SparseSlice], list[int]]]:
     """Read a whole push: its groups in any order, each ascending inside its own span.
 
     ``admit`` checks the header and returns the shard's span; ``clock`` tells when the message that is being read has
-    arrived. Returns header, segments, and when each group was whole, nanoseconds after the header. Raises
-    :class:`Rejected` where the stream breaks the form, or is cut (``BAD_COMMIT``).
+    arrived, ``values`` its value bytes that are not in the message itself. Returns header, segments, and when each
+    group was whole, nanoseconds after the header. Raises :class:`Rejected` where the stream breaks the form, or is cut
+    (``BAD_COMMIT``).
     """
     header = header_of((yield), "a push")
     plan = plan_of(header, admit(header))
@@ -70,7 +73,7 @@ def read_push(
             group = request.chunk.group
             if group >= len(plan):
                 raise Rejected(ErrorCode.BAD_CHUNK, f"group {group} of a plan of {len(plan)}")
-            readers[group].read(request.chunk)
+            readers[group].read(request.chunk, *values())
             arrivals[group] = clock() - started
         elif kind == "commit":
             checksum.verify(request.commit)
