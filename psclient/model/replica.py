@@ -146,8 +146,12 @@ def _checksum(parameter: torch.Tensor) -> torch.Tensor:
     total = (tail * factors[: tail.numel()]).sum()
     for start in range(0, words.numel(), _BLOCK):
         block = words[start : start + _BLOCK]
-        total = total * _ODD + (block * factors[: block.numel()]).sum()  # modulo 2^64
+        total = total * _ODD + _dot(block, factors[: block.numel()])  # modulo 2^64
     return total.cpu()
+
+
+def _dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return (left * right).sum() if left.is_cuda else left.dot(right)  # CUDA has no dot product of integers
 
 
 @functools.lru_cache

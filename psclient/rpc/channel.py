@@ -38,6 +38,7 @@ _OPTIONS = (
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel really dials anew
 )
+_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 3.0
 _POLL_SECONDS = 0.05  # how soon the delay of a cancelled job ends
 _DIAL_SECONDS = 1.0  # the shortest time between two channels, unless there is reason to know better
@@ -141,6 +142,16 @@ class Connection:
         self._calls: dict[Any, executor.Job[Any] | None] = {}
         self._lock = threading.Lock()
         self._use(self._open())
+
+    @property
+    def upload_model(self) -> Any:
+        """``UploadModel``, whose requests are serialised already (:mod:`pscore.wire.dense`)."""
+        return self._channel.stream_unary(f"/{_SERVICE}/UploadModel", None, pb.UploadModelResponse.FromString)
+
+    @property
+    def download_model(self) -> Any:
+        """``DownloadModel``, whose answers are left serialised (:mod:`pscore.wire.dense`)."""
+        return self._channel.unary_stream(f"/{_SERVICE}/DownloadModel", pb.DownloadModelRequest.SerializeToString)
 
     def twin(self) -> "Connection":
         """Return a second connection to the same shard."""

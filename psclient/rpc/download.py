@@ -20,6 +20,7 @@ from pscore.model.buffers import packed_bytes, unpack
 from pscore.model.layout import ModelLayout, Span
 from pscore.names import is_url, shown
 from pscore.wire import frames
+from pscore.wire.dense import DenseReader, split_values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch
 from pscore.wire.messages import layout_from_message
@@ -84,7 +85,8 @@ def download(
             len(first.layout.frozen),
             shown(first.layout.frozen[0].spec.name),
         )
-    state = modelfile.assemble(first.layout, torch.cat([part.values for part in parts]), first.buffers)
+    flat = first.values if len(parts) == 1 else torch.cat([part.values for part in parts])
+    state = modelfile.assemble(first.layout, flat, first.buffers)
     for spec in first.layout.parameters:
         for alias in spec.aliases:
             state[alias] = state[spec.name]
@@ -131,7 +133,7 @@ def _check_places(connections: Sequence[Connection], headers: Sequence[pb.Downlo
 
 def _fetch(connection: Connection, patience_seconds: float, deadline_seconds: float) -> _Part:
     def attempt(seconds: float) -> _Part:
-        call = StreamCall(seconds).start(connection.stub.DownloadModel(pb.DownloadModelRequest()))
+        call = StreamCall(seconds).start(connection.download_model(pb.DownloadModelRequest()))
         return _read(call.messages())
 
     try:
@@ -143,24 +145,28 @@ def _fetch(connection: Connection, patience_seconds: float, deadline_seconds: fl
     return part
 
 
-def _read(responses: Iterator[pb.DownloadModelResponse]) -> _Part:
-    first = next(responses, None)
-    if first is None or first.WhichOneof("message") != "header":
+def _read(responses: Iterator[bytes]) -> _Part:
+    parse = pb.DownloadModelResponse.FromString
+    first = parse(next(responses, b""))
+    if first.WhichOneof("message") != "header":
         raise Rejected(ErrorCode.BAD_REQUEST, "a download begins with its header")
     header = first.header
     layout = layout_from_message(header.layout)
+    if header.start + header.length > layout.size:
+        raise Rejected(ErrorCode.BAD_REQUEST, "the shard's range leaves the model")
     specs = layout.buffers if header.buffer_bytes else ()
-    reader = frames.ChunkReader(Span(header.start, header.start + header.length))
+    model = DenseReader(Span(header.start, header.start + header.length))
     raw = frames.BytesReader(header.buffer_bytes, packed_bytes(specs))
-    for response in responses:
+    for data in responses:
+        message, values = split_values(data)
+        response = parse(message)
         kind = response.WhichOneof("message")
         if kind == "chunk":
-            reader.read(response.chunk)
+            model.read(response.chunk, *values)
         elif kind == "buffers":
             raw.read(response.buffers)
         elif kind == "commit":
-            reader.checksum.verify(response.commit)
-            reader.require_complete()
-            values = [segment.values for segment in reader.segments]
-            return _Part(header, layout, torch.cat(values) if values else torch.empty(0), unpack(raw.finish(), specs))
+            model.checksum.verify(response.commit)
+            model.require_complete()
+            return _Part(header, layout, model.values, unpack(raw.finish(), specs))
     raise Transient("the model ended without a commit")

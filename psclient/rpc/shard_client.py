@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+
 from psclient.buckets.trace import PushTiming
 from psclient.errors import ServerFaultError
 from psclient.model.replica import Replica
@@ -24,12 +26,14 @@ from pscore.telemetry import tracing
 from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
+from pscore.wire.dense import bytes_of, chunk_message, cut, dense_chunk
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _SMALLEST_BYTES = 64 << 10  # below it, a time depends more on delay than on bandwidth
 _REMEMBERED = 16  # transfers
-_UPLOAD_CHUNK_BYTES = 256 << 10  # what one second brings on a line of 2 Mbit/s, and what a cut loses at most
+_LEAST_UPLOAD_BYTES = 256 << 10  # of a chunk: what one second brings on a line of 2 Mbit/s, and what a cut loses
+_UPLOAD_CHUNK_SECONDS = 0.1  # of sending, that a larger chunk may take
 _PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
 
 
@@ -374,37 +378,42 @@ class ShardClient:
 
         ``moved`` is called after each message with the elements sent until then, and the message's bytes.
         """
-        request = pb.UploadModelRequest(header=header)
-        chunk_bytes = min(chunk_bytes, _UPLOAD_CHUNK_BYTES)
+        request = pb.UploadModelRequest(header=header).SerializeToString()
 
-        def chunks() -> Iterator[pb.Chunk]:
-            for start in range(self.span.start, self.span.end, _PIECE_ELEMENTS):
-                for segment in replica.read(Span(start, min(self.span.end, start + _PIECE_ELEMENTS))):
-                    for chunk, _ in frames.encode(segment, chunk_bytes=chunk_bytes):
-                        yield chunk
+        def values(span: Span) -> list[memoryview]:
+            return [bytes_of(segment.values) for segment in replica.read(span)]
 
-        def messages(known: pb.UploadModelResponse) -> Iterator[pb.UploadModelRequest]:
+        def known_part(known: pb.Commit) -> frames.Checksum:
+            """Return the checksum of what the server has; of nothing where that is not the beginning of this model."""
+            checksum, end = frames.Checksum(), min(self.span.end, self.span.start + known.entries)
+            for part in cut(Span(self.span.start, end), _PIECE_ELEMENTS):
+                checksum.add(pb.Chunk(count=part.length), *values(part))
+            checksum.chunks = known.chunks
+            return checksum if checksum.commit() == known else frames.Checksum()
+
+        def messages(known: pb.UploadModelResponse) -> Iterator[bytes]:
             yield request
-            checksum, left = frames.Checksum(), chunks()
-            while checksum.entries < known.received.entries and (chunk := next(left, None)) is not None:
-                checksum.add(chunk)
-            if checksum.commit() != known.received:  # the server has not the beginning of this model
-                checksum, left = frames.Checksum(), chunks()
+            checksum, size, sent, began = known_part(known.received), _LEAST_UPLOAD_BYTES, 0, time.monotonic()
             known_bytes = known.received_buffer_bytes if checksum.entries else 0
-            for chunk in left:
-                checksum.add(chunk)
-                message = pb.UploadModelRequest(chunk=chunk)
+            while (start := self.span.start + checksum.entries) < self.span.end:
+                part = Span(start, min(self.span.end, start + size // 4))
+                chunk, data = dense_chunk(part, torch.float32), values(part)
+                checksum.add(chunk, *data)
+                message = chunk_message(chunk, data)
                 yield message
                 policy.progressed()
-                moved(checksum.entries, frames.wire_bytes(message))
+                moved(checksum.entries, len(message) + frames.FRAMING_BYTES)
+                sent += len(message)
+                rate = sent / max(time.monotonic() - began, 1e-6)
+                size = max(_LEAST_UPLOAD_BYTES, min(chunk_bytes, int(_UPLOAD_CHUNK_SECONDS * rate)))
             for piece in frames.encode_bytes(buffers, chunk_bytes):
                 if piece.offset >= known_bytes:
-                    yield pb.UploadModelRequest(buffers=piece)
+                    yield pb.UploadModelRequest(buffers=piece).SerializeToString()
             self.sent_model = header.generation, header.version
-            yield pb.UploadModelRequest(commit=checksum.commit())
+            yield pb.UploadModelRequest(commit=checksum.commit()).SerializeToString()
 
         def attempt(seconds: float) -> pb.UploadModelResponse:
-            start = self.connection.stub.UploadModel.future
+            start = self.connection.upload_model.future
             known = self.connection.result(start(iter((request,)), timeout=seconds))
             call = self.outgoing = StreamCall(seconds, policy.limit)
             answer: pb.UploadModelResponse = self.connection.result(call.start(start(call.outgoing(messages(known)))))

@@ -1,12 +1,12 @@
 """Segments to messages and back; an update becomes bytes nowhere else."""
 
-import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
 from google.protobuf.message import Message
+from isal.isal_zlib import crc32
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
@@ -31,11 +31,12 @@ class Checksum:
     def __init__(self) -> None:
         self.chunks = self.entries = self.crc32 = 0
 
-    def add(self, chunk: pb.Chunk) -> None:
-        """Count one chunk."""
+    def add(self, chunk: pb.Chunk, *values: memoryview) -> None:
+        """Count one chunk, whose value bytes are ``values``, end to end, or else its own."""
         self.chunks += 1
         self.entries += chunk.count
-        self.crc32 = zlib.crc32(chunk.values, zlib.crc32(chunk.indices, self.crc32))
+        for part in (chunk.indices, chunk.values, *values):
+            self.crc32 = crc32(part, self.crc32)
 
     def commit(self) -> pb.Commit:
         """Return the message that ends the stream."""
@@ -139,10 +140,13 @@ def _chunk(
     return Encoded(chunk, torch.from_numpy(decoded))
 
 
-def decode(chunk: pb.Chunk, within: Span, *, origin: int | None = None) -> SparseSlice:
+def decode(
+    chunk: pb.Chunk, within: Span, values: memoryview | None = None, *, origin: int | None = None
+) -> SparseSlice:
     """Read one chunk, which must lie inside ``within``, to fp32 values on the host.
 
-    The offsets of a sparse one count from ``origin``, where that is given, so that the slice's span begins there.
+    ``values`` are the value bytes of a chunk that has none itself. The offsets of a sparse one count from ``origin``,
+    where that is given, so that the slice's span begins there.
 
     Raises:
         Rejected: ``BAD_CHUNK``, ``UNKNOWN_CODEC`` or ``NON_FINITE``; nothing is allocated from an unchecked length.
@@ -155,14 +159,15 @@ def decode(chunk: pb.Chunk, within: Span, *, origin: int | None = None) -> Spars
     if not 0 < count <= length:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{count} entries in a span of {length} elements")
     index, indices = chunk.index_codec, chunk.indices
-    values = torch.from_numpy(decode_values(chunk.value_codec, chunk.values, count))
+    data = cast(bytes, values) if values else chunk.values  # a codec reads any buffer
+    decoded = torch.from_numpy(decode_values(chunk.value_codec, data, count))
     if index == pb.INDEX_CODEC_DENSE:
         if count != length or indices:
             raise Rejected(ErrorCode.BAD_CHUNK, "a dense chunk must hold every element of its span and no index bytes")
-        return SparseSlice(Span(start, end), None, values)
+        return SparseSlice(Span(start, end), None, decoded)
     origin = start if origin is None else origin
     offsets = decode_offsets(index, indices, count, length, start - origin)
-    return SparseSlice(Span(origin, end), torch.from_numpy(offsets), values)
+    return SparseSlice(Span(origin, end), torch.from_numpy(offsets), decoded)
 
 
 class ChunkReader:
@@ -179,21 +184,19 @@ class ChunkReader:
         self.position = within.start
         self._origin = origin
 
-    def read(self, chunk: pb.Chunk) -> SparseSlice:
-        """Decode the next chunk; raises :class:`Rejected` as :func:`decode` does, and where it goes backwards."""
+    def read(self, chunk: pb.Chunk, *values: memoryview) -> SparseSlice:
+        """Decode the next chunk, whose value bytes are ``values`` or its own.
+
+        Raises :class:`Rejected` as :func:`decode` does, and where it goes backwards.
+        """
         if chunk.start < self.position:
             order = f"chunk at {chunk.start} overlaps or precedes what came before {self.position}"
             raise Rejected(ErrorCode.BAD_CHUNK, order)
-        segment = decode(chunk, self.within, origin=self._origin)
-        self.checksum.add(chunk)
+        segment = decode(chunk, self.within, *values, origin=self._origin)
+        self.checksum.add(chunk, *values)
         self.position = segment.span.end
         self.segments.append(segment)
         return segment
-
-    def require_complete(self) -> None:
-        """Check that dense chunks have covered everything; raises :class:`Rejected` (``BAD_COMMIT``) if not."""
-        if self.checksum.entries != self.within.length:
-            raise Rejected(ErrorCode.BAD_COMMIT, f"{self.checksum.entries} of {self.within.length} elements were sent")
 
 
 def encode_bytes(data: bytes, chunk_bytes: int) -> Iterator[pb.BytesChunk]:

@@ -13,6 +13,8 @@ log = logging.getLogger("psservice")
 TRIM_SECONDS = 3.0
 _POLL_SECONDS = 0.1
 _WORTH_COMPILING = 65_536
+_KEPT_BYTES = 256 << 20  # of freed memory, between two trims
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 
 
 class MaintenanceThread:
@@ -30,6 +32,7 @@ class MaintenanceThread:
         self._thread.join()
 
     def _work(self) -> None:
+        _keep_freed_memory()
         while not self._size():
             if self._stop.wait(_POLL_SECONDS):
                 return
@@ -42,6 +45,23 @@ class MaintenanceThread:
         trim = _malloc_trim()
         while trim is not None and not self._stop.wait(TRIM_SECONDS):
             trim()
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc use the memory of one message of megabytes for the next, and not pages that the system clears.
+
+    The server's CPU time for receiving a model by gRPC was 0.6 to 0.8 times that with glibc's own thresholds.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return  # musl
+    for name, value in (
+        (_M_MMAP_THRESHOLD, 32 << 20),
+        (_M_TRIM_THRESHOLD, _KEPT_BYTES),
+        (_M_TOP_PAD, 16 << 20),
+    ):
+        mallopt(name, value)
 
 
 def _malloc_trim() -> Callable[[], object] | None:

@@ -14,7 +14,6 @@ import torch
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, entries
-from pscore.wire import frames
 from pscore.wire.frames import WireForm
 from psservice.model import reply_loops
 from psservice.model.changelog import ChangedIndices, gather, is_compiled, most_changed
@@ -125,15 +124,13 @@ class ExactReplies:
     def reply(self, position: int, version: int, slices: list[SparseSlice], form: WireForm) -> SharedReply:
         """Return a reply of entries at a version, which is not shared."""
         segments = [segment for each in slices for segment in self.model.as_sent(each)]
-        encoded = (
-            each.chunk for segment in segments for each in frames.encode(segment, form, chunk_bytes=self.chunk_bytes)
-        )
+        messages = ReplyMessages(segments, form, self.chunk_bytes)
         sent, is_dense = (
             entries(segments),
             any(each.offsets is None and each.span == self.model.span for each in slices),
         )
         nbytes = sum(4 * each.entries if each.offsets is None else 12 * each.entries for each in slices)
-        return SharedReply(position, version, sent, is_dense, nbytes, ReplyMessages(encoded, confirmed=True))
+        return SharedReply(position, version, sent, is_dense, nbytes, messages)
 
 
 def exact_bytes(changes: Sequence[ChangedIndices] | None, size: int) -> int:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -43,7 +44,11 @@ class ModelShard:
         round: the open round; ``None`` where training is asynchronous, and in groups.
         densified: whether the last update was sparse and changed everything.
         replies: exact replies of the present version.
+        before_update: called, on the apply thread, before an update changes ``theta``.
+        changes_by_updates_only: whether ``theta`` is the model at its version, and nothing but updates changes it.
     """
+
+    changes_by_updates_only: ClassVar[bool] = True
 
     layout: ModelLayout
     span: Span
@@ -60,6 +65,7 @@ class ModelShard:
         self.changelog = ChangeLog(self.span.length, limit, self.version)
         self.replies = SharedReplies(4 * self.span.length)
         self.densified = False
+        self.before_update: list[Callable[[], None]] = []
         rounds = self.mode.rounds
         self.round = None if rounds is None else SynchronousRound(rounds, self.span, self.theta.device, self.clock)
         self.rule = self.mode.rule(self.layout, self.span, self.theta)
@@ -88,6 +94,8 @@ class ModelShard:
 
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> int:
         """Apply one update over the shard's span (``None``: it has no entries) and return the new version."""
+        for keep in [*self.before_update]:
+            keep()
         before = self._overwritten(push) if self._undo_log is not None else None
         changed = self.rule.apply(push, context)
         self.densified = self.rule.densifies and push is not None and push.entries <= _SPARSE * self.span.length

@@ -222,7 +222,7 @@ class ReplyMaker:
             arrived = torch.cat([piece.decoded for piece in encoded]).to(taken.values.device)
             chunks = [piece.chunk for piece in encoded]
             selection.sent(taken, arrived)
-        messages = ReplyMessages(iter(chunks), confirmed=False)
+        messages = ReplyMessages(chunks, self.form, self.topk.chunk_bytes)
         reply = self._reply(ReplyMode.TOPK, version, arrived.numel(), messages, changed_density, image=True)
         return _Pending(reply, self.request.acknowledged, added=(taken.offsets, arrived))
 

@@ -2,25 +2,30 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
+from pscore.wire.dense import chunk_message, dense_messages
+from pscore.wire.frames import WireForm
+from pscore.wire.messages import field_bytes
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _CHECKED_BYTES = 1 << 20  # of an exact reply, after which the worker may verify what came so far
+_TOGETHER_BYTES = 64 << 10  # of a last chunk with which the commit travels
 _MOST_REPLIES = 4
 
 
 class ReplyMessages:
     """The serialised ``PullDiffResponse`` messages of a reply behind its header: chunks, then the commit. Thread-safe.
 
-    A message is written when the first reader reaches it, and kept: each reader gets the same bytes. ``confirmed``
-    replies have a ``so_far`` behind chunks.
+    A message is written when the first reader reaches it, and kept: each reader gets the same bytes. Segments have a
+    ``so_far`` behind each MiB; chunks, whose bytes are known, have none.
     """
 
-    def __init__(self, chunks: Iterator[pb.Chunk], *, confirmed: bool) -> None:
-        self._unwritten: Iterator[bytes] | None = _write(chunks, confirmed)
+    def __init__(self, segments: Iterable[SparseSlice | pb.Chunk], form: WireForm, chunk_bytes: int) -> None:
+        self._unwritten: Iterator[bytes] | None = _write(segments, form, chunk_bytes)
         self._written: list[bytes] = []
         self._lock = threading.Lock()
 
@@ -43,20 +48,36 @@ class ReplyMessages:
             return self._written[position] if position < len(self._written) else None
 
 
-def _write(chunks: Iterator[pb.Chunk], confirmed: bool) -> Iterator[bytes]:
-    checksum, unchecked, message = frames.Checksum(), 0, pb.PullDiffResponse()
-    for chunk in chunks:
-        if message.chunks:
-            yield message.SerializeToString()
-            message = pb.PullDiffResponse()
-        checksum.add(chunk)
-        message.chunks.append(chunk)
-        unchecked += len(chunk.values) + len(chunk.indices)
-        if confirmed and unchecked >= _CHECKED_BYTES:
-            unchecked = 0
-            message.so_far.CopyFrom(checksum.commit())
-    message.commit.CopyFrom(checksum.commit())
-    yield message.SerializeToString()
+def _write(segments: Iterable[SparseSlice | pb.Chunk], form: WireForm, chunk_bytes: int) -> Iterator[bytes]:
+    """Write segments, or the chunks of a reply whose bytes are known, which needs no ``so_far``."""
+    checksum, unchecked, message = frames.Checksum(), 0, b""
+    for segment in segments:
+        for each in _chunk_messages(segment, form, chunk_bytes, checksum):
+            if message:
+                yield message
+            message, unchecked = each, unchecked + len(each)
+            if isinstance(segment, SparseSlice) and unchecked >= _CHECKED_BYTES:
+                yield message
+                message, unchecked = field_bytes(pb.PullDiffResponse.SO_FAR_FIELD_NUMBER, checksum.commit()), 0
+    commit = field_bytes(pb.PullDiffResponse.COMMIT_FIELD_NUMBER, checksum.commit())
+    if len(message) > _TOGETHER_BYTES:
+        yield message
+        message = b""
+    yield message + commit
+
+
+def _chunk_messages(
+    segment: SparseSlice | pb.Chunk, form: WireForm, chunk_bytes: int, checksum: frames.Checksum
+) -> Iterator[bytes]:
+    if isinstance(segment, pb.Chunk):
+        checksum.add(segment)
+        yield chunk_message(segment)
+    elif segment.offsets is None and form.value is None:
+        yield from dense_messages(segment, chunk_bytes, checksum)
+    else:
+        for chunk, _ in frames.encode(segment, form, chunk_bytes=chunk_bytes):
+            checksum.add(chunk)
+            yield chunk_message(chunk)
 
 
 @dataclass(frozen=True, slots=True)

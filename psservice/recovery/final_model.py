@@ -3,26 +3,52 @@
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from pscore.model import modelfile
+from pscore.model.layout import Span
 from psservice.model.parameters import ModelShard
 from psservice.storage.environment import Environment
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
 class ModelCopy:
-    """A shard's values at one version, fp32, with the buffers."""
+    """A shard's values at one version, with the buffers; made on the apply thread, and read on any.
 
-    model: ModelShard
-    version: int
-    values: torch.Tensor
-    buffers: modelfile.StateDict
+    The values are copied as they are read, and what has not been read yet when the next update comes: so a copy of a
+    model that rests occupies nothing. :meth:`close` must follow.
+    """
+
+    def __init__(self, model: ModelShard, buffers: modelfile.StateDict) -> None:
+        self.model, self.version, self.buffers = model, model.version, buffers
+        self._lock = threading.Lock()
+        self._values, self._start = model.theta, model.span.start
+        self._read = self._start
+        if model.changes_by_updates_only:
+            model.before_update.append(self._keep)
+        else:
+            self._values = model.current()
+
+    def read(self, part: Span) -> torch.Tensor:
+        """Copy the values of a part, fp32 ``[part.length]``; the parts ascend."""
+        with self._lock:
+            self._read = part.end
+            return self._values[part.start - self._start : part.end - self._start].clone()
+
+    def close(self) -> None:
+        """Keep nothing any more."""
+        with suppress(ValueError):  # kept already
+            self.model.before_update.remove(self._keep)
+
+    def _keep(self) -> None:
+        """Copy what has not been read; on the apply thread, before an update."""
+        with self._lock:
+            self._values, self._start = self._values[self._read - self._start :].clone(), self._read
+        self.close()
 
 
 class FinalModel:
@@ -62,13 +88,15 @@ class FinalModel:
 
     def _write(self, copy: ModelCopy, run_id: str, path: Path) -> None:
         metadata = {"run_id": run_id, "version": str(copy.version), "format": "pt"}
-        layout = copy.model.layout
+        layout, span = copy.model.layout, copy.model.span
         try:
+            values = copy.read(span).cpu()
+            copy.close()
             if self._whole:
-                state = modelfile.assemble(layout, copy.values.cpu(), copy.buffers.values())
+                state = modelfile.assemble(layout, values, copy.buffers.values())
                 modelfile.write(path, state, metadata)
             else:
-                modelfile.write_part(path, layout, copy.model.span, copy.values.cpu(), copy.buffers, metadata)
+                modelfile.write_part(path, layout, span, values, copy.buffers, metadata)
             log.info("final model written", extra={"path": str(path), "version": copy.version})
         except Exception as error:  # in this thread, no caller would get the error
             self.has_failed = True

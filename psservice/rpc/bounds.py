@@ -5,12 +5,13 @@ docs/protocol.md, *Bounds*, lists both. Sums stay within 64 bits: a run's sample
 :data:`psservice.cluster.run.MOST_COUNT`, and the shard bounds the first version of a model and the steps of WAGMA.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 from google.protobuf.message import Message
 
+from pscore.wire.dense import fields
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import LARGEST_RATE, MOST_TENSORS
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -148,7 +149,7 @@ def require_few_fields(kind: type[Message], raw: bytes) -> None:
     """
     if len(raw) <= 2 * _MOST_FIELDS:  # a field has two bytes at least
         return
-    for count, (number, start, end) in enumerate(_fields(raw), start=1):
+    for count, (number, start, end) in enumerate(fields(raw), start=1):
         if count > _MOST_FIELDS:
             raise Rejected(ErrorCode.BAD_REQUEST, f"a message has more than {_MOST_FIELDS} fields")
         field = kind.DESCRIPTOR.fields_by_number.get(number)
@@ -165,39 +166,6 @@ def _count(raw: bytes, position: int, end: int) -> int:
         if raw[position] & 0x87 == 2 and position + 1 < end and raw[position + 1] < 0x80:
             position += 2 + raw[position + 1]
         else:
-            position = next(_fields(raw, position, end), (0, end, end))[2]
+            position = next(fields(raw, position, end), (0, end, end))[2]
         count += 1
     return count
-
-
-def _fields(raw: bytes, position: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """Yield the number of each field, and where its content begins and ends; that of a number is empty."""
-    end = len(raw) if end is None else end
-    while position < end:
-        tag, position = _varint(raw, position, end)
-        kind = tag & 7
-        if kind == 2:
-            length, position = _varint(raw, position, end)
-            yield tag >> 3, position, min(end, position + length)
-            position += length
-            continue
-        if kind == 0:
-            _, position = _varint(raw, position, end)
-        elif kind in (1, 5):
-            position += 8 if kind == 1 else 4
-        else:
-            return
-        yield tag >> 3, position, position
-
-
-def _varint(raw: bytes, position: int, end: int) -> tuple[int, int]:
-    """Return a number of the wire format and where it ends; what is cut ends with the message."""
-    value = shift = 0
-    while position < end and shift < 64:
-        byte = raw[position]
-        position += 1
-        if byte < 0x80:
-            return value | byte << shift, position
-        value |= (byte & 0x7F) << shift
-        shift += 7
-    return value, position

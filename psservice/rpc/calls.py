@@ -1,7 +1,7 @@
 """The table of calls: who may make each, and which threads serve it; and one call as its handler knows the call."""
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError, Message
 
 from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN, TraceSpan
+from pscore.wire.dense import split_values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -99,6 +100,7 @@ class Call:
         raw: the messages of the stream as they came, where an empty list is set.
         received_bytes: of all messages so far, as gRPC frames them.
         arrived_nanoseconds: when the message that the handler works on arrived (``perf_counter_ns``).
+        values: of the message that the handler works on, as :func:`pscore.wire.dense.split_values` returns them.
         on_received: called with the bytes of messages of a stream before they are read.
         on_sent: called with the bytes of answers before they are sent.
     """
@@ -113,6 +115,7 @@ class Call:
     raw: list[bytes] | None = None
     received_bytes: int = 0
     arrived_nanoseconds: int = 0
+    values: Sequence[memoryview] = ()
     on_received: Callable[[int], None] = lambda nbytes: None
     on_sent: Callable[[int], None] = lambda nbytes: None
 
@@ -126,6 +129,8 @@ def handlers_of(calls: object) -> dict[str, Handler]:
 def parse(call: Call, raw: bytes) -> Message:
     """Parse and check one message of a call; raises :class:`Rejected`."""
     kind = _REQUESTS[call.rpc]
+    if kind in (pb.PushSparseRequest, pb.UploadModelRequest):
+        raw, call.values = split_values(raw)
     bounds.require_few_fields(kind, raw)
     try:
         message = kind.FromString(raw)

@@ -115,11 +115,16 @@ def received_bytes(nbytes: int) -> int:
 
 
 def decoded_bytes(request: Message) -> int:
-    """Return what is decoded of a message at its largest, and merged; only streams decode much."""
+    """Return what is decoded of a message at its largest, and merged; only streams decode much.
+
+    An upload's values go straight to their place, or through one fp32 copy.
+    """
     nbytes = 0
     if isinstance(request, pb.PushSparseRequest):
         nbytes += _GROUP_BYTES * len(request.header.plan)
-        nbytes += _MESSAGE_BYTES * max(0, len(request.chunks) - 1) + sum(map(_chunk_bytes, request.chunks))
+        nbytes += _MESSAGE_BYTES * max(0, len(request.chunks) - 1) + sum(
+            _chunk_bytes(chunk) + _merged_bytes(chunk) for chunk in request.chunks
+        )
     if isinstance(request, pb.UploadModelRequest | pb.ExchangeBuffersRequest):
         nbytes += 2 * len(request.buffers.data)
     if isinstance(request, pb.UploadModelRequest):
@@ -128,9 +133,12 @@ def decoded_bytes(request: Message) -> int:
 
 
 def _chunk_bytes(chunk: pb.Chunk) -> int:
-    dense = chunk.index_codec == pb.INDEX_CODEC_DENSE
-    entry_bytes = (_DENSE_ENTRY_BYTES if dense else _SPARSE_ENTRY_BYTES) + _SPARSE_ENTRY_BYTES
+    entry_bytes = _DENSE_ENTRY_BYTES if chunk.index_codec == pb.INDEX_CODEC_DENSE else _SPARSE_ENTRY_BYTES
     return min(chunk.count, chunk.length) * entry_bytes  # a false count is refused when decoded
+
+
+def _merged_bytes(chunk: pb.Chunk) -> int:
+    return min(chunk.count, chunk.length) * _SPARSE_ENTRY_BYTES
 
 
 def _busy(why: str) -> Rejected:

@@ -6,6 +6,7 @@ not wait.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from pscore.model.buffers import pack, packed_bytes
@@ -22,8 +23,8 @@ from pscore.wire.codecs.names import (
     READABLE_VALUE_CODECS,
     VALUE_CODECS,
 )
+from pscore.wire.dense import cut, dense_messages
 from pscore.wire.errors import ErrorCode, Rejected
-from pscore.wire.frames import WireForm
 from pscore.wire.messages import PROTOCOL_VERSION, field_bytes, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
@@ -44,6 +45,8 @@ from psservice.wire.identity import identity_from_message
 from psservice.wire.push_stream import Reading, header_of, read_push, require_end
 
 WAIT_RETRY_SECONDS = 0.2
+
+_TOGETHER_BYTES = 64 << 10  # of a message that others may be put before or behind
 
 
 class WorkerCalls:
@@ -127,7 +130,7 @@ class WorkerCalls:
                 call.on_received = partial(shard.leases.received, identity)
                 return upload
 
-            header, upload, is_whole = yield from read_upload(open_upload, reservation.clear)
+            header, upload, is_whole = yield from read_upload(open_upload, lambda: call.values, reservation.clear)
             answer = upload.received()
             if is_whole:
                 answer.version = model_install.finish_upload(
@@ -135,12 +138,15 @@ class WorkerCalls:
                 )
             return answer
 
-    def download_model(self, call: Call, request: pb.DownloadModelRequest) -> Iterator[pb.DownloadModelResponse]:
+    def download_model(
+        self, call: Call, request: pb.DownloadModelRequest
+    ) -> Iterator[pb.DownloadModelResponse | bytes]:
         """Send the model. Downloads have a memory budget apart from that of training."""
         shard = self._shard
-        with self._download_budget.open() as reservation:
-            reservation.add(4 * shard.require_model(None).span.length)  # the copy, fp32
+        with self._download_budget.open() as reservation, ExitStack() as ending:
+            reservation.add(4 * shard.require_model(None).span.length)  # the copy, fp32, at its largest
             copy = shard.copy_model()
+            ending.callback(copy.close)
             model = copy.model
             specs = model.layout.buffers if copy.buffers else ()
             yield pb.DownloadModelResponse(
@@ -157,9 +163,9 @@ class WorkerCalls:
                 )
             )
             checksum = frames.Checksum()
-            for chunk in self._encoded(model.as_sent(SparseSlice(model.span, None, copy.values)), WireForm()):
-                checksum.add(chunk)
-                yield pb.DownloadModelResponse(chunk=chunk)
+            for part in cut(model.span, self._settings.chunk_bytes // 4):
+                for sent in model.as_sent(SparseSlice(part, None, copy.read(part))):
+                    yield from dense_messages(sent, self._settings.chunk_bytes, checksum)
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)
             yield pb.DownloadModelResponse(commit=checksum.commit())
@@ -182,7 +188,9 @@ class WorkerCalls:
                 return shard.span
 
             try:
-                header, segments, arrivals = yield from read_push(admit, lambda: call.arrived_nanoseconds)
+                header, segments, arrivals = yield from read_push(
+                    admit, lambda: call.arrived_nanoseconds, lambda: call.values
+                )
             finally:
                 receiving.end()
             identity = self._identity(header.identity)
@@ -320,26 +328,28 @@ class WorkerCalls:
         self._metrics.answered.labels(rpc=rpc).inc()
         self._metrics.dense_bytes.labels(rpc=rpc).inc(self._sizes()[1])
 
-    def _encoded(self, segments: Sequence[SparseSlice], form: WireForm) -> Iterator[pb.Chunk]:
-        for segment in segments:
-            for chunk, _ in frames.encode(segment, form, chunk_bytes=self._settings.chunk_bytes):
-                yield chunk
-
     @traced("encode")
     def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[bytes]:
         messages = iter(reply.messages)
-        yield field_bytes(1, header) + next(messages)
+        first, beginning = next(messages), field_bytes(1, header)
+        if len(first) <= _TOGETHER_BYTES:
+            yield beginning + first
+        else:
+            yield beginning
+            yield first
         yield from messages
 
 
 def read_upload(
-    open_upload: Callable[[pb.UploadHeader], Upload], written: Callable[[], None] = lambda: None
+    open_upload: Callable[[pb.UploadHeader], Upload],
+    values: Callable[[], Sequence[memoryview]] = tuple,
+    written: Callable[[], None] = lambda: None,
 ) -> Reading[pb.UploadModelRequest, tuple[pb.UploadHeader, Upload, bool]]:
     """Read one call of an upload; tell whether that was its last one, with a commit that agrees.
 
-    ``open_upload`` checks the header and returns the upload that the call continues; ``written`` is called when the
-    upload has what a message brought. Raises :class:`Rejected` where the stream breaks the form, or the commit does not
-    agree.
+    ``open_upload`` checks the header and returns the upload that the call continues; ``values`` returns the value bytes
+    that are not in the message itself; ``written`` is called when the upload has what a message brought. Raises
+    :class:`Rejected` where the stream breaks the form, or the commit does not agree.
     """
     header = header_of((yield), "an upload")
     upload = open_upload(header)
@@ -348,7 +358,7 @@ def read_upload(
     while (request := (yield)) is not None:
         kind = request.WhichOneof("message")
         if kind == "chunk":
-            upload.read(call, request.chunk)
+            upload.read(call, request.chunk, *values())
         elif kind == "buffers":
             upload.read_buffers(call, request.buffers)
         elif kind == "commit":

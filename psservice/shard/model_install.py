@@ -158,7 +158,7 @@ def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "
         def make() -> Content:
             values = unpack(upload.buffers(), specs)
             average = BufferAverage(layout.buffers, values) if values else None
-            model = _make_model(shard, layout, upload.values, upload.generation, version)
+            model = _make_model(shard, layout, upload.model.values, upload.generation, version)
             run = shard.run
             return Content(model, average, shard.datasets, run.adopted(run_id), run.state_with_model, run.samples)
 

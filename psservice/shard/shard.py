@@ -168,15 +168,18 @@ class Shard:
             member.last_step = self.dedup.record(member.identity).step
 
     def copy_model(self) -> ModelCopy:
-        """Copy the shard's values at a version that is durable."""
+        """Copy the shard's values at a version that is durable; the copy must be closed."""
         copy = self.apply_thread.run(self.copy_now)
-        self.durability.events.wait()
+        try:
+            self.durability.events.wait()
+        except BaseException:
+            copy.close()
+            raise
         return copy
 
     def copy_now(self) -> ModelCopy:
-        """Copy the shard's values at the current version; on the apply thread."""
-        model = self.require_model(None)
-        return ModelCopy(model, model.version, model.current(), self.buffers.state() if self.buffers else {})
+        """Copy the shard's values at the current version; on the apply thread. The copy must be closed."""
+        return ModelCopy(self.require_model(None), self.buffers.state() if self.buffers else {})
 
     def close(self) -> None:
         """Finish what is committed and stop the threads; a state that a failed change has left is not kept."""

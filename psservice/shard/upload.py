@@ -10,10 +10,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from pscore.model.layout import Span
 from pscore.wire import frames
+from pscore.wire.dense import DenseReader
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -33,15 +32,15 @@ _LEAST_RISE = 1e-6
 class Upload:
     """One upload of one worker. Thread-safe; every method may raise :class:`Rejected`.
 
-    ``values`` are fp32 ``[span.length]`` on the host; the system allocates memory as they are written. ``moved`` is
-    when the last message arrived. While ``is_whole``, nothing is read.
+    ``model`` has the values that have arrived; ``moved`` is when the last message did. While ``is_whole``, nothing is
+    read.
     """
 
     def __init__(
         self, identity: Identity, generation: int, span: Span, buffer_bytes: int, clock: Callable[[], float]
     ) -> None:
         self.identity, self.generation, self.span, self.buffer_bytes = identity, generation, span, buffer_bytes
-        self.values = torch.empty(span.length)
+        self.model = DenseReader(span)
         self._clock = clock
         self._lock = threading.Lock()
         self._call = 0
@@ -49,14 +48,14 @@ class Upload:
         self._begin()
 
     def _begin(self) -> None:
-        self._checksum = frames.Checksum()
+        self.model.checksum = frames.Checksum()
         self._buffers = frames.BytesReader(self.buffer_bytes, self.buffer_bytes)
         self.moved = self._clock()
 
     @property
     def nbytes(self) -> int:
         """Bytes of values that have arrived."""
-        return 4 * self._checksum.entries
+        return 4 * self.model.checksum.entries
 
     def go_on(self) -> int:
         """Return the number of a call that reads from now on; messages of earlier calls are refused."""
@@ -66,22 +65,20 @@ class Upload:
 
     def received(self) -> pb.UploadModelResponse:
         """Return how much has arrived."""
-        return pb.UploadModelResponse(received=self._checksum.commit(), received_buffer_bytes=self._buffers.received)
+        return pb.UploadModelResponse(
+            received=self.model.checksum.commit(), received_buffer_bytes=self._buffers.received
+        )
 
-    def read(self, call: int, chunk: pb.Chunk) -> None:
-        """Read the next chunk, or the first one, which begins anew (``BAD_CHUNK``, ``STALE_GENERATION``)."""
+    def read(self, call: int, chunk: pb.Chunk, *values: memoryview) -> None:
+        """Read the next chunk, or the first one, which begins anew (``BAD_CHUNK``, ``STALE_GENERATION``).
+
+        ``values`` are the chunk's value bytes, which may be in the chunk itself instead.
+        """
         with self._lock:
             self._require_current(call)
             if chunk.start == self.span.start:
                 self._begin()
-            first = self._checksum.entries
-            if chunk.start != self.span.start + first or chunk.index_codec != pb.INDEX_CODEC_DENSE:
-                raise Rejected(
-                    ErrorCode.BAD_CHUNK, f"chunk at {chunk.start}, expected a dense one at {self.span.start + first}"
-                )
-            segment = frames.decode(chunk, self.span)
-            self.values[first : first + chunk.count] = segment.values
-            self._checksum.add(chunk)
+            self.model.read(chunk, *values)
             self.moved = self._clock()
 
     def read_buffers(self, call: int, piece: pb.BytesChunk) -> None:
@@ -96,11 +93,8 @@ class Upload:
         with self._lock:
             self._require_current(call)
             try:
-                self._checksum.verify(commit)
-                if self._checksum.entries != self.span.length:
-                    raise Rejected(
-                        ErrorCode.BAD_COMMIT, f"{self._checksum.entries} of {self.span.length} elements were sent"
-                    )
+                self.model.checksum.verify(commit)
+                self.model.require_complete()
                 self._buffers.finish()
             except Rejected:
                 self._begin()

@@ -6,8 +6,8 @@ a client, and a replay of the journal reads by the same code.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable
-from itertools import pairwise
+from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import pairwise, zip_longest
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -54,13 +54,16 @@ def require_end(request: Message | None) -> None:
 
 
 def read_push(
-    admit: Callable[[pb.PushHeader], Span], clock: Callable[[], int] = time.perf_counter_ns
+    admit: Callable[[pb.PushHeader], Span],
+    clock: Callable[[], int] = time.perf_counter_ns,
+    values: Callable[[], Sequence[memoryview]] = tuple,
 ) -> Reading[pb.PushSparseRequest, tuple[pb.PushHeader, list[SparseSlice], list[int]]]:
     """Read a whole push: its groups in any order, each ascending inside its own span.
 
     ``admit`` checks the header and returns the shard's span; ``clock`` tells when the message that is being read has
-    arrived. Returns header, the entries as one segment or none, and when each group was whole, nanoseconds after the
-    header. Raises :class:`Rejected` where the stream breaks the form, or is cut (``BAD_COMMIT``).
+    arrived, ``values`` its value bytes that are not in the message itself. Returns header, the entries as one segment
+    or none, and when each group was whole, nanoseconds after the header. Raises :class:`Rejected` where the stream
+    breaks the form, or is cut (``BAD_COMMIT``).
     """
     request = yield
     header: pb.PushHeader = header_of(request, "a push")
@@ -70,10 +73,10 @@ def read_push(
     readers = [ChunkReader(group, checksum, origin=span.start) for group in plan]
     arrivals = [0] * len(plan)
     while request is not None:
-        for chunk in request.chunks:
+        for chunk, data in zip_longest(request.chunks, values()):
             if chunk.group >= len(plan):
                 raise Rejected(ErrorCode.BAD_CHUNK, f"group {chunk.group} of a plan of {len(plan)}")
-            readers[chunk.group].read(chunk)
+            readers[chunk.group].read(chunk, *(() if data is None else (data,)))
             arrivals[chunk.group] = clock() - started
         if request.HasField("commit"):
             checksum.verify(request.commit)

@@ -63,7 +63,7 @@ def take_upload(messages):
     header, upload, is_whole = read_all(read_upload(new_upload), messages)
     if not is_whole:
         raise Rejected(ErrorCode.BAD_COMMIT, "it is cut")
-    return header, [SparseSlice(SHARD, None, upload.values)], upload.buffers()
+    return header, [SparseSlice(SHARD, None, upload.model.values)], upload.buffers()
 
 
 def new_upload(header):

@@ -135,7 +135,7 @@ def pull(shard, who=ANNA, *, generation=None, base=None, acknowledged=0, image=F
 
 
 def theta(shard):
-    return shard.copy_model().values
+    return shard.copy_model().read(shard.span)
 
 
 def reason_of(call, *arguments, **options):

@@ -7,7 +7,7 @@ and pulls of the worker are answered from it. The run's model is the mean of all
 import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -50,6 +50,8 @@ class GroupedShard(ModelShard):
     ``version`` counts the pushes of all; that of a worker's own model is the one at which that model last changed.
     Delays are not compensated.
     """
+
+    changes_by_updates_only: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         assert self.mode.groups is not None

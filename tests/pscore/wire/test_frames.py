@@ -194,15 +194,6 @@ def test_chunks_must_ascend():
     assert refused.value.reason is ErrorCode.BAD_CHUNK
 
 
-def test_completeness_counts_every_element():
-    reader = frames.ChunkReader(Span(0, 6))
-    for chunk, _ in frames.encode(SparseSlice(Span(0, 5), None, numbered(5)), chunk_bytes=64):
-        reader.read(chunk)
-    with pytest.raises(Rejected, match="5 of 6") as refused:
-        reader.require_complete()
-    assert refused.value.reason is ErrorCode.BAD_COMMIT
-
-
 @given(st.binary(max_size=300), st.integers(1, 100))
 @many
 def test_byte_strings_come_back_in_pieces(data, chunk_bytes):

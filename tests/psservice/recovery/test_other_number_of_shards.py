@@ -63,7 +63,7 @@ def lease(shard, who):
 
 
 def model_of(shards):
-    return torch.cat([shard.copy_model().values for shard in shards])
+    return torch.cat([shard.copy_model().read(shard.span) for shard in shards])
 
 
 def checkpoint(shards):

@@ -1,0 +1,198 @@
+"""Whole models in messages: written with one copy of their values, and read with one, to where the values belong.
+
+The protobuf library copies the bytes of a field several times on each side. So the value bytes of a chunk, its last
+field, stay outside: the sender appends them to what the library has written, the receiver reads the rest of the message
+by the library and the values from the message as it came.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pscore.model.layout import Span
+from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.codecs.format import MAX_ENTRIES
+from pscore.wire.codecs.values import CODEC_OF_DTYPE, decode_values
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.frames import Checksum
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+NO_VALUES = memoryview(b"")
+"""Of a chunk that has its value bytes itself."""
+
+_CHUNK_TAG = bytes([pb.UploadModelRequest.CHUNK_FIELD_NUMBER << 3 | 2])  # the same in every stream
+_VALUES_TAG = bytes([pb.Chunk.VALUES_FIELD_NUMBER << 3 | 2])
+_SMALL_BYTES = 4 << 10  # of a message, from which the library's copies cost more than finding the values
+
+
+def chunk_message(chunk: pb.Chunk, values: Sequence[memoryview] = ()) -> bytes:
+    """Serialise a stream's message that has a chunk, whose value bytes are ``values``, end to end, or its own."""
+    inner, size = chunk.SerializeToString(), sum(part.nbytes for part in values)
+    if size:
+        inner += _VALUES_TAG + _varint(size)
+    return b"".join((_CHUNK_TAG, _varint(len(inner) + size), inner, *values))
+
+
+def split_values(raw: bytes) -> tuple[bytes, list[memoryview]]:
+    """Return a stream's serialised message without the value bytes of its chunks, and these bytes, not copied.
+
+    The list has an entry a chunk, empty where the values are small, or not the chunk's last field: they stay in the
+    message then. It is empty where all stay.
+    """
+    if len(raw) < _SMALL_BYTES:
+        return raw, []
+    rest: list[bytes] = []
+    values: list[memoryview] = []
+    position = copied = 0
+    while position < len(raw):
+        number, start, end = next(fields(raw, position), (0, 0, 0))
+        if number == pb.UploadModelRequest.CHUNK_FIELD_NUMBER:
+            if raw[position:start] != _CHUNK_TAG + _varint(end - start):  # cut, or written in another way
+                return raw, []
+            tag, first = _find_values(raw, start, end)
+            values.append(memoryview(raw)[first:end])
+            if tag < end:
+                rest += raw[copied:position], _CHUNK_TAG, _varint(tag - start), raw[start:tag]
+                copied = end
+        if end <= position:  # no field: the library refuses the message
+            return raw, []
+        position = end
+    return (b"".join((*rest, raw[copied:])), values) if rest else (raw, [])
+
+
+def _find_values(raw: bytes, position: int, end: int) -> tuple[int, int]:
+    """Return where the field with the values of a chunk begins, and these, if it is the last one and large; or ends."""
+    begin = position
+    while position < end and position - begin < _SMALL_BYTES:
+        number, start, behind = next(fields(raw, position, end), (0, 0, end))
+        if number == pb.Chunk.VALUES_FIELD_NUMBER:
+            is_last = behind == end and raw[position:start] == _VALUES_TAG + _varint(end - start)
+            return (position, start) if is_last and end - start >= _SMALL_BYTES else (end, end)
+        position = behind
+    return end, end
+
+
+def cut(span: Span, elements: int) -> Iterator[Span]:
+    """Cut a span into parts of so many elements."""
+    for start in range(span.start, span.end, elements):
+        yield Span(start, min(span.end, start + elements))
+
+
+def dense_chunk(span: Span, dtype: torch.dtype) -> pb.Chunk:
+    """Return the chunk, without value bytes, of all elements of a span, at most ``MAX_ENTRIES``, in one dtype."""
+    return pb.Chunk(
+        start=span.start,
+        length=span.length,
+        count=span.length,
+        index_codec=pb.INDEX_CODEC_DENSE,
+        value_codec=cast("pb.ValueCodec.ValueType", CODEC_OF_DTYPE[dtype]),
+    )
+
+
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """Return the bytes of fp32, fp16 or bf16 values; without a copy where they are contiguous and on the host."""
+    return values.detach().cpu().contiguous().view(torch.uint8).numpy().data
+
+
+def dense_messages(segment: SparseSlice, chunk_bytes: int, checksum: Checksum) -> Iterator[bytes]:
+    """Serialise all elements of a span, fp32, fp16 or bf16, as messages of a chunk each, and count these."""
+    for part in cut(segment.span, max(1, chunk_bytes // segment.values.element_size())):
+        first = part.start - segment.span.start
+        chunk = dense_chunk(part, segment.values.dtype)
+        data = bytes_of(segment.values[first : first + part.length])
+        checksum.add(chunk, data)
+        yield chunk_message(chunk, (data,))
+
+
+class DenseReader:
+    """Reads dense chunks, which cover a span without gaps, into ``values``, fp32 ``[span.length]`` on the host.
+
+    The system allocates the memory as it is written.
+    """
+
+    def __init__(self, span: Span) -> None:
+        self.span, self.checksum = span, Checksum()
+        self.values = torch.empty(span.length)
+
+    def read(self, chunk: pb.Chunk, *values: memoryview) -> None:
+        """Read the next chunk, whose value bytes are ``values`` or its own.
+
+        Raises :class:`Rejected` (``BAD_CHUNK``, ``UNKNOWN_CODEC``, ``NON_FINITE``); the chunk then does not count.
+        """
+        first, count = self.checksum.entries, chunk.count
+        start = self.span.start + first
+        if chunk.start != start or chunk.index_codec != pb.INDEX_CODEC_DENSE:
+            raise Rejected(ErrorCode.BAD_CHUNK, f"chunk at {chunk.start}, expected a dense one at {start}")
+        if not 0 < count <= min(MAX_ENTRIES, self.span.end - start) or count != chunk.length or chunk.indices:
+            raise Rejected(
+                ErrorCode.BAD_CHUNK,
+                f"a dense chunk of {chunk.length} elements has {count} entries and {len(chunk.indices)} index bytes; "
+                f"{self.span.end - start} elements are missing",
+            )
+        data = next((part for part in values if part.nbytes), memoryview(chunk.values))
+        _read_values(chunk.value_codec, data, self.values[first : first + count].numpy())
+        self.checksum.add(chunk, *values)
+
+    def require_complete(self) -> None:
+        """Check that everything has arrived; raises :class:`Rejected` (``BAD_COMMIT``) if not."""
+        if self.checksum.entries != self.span.length:
+            raise Rejected(ErrorCode.BAD_COMMIT, f"{self.checksum.entries} of {self.span.length} elements were sent")
+
+
+def _read_values(codec: int, data: memoryview, into: NDArray[np.float32]) -> None:
+    """Read finite values, fp32 ones straight to their place; raises :class:`Rejected`."""
+    if codec != pb.VALUE_CODEC_FP32:
+        into[:] = decode_values(codec, cast(bytes, data), into.size)  # a codec reads any buffer
+        return
+    if data.nbytes != into.nbytes:
+        raise Rejected(ErrorCode.BAD_CHUNK, f"{data.nbytes} value bytes, {into.size} entries in fp32 need others")
+    into[:] = np.frombuffer(data, "<f4")
+    if not np.isfinite(into).all():
+        raise Rejected(ErrorCode.NON_FINITE, "an fp32 value is not finite")
+
+
+def fields(raw: bytes, position: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each field of a serialised message, and where its content begins and ends.
+
+    A number's content is empty. What breaks the format ends the fields, or the message; nothing is raised.
+    """
+    end = len(raw) if end is None else end
+    while position < end:
+        tag, position = read_varint(raw, position, end)
+        kind = tag & 7
+        if kind == 2:
+            length, position = read_varint(raw, position, end)
+            yield tag >> 3, position, min(end, position + length)
+            position += length
+            continue
+        if kind == 0:
+            _, position = read_varint(raw, position, end)
+        elif kind in (1, 5):
+            position += 8 if kind == 1 else 4
+        else:
+            return
+        yield tag >> 3, position, position
+
+
+def read_varint(raw: bytes, position: int, end: int) -> tuple[int, int]:
+    """Return a number of the wire format and where it ends; what is cut ends with the message."""
+    value = shift = 0
+    while position < end and shift < 64:
+        byte = raw[position]
+        position += 1
+        if byte < 0x80:
+            return value | byte << shift, position
+        value |= (byte & 0x7F) << shift
+        shift += 7
+    return value, position
+
+
+def _varint(value: int) -> bytes:
+    data = bytearray()
+    while value >= 0x80:
+        data.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*data, value])
