@@ -44,6 +44,11 @@ class Checkout:
         (here / "benchmarks").symlink_to(_ROOT / "benchmarks")
         (here / "sitecustomize.py").symlink_to(_ROOT / "benchmarks" / "short_way" / "old_names.py")
 
+    def warm_up(self, seconds: float) -> None:
+        """Compile the loops, so that no probe competes with the compiler that a server starts beside it."""
+        code = "from pscore.warmup import warm_up; warm_up(); print('{}')"
+        self.execute(["-c", code], [self._here.name, str(self._root)], seconds)
+
     def probe(self, name: str, arguments: dict[str, Any], seconds: float) -> dict[str, float]:
         """Run a probe and return its figures.
 

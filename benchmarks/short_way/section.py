@@ -50,6 +50,9 @@ def run(plan: Plan) -> Section:
     with ExitStack() as stack:
         here = stack.enter_context(Checkout())
         base = stack.enter_context(Checkout(plan.base)) if plan.base else None
+        for checkout in filter(None, (here, base)):
+            plan.say("compiling loops")
+            checkout.warm_up(_PROBE_SECONDS)
         for turn in range(max(each.rounds for each in measurements)):  # every row once before any is repeated
             for number, each in enumerate(measurements, start=1):
                 if turn < each.rounds and plan.has_time():

@@ -122,6 +122,7 @@ def test_a_section_fills_its_rows_and_a_failing_probe_is_a_note(monkeypatch):
         return {"cpu_ms": 1.0, "rate": 800.0, "reply_bytes": 5000, "upload": 900.0}
 
     monkeypatch.setattr(Checkout, "probe", probe)
+    monkeypatch.setattr(Checkout, "warm_up", lambda checkout, seconds: None)
     done = section.run(PLAN)
     rows = {row[0]: row[1:] for row in done.tables[0].rows}
     assert rows[SERVER_CPU[0].text] == ("(2.8)", "1", "0.5", "", "≤ 3 × anchor", "yes")
