@@ -9,10 +9,14 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pscore.names import escaped
 from pscore.version import __version__
+
+if TYPE_CHECKING:
+    from psservice.app.shared_health import SharedHealth
+    from psservice.settings import ServerSettings
 
 EXIT_DONE, EXIT_UNABLE, EXIT_USAGE = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_NO_READER = 128 + signal.SIGINT, 128 + 13  # as shells have it; not every system has SIGPIPE
@@ -332,18 +336,30 @@ def _serve(arguments: Sequence[str]) -> int:
         return _failed("serve", error, EXIT_USAGE)
     logging.configure(loaded.log_level, loaded.log_format)
 
-    from pscore.model.modelfile import ModelFileError
-    from psservice.app.server import Server, ShardFailedError, StartError
+    import psservice.app.server  # noqa: F401 - now, for the shards that are forked to share
+    from psservice.app.shard_processes import ShardProcesses
 
     # The interpreter's last collection would go through all of torch: half a second of each restart. Modules that are
     # imported later must be collected: torch's optimizers import Triton, whose bindings print what is left at exit.
     gc.freeze()
+    return ShardProcesses(loaded, _serve_shard).run() if loaded.shards > 1 else _serve_shard(loaded)
+
+
+def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = None) -> int:
+    """Serve one shard in this process; with ``health``, one of several that one command serves."""
+    from pscore.model.modelfile import ModelFileError
+    from psservice.app.server import Server, ShardFailedError, StartError
+    from psservice.observability import logging
+
+    if settings.num_shards > 1:
+        logging.configure(settings.log_level, settings.log_format, settings.shard_index)
+    command = f"serve: shard {settings.shard_index}" if health else "serve"
     try:
-        Server(loaded).run()
+        Server(settings, health).run()
     except (StartError, ModelFileError) as error:
-        return _failed("serve", error)
+        return _failed(command, error)
     except ShardFailedError as error:
-        return _failed("serve", error, EXIT_FAILED)
+        return _failed(command, error, EXIT_FAILED)
     return EXIT_DONE
 
 
