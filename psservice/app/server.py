@@ -36,7 +36,7 @@ from psservice.storage.files import StorageError
 
 log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.5
+_POLL_SECONDS, _START_POLL_SECONDS = 0.5, 0.05
 _LAST_CALLS_SECONDS = 0.5  # for health checks and the ends of connections, after the calls of workers
 _LAST_ANSWERS_SECONDS = 1.0  # of a shard that has failed: for the answers that say so
 
@@ -135,7 +135,7 @@ class Server:
             with os.fdopen(self.settings.ready_fd, "w") as stream:
                 stream.write(json.dumps(addresses) + "\n")
         parent = self.settings.parent_pid
-        while not self._is_asked_to_stop(_POLL_SECONDS):
+        while not self._is_asked_to_stop(_POLL_SECONDS if self._shared_health.all_count_all else _START_POLL_SECONDS):
             if parent is not None and os.getppid() != parent:
                 log.info("the parent process is gone")
                 break
@@ -196,9 +196,12 @@ class Server:
         serves = self._serving and self._healthy and not self.shard.drain_gate.is_closed
         is_broken = has_started and self.shard.durability.is_broken
         shared.note(self._place, has_started=has_started, serves=serves, is_broken=is_broken)
+        counts_all = shared.all_have_started
         for name in ("", SERVICE.full_name):
             self._health.set(name, serving=shared.all_serve)
         self._health.set(LIVENESS, serving=not shared.is_broken)
+        if counts_all:
+            shared.note_counts_all(self._place)
 
     def _listen(
         self,

@@ -75,7 +75,7 @@ class ShardProcesses:
                 life.has_served |= self._health.has_started(shard)
                 if life.due is not None and time.monotonic() >= life.due:
                     self._start(shard)
-            if not self._is_announced and all(life.has_served for life in self._lives):
+            if not self._is_announced and self._health.all_count_all:
                 self._announce()
         log.info("all shards have ended", extra={"status": self._status})
         return self._status

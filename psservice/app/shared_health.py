@@ -2,7 +2,7 @@
 
 import mmap
 
-_STARTED, _SERVES, _BROKEN = 1, 2, 4
+_STARTED, _SERVES, _BROKEN, _COUNTS_ALL = 1, 2, 4, 8
 
 
 class SharedHealth:
@@ -15,9 +15,23 @@ class SharedHealth:
         """Note whether a shard's server has started, serves, and asks for a restart; all false without a process."""
         self._states[shard] = _STARTED * has_started | _SERVES * serves | _BROKEN * is_broken
 
+    def note_counts_all(self, shard: int) -> None:
+        """Note that a shard's health counts all shards, which have started."""
+        self._states[shard] |= _COUNTS_ALL
+
     def has_started(self, shard: int) -> bool:
         """Whether a shard's server has started."""
         return bool(self._states[shard] & _STARTED)
+
+    @property
+    def all_have_started(self) -> bool:
+        """Whether every shard's server has."""
+        return all(state & _STARTED for state in self._states[:])
+
+    @property
+    def all_count_all(self) -> bool:
+        """Whether every shard's health counts all shards."""
+        return all(state & _COUNTS_ALL for state in self._states[:])
 
     @property
     def all_serve(self) -> bool:
