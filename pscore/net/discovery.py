@@ -49,7 +49,8 @@ def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ..
 def in_a_row(address: str, status: pb.GetStatusResponse) -> tuple[str, ...]:
     """Return the address of each shard that has its port in a row with this one, of this status; or this one alone."""
     first, total = split(address)[1] - status.shard_index, status.num_shards
-    if not status.ports_in_a_row or total > MOST_SHARDS or not 0 < first <= 65536 - total:
+    is_possible = status.shard_index < total <= MOST_SHARDS and 0 < first <= 65536 - total
+    if not (status.ports_in_a_row and is_possible):
         return (address,)
     host = address.rpartition(":")[0]
     return tuple(f"{host}:{first + index}" for index in range(total))

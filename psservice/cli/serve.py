@@ -29,7 +29,7 @@ _SEE_STATUS = "psservice status shows what was done"
 _STATUSES = """\
 exit status:
   0  done, at every shard
-  1  no shard can be reached
+  1  no shard can be reached; snapshot and restore: not all can be, and nothing was done
   2  wrong usage, or addresses that do not belong together; nothing was done
   3  refused by the server, or nothing of that name (a worker, a checkpoint)
   4  in part: done at some shards and not at others, or not yet
