@@ -187,6 +187,10 @@ def _sort(
         elif not _is_one_server(shards[index], answers[shards[index]], address, answer):
             doubtful.add(index)
             troubles.append(f"{shards[index]} and {address} are both shard {index}; stop one of them")
+    for address, answer in answers.items():
+        row = in_a_row(address, answer)
+        if answer.num_shards == total == len(row):
+            shards = dict(enumerate(row)) | shards
     return DiscoveryResult({i: a for i, a in shards.items() if i not in doubtful}, total, troubles, errors)
 
 

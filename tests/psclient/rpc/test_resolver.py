@@ -349,6 +349,14 @@ def test_one_address_of_a_row_names_all_shards_to_workers_and_operators(net):
         connection.close()
 
 
+def test_a_name_of_one_host_names_its_row(net):
+    shard = Shard(0, 3)
+    shard.answer.ports_in_a_row = True
+    net.host("127.0.0.2", shard)
+    net.name = ["127.0.0.2"]
+    assert found(net) == [f"127.0.0.2:{net.port + index}" for index in range(3)]
+
+
 @pytest.mark.parametrize("place", [(0, 1), (1, 3)])
 def test_one_address_without_a_row_is_one_shard(net, place):
     address = net.host("127.0.0.2", Shard(*place))
