@@ -36,7 +36,7 @@ class _Life:
     started: float = 0.0
     restarts: int = 0
     due: float | None = None
-    has_served: bool = False
+    has_started: bool = False
 
 
 class ShardProcesses:
@@ -72,7 +72,7 @@ class ShardProcesses:
                 self._stop("the parent process is gone")
             self._reap()
             for shard, life in enumerate(self._lives):
-                life.has_served |= self._health.has_started(shard)
+                life.has_started |= self._health.has_started(shard)
                 if life.due is not None and time.monotonic() >= life.due:
                     self._start(shard)
             if not self._is_announced and self._health.all_count_all:
@@ -84,18 +84,22 @@ class ShardProcesses:
         settings = self._settings.of_shard(shard).model_copy(update={"ready_fd": None, "parent_pid": os.getpid()})
         life = self._lives[shard]
         life.due, life.started = None, time.monotonic()
-        life.pid = os.fork()
+        try:
+            life.pid = os.fork()
+        except OSError as error:  # too many processes, or too little memory, which others may give back
+            log.error("no process for a shard", extra={"shard": shard, "error": str(error)})
+            self._note_end(shard, life, 1)
+            return
         if life.pid:
             return
         status = 1
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal; the parent passes it on
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until the server handles it: nothing has begun
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             if self._ready_fd is not None:
                 os.close(self._ready_fd)
             status = self._serve(settings, self._health)
-        except SystemExit:  # SIGTERM, before the server handles it
-            status = 0
         except BaseException:
             traceback.print_exc()
         finally:
@@ -115,7 +119,7 @@ class ShardProcesses:
 
     def _note_end(self, shard: int, life: _Life, code: int) -> None:
         """Start a shard again that has ended unasked, or end all."""
-        life.has_served |= self._health.has_started(shard)
+        life.has_started |= self._health.has_started(shard)
         self._health.note(shard, has_started=False, serves=False, is_broken=False)
         status = code if code >= 0 else 128 - code
         if self._is_stopping:
@@ -126,9 +130,9 @@ class ShardProcesses:
         about = {"shard": shard, "status": status}
         if not status:
             self._stop("a shard was told to stop", **about)
-        elif not life.has_served or life.restarts >= _MOST_RESTARTS:
+        elif not life.has_started or life.restarts >= _MOST_RESTARTS:
             self._status = status
-            self._stop("a shard cannot start" if not life.has_served else "a shard has ended too often", **about)
+            self._stop("a shard cannot start" if not life.has_started else "a shard has ended too often", **about)
         else:
             seconds = min(_LONGEST_DELAY_SECONDS, _FIRST_DELAY_SECONDS * 2**life.restarts)
             life.restarts += 1
@@ -137,7 +141,8 @@ class ShardProcesses:
 
     def _stop(self, why: str, **about: int) -> None:
         """Have every shard drain and end."""
-        log.info("stopping all shards", extra={"why": why, **about})
+        level = logging.ERROR if self._status else logging.INFO
+        log.log(level, "stopping all shards", extra={"why": why, **about})
         self._is_stopping = True
         for life in self._lives:
             life.due = None
@@ -149,10 +154,8 @@ class ShardProcesses:
         self._is_announced = True
         settings = self._settings
         addresses = {
-            "address": settings.listen,
-            "health": settings.health_listen,
-            "metrics": settings.metrics_listen,
-        }
+            "address": settings.listen, "health": settings.health_listen, "metrics": settings.metrics_listen
+        }  # fmt: skip
         log.info("all shards serve", extra={**addresses, "shards": settings.shards})
         if self._ready_fd is not None:
             with os.fdopen(self._ready_fd, "w") as stream:

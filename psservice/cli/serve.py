@@ -40,7 +40,7 @@ exit status:
 _ADDRESSES = """\
 addresses:
   HOST:PORT of each shard, in any order; several in one word with commas, or as a range: ps-{0..3}.ps:50051;
-  or one name for all shards, looked up once: dns:///ps:50051
+  of any one shard of psservice serve --shards; or one name for all shards, looked up once: dns:///ps:50051
 """
 
 
@@ -319,9 +319,10 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    # Until Server.run handles SIGTERM: the first process of a container ignores a signal without a handler, and would
-    # be killed at the end of its grace period.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_DONE))
+    # Until Server.run handles them: the first process of a container ignores a signal without a handler, and would be
+    # killed at the end of its grace period.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(EXIT_DONE))
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
 
     if sys.stderr and sys.stderr.isatty():
