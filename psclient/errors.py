@@ -73,7 +73,7 @@ class ServerUnreachableError(SparsepsError, ConnectionError):
     """
 
     _text: ClassVar[str] = (
-        "{address} did not answer for {seconds:.0f} s ({why}); check that `psservice serve` runs there and that the "
+        "{address} did not answer for {seconds:.0f} s: {why}; check that `psservice serve` runs there and that the "
         "address can be reached. {hint}"
     )
 
@@ -85,7 +85,7 @@ class ServerUnreachableError(SparsepsError, ConnectionError):
 class HandshakeError(ServerUnreachableError):
     """A server, or something else, listens at an address, and the two cannot speak: TLS, certificates, another port."""
 
-    _text = "{address} cannot be spoken to ({why}, for {seconds:.0f} s): {hint}"
+    _text = "{address} cannot be spoken to for {seconds:.0f} s: {why}; {hint}"
 
 
 class HeldBackError(ServerUnreachableError, TimeoutError):

@@ -51,8 +51,9 @@ class ClientSettings(LayeredSettings):
 
     server: str = Field(
         LOCAL,
-        description="HOST:PORT of each shard in order, separated by commas, or as a range: ps-{0..3}.ps:50051; or "
-        "dns:///HOST:PORT, one name for all shards; local starts an embedded server",
+        description="HOST:PORT of each shard in order, separated by commas, or as a range: ps-{0..3}.ps:50051; of any "
+        "one shard of psservice serve --shards; or dns:///HOST:PORT, one name for all shards; local starts an embedded "
+        "server",
     )
     worker: str = Field("", description="this worker's name; empty takes it from the job's environment")
     run_id: str = Field("", description="refuse to train in any other run; empty accepts the server's")

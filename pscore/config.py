@@ -41,7 +41,7 @@ class LayeredSettings(BaseSettings):
                 form = self._form_of(name, given)
                 message = problem["msg"].removeprefix("Value error, ")
                 if problem["type"] == "extra_forbidden":
-                    lines.append(_unknown(name, names, form))
+                    lines.append(unknown_setting(name, names, form))
                 else:
                     lines.append(f"{'.'.join([form(name), *inner])}: {message}" if name else message)
             raise self.failure("\n".join(lines)) from error
@@ -103,11 +103,11 @@ def unknown_variables(prefix: str, names: Iterable[str]) -> list[str]:
         name = variable.upper().removeprefix(prefix)
         is_link = _SERVICE_LINK.fullmatch(name) or (name.endswith("PORT") and _SERVICE_URL.match(value))
         if variable.upper().startswith(prefix) and name.lower() not in known and not is_link:
-            lines.append(_unknown(name.lower(), known, lambda each: prefix + each.upper()))
+            lines.append(unknown_setting(name.lower(), known, lambda each: prefix + each.upper()))
     return lines
 
 
-def _unknown(name: str, known: Iterable[str], form: Callable[[str], str]) -> str:
+def unknown_setting(name: str, known: Iterable[str], form: Callable[[str], str]) -> str:
     """Return a line that names an unknown setting and the nearest known one, both in the form of their source."""
     nearest = difflib.get_close_matches(name, [*known], n=1)
     hint = f"did you mean {form(nearest[0])}?" if nearest else "docs/settings.md lists those there are"

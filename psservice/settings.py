@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from pydantic_settings import CliSettingsSource, SettingsConfigDict
 
-from pscore.config import LayeredSettings
+from pscore.config import LayeredSettings, unknown_setting
 from pscore.names import LONGEST_NAME
 from pscore.net.channels import is_loopback
 from pscore.select import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
@@ -17,9 +17,11 @@ from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
 ENVIRONMENT_PREFIX = "PSSERVICE_"
+MOST_SHARDS_OF_A_HOST = 64
+"""A process each, with threads and memory of its own; a larger number is a slip."""
 
 # The placeholder of a flag's value in --help, by the end of the flag's name, or else by the type of the setting.
-_UNITS = {"listen": "HOST:PORT", "-seconds": "SECONDS", "-bytes": "BYTES", "--device": "DEVICE"}
+_UNITS = {"listen": "HOST:PORT", "-seconds": "SECONDS", "-bytes": "BYTES", "--device": "DEVICE", "-dir": "DIR"}
 _KINDS = {"str": "NAME", "int": "N", "float": "NUMBER", "Path": "FILE"}
 
 
@@ -71,6 +73,13 @@ class ServerSettings(LayeredSettings):
     device: str = _setting("auto", "device of the parameters: auto, cpu, cuda or cuda:N")
     shard_index: int = _setting(0, "index of this shard; shard 0 coordinates", ge=0)
     num_shards: int = _setting(1, "number of shards of the model", ge=1)
+    shards: int = _setting(
+        1,
+        "serve all shards of the model from this host, a process each, with ports in a row: shard i has the ports of "
+        "--listen and --metrics-listen plus i; one health port serves all. Limits of memory and threads are a shard's",
+        ge=1,
+        le=MOST_SHARDS_OF_A_HOST,
+    )
     init: Path | None = _setting(
         None,
         "model to start from instead of the first worker's upload: a safetensors file, or the data "
@@ -98,7 +107,7 @@ class ServerSettings(LayeredSettings):
     final_model: Path | None = _setting(None, "safetensors file to write when the run ends")
 
     data_dir: Path | None = _setting(
-        None, "directory of a shard's snapshots and journal, which must survive the server"
+        None, "directory of snapshots and journals, a folder for each shard, which must survive the server"
     )
     durability: Literal["journal", "snapshot", "none"] = _setting(
         "journal",
@@ -172,7 +181,9 @@ class ServerSettings(LayeredSettings):
     rpc_threads: int = _setting(
         64, "threads for pushes, pulls and models; a call that waits for its client needs none", ge=4
     )
-    compute_threads: int = _setting(0, "CPU threads of a tensor operation; 0 for torch's default", ge=0)
+    compute_threads: int = _setting(
+        0, "CPU threads of a tensor operation; 0 for torch's default, divided by --shards", ge=0
+    )
     drain_seconds: float = _setting(
         20.0, "time after SIGTERM to finish calls; a call that waits for its client has 2 seconds", ge=0
     )
@@ -214,7 +225,10 @@ class ServerSettings(LayeredSettings):
             address = getattr(self, name)
             if not address and name != "listen":
                 continue
-            host, port = split_address(address)
+            try:
+                host, port = split_address(address)
+            except ValueError as error:
+                raise ValueError(f"{self.explicit(name)} {error}") from None
             if name == "listen" and not is_loopback(host):
                 self._check_open_address(address)
             if not 0 <= port < 65536:
@@ -223,7 +237,36 @@ class ServerSettings(LayeredSettings):
             self.device.startswith("cuda:") and self.device[5:].isdigit()
         ):
             raise ValueError(f"--device {self.device!r}: use auto, cpu, cuda or cuda:N")
+        if self.shards > 1:
+            self._check_shards()
         return self
+
+    def _check_shards(self) -> None:
+        """Require that nothing else numbers the shards, and ports that do not overlap."""
+        if twice := [self.explicit(name) for name in ("shard_index", "num_shards") if name in self.model_fields_set]:
+            raise ValueError(
+                f"--shards {self.shards} starts and numbers every shard itself: leave out {' and '.join(twice)}"
+            )
+        taken: dict[int, str] = {}
+        for name, count in (("listen", self.shards), ("metrics_listen", self.shards), ("health_listen", 1)):
+            address = getattr(self, name)
+            first = split_address(address)[1] if address else 0
+            for port in range(first, first + count) if first else ():
+                if port > 65535:
+                    raise ValueError(f"{self.explicit(name)} {address}: {self.shards} shards need ports up to {port}")
+                if port in taken:
+                    raise ValueError(
+                        f"{self.explicit(name)} {address}: port {port} is one of the {self.shards} of "
+                        f"{self.explicit(taken[port])} {getattr(self, taken[port])}; choose ports that do not overlap"
+                    )
+                taken[port] = name
+
+    def of_shard(self, index: int) -> "ServerSettings":
+        """Return the settings of one of ``shards``: its place, its ports, and the health port at shard 0 only."""
+        own = {name: _port_after(getattr(self, name), index) for name in ("listen", "metrics_listen")}
+        health_listen = "" if index else self.health_listen
+        place = {"shard_index": index, "num_shards": self.shards}
+        return self.model_copy(update=own | place | {"health_listen": health_listen})
 
     def _check_open_address(self, address: str) -> None:
         """Require security of an address beyond loopback."""
@@ -246,6 +289,15 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def at_port(address: str, port: int) -> str:
+    """Return ``HOST:PORT`` with another port."""
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _port_after(address: str, count: int) -> str:
+    return at_port(address, split_address(address)[1] + count) if address else ""
+
+
 def load(arguments: Sequence[str]) -> ServerSettings:
     """Read the settings from command-line flags and everything below them.
 
@@ -257,8 +309,21 @@ def load(arguments: Sequence[str]) -> ServerSettings:
         cli_parse_args=list(arguments),
         cli_hide_none_type=True,
         add_argument_method=_add_argument,
+        parse_args_method=_parse,
     )()
     return ServerSettings(**flags)
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse flags; an unknown one ends the program with the nearest known one, and not with all of them."""
+    parser.usage = "%(prog)s [--SETTING VALUE ...]"
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        name = flag.removeprefix("--").replace("-", "_")
+        told = unknown_setting(name, ServerSettings.model_fields, ServerSettings.explicit) if flag[:2] == "--" else ""
+        parser.exit(2, f"{parser.prog}: {told or f'{flag!r} is no flag; --help shows those there are'}\n")
+    return parsed
 
 
 def _add_argument(parser: argparse.ArgumentParser, *flags: str, **options: Any) -> argparse.Action:

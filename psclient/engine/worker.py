@@ -4,9 +4,11 @@ import atexit
 import logging
 import os
 import signal
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Protocol, TypeVar
@@ -97,7 +99,8 @@ class Worker:
         self._thread = SerialExecutor("psclient-step")
         try:
             self._end_earlier()
-            shards = self._thread.call(partial(self._reach, settings, model.layout), lambda: None)
+            with _exiting_on_sigterm(settings.flush_on_sigterm):
+                shards = self._thread.call(partial(self._reach, settings, model.layout), lambda: None)
         except BaseException:
             if self._own_server is not None:
                 self._own_server.stop()
@@ -195,6 +198,20 @@ class Worker:
             log.warning("worker %s could not leave in time; its lease ends by itself", self._name)
         finally:
             self.lifecycle.release()
+
+
+@contextmanager
+def _exiting_on_sigterm(enabled: bool) -> Iterator[None]:
+    """End the program with status 143 on SIGTERM, as :class:`Lifecycle` does later, where nothing else handles it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (enabled and is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Lifecycle:

@@ -109,7 +109,7 @@ class RetryPolicy:
             self._warned_of.add(failure.reason)  # silence, and then a server that refuses, are two pieces of news
             what = "does not answer" if failure.reason is None else "does not serve now"
             why = f"{failure.advice}: {failure}" if failure.advice else failure
-            log.warning("%s %s (%s); trying for %.0f s more", address, what, why, left)
+            log.warning("%s %s: %s; trying for %.0f s more", address, what, why, left)
         pause(delay)
         if failure.retry_seconds is None:
             self._deadline_seconds *= 2

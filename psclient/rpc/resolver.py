@@ -1,4 +1,4 @@
-"""Where the shards behind one DNS name are now. After a restart, an address may be nobody's, or another shard's."""
+"""Where all shards are, from one address or one DNS name, behind which an address may become another shard's."""
 
 import logging
 import threading
@@ -11,8 +11,10 @@ from psclient.errors import START_FIRST, AccessError, ConfigurationError, Transi
 from psclient.rpc.channel import Connection, RetryPolicy
 from pscore.net.addresses import is_service
 from pscore.net.channels import ChannelError, Security
-from pscore.net.discovery import DiscoveryResult, Service
+from pscore.net.discovery import DiscoveryResult, Service, in_a_row
+from pscore.wire.errors import Rejected
 from pscore.wire.messages import SHARD_HEADER, place_of
+from pscore.wire.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")
 
@@ -83,10 +85,12 @@ def connect(
 ) -> list[Connection]:
     """Return a connection to each shard, in order; ``server`` is as in docs/addresses.md.
 
-    ``seconds`` and ``hint`` are for finding the shards behind one name. ``announce`` tells each server for which shard
-    a call is meant, so that another shard refuses the call.
+    ``seconds`` and ``hint`` are for finding the shards from one address or name. ``announce`` tells each server for
+    which shard a call is meant, so that another shard refuses the call.
     """
     addresses = client_settings.addresses(server)
+    if len(addresses) == 1 and not is_service(addresses[0]):
+        addresses = _ask_for_others(addresses[0], security, RetryPolicy(seconds, _QUERY_SECONDS, hint))
     shards: list[tuple[str, Callable[[], str] | None]] = [(address, None) for address in addresses]
     if is_service(addresses[0]):
         resolver = ShardResolver(addresses[0], security, seconds, hint)
@@ -96,3 +100,18 @@ def connect(
         Connection(name, security, ((SHARD_HEADER, place_of(index, len(shards))),) if announce else (), locate)
         for index, (name, locate) in enumerate(shards)
     ]
+
+
+def _ask_for_others(address: str, security: Security, policy: RetryPolicy) -> tuple[str, ...]:
+    """Return the address of each shard that has its port in a row with this one, or this one alone."""
+    connection = Connection(address, security)
+    try:
+        status = connection.call(
+            policy,
+            lambda seconds: connection.result(
+                connection.stub.GetStatus.future(pb.GetStatusRequest(brief=True), timeout=seconds)
+            ),
+        )
+    finally:
+        connection.close()
+    return (address,) if isinstance(status, Rejected) else in_a_row(address, status)  # a refusal is met again

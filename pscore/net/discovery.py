@@ -1,6 +1,7 @@
-"""Finding all shards behind one DNS name: each address is asked which shard it is.
+"""Finding all shards from one address or one DNS name.
 
-A headless Service of Kubernetes has a record for each shard that is ready, in no order.
+Shards of one host have ports in a row: any of them tells which one it is. A headless Service of Kubernetes has a record
+for each shard that is ready, in no order: each address is asked which shard it is.
 """
 
 import queue
@@ -12,9 +13,11 @@ from dataclasses import dataclass, field, replace
 import grpc
 
 from pscore.net.addresses import MOST_SHARDS, expand, is_service, split
-from pscore.net.channels import Security, explain, open_channel
+from pscore.net.channels import ChannelError, Security, explain, open_channel
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+
+_QUERY_SECONDS = 5.0
 
 
 class DiscoveryError(Exception):
@@ -22,7 +25,7 @@ class DiscoveryError(Exception):
 
 
 def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ...], Security]:
-    """Return every shard's address and the security of its channel; one name for all shards is looked up once.
+    """Return every shard's address and the security of its channel; one address or name for all is asked once.
 
     ``server`` has any form of :func:`pscore.net.addresses.expand`. The name has so many ``seconds`` to answer, and the
     servers as many again.
@@ -32,13 +35,34 @@ def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ..
         DiscoveryError: shards behind the name are missing.
     """
     addresses = expand(server)
-    if not is_service(addresses[0]):
+    if len(addresses) > 1:
         return addresses, security
+    if not is_service(addresses[0]):
+        return _ask_for_others(addresses[0], security, min(seconds, _QUERY_SECONDS)), security
     service = Service(addresses[0], security)
     result = service.discover(seconds)
     if result.addresses is None:
         raise DiscoveryError(f"{service.address}: {result.describe()}")
     return result.addresses, service.security
+
+
+def in_a_row(address: str, status: pb.GetStatusResponse) -> tuple[str, ...]:
+    """Return the address of each shard that has its port in a row with this one, of this status; or this one alone."""
+    first, total = split(address)[1] - status.shard_index, status.num_shards
+    is_possible = status.shard_index < total <= MOST_SHARDS and 0 < first <= 65536 - total
+    if not (status.ports_in_a_row and is_possible):
+        return (address,)
+    host = address.rpartition(":")[0]
+    return tuple(f"{host}:{first + index}" for index in range(total))
+
+
+def _ask_for_others(address: str, security: Security, seconds: float) -> tuple[str, ...]:
+    try:
+        with open_channel(address, security) as channel:
+            stub = ParameterServerServiceStub(channel)
+            return in_a_row(address, stub.GetStatus(pb.GetStatusRequest(brief=True), timeout=seconds))
+    except (ChannelError, grpc.RpcError):  # the caller meets the same error, and tells it
+        return (address,)
 
 
 @dataclass(frozen=True)
@@ -163,6 +187,10 @@ def _sort(
         elif not _is_one_server(shards[index], answers[shards[index]], address, answer):
             doubtful.add(index)
             troubles.append(f"{shards[index]} and {address} are both shard {index}; stop one of them")
+    for address, answer in answers.items():
+        row = in_a_row(address, answer)
+        if answer.num_shards == total == len(row):
+            shards = dict(enumerate(row)) | shards
     return DiscoveryResult({i: a for i, a in shards.items() if i not in doubtful}, total, troubles, errors)
 
 

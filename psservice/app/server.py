@@ -18,6 +18,7 @@ from pscore.telemetry import tracing
 from pscore.telemetry.span import TracingError
 from pscore.version import __version__
 from psservice.app.maintenance import MaintenanceThread
+from psservice.app.shared_health import SharedHealth
 from psservice.http.pages import application
 from psservice.http.server import WebServer
 from psservice.observability.metrics import Metrics
@@ -35,7 +36,7 @@ from psservice.storage.files import StorageError
 
 log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.5
+_POLL_SECONDS, _START_POLL_SECONDS = 0.5, 0.05
 _LAST_CALLS_SECONDS = 0.5  # for health checks and the ends of connections, after the calls of workers
 _LAST_ANSWERS_SECONDS = 1.0  # of a shard that has failed: for the answers that say so
 
@@ -49,13 +50,18 @@ class ShardFailedError(Exception):
 
 
 class Server:
-    """One running shard: the service, its health, and its metrics and status page, each on a port of its own."""
+    """One running shard: the service, its health, and its metrics and status page, each on a port of its own.
 
-    def __init__(self, settings: ServerSettings) -> None:
+    Health is that of all shards of the command, which ``shared_health`` has.
+    """
+
+    def __init__(self, settings: ServerSettings, shared_health: SharedHealth | None = None) -> None:
         """Bind every port and start to serve, health first, before a journal is replayed; raises ``StartError``."""
         self.settings = settings
-        if settings.compute_threads:
-            torch.set_num_threads(settings.compute_threads)
+        self._shared_health = shared_health or SharedHealth(1)
+        self._place = settings.shard_index if shared_health else 0
+        if settings.compute_threads or settings.shards > 1:
+            torch.set_num_threads(settings.compute_threads or max(1, torch.get_num_threads() // settings.shards))
         self._metrics = Metrics()
         self._loop = EventLoop()
         self._health = Health(self._loop)
@@ -64,10 +70,9 @@ class Server:
         self._stop_asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose put a signal may interrupt
         self._serving = False
         self._healthy = True
-        self.health_address = self.metrics_address = ""
+        self.address = self.health_address = self.metrics_address = ""
         try:
-            self._update_health()
-            self._health.set(LIVENESS, serving=True)
+            self.update_health()
             if settings.health_listen:
                 self.health_address = self._listen(settings.health_listen, "--health-listen", [self._health.handler()])
             self._start_service()
@@ -76,7 +81,7 @@ class Server:
             self._loop.close()
             raise
         self._serving = True
-        self._update_health()
+        self.update_health()
 
     def _start_service(self) -> None:
         """Recover the shard, and open the ports of workers and metrics."""
@@ -94,7 +99,7 @@ class Server:
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
         self.shard.durability.checkpoints.keys = authenticator.server_keys
-        operators = OperatorCalls(self.shard, self._update_health, self._ask_to_stop)
+        operators = OperatorCalls(self.shard, self.update_health, self._ask_to_stop)
         self._dispatcher = Dispatcher(
             handlers_of(WorkerCalls(self.shard)) | handlers_of(operators),
             authenticator,
@@ -132,26 +137,21 @@ class Server:
             with os.fdopen(self.settings.ready_fd, "w") as stream:
                 stream.write(json.dumps(addresses) + "\n")
         parent = self.settings.parent_pid
-        while not self._is_asked_to_stop(_POLL_SECONDS):
+        while not self._is_asked_to_stop(_POLL_SECONDS if self._shared_health.all_count_all else _START_POLL_SECONDS):
             if parent is not None and os.getppid() != parent:
                 log.info("the parent process is gone")
                 break
-            self.check_liveness()
+            self.update_health()
         self.stop()
         if self.shard.apply_thread.failed:
             raise ShardFailedError("an update failed half-way; start the server again and it recovers")
-
-    def check_liveness(self) -> None:
-        """Ask for a restart where the journal is damaged beyond repair by a running server."""
-        if self.shard.durability.is_broken:
-            self._health.set(LIVENESS, serving=False)
 
     def stop(self) -> None:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
         log.info("draining")
         self._serving = False
         self.shard.drain_gate.is_closed = True
-        self._update_health()
+        self.update_health()
         failed = self.shard.apply_thread.failed
         self._loop.run(self._dispatcher.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))
         *_, port = self._ports
@@ -182,18 +182,28 @@ class Server:
     def _durable(self, healthy: bool) -> None:
         self._metrics.durable.set(healthy)
         self._healthy = healthy
-        self._update_health()
+        self.update_health()
 
     def _failed(self) -> None:
         self._healthy = False
-        self._update_health()
+        self.update_health()
         self._ask_to_stop()
 
-    def _update_health(self) -> None:
-        """Report SERVING while pushes are accepted and can be made durable as promised."""
+    def update_health(self) -> None:
+        """Report SERVING while every shard accepts pushes and can make them durable as promised.
+
+        Ask for a restart where a journal is damaged beyond repair by a running server.
+        """
+        has_started, shared = bool(self.address), self._shared_health
         serves = self._serving and self._healthy and not self.shard.drain_gate.is_closed
+        is_broken = has_started and self.shard.durability.is_broken
+        shared.note(self._place, has_started=has_started, serves=serves, is_broken=is_broken)
+        counts_all = shared.all_have_started
         for name in ("", SERVICE.full_name):
-            self._health.set(name, serving=serves)
+            self._health.set(name, serving=shared.all_serve)
+        self._health.set(LIVENESS, serving=not shared.is_broken)
+        if counts_all:
+            shared.note_counts_all(self._place)
 
     def _listen(
         self,

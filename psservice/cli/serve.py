@@ -9,10 +9,14 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pscore.names import escaped
 from pscore.version import __version__
+
+if TYPE_CHECKING:
+    from psservice.app.shared_health import SharedHealth
+    from psservice.settings import ServerSettings
 
 EXIT_DONE, EXIT_UNABLE, EXIT_USAGE = 0, 1, 2
 EXIT_INTERRUPTED, EXIT_NO_READER = 128 + signal.SIGINT, 128 + 13  # as shells have it; not every system has SIGPIPE
@@ -25,7 +29,7 @@ _SEE_STATUS = "psservice status shows what was done"
 _STATUSES = """\
 exit status:
   0  done, at every shard
-  1  no shard can be reached
+  1  no shard can be reached; snapshot and restore: not all can be, and nothing was done
   2  wrong usage, or addresses that do not belong together; nothing was done
   3  refused by the server, or nothing of that name (a worker, a checkpoint)
   4  in part: done at some shards and not at others, or not yet
@@ -36,7 +40,7 @@ exit status:
 _ADDRESSES = """\
 addresses:
   HOST:PORT of each shard, in any order; several in one word with commas, or as a range: ps-{0..3}.ps:50051;
-  or one name for all shards, looked up once: dns:///ps:50051
+  of any one shard of psservice serve --shards; or one name for all shards, looked up once: dns:///ps:50051
 """
 
 
@@ -315,9 +319,10 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    # Until Server.run handles SIGTERM: the first process of a container ignores a signal without a handler, and would
-    # be killed at the end of its grace period.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_DONE))
+    # Until Server.run handles them: the first process of a container ignores a signal without a handler, and would be
+    # killed at the end of its grace period.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(EXIT_DONE))
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
 
     if sys.stderr and sys.stderr.isatty():
@@ -332,18 +337,30 @@ def _serve(arguments: Sequence[str]) -> int:
         return _failed("serve", error, EXIT_USAGE)
     logging.configure(loaded.log_level, loaded.log_format)
 
-    from pscore.model.modelfile import ModelFileError
-    from psservice.app.server import Server, ShardFailedError, StartError
+    import psservice.app.server  # noqa: F401 - now, for the shards that are forked to share
+    from psservice.app.shard_processes import ShardProcesses
 
     # The interpreter's last collection would go through all of torch: half a second of each restart. Modules that are
     # imported later must be collected: torch's optimizers import Triton, whose bindings print what is left at exit.
     gc.freeze()
+    return ShardProcesses(loaded, _serve_shard).run() if loaded.shards > 1 else _serve_shard(loaded)
+
+
+def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = None) -> int:
+    """Serve one shard in this process; with ``health``, one of several that one command serves."""
+    from pscore.model.modelfile import ModelFileError
+    from psservice.app.server import Server, ShardFailedError, StartError
+    from psservice.observability import logging
+
+    if settings.num_shards > 1:
+        logging.configure(settings.log_level, settings.log_format, settings.shard_index)
+    command = f"serve: shard {settings.shard_index}" if health else "serve"
     try:
-        Server(loaded).run()
+        Server(settings, health).run()
     except (StartError, ModelFileError) as error:
-        return _failed("serve", error)
+        return _failed(command, error)
     except ShardFailedError as error:
-        return _failed("serve", error, EXIT_FAILED)
+        return _failed(command, error, EXIT_FAILED)
     return EXIT_DONE
 
 

@@ -26,8 +26,11 @@ class _TextFormatter(logging.Formatter):
         return "\n".join(f"    {escaped(line)}" for line in super().formatException(ei).splitlines())
 
 
-def configure(level: str, form: str) -> None:
-    """Send every log line of this process to stderr, from ``level`` up; ``form`` is ``json``, ``text`` or ``auto``."""
+def configure(level: str, form: str, shard: int | None = None) -> None:
+    """Send every log line of this process to stderr, from ``level`` up; ``form`` is ``json``, ``text`` or ``auto``.
+
+    Where a run has several shards, each line has the field ``shard``.
+    """
     if form == "auto":
         form = "text" if sys.stderr.isatty() else "json"
     handler = logging.StreamHandler(sys.stderr)
@@ -36,4 +39,6 @@ def configure(level: str, form: str) -> None:
         if form == "json"
         else _TextFormatter("%(asctime)s %(levelname)-7s %(message)s")
     )
+    if shard is not None:
+        handler.addFilter(lambda record: record.__dict__.setdefault("shard", shard) == shard)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -29,7 +29,13 @@ def drain(clients: ShardClients, options: Namespace) -> int:
     drained = [address for address, each in closed.items() if each.error is None and _is_drained(each.answer)]
     now = fleet.reached | read_fleet(clients).reached  # an upload that was under way has brought the model since
     durable = [a for a in drained if now[a].durability not in ("", "none") and now[a].generation]
-    snapshots = {each.address: each for each in take_snapshots(clients, durable)}
+    before = [fleet.reached[a] for a in durable]
+    kept = {_last_checkpoint(status) for status in before}
+    if len(kept) == 1 and "" not in kept:  # by an earlier drain, and nothing has changed since
+        taken = [pb.TakeSnapshotResponse(checkpoint=each.snapshot_checkpoint, version=each.version) for each in before]
+        snapshots = {a: Outcome(a, answer) for a, answer in zip(durable, taken, strict=True)}
+    else:
+        snapshots = {each.address: each for each in take_snapshots(clients, durable)}
     stopped: dict[str, Outcome] = {}
     if options.stop:
         ready = [a for a in drained if a not in snapshots or snapshots[a].error is None]
@@ -98,11 +104,17 @@ class _Drained:
             parts.append(f"no snapshot: {self.snapshot.error}")
         else:
             taken = self.snapshot.answer
-            parts.append(f"checkpoint {taken.checkpoint or '(of this shard alone)'}: {taken.path}")
+            parts.append(f"checkpoint {taken.checkpoint or '(of this shard alone)'}: {taken.path or 'taken before'}")
         if self.stopped is not None:
             failed = self.stopped.error or "it is busy, ask again"
             parts.append("stopping" if self.is_stopping else f"not stopped: {failed}")
         return "; ".join(parts)
+
+
+def _last_checkpoint(status: pb.GetStatusResponse) -> str:
+    """Return the checkpoint that has a drained shard as it is; empty where the shard is open, or there is none."""
+    is_drained = status.draining and not status.calls_inside and not status.queued
+    return status.snapshot_checkpoint if is_drained and status.snapshot_version == status.version else ""
 
 
 def _is_drained(answer: pb.DrainResponse) -> bool:

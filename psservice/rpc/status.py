@@ -38,6 +38,7 @@ def status_of(shard: Shard, uptime_seconds: float, *, brief: bool = False) -> pb
         length=span.length,
         shard_index=settings.shard_index,
         num_shards=settings.num_shards,
+        ports_in_a_row=settings.shards > 1,
         device=str(shard.device),
         workers=[_worker_status(shard, member) for member in shard.leases.members() if not brief],
         push_bytes=count_of(counts.received_bytes, "PushSparse"),

@@ -136,6 +136,6 @@ def _require_same_number(files: Files, data_dir: Path, ours: str) -> None:
         if number != ours and snapshots.newest_number(files, data_dir / name / "snapshots"):
             raise StorageError(
                 f"{data_dir / name} holds a model of a run with --num-shards {number}, and this server was started "
-                f"with {ours}. Start it with --num-shards {number} to go on with that run, or with a --data-dir "
-                "of its own, and --init DIR to begin from that model"
+                f"with {ours}. Start it with --num-shards {number}, or all on one host with --shards {number}, to go "
+                f"on with that run, or with a --data-dir of its own, and --init {data_dir} to begin from that model"
             )

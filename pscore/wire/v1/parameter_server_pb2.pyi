@@ -2131,6 +2131,7 @@ class GetStatusResponse(_message.Message):
     DENSE_PULL_BYTES_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    PORTS_IN_A_ROW_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     run_state: Global___RunState.ValueType
@@ -2195,6 +2196,8 @@ class GetStatusResponse(_message.Message):
     """Payload bytes of as many pulls of every element."""
     max_staleness: _builtins.int
     """Staleness from which a push is refused; 0 for no such bound."""
+    ports_in_a_row: _builtins.bool
+    """Whether shard i is at this shard's host too, at its port minus shard_index plus i: one address names all shards."""
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Its settings."""
@@ -2245,10 +2248,11 @@ class GetStatusResponse(_message.Message):
         dense_pull_bytes: _builtins.int = ...,
         evicted: _abc.Iterable[Global___EvictedWorker] | None = ...,
         max_staleness: _builtins.int = ...,
+        ports_in_a_row: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "parameters", b"parameters", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "parameters", b"parameters", "ports_in_a_row", b"ports_in_a_row", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

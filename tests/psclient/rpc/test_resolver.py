@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 import trustme
+from hypothesis import given
+from hypothesis import strategies as st
 
 from psclient.errors import AccessError, ConfigurationError, ServerUnreachableError
 from psclient.rpc.lease_thread import LeaseThread
@@ -16,6 +18,7 @@ from psclient.rpc.shard_client import ShardClient
 from psclient.settings import ClientSettings
 from pscore.model.layout import Span
 from pscore.net import discovery
+from pscore.net.addresses import expand
 from pscore.net.channels import Security
 from pscore.wire.errors import ErrorCode, Rejected, to_status
 from pscore.wire.messages import SHARD_HEADER
@@ -311,3 +314,58 @@ class Meeting:
 
     def wait(self):
         next(self._barriers).wait()
+
+
+# Ports in a row on one host
+
+
+@given(
+    st.builds(
+        pb.GetStatusResponse,
+        shard_index=st.integers(0, 2**32 - 1) | st.integers(0, 5),
+        num_shards=st.integers(0, 2**32 - 1) | st.integers(0, 5),
+        ports_in_a_row=st.booleans(),
+    ),
+    st.integers(1, 65535),
+)
+def test_whatever_a_server_says_of_its_row_only_ports_that_can_be_are_asked(status, port):
+    found = discovery.in_a_row(f"[::1]:{port}", status)
+    assert expand(",".join(found)) == found
+    if found != (f"[::1]:{port}",):
+        assert status.ports_in_a_row
+        assert len(found) == status.num_shards
+        assert found[status.shard_index] == f"[::1]:{port}"
+
+
+def test_one_address_of_a_row_names_all_shards_to_workers_and_operators(net):
+    shard = Shard(1, 3)
+    shard.answer.ports_in_a_row = True
+    address, port = net.host("127.0.0.2", shard), net.port
+    row = tuple(f"127.0.0.2:{port + step}" for step in (-1, 0, 1))
+    connections = connect(address, Security(), 30.0)
+    assert tuple(each.address for each in connections) == row
+    assert discovery.find(address, Security(), 30.0) == (row, Security())
+    for connection in connections:
+        connection.close()
+
+
+def test_a_name_of_one_host_names_its_row(net):
+    shard = Shard(0, 3)
+    shard.answer.ports_in_a_row = True
+    net.host("127.0.0.2", shard)
+    net.name = ["127.0.0.2"]
+    assert found(net) == [f"127.0.0.2:{net.port + index}" for index in range(3)]
+
+
+@pytest.mark.parametrize("place", [(0, 1), (1, 3)])
+def test_one_address_without_a_row_is_one_shard(net, place):
+    address = net.host("127.0.0.2", Shard(*place))
+    assert discovery.find(address, Security(), 30.0) == ((address,), Security())
+    (connection,) = connect(address, Security(), 30.0)
+    connection.close()
+
+
+def test_one_address_that_nobody_answers_is_tried_as_long_as_the_first_contact(net):
+    with pytest.raises(ServerUnreachableError):
+        connect(f"127.0.0.2:{net.port}", Security(), 0.5)
+    assert discovery.find(f"127.0.0.2:{net.port}", Security(), 30.0)[0] == (f"127.0.0.2:{net.port}",)

@@ -52,6 +52,14 @@ def test_settings_cannot_be_changed_afterwards():
         (["--device", "cuda:x"], "'cuda:x'"),
         (["--end-versions", "-1"], "--end-versions"),
         (["--config", "/no/such/file.yaml"], "no such file"),
+        (["--listen", "0.0.0.0"], "--listen '0.0.0.0' is not HOST:PORT"),
+        (["--shards", "0"], "--shards"),
+        (["--shards", "1000"], "--shards"),
+        (["--shards", "4", "--num-shards", "4"], "leave out --num-shards"),
+        (["--shards", "4", "--shard-index", "0"], "leave out --shard-index"),
+        (["--shards", "4", "--listen", "127.0.0.1:65533"], "ports up to 65536"),
+        (["--shards", "4", "--listen", "127.0.0.1:7070", "--health-listen", "127.0.0.1:7073"], "port 7073 is one of"),
+        (["--shards", "4", "--listen", "127.0.0.1:7070", "--metrics-listen", "127.0.0.1:7067"], "port 7070 is one of"),
     ],
 )
 def test_a_bad_value_is_named(flags, named):
@@ -87,6 +95,41 @@ def test_an_unknown_yaml_key_is_named(yaml):
 def test_an_unknown_flag_ends_the_program():
     with pytest.raises(SystemExit):
         load(["--no-such-flag"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--lsten", "127.0.0.1:1"], "--lsten: there is no such setting; did you mean --listen?"),
+        (["--lsten=127.0.0.1:1"], "--lsten: there is no such setting; did you mean --listen?"),
+        (["7070"], "'7070' is no flag"),
+        (["--listen"], "argument --listen: expected one argument"),
+    ],
+)
+def test_wrong_usage_is_told_in_a_line_or_two(words, told, capsys):
+    with pytest.raises(SystemExit) as end:
+        load(words)
+    assert end.value.code == 2
+    printed = capsys.readouterr().err
+    assert told in printed
+    assert printed.count("\n") <= 2
+
+
+def test_shards_of_one_command_have_ports_in_a_row_and_one_health_port():
+    settings = load(["--shards", "3", "--listen", "[::1]:7070", "--metrics-listen", "127.0.0.1:9464"])
+    shards = [settings.of_shard(index) for index in range(3)]
+    assert [each.listen for each in shards] == ["[::1]:7070", "[::1]:7071", "[::1]:7072"]
+    assert [each.metrics_listen for each in shards] == ["127.0.0.1:9464", "127.0.0.1:9465", "127.0.0.1:9466"]
+    assert [each.health_listen for each in shards] == ["127.0.0.1:0", "", ""]
+    assert [(each.shard_index, each.num_shards) for each in shards] == [(0, 3), (1, 3), (2, 3)]
+    assert load(["--shards", "3", "--metrics-listen", ""]).of_shard(2).metrics_listen == ""
+
+
+def test_shards_are_numbered_by_the_environment_or_by_the_command(monkeypatch):
+    monkeypatch.setenv("PSSERVICE_NUM_SHARDS", "1")
+    assert load(["--shards", "1"]).num_shards == 1
+    with pytest.raises(SettingsError, match="leave out --num-shards"):
+        load(["--shards", "2"])
 
 
 PUBLIC = ["0.0.0.0:1", "10.0.0.1:1", "[::]:1", "example.org:1", "127.0.0.1.example.org:1"]
@@ -127,6 +170,7 @@ def test_help_says_what_is_expected_in_the_users_words(capsys):
         "--init FILE",
         "--final-model FILE",
         "--device DEVICE",
+        "--data-dir DIR",
         "--run-id NAME",
         "--lease-seconds SECONDS",
         "--chunk-bytes BYTES",

@@ -102,7 +102,7 @@ def test_a_server_whose_disk_has_failed_asks_for_a_restart(tmp_path, monkeypatch
             stub = health_pb2_grpc.HealthStub(channel)
 
             def states():
-                server.check_liveness()
+                server.update_health()
                 requests = [health_pb2.HealthCheckRequest(service=name) for name in ("liveness", "")]
                 return [stub.Check(request, timeout=WAIT_SECONDS).status for request in requests]
 

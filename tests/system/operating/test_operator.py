@@ -334,6 +334,19 @@ def test_a_drained_shard_takes_nothing_new_and_its_workers_wait_for_it(two_shard
     assert_same_parameters(model, two_shards.server)
 
 
+def test_a_second_drain_names_the_checkpoint_of_the_first(two_shards, worker, capsys):
+    drains = [run_json(capsys, "drain", two_shards.server) for _ in range(2)]
+    first, second = ([each["snapshot"]["checkpoint"] for each in drained] for _, drained in drains)
+    assert (first, [code for code, _ in drains]) == (second, [0, 0])
+    _, listed = run_json(capsys, "checkpoints", two_shards.server)
+    assert listed["checkpoints"][-1]["checkpoint"] == first[0]
+    assert run(capsys, "drain", "--undo", two_shards.server)[0] == 0
+    train_step(*worker, *make_data())
+    _, later = run_json(capsys, "drain", two_shards.server)
+    assert first[0] not in [each["snapshot"]["checkpoint"] for each in later]
+    assert run(capsys, "drain", "--undo", two_shards.server)[0] == 0
+
+
 def test_drain_waits_for_a_push_that_is_under_way(two_shards, worker, capsys):
     _, optimizer = worker
     address, answers = two_shards.addresses[1], []

@@ -1,0 +1,44 @@
+"""Whether all shards of one command serve, in memory that their processes share."""
+
+import mmap
+
+_STARTED, _SERVES, _BROKEN, _COUNTS_ALL = 1, 2, 4, 8
+
+
+class SharedHealth:
+    """A byte for each shard, which a fork shares: each process writes the byte of its own shard, and reads all."""
+
+    def __init__(self, shards: int) -> None:
+        self._states = mmap.mmap(-1, shards)
+
+    def note(self, shard: int, *, has_started: bool, serves: bool, is_broken: bool) -> None:
+        """Note whether a shard's server has started, serves, and asks for a restart; all false without a process."""
+        self._states[shard] = _STARTED * has_started | _SERVES * serves | _BROKEN * is_broken
+
+    def note_counts_all(self, shard: int) -> None:
+        """Note that a shard's health counts all shards, which have started."""
+        self._states[shard] |= _COUNTS_ALL
+
+    def has_started(self, shard: int) -> bool:
+        """Whether a shard's server has started."""
+        return bool(self._states[shard] & _STARTED)
+
+    @property
+    def all_have_started(self) -> bool:
+        """Whether every shard's server has."""
+        return all(state & _STARTED for state in self._states[:])
+
+    @property
+    def all_count_all(self) -> bool:
+        """Whether every shard's health counts all shards."""
+        return all(state & _COUNTS_ALL for state in self._states[:])
+
+    @property
+    def all_serve(self) -> bool:
+        """Whether every shard accepts pushes and can make them durable as promised."""
+        return all(state & _SERVES for state in self._states[:])
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a shard's journal is damaged beyond repair by a running server."""
+        return any(state & _BROKEN for state in self._states[:])
