@@ -5,16 +5,19 @@ place, so the user's references stay valid. Where the user gives a parameter oth
 a reply has the changes since the last one, and nothing about the rest.
 """
 
+import bisect
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from psclient.errors import ModelChangedError
 from psclient.model.module import writes_to
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.select.kernels import COMPILED_FROM
 
 _BLOCK = 1 << 20  # words that are summed at a time
 _ODD = 0x1E3779B97F4A7C15
@@ -26,6 +29,7 @@ class Replica:
     def __init__(self, layout: ModelLayout, parameters: Sequence[torch.Tensor]) -> None:
         self.layout = layout
         self.parameters = tuple(parameters)
+        self._starts = np.array(layout.offsets)
         self._fp32: dict[int, torch.Tensor] = {}
         """fp32 copies of half-precision parameters, by position; only in top-k mode."""
         self._known = [parameter.detach() for parameter in self.parameters]
@@ -43,10 +47,11 @@ class Replica:
             if not torch.equal(self.parameters[position], self._known[position]):
                 return self.layout.parameters[position].name
             self._known[position] = self.parameters[position].detach()
-        for position, (parameter, edits) in enumerate(zip(self.parameters, self._edits, strict=True)):
-            if writes_to(parameter) != edits:
-                return self.layout.parameters[position].name
-        return None
+        edits = [writes_to(parameter) for parameter in self.parameters]
+        if edits == self._edits:
+            return None
+        position = next(n for n, (new, old) in enumerate(zip(edits, self._edits, strict=True)) if new != old)
+        return self.layout.parameters[position].name
 
     def digest(self) -> bytes:
         """Return 32 bytes that are equal where the values are, and else all but surely not; reads all parameters."""
@@ -81,12 +86,12 @@ class Replica:
 
     def write(self, segments: Sequence[SparseSlice]) -> None:
         """Write an exact reply's values over the parameters'."""
-        for _, flat, where, values in self._written(segments):
+        for _, flat, where, values in self._written(segments, adds=False):
             flat[where] = values.to(flat.device, flat.dtype)
 
     def add(self, segments: Sequence[SparseSlice]) -> None:
         """Add a top-k reply's differences, in fp32; half-precision parameters follow their fp32 copies."""
-        for position, flat, where, values in self._written(segments):
+        for position, flat, where, values in self._written(segments, adds=True):
             master = self._fp32[position] if flat.dtype != torch.float32 else flat
             if isinstance(where, slice):
                 master[where] += values.to(flat.device)
@@ -107,17 +112,18 @@ class Replica:
             copy[where] = flat[where].float()
 
     def _written(
-        self, segments: Sequence[SparseSlice]
+        self, segments: Sequence[SparseSlice], *, adds: bool
     ) -> Iterator[tuple[int, torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
-        """Yield (position of a tensor, its elements to write to, places in it, values) for each part of a segment.
+        """Write what the compiled loops can; yield the rest: the parts of a segment, tensor by tensor.
 
-        The caller's writes count as known; :meth:`loaded` still reports those of others before. Parameters that are
-        parts of one tensor count their writes together.
+        Each is (position of a tensor, its elements to write to, places in it, values). The writes count as known;
+        :meth:`loaded` still reports those of others before. Parameters that are parts of one tensor count their writes
+        together.
         """
         known = [writes_to(parameter) == edits for parameter, edits in zip(self.parameters, self._edits, strict=True)]
         for segment in segments:
-            for position, common in self.layout.overlapping(segment.span):
-                part = segment.clip(common)
+            for position in self._write_plain(segment, adds):
+                part = segment.clip(self.layout.span(position))
                 if part is None:
                     continue
                 within, data = self._within(position, part.span), self.parameters[position].detach()
@@ -128,6 +134,34 @@ class Replica:
                     data.copy_(flat.view(data.shape))
         now = [writes_to(parameter) for parameter in self.parameters]
         self._edits = [new if same else old for new, same, old in zip(now, known, self._edits, strict=True)]
+
+    def _write_plain(self, segment: SparseSlice, adds: bool) -> Sequence[int]:
+        """Write a segment's entries of fp32 tensors on the host; return the positions of the tensors that are left."""
+        first = bisect.bisect_right(self.layout.offsets, segment.span.start) - 1
+        last = bisect.bisect_left(self.layout.offsets, segment.span.end)
+        touched = range(max(0, first), min(last, len(self.parameters)))
+        values = segment.values
+        if self.layout.size < COMPILED_FROM or not values.is_cpu or values.dtype != torch.float32:
+            return touched
+        from psclient.model import replica_loops
+
+        found = [self.parameters[position] for position in touched]
+        plain = [p.dtype is torch.float32 and p.is_cpu and p.is_contiguous() for p in found]
+        addresses = np.array([p.data_ptr() if yes else 0 for p, yes in zip(found, plain, strict=True)], np.int64)
+        edges = self._starts[touched.start : touched.stop + 1]
+        base, array = segment.span.start, values.numpy()
+        if segment.offsets is None:
+            firsts, ends = np.maximum(edges[:-1], base), np.minimum(edges[1:], segment.span.end)
+            replica_loops.write_runs(addresses, edges[:-1], firsts, ends, array, base, adds)
+            has_entries = firsts < ends
+        else:
+            offsets = segment.offsets.numpy()
+            bounds = np.searchsorted(offsets, edges - base)
+            replica_loops.write_at(addresses, edges[:-1], bounds, offsets, array, base, adds)
+            has_entries = bounds[:-1] < bounds[1:]
+        written = [p for p, yes, some in zip(found, plain, has_entries.tolist(), strict=True) if yes and some]
+        torch.autograd.graph.increment_version(written)
+        return [position for position, yes in zip(touched, plain, strict=True) if not yes]
 
     def _within(self, position: int, span: Span) -> slice:
         offset = self.layout.offsets[position]
