@@ -19,6 +19,7 @@ from psclient.model.module import TrainedModel
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.select.kernels.segments import Integers
 from pscore.select.warm import warm
 
 
@@ -42,7 +43,7 @@ class Compressor:
         self._groups, self._planner = groups, planner
         self._shares = np.zeros(len(model.parameters), np.float32)  # of the last update; at most one push is under way
         self._tables: dict[tuple[int, ...], Table] = {}
-        self._tables_of = -1  # generation of the param groups
+        self._generation = -1  # of the param groups, as the tables have them
         self._buffer = WholeBuffer(model.layout.size)
         self._on_host = np.array([parameter.device.type == "cpu" for parameter in model.parameters])
         self._is_compiled = (
@@ -56,55 +57,57 @@ class Compressor:
             UpdateOverflowError: gradient times learning rate has left the range of fp32; what had been selected is
                 restored, without the entries concerned.
         """
-        layout, sent = self._model.layout, Sent([], {})
-        numbers = {
-            position: number
-            for position in group
-            if position in gradients
-            and (number := self._groups.number_of(self._model.parameters[position])) is not None
-        }
-        used = sorted(set(numbers.values()))
-        rules = {
-            number: Rule(self._method.recurrence(values), values["density"])
-            for number in used
-            for values in [self._groups.values(number)]
-        }
-        for number, rule in rules.items():
-            self._shares[[position for position, own in numbers.items() if own == number]] = rule.recurrence.share
+        layout = self._model.layout
+        numbers = self._group_numbers()
+        positions = [position for position in group if position in gradients and numbers[position] >= 0]
+        where = np.array(positions, np.int64)
+        rules = {}
+        for number in sorted(set(numbers[where].tolist())):
+            values = self._groups.values(number)
+            rules[number] = Rule(self._method.recurrence(values), values["density"])
+            self._shares[where[numbers[where] == number]] = rules[number].recurrence.share
         densities = {
             position: density
             for position, density in self._planner.densities.items()
-            if position in numbers and not self._groups.has_own_density(numbers[position])
+            if not self._groups.has_own_density(int(numbers[position]))
         }
-        span = Span(layout.offsets[group.start], layout.offsets[group.stop])
-        table = [position for position in numbers if self._is_compiled and self._on_host[position]]
-        if table:
-            sent = self._table(table, [numbers[position] for position in table], span).compress(
+        on_table = self._on_host[where] & self._is_compiled
+        sent = Sent([], {}, is_finite=True)
+        if on_table.any():
+            span = Span(layout.offsets[group.start], layout.offsets[group.stop])
+            sent = self._table(positions if on_table.all() else where[on_table].tolist(), numbers, span).compress(
                 rules, densities, gradients, self._model.parameters, scale, self.memories, self._buffer, self._choice,
                 report,
             )  # fmt: skip
         alike: dict[torch.device, list[Row]] = {}
-        for position in numbers.keys() - table:
-            recurrence, density = rules[numbers[position]]
+        for position in where[~on_table].tolist():
+            recurrence, density = rules[int(numbers[position])]
             row = Row(position, layout.span(position), recurrence, densities.get(position, density))
             alike.setdefault(self._model.parameters[position].device, []).append(row)
+        is_finite = sent.is_finite
         for same in alike.values():
-            same.sort()
             found = rows.compress(same, gradients, self._model.parameters, scale, self.memories, self._choice, report)
             for position, piece in sorted(found.items()):
                 sent.slices.append(piece)
                 sent.entries[position] = piece.entries
-        if not all(_is_finite(piece.values) for piece in sent.slices):
+                is_finite &= bool(piece.values.isfinite().all())
+        if not is_finite:
             raise UpdateOverflowError(self._without_overflow(sent.slices))
         return sent
 
-    def _table(self, positions: list[int], numbers: list[int], span: Span) -> Table:
-        if self._tables_of != self._groups.generation:
+    def _group_numbers(self) -> Integers:
+        """Return the number of each parameter's group, -1 for none; tables of other groups are forgotten."""
+        if self._generation != self._groups.generation:
+            self._generation = self._groups.generation
+            found = [self._groups.number_of(parameter) for parameter in self._model.parameters]
+            self._numbers = np.array([-1 if number is None else number for number in found])
             self._tables.clear()
-            self._tables_of = self._groups.generation
+        return self._numbers
+
+    def _table(self, positions: list[int], numbers: Integers, span: Span) -> Table:
         key = (span.start, span.end, *positions)
         if key not in self._tables:
-            self._tables[key] = Table(self._model.layout, positions, numbers, span)
+            self._tables[key] = Table(self._model.layout, positions, numbers[positions], span)
         return self._tables[key]
 
     def _without_overflow(self, sent: Iterable[SparseSlice]) -> str:
@@ -139,7 +142,30 @@ class Compressor:
 
     def restore(self, slices: Iterable[SparseSlice]) -> None:
         """Add entries that did not arrive to the residuals again, each times its tensor's share."""
-        for position, piece in self._by_tensor(slices):
+        for each in slices:
+            if bool(self._on_host.all()):
+                self._restore_at_once(each)
+            else:
+                self._restore_by_tensor(each)
+
+    def _restore_at_once(self, lost: SparseSlice) -> None:
+        """Restore a slice where all tensors are on the host, and so are their residuals in one array."""
+        touched, (start, end) = self._model.layout.positions(lost.span), (lost.span.start, lost.span.end)
+        if not touched:
+            return
+        edges = np.array(self._model.layout.offsets[touched.start : touched.stop + 1])
+        values, offsets = lost.values.numpy(), None if lost.offsets is None else lost.offsets.numpy()
+        counts = np.diff(edges.clip(start, end) if offsets is None else np.searchsorted(offsets, edges - start))
+        self.memories.require("residual", (np.flatnonzero(counts) + touched.start).tolist())
+        returned = np.repeat(self._shares[touched.start : touched.stop], counts) * values
+        residuals = self.memories.flat("residual")
+        if offsets is None:
+            residuals[start:end] += returned
+        else:
+            residuals[offsets + start] += returned
+
+    def _restore_by_tensor(self, lost: SparseSlice) -> None:
+        for position, piece in self._by_tensor([lost]):
             span = self._model.layout.span(position)
             residual = self.memories.of("residual", position)
             part = residual[piece.span.start - span.start : piece.span.end - span.start]
@@ -156,9 +182,3 @@ class Compressor:
                 piece = each.clip(common)
                 if piece is not None:
                     yield position, piece
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    if values.device.type == "cpu" and values.dtype == torch.float32:
-        return bool(np.isfinite(values.numpy()).all())  # on this thread
-    return bool(values.isfinite().all())

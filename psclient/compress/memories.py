@@ -1,7 +1,7 @@
 """The residuals and momenta of a model's parameters: on the host parts of one flat array each, in layout order.
 
-``optimizer.state[parameter][name]`` is a view of its part; a tensor that was put there by others, as by
-``load_state_dict``, is copied into the part and replaced by the view.
+``optimizer.state[parameter][name]`` is a tensor over its part, with a storage of its own, so that saving or copying it
+takes no more than that. A tensor that was put there by others, as by ``load_state_dict``, is copied into the part.
 """
 
 from collections.abc import MutableMapping, Sequence

@@ -98,22 +98,21 @@ def _addition(row: Row, gradient: torch.Tensor, theta: torch.Tensor | None, memo
     """Return what is added to the residual; a kernel carries it out, but for forms of the momentum that none has."""
     scale, decay, factor, rate = (getattr(row.recurrence, name) for name in ("scale", "decay", "factor", "rate"))
     u = memories.of("momentum", row.position) if factor else None
-    if u is None or (rate == 1 and not row.recurrence.whole):
-        # A rate without momentum is a scale: no method has both.
-        return GradientUpdate(gradient, scale * rate, theta, decay * rate, u, factor)
+    if rate == 1 and not (row.recurrence.nesterov or row.recurrence.whole):
+        return GradientUpdate(gradient, scale, theta, decay, u, factor)
     d = gradient.float() * scale
     if theta is not None:
         d = d + theta.float() * decay
-    u.mul_(factor).add_(d)
-    return GradientUpdate(d + u * factor if row.recurrence.nesterov else u, rate)
+    if u is not None:
+        u.mul_(factor).add_(d)
+        d = d + u * factor if row.recurrence.nesterov else u
+    return GradientUpdate(d, rate)
 
 
 def _whole(row: Row, added: GradientUpdate, memories: Memories) -> torch.Tensor:
     """Return all of a residual after the addition; it is empty then."""
     state, (retain, unit) = memories.state(row.position), (row.recurrence.retain, row.recurrence.unit)
-    sent = added.gradient.float() * added.scale
-    if added.parameters is not None:
-        sent += added.parameters.float() * added.decay
+    sent = added.gradient * added.scale
     if "residual" in state:
         sent += state.pop("residual").reshape(-1).to(sent.device) * retain
     return sent if unit == 1 else unit * sent

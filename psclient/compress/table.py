@@ -38,22 +38,24 @@ class Sent(NamedTuple):
 
     slices: list[SparseSlice]
     entries: dict[int, int]
+    is_finite: bool
 
 
 class Table:
     """Some tensors on the host, by position, ascending; built once, and filled anew in each step.
 
-    ``numbers`` are the tensors' param groups.
+    ``numbers`` are the tensors' param groups, ``span`` is the one that slices have.
     """
 
-    def __init__(self, layout: ModelLayout, positions: Sequence[int], numbers: Sequence[int], span: Span) -> None:
-        self._positions, self._numbers, self._span = list(positions), np.array(numbers), span
+    def __init__(self, layout: ModelLayout, positions: Sequence[int], numbers: Integers, span: Span) -> None:
+        self._positions, self._numbers, self._span = list(positions), numbers, span
         edges = np.array(layout.offsets)
         where = np.array(positions)
         self._sizes = edges[where + 1] - edges[where]
         self._rows: NDArray[Any] = np.zeros(len(positions), segments.ROW)
         self._rows["start"] = edges[where]
         self._pieces = segments.Pieces(self._sizes)
+        self._filled_with: tuple[Mapping[int, Rule], Mapping[int, float]] | None = None
 
     def compress(
         self,
@@ -68,75 +70,92 @@ class Table:
         report: StepReport,
     ) -> Sent:
         """Carry out the tensors' updates, and select from them; ``densities`` of single tensors, by position."""
-        rows, sizes, base = self._rows, self._sizes, self._span.start
-        whole = self._fill(rules)
-        used = self._refer(gradients, parameters)  # keeps copies alive
-        all_whole = bool(whole.all())
-        resting = _NOTHING
-        if rows["factor"].any():
-            memories.require("momentum", self._at(rows["factor"] != 0))
-            resting = memories.flat("momentum")
-        if all_whole:
-            states = [memories.state(position) for position in self._positions]
-            rows["has_residual"] = ["residual" in state for state in states]
-            memories.require("residual", self._at(rows["has_residual"]))
-            values = buffer.of(self._span)
-            segments.update(
-                rows, self._pieces, np.zeros_like(sizes), clip, memories.flat("residual"), resting, values, base
-            )
-            for state in states:
-                state.pop("residual", None)
-            return self._runs(values)
-        memories.require("residual", self._positions)
-        rows["whole"] = False
-        by_group = {number: rule.density for number, rule in rules.items()}
-        density = np.array([by_group[number] for number in self._numbers.tolist()])
-        if densities:
-            density = np.array([densities.get(n, rho) for n, rho in zip(self._positions, density, strict=True)])
-        k = np.minimum(sizes, np.maximum(1, (density * sizes).astype(np.int64)))
-        counted = (sizes >= choice.dense_below) & ~whole
-        searched = counted & (k < sizes)
-        rows["threshold"] = np.where(whole, -1, 0)
-        rooms = np.where(searched, ROOM * k, sizes)
-        recalls = {
-            row: memories.state(self._positions[row]).setdefault("recall", {})
-            for row in np.flatnonzero(searched).tolist()
-        }
-        for row, recall in recalls.items():
-            rows["threshold"][row] = np.inf if _is_cold(recall) else recall["threshold"]
-        residuals = memories.flat("residual")
-        passed = segments.update(rows, self._pieces, rooms, clip, residuals, resting, _NOTHING, base)
-        del used
-        offsets, values, counts = self._corrected(passed, k, recalls, residuals)
-        report.wanted_entries += int(k[counted].sum())
-        report.selected_entries += int(counts[counted].sum())
-        self._mask(rules, offsets, counts, counted, resting)
-        unit = rows["unit"]
-        if (unit != 1).any():
-            values = values * (unit[0] if (unit == unit[0]).all() else np.repeat(unit, counts))
-        for position in self._at(whole):
-            memories.state(position).pop("residual")
-        piece = SparseSlice(self._span, torch.from_numpy(offsets), torch.from_numpy(values))
-        return Sent([piece], dict(zip(self._positions, counts.tolist(), strict=True)))
+        if self._filled_with != (rules, densities):
+            self._fill(rules, densities, choice.dense_below)
+        used = self._refer(gradients, parameters)
+        momentum = _NOTHING
+        if self._with_momentum:
+            memories.require("momentum", self._with_momentum)
+            momentum = memories.flat("momentum")
+        sent = self._write_out(clip, memories, momentum, buffer) if self._all_whole else None
+        sent = sent or self._select(clip, memories, momentum, report)
+        del used  # what the rows refer to lives until here
+        return sent
 
-    def _at(self, rows: NDArray[np.bool_]) -> list[int]:
-        return self._positions if rows.all() else [self._positions[row] for row in np.flatnonzero(rows).tolist()]
-
-    def _fill(self, rules: Mapping[int, Rule]) -> NDArray[np.bool_]:
-        """Set the rows' coefficients; return which tensors are sent whole."""
-        whole = np.zeros(self._sizes.size, bool)
-        for number, (recurrence, _) in rules.items():
+    def _fill(self, rules: Mapping[int, Rule], densities: Mapping[int, float], dense_below: int) -> None:
+        """Set what depends on hyper-parameters, and hence seldom changes."""
+        self._filled_with = rules, dict(densities)
+        rows, sizes, density = self._rows, self._sizes, np.empty(len(self._positions))
+        whole, masked = np.zeros((2, sizes.size), bool)
+        for number, (recurrence, rho) in rules.items():
             members = self._numbers == number
             for name in _COEFFICIENTS:
-                self._rows[name][members] = getattr(recurrence, name)
-            whole[members] = recurrence.whole
-        self._rows["whole"] = whole
-        return whole
+                rows[name][members] = getattr(recurrence, name)
+            whole[members], density[members] = recurrence.whole, rho
+            masked[members] = recurrence.masks_momentum and recurrence.factor != 0
+        if densities:
+            density = np.array([densities.get(n, rho) for n, rho in zip(self._positions, density, strict=True)])
+        self._all_whole, self._whole = bool(whole.all()), self._at(whole)
+        self._with_momentum = self._at(rows["factor"] != 0)
+        self._k = np.minimum(sizes, np.maximum(1, (density * sizes).astype(np.int64)))
+        self._counted = (sizes >= dense_below) & ~whole
+        self._masked = self._counted & masked if (self._counted & masked).any() else None
+        rows["searched"] = self._counted & (self._k < sizes)
+        rows["whole"] = self._all_whole
+        rows["threshold"] = np.where(whole, -1, 0)  # one of several that is sent whole has its zeros, too
+        self._searched = np.flatnonzero(rows["searched"]).tolist()
+        self._pieces.make_room(np.where(rows["searched"], ROOM * self._k, sizes))
+        unit = rows["unit"]
+        self._unit = None if (unit == 1).all() else unit[:1] if (unit == unit[0]).all() else unit
+        self._wanted = int(self._k[self._counted].sum())
+
+    def _write_out(self, clip: float, memories: Memories, momentum: Reals, buffer: WholeBuffer) -> Sent:
+        """Update tensors that are all sent whole."""
+        states = [memories.state(position) for position in self._positions]
+        self._rows["has_residual"] = ["residual" in state for state in states]
+        memories.require("residual", self._at(self._rows["has_residual"]))
+        values = buffer.of(self._span)
+        residuals = memories.flat("residual")
+        segments.update(self._rows, self._pieces, clip, residuals, momentum, values, self._span.start)
+        for state in states:
+            state.pop("residual", None)
+        return self._runs(values)
+
+    def _select(self, clip: float, memories: Memories, momentum: Reals, report: StepReport) -> Sent:
+        """Update the tensors, and take what is above their thresholds."""
+        memories.require("residual", self._positions)
+        states = {row: memories.state(self._positions[row]) for row in self._searched}
+        recalls = {row: state.setdefault("recall", {}) for row, state in states.items()}
+        self._rows["threshold"][self._searched] = [
+            np.inf if _is_cold(recall) else recall["threshold"] for recall in recalls.values()
+        ]
+        residuals, base = memories.flat("residual"), self._span.start
+        passed = segments.update(self._rows, self._pieces, clip, residuals, momentum, _NOTHING, base)
+        offsets, values, counts = self._corrected(passed, recalls, residuals)
+        # A sum is finite only where all that was taken is; what was taken otherwise, or grows, is looked at.
+        is_sure = values is passed.values and (self._unit is None or self._unit.max() <= 1)
+        report.wanted_entries += self._wanted
+        report.selected_entries += int(counts[self._counted].sum())
+        if self._masked is not None:
+            momentum[offsets[np.repeat(self._masked, counts)] + base] = 0
+        if self._unit is not None:
+            with np.errstate(over="ignore"):  # is noticed below
+                values = values * (self._unit if self._unit.size == 1 else np.repeat(self._unit, counts))
+        for position in self._whole:
+            memories.state(position).pop("residual")
+        piece = SparseSlice(self._span, torch.from_numpy(offsets), torch.from_numpy(values))
+        is_finite = bool(np.isfinite(passed.excess if is_sure else values).all())
+        return Sent([piece], dict(zip(self._positions, counts.tolist(), strict=True)), is_finite)
+
+    def _at(self, rows: NDArray[np.bool_]) -> list[int]:
+        return [self._positions[row] for row in np.flatnonzero(rows).tolist()]
 
     def _refer(self, gradients: Mapping[int, torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Set the addresses; return the tensors that must live as long as these."""
         rows = self._rows
-        used = [_plain(gradients[position]) for position in self._positions]
+        used = [gradients[position] for position in self._positions]
+        if not all(tensor.is_contiguous() and tensor.dtype in KINDS for tensor in used):
+            used = [_plain(tensor) for tensor in used]
         rows["gradient"] = [tensor.data_ptr() for tensor in used]
         rows["gradient_kind"] = [KINDS[tensor.dtype] for tensor in used]
         rows["parameters"] = 0
@@ -149,7 +168,7 @@ class Table:
         return used
 
     def _corrected(
-        self, passed: Passed, k: Integers, recalls: Mapping[int, SelectorState], residuals: Reals
+        self, passed: Passed, recalls: Mapping[int, SelectorState], residuals: Reals
     ) -> tuple[Integers, Reals, Integers]:
         """Correct the tensors whose number of entries misses ``k``; return offsets, values, and numbers of entries."""
         offsets, values, counts = passed.offsets, passed.values, passed.taken
@@ -157,7 +176,7 @@ class Table:
         pieces: list[tuple[Integers, Reals]] = []
         done = 0
         for row, recall in recalls.items():
-            above, wanted = int(passed.above[row]), int(k[row])
+            above, wanted = int(passed.above[row]), int(self._k[row])
             if not _is_cold(recall) and (1 - TOLERANCE) * wanted <= above <= (1 + TOLERANCE) * wanted:
                 predict(recall, recall["threshold"], above, float(passed.excess[row]), wanted)
                 continue
@@ -179,20 +198,6 @@ class Table:
             offsets, values = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
         return offsets, values, counts
 
-    def _mask(
-        self,
-        rules: Mapping[int, Rule],
-        offsets: Integers,
-        counts: Integers,
-        counted: NDArray[np.bool_],
-        momentum: Reals,
-    ) -> None:
-        """Clear the momentum where an entry was selected."""
-        masking = [number for number, rule in rules.items() if rule.recurrence.masks_momentum]
-        masked = counted & np.isin(self._numbers, masking) & (self._rows["factor"] != 0)
-        if masked.any():
-            momentum[offsets[np.repeat(masked, counts)] + self._span.start] = 0
-
     def _runs(self, values: Reals) -> Sent:
         """Return the tensors, which are all sent whole, as the longest dense runs."""
         starts, ends = self._rows["start"], self._rows["start"] + self._sizes
@@ -204,7 +209,8 @@ class Table:
                 starts[[0, *(gaps + 1).tolist()]].tolist(), ends[[*gaps.tolist(), -1]].tolist(), strict=True
             )
         ]
-        return Sent(slices, dict(zip(self._positions, self._sizes.tolist(), strict=True)))
+        is_finite = all(bool(np.isfinite(each.values.numpy()).all()) for each in slices)
+        return Sent(slices, dict(zip(self._positions, self._sizes.tolist(), strict=True)), is_finite)
 
 
 def _is_cold(recall: SelectorState) -> bool:

@@ -19,8 +19,9 @@ Gradients = Mapping[int, torch.Tensor]
 
 def gather(model: TrainedModel, trained: Container[torch.Tensor], positions: Iterable[int]) -> dict[int, torch.Tensor]:
     """Return the gradients of the trained parameters at these positions, as they are; costs nothing."""
-    found = ((position, model.parameters[position]) for position in positions)
-    return {n: p.grad for n, p in found if p in trained and p.grad is not None and p.numel()}
+    parameters = model.parameters
+    found = {n: g for n in positions if (g := parameters[n].grad) is not None and parameters[n] in trained}
+    return {n: g for n, g in found.items() if g.numel()}
 
 
 def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]:
@@ -29,7 +30,7 @@ def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]
     plain: Gradients = {}
     if model.layout.size >= COMPILED_FROM:
         plain = {n: g for n, g in dense.items() if g.is_cpu and g.is_contiguous() and g.dtype in KINDS}
-    others = dense if not plain else {n: g for n, g in dense.items() if n not in plain}
+    others = dense if not plain else {n: dense[n] for n in dense.keys() - plain.keys()}
     found = [n for n in (_first_of_plain(plain), _first_of_any(others)) if n is not None]
     if found:
         raise NonFiniteGradientError(model.layout.parameters[min(found)].name)
@@ -51,7 +52,7 @@ def _first_of_any(gradients: Gradients) -> int | None:
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
     # The norms are the fast test; one may overflow although every element is finite, so only elements convict.
     if norms and not bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()):
-        return next((n for n, gradient in gradients.items() if not bool(gradient.isfinite().all())), None)
+        return next((n for n, gradient in sorted(gradients.items()) if not bool(gradient.isfinite().all())), None)
     return None
 
 

@@ -161,16 +161,11 @@ def state_as_refused(
     unacked = push_pull.unacked_parts()
     if not unacked:
         return state_dict()
-    # Memories are views of one array, which a deep copy of each would copy whole.
-    kept = {parameter: {n: _copied(value) for n, value in memory.items()} for parameter, memory in memories.items()}
+    kept = {parameter: copy.deepcopy(memory) for parameter, memory in memories.items()}
     push_pull.restore(unacked)
     state = copy.deepcopy(state_dict())
     memories.update(kept)
     return state
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def restore_memories(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

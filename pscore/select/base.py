@@ -46,8 +46,9 @@ def keep_largest(inputs: SelectionInput, taken: Taken, k: int) -> Taken:
     if taken.values.numel() <= k:
         return taken
     chosen = largest(taken.values, k)
-    back = torch.ones_like(taken.values, dtype=torch.bool)
-    back[chosen] = False
+    is_back = np.ones(taken.values.numel(), bool)
+    is_back[chosen.cpu().numpy()] = False
+    back = torch.from_numpy(np.flatnonzero(is_back)).to(chosen.device)
     inputs.put_back(Taken(taken.offsets[back], taken.values[back]))
     return Taken(taken.offsets[chosen], taken.values[chosen])
 

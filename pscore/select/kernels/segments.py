@@ -34,13 +34,15 @@ ROW = np.dtype(
         ("gradient_kind", "i1"),
         ("parameter_kind", "i1"),
         ("nesterov", "?"),
+        ("searched", "?"),
         ("whole", "?"),
         ("has_residual", "?"),
     ],
     align=True,
 )
 """A tensor: addresses of gradient and parameters (0 for no decay), where it starts in the memories, coefficients and
-threshold. A ``whole`` tensor is written out and not selected from; ``has_residual``: its memory is not zero.
+threshold. A ``whole`` tensor is written out and not selected from; ``has_residual``: its memory is not zero. Where one
+is not ``searched`` there is room for all of it.
 
 The coefficients are those of :class:`psclient.compress.method.Recurrence`."""
 
@@ -83,12 +85,17 @@ class Pieces:
         parts = parts_of(int(ends[-1]))
         cuts = [0, *np.searchsorted(ends, [ends[-1] * part // parts for part in range(1, parts)]).tolist(), rows.size]
         self.ranges = [slice(low, high) for low, high in pairwise(cuts) if low < high]
+        self.room = [0 for _ in self.ranges]
+
+    def make_room(self, rooms: Integers) -> None:
+        """Let a tensor take this many entries from one of its pieces."""
+        self.table["room"] = np.minimum(self.table["size"], rooms[self.table["row"]])
+        self.room = [int(self.table["room"][part].sum()) for part in self.ranges]
 
 
 def update(
     rows: NDArray[Any],
     pieces: Pieces,
-    rooms: Integers,
     clip: float,
     memory: Reals,
     momentum: Reals,
@@ -99,8 +106,7 @@ def update(
 
     Args:
         rows: of :data:`ROW`, ascending in ``start``.
-        pieces: of the rows' sizes.
-        rooms: the most entries that a row may take from one piece.
+        pieces: of the rows' sizes, with room for the entries.
         clip: a factor of all gradients.
         memory: residuals of all tensors, end to end; changed.
         momentum: laid out as the memory; changed where a row has a ``factor``.
@@ -110,18 +116,18 @@ def update(
     from pscore.select.kernels import segment_loops
 
     table = pieces.table
-    table["room"] = np.minimum(table["size"], rooms[table["row"]])
     above, taken = np.empty((2, table.size), np.int64)
     excess = np.empty(table.size)
 
     def loop(part: slice) -> tuple[Integers, Reals]:
-        room = int(table["room"][part].sum())
+        room = pieces.room[pieces.ranges.index(part)]
         offsets, values = np.empty(room, np.int64), np.empty(room, np.float32)
         found = segment_loops.update(
             rows, table, part.start, part.stop, np.float32(clip), memory, momentum, whole, base,
             offsets, values, above, taken, excess,
         )  # fmt: skip
-        return (offsets, values) if 2 * found > room == found else (offsets[:found].copy(), values[:found].copy())
+        found_all = offsets[:found], values[:found]
+        return found_all if 2 * found >= room else (found_all[0].copy(), found_all[1].copy())  # frees the room
 
     offsets, values = zip(*in_parallel(pieces.ranges, loop), strict=True)
     return Passed(
@@ -137,14 +143,18 @@ def first_not_finite(addresses: Integers, kinds: NDArray[np.int8], sizes: Intege
     """Return the number of the first tensor with an element that is not finite; ``kinds`` as in :data:`KINDS`."""
     from pscore.select.kernels import segment_loops
 
-    pieces = Pieces(sizes)
-    columns = [np.ascontiguousarray(pieces.table[name]) for name in ("row", "first", "size")]
+    if parts_of(int(sizes.sum())) == 1:
+        ranges, columns = [slice(0, sizes.size)], [np.arange(sizes.size), np.zeros(sizes.size, np.int64), sizes]
+    else:
+        pieces = Pieces(sizes)
+        ranges = pieces.ranges
+        columns = [np.ascontiguousarray(pieces.table[name]) for name in ("row", "first", "size")]
 
     def loop(part: slice) -> int | None:
         found = segment_loops.first_not_finite(addresses, kinds, *(column[part] for column in columns))
         return None if found < 0 else int(columns[0][part][found])
 
-    return next((found for found in in_parallel(pieces.ranges, loop) if found is not None), None)
+    return next((found for found in in_parallel(ranges, loop) if found is not None), None)
 
 
 def _joined(parts: Any) -> Any:
