@@ -124,6 +124,7 @@ class Compressor:
                         tensor.nan_to_num_(0.0, 0.0, 0.0)[offsets[~good].to(tensor.device)] = 0
                     else:  # a threshold, which may be infinite too: selection begins anew
                         del state[key]
+            self.memories.of("residual", position)  # also where nothing of the tensor comes back
             self.restore([SparseSlice(piece.span, offsets[good], piece.values[good])])
         return name
 
@@ -157,12 +158,9 @@ class Compressor:
         values, offsets = lost.values.numpy(), None if lost.offsets is None else lost.offsets.numpy()
         counts = np.diff(edges.clip(start, end) if offsets is None else np.searchsorted(offsets, edges - start))
         self.memories.require("residual", (np.flatnonzero(counts) + touched.start).tolist())
-        returned = np.repeat(self._shares[touched.start : touched.stop], counts) * values
-        residuals = self.memories.flat("residual")
-        if offsets is None:
-            residuals[start:end] += returned
-        else:
-            residuals[offsets + start] += returned
+        shares = self._shares[touched.start : touched.stop]
+        returned = values * (shares[:1] if (shares == shares[0]).all() else np.repeat(shares, counts))
+        self.memories.flat("residual")[start:end][slice(None) if offsets is None else offsets] += returned
 
     def _restore_by_tensor(self, lost: SparseSlice) -> None:
         for position, piece in self._by_tensor([lost]):

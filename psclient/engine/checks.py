@@ -26,11 +26,13 @@ def gather(model: TrainedModel, trained: Container[torch.Tensor], positions: Ite
 
 def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]:
     """Return the gradients dense; :class:`NonFiniteGradientError` names the first parameter where one is not finite."""
-    dense = {n: g.coalesce().to_dense() if g.is_sparse else g for n, g in gradients.items()}
+    dense = dict(gradients)
+    for position in [n for n, g in gradients.items() if g.is_sparse]:
+        dense[position] = gradients[position].coalesce().to_dense()
     plain: Gradients = {}
     if model.layout.size >= COMPILED_FROM:
         plain = {n: g for n, g in dense.items() if g.is_cpu and g.is_contiguous() and g.dtype in KINDS}
-    others = dense if not plain else {n: dense[n] for n in dense.keys() - plain.keys()}
+    others = {n: dense[n] for n in dense.keys() - plain.keys()}
     found = [n for n in (_first_of_plain(plain), _first_of_any(others)) if n is not None]
     if found:
         raise NonFiniteGradientError(model.layout.parameters[min(found)].name)

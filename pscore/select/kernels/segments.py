@@ -126,8 +126,7 @@ def update(
             rows, table, part.start, part.stop, np.float32(clip), memory, momentum, whole, base,
             offsets, values, above, taken, excess,
         )  # fmt: skip
-        found_all = offsets[:found], values[:found]
-        return found_all if 2 * found >= room else (found_all[0].copy(), found_all[1].copy())  # frees the room
+        return offsets[:found], values[:found]  # pages behind it were never touched, and are no memory
 
     offsets, values = zip(*in_parallel(pieces.ranges, loop), strict=True)
     return Passed(
