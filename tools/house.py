@@ -18,7 +18,7 @@ ROOMS = {
         ["net"],
         ["wire"],
         ["model", "select", "telemetry"],
-        ["config", "jit"],
+        ["config", "jit", "pointers"],
         ["names", "units", "version"],
     ],
     "psclient": [

@@ -9,24 +9,36 @@ import torch
 import psservice.app.server  # noqa: F401  (is here for its imports, as is the one below)
 from benchmarks.compare import worker  # noqa: F401
 from benchmarks.compare.tasks import TASKS
-from pscore.select.kernels import kernels_for
-from pscore.select.kernels.base import GradientUpdate
+from psclient.buckets.planner import BucketPlanner
+from psclient.compress.choice import Choice
+from psclient.compress.compressor import Compressor
+from psclient.compress.groups import ParamGroups
+from psclient.engine.checks import finite
+from psclient.model.module import describe
+from psclient.model.replica import Replica
+from psclient.optim.dgs import DGS
+from psclient.report import StepReport
+from psclient.settings import resolve
+from pscore.select import DEFAULT_SELECTOR, SELECTORS
 from pscore.warmup import warm_up
 
-_SIZE = 8192
+_SIZE = 1 << 15
 
 
 def _load() -> None:
     torch.set_num_threads(1)
     warm_up()
-    memory, gradient = torch.zeros(_SIZE), torch.linspace(-1, 1, _SIZE)
-    kernels = kernels_for(memory)
-    for added in (
-        GradientUpdate(gradient, 1.0),
-        GradientUpdate(gradient, 1.0, momentum=torch.zeros(_SIZE), factor=0.5),
-    ):
-        kernels.take(memory, added, 0.5, 0.5, _SIZE)
-    kernels.take(memory, None, 0.5, 0.5, _SIZE)
+    parameter = torch.nn.Parameter(torch.zeros(_SIZE))
+    group = {"params": [parameter], "lr": 0.1, "momentum": 0.5, "weight_decay": 0.0, "density": 0.1}
+    model, choice = describe(None, [group]), Choice(SELECTORS[DEFAULT_SELECTOR], "tensor", 0)
+    planner = BucketPlanner(model.layout, resolve(None, None, None, None))
+    compressor = Compressor(DGS, model, {parameter: {}}, ParamGroups([group]), choice, planner)
+    gradients, replica = finite(model, {0: torch.linspace(-1, 1, _SIZE)}), Replica(model.layout, model.parameters)
+    for _ in range(2):
+        sent = compressor.compress(range(1), gradients, 1.0, StepReport(0)).slices
+        with torch.no_grad():
+            replica.write(sent)
+            replica.add(sent)
     for task in TASKS.values():
         torch.optim.SGD(task.make_model().parameters(), 0.1)  # the first optimizer imports a second's worth of torch
         next(task.draws(0, 0, 1))

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from benchmarks.peers.task import batches, make_model
-from psclient.compress.compressor import Choice, TensorUpdate, select_updates
-from psclient.compress.method import State, TensorGradient
-from psclient.optim.dgs import DGS
-from psclient.report import StepReport
-from pscore.model.layout import Span
-from pscore.select import SELECTORS, Selector
+from psclient.compress.method import State
+from pscore.select import SELECTORS, Selector, entries_for
+from pscore.select.base import take_all
+from pscore.select.inputs import Memory
+from pscore.select.kernels.base import GradientUpdate
 
 _RATE, _MOMENTUM = 0.05, 0.7
 _DROPS = (0.5, 0.8)
@@ -97,20 +96,21 @@ def push(
     selector: Selector,
     run: Run,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Accumulate gradients, select, and apply; return offsets and values by parameter."""
+    """Accumulate gradients, select, and apply, as DGS does; return offsets and values by parameter."""
     sent = []
     for parameter, state in zip(parameters, states, strict=True):
         assert parameter.grad is not None
-        group = {"lr": rate, "momentum": _MOMENTUM, "weight_decay": 0.0}
-        said = DGS.accumulate(state, group, TensorGradient(parameter.grad.reshape(-1), None))
-        report, span = StepReport(0), Span(0, parameter.numel())
-        choice = Choice(selector, "tensor", _DENSE_BELOW)
-        piece = select_updates({0: TensorUpdate(said, state, span)}, density, choice, report)[0]
-        assert piece.offsets is not None
-        parameter.view(-1)[piece.offsets] -= piece.values
-        if report.wanted_entries >= 10:
-            run.ratios.append(report.selected_entries / report.wanted_entries)
-        sent.append((piece.offsets, piece.values))
+        residual = state.setdefault("residual", torch.zeros(parameter.numel()))
+        source = Memory(residual, GradientUpdate(parameter.grad.reshape(-1), rate), _MOMENTUM)
+        if source.numel < _DENSE_BELOW:
+            taken = take_all(source)
+        else:
+            k = entries_for(source.numel, density)
+            taken = selector(source, k, state.setdefault("recall", {}))
+            if k >= 10:
+                run.ratios.append(taken.offsets.numel() / k)
+        parameter.view(-1)[taken.offsets] -= taken.values
+        sent.append((taken.offsets, taken.values))
     return sent
 
 

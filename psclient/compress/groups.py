@@ -49,31 +49,35 @@ class Rates(NamedTuple):
 class ParamGroups:
     """An optimizer's param groups, by parameter; without a reference to the optimizer.
 
-    ``own_density`` has the numbers of the groups that a density schedule leaves alone; :meth:`assign` reads it anew.
+    ``own_density`` has the numbers of the groups that a density schedule leaves alone.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], own_density: Collection[int] = ()) -> None:
         self._own_density = own_density
+        self.generation = 0  # counts the calls of assign()
         self._warned_at = 0  # workers, when the momentum was above the published one
         self.assign(groups)
 
     def __contains__(self, parameter: object) -> bool:
-        return id(parameter) in self._group_of
+        return id(parameter) in self._numbers
 
     def assign(self, groups: Sequence[dict[str, Any]]) -> None:
         """Read the groups anew, after one was added or all were loaded."""
         self.all = groups
-        self._group_of = {id(parameter): group for group in groups for parameter in group["params"]}
-        self._left_alone = {id(parameter) for number in self._own_density for parameter in groups[number]["params"]}
+        self.generation += 1
+        self._numbers = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
 
-    def has_own_density(self, parameter: torch.Tensor) -> bool:
-        """Tell whether a density schedule leaves this parameter's group alone."""
-        return id(parameter) in self._left_alone
+    def has_own_density(self, number: int) -> bool:
+        """Tell whether a density schedule leaves this group alone."""
+        return number in self._own_density
 
-    def of(self, parameter: torch.Tensor) -> Group | None:
-        """Return a parameter's hyper-parameters as the schedulers left them; ``None`` for one that is not trained."""
-        group = self._group_of.get(id(parameter))
-        return None if group is None else {**group, "lr": float(group.get("lr", 1.0))}
+    def number_of(self, parameter: torch.Tensor) -> int | None:
+        """Return the number of a parameter's group; ``None`` for one that is not trained."""
+        return self._numbers.get(id(parameter))
+
+    def values(self, number: int) -> Group:
+        """Return a group's hyper-parameters as the schedulers left them."""
+        return {**self.all[number], "lr": float(self.all[number].get("lr", 1.0))}
 
     def rates(self) -> Rates:
         """Return the rate that pushed values carry: that of the first group now."""

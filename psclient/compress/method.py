@@ -1,65 +1,48 @@
-"""What a training method defines: what a gradient adds to a residual, and what is sent of the residual.
+"""What a training method defines: a recurrence, whose coefficients depend on a param group's hyper-parameters.
 
-A method works on one tensor at a time, flattened, and knows neither selection nor RPC. ``state`` is the optimizer's own
-``state[parameter]``, so whatever a method keeps there is part of ``state_dict()``.
+A method knows neither tensors nor selection nor RPC: :mod:`psclient.compress.compressor` carries the recurrence out.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
-
-import torch
-
-from pscore.model.sparse_slice import SparseSlice
-from pscore.select.kernels.base import GradientUpdate
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 State = dict[str, Any]
+"""The optimizer's own ``state[parameter]``: ``residual``, ``momentum`` (fp32 ``[n]``), and a selector's memory."""
+
 Group = Mapping[str, Any]
 """A param group: ``lr``, ``momentum``, … as the schedulers left them."""
 
 
-class TensorGradient(NamedTuple):
-    """A tensor's gradient ``[n]``, and its values ``θ`` ``[n]`` where there is weight decay; neither may be changed.
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """What a step does to a tensor with gradient ``g``, parameters ``θ``, momentum ``u`` and residual ``r``.
 
-    The gradient has the parameter's dtype, or fp32 where it was scaled.
+    ::
+
+        d = scale·g + decay·θ
+        u = factor·u + d                         # factor 0: u = d, and no memory
+        r = retain·r + rate·u                    # nesterov: r = retain·r + rate·(d + factor·u)
+        send unit·p of p = top ρ of |r|          # whole: unit·r
+        r[sent] = keep·p
+        u[sent] = 0                              # masks_momentum; not where a tensor is sent for being small
     """
 
-    gradient: torch.Tensor
-    parameters: torch.Tensor | None
-
-
-class ResidualUpdate(NamedTuple):
-    """A memory of which the largest entries are sent.
-
-    Attributes:
-        memory: fp32 ``[n]``.
-        added: this step's addition to the memory: :class:`pscore.select.inputs.Memory` adds it when it selects.
-        keep: what remains in the memory of an entry that is sent, as a factor.
-        unit: ``unit·memory`` is sent.
-        masked: set to zero where an entry is selected, not where a tensor is sent whole; ``None`` for nothing.
-    """
-
-    memory: torch.Tensor
-    added: GradientUpdate | None = None
+    scale: float = 1.0
+    decay: float = 0.0
+    factor: float = 0.0
+    retain: float = 1.0
+    rate: float = 1.0
+    unit: float = 1.0
     keep: float = 0.0
-    unit: float = 1.0
-    masked: torch.Tensor | None = None
+    nesterov: bool = False
+    masks_momentum: bool = False
+    whole: bool = False
 
     @property
     def share(self) -> float:
-        """The factor of a sent value that did not arrive and returns to the memory; 0 where nothing was sent."""
+        """The factor of a sent value that did not arrive and returns to the residual; 0 where nothing was sent."""
         return (1 - self.keep) / self.unit if self.unit else 0.0
-
-
-class DenseUpdate(NamedTuple):
-    """A tensor that is sent whole: ``unit`` times its memory, fp32 ``[n]``, to which nothing else may refer."""
-
-    values: torch.Tensor
-    unit: float = 1.0
-
-    @property
-    def share(self) -> float:
-        """See :attr:`ResidualUpdate.share`."""
-        return 1 / self.unit if self.unit else 0.0
 
 
 class Method(Protocol):
@@ -68,29 +51,8 @@ class Method(Protocol):
     name: ClassVar[str]
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate | DenseUpdate:
-        """Return what the step adds to the residual; of a dense method, what is sent whole, the residual included.
+    def recurrence(group: Group) -> Recurrence:
+        """Return the recurrence at a param group's hyper-parameters of now.
 
-        A :class:`ResidualUpdate` only describes the addition: the selection of the tensor's entries carries it out.
+        A flush is a step without a gradient that sends all of ``r``.
         """
-
-    @staticmethod
-    def held(state: State, group: Group) -> ResidualUpdate:
-        """Return how a flush empties ``state["residual"]``, which is there."""
-
-
-def memory(state: State, name: str, like: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 tensor ``state[name]``, zero at first, flat like ``like``."""
-    if name not in state:
-        state[name] = torch.zeros(like.numel(), dtype=torch.float32, device=like.device)
-    tensor: torch.Tensor = state[name]
-    return tensor
-
-
-def restore(residual: torch.Tensor, share: float, piece: SparseSlice) -> None:
-    """Add ``share`` of a piece that did not arrive to the residual of its span (:attr:`ResidualUpdate.share`)."""
-    values = piece.values.to(residual.device)
-    if piece.offsets is None:
-        residual.add_(values, alpha=share)
-    else:
-        residual.index_add_(0, piece.offsets.to(residual.device), values, alpha=share)

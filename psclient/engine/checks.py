@@ -4,11 +4,14 @@ import gc
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from psclient.errors import ConfigurationError, NonFiniteGradientError
 from psclient.model.module import TrainedModel
+from pscore.select.kernels import COMPILED_FROM
+from pscore.select.kernels.segments import KINDS, first_not_finite
 
 Gradients = Mapping[int, torch.Tensor]
 """By position in the layout, in their parameters' shapes and dtypes."""
@@ -16,23 +19,43 @@ Gradients = Mapping[int, torch.Tensor]
 
 def gather(model: TrainedModel, trained: Container[torch.Tensor], positions: Iterable[int]) -> dict[int, torch.Tensor]:
     """Return the gradients of the trained parameters at these positions, as they are; costs nothing."""
-    found = ((position, model.parameters[position]) for position in positions)
-    return {n: p.grad for n, p in found if p in trained and p.grad is not None and p.numel()}
+    parameters = model.parameters
+    found = {n: g for n in positions if (g := parameters[n].grad) is not None and parameters[n] in trained}
+    return {n: g for n, g in found.items() if g.numel()}
 
 
 def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]:
     """Return the gradients dense; :class:`NonFiniteGradientError` names the first parameter where one is not finite."""
-    dense = {
-        position: gradient.coalesce().to_dense() if gradient.is_sparse else gradient
-        for position, gradient in gradients.items()
-    }
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in dense.values()]
+    dense = dict(gradients)
+    for position in [n for n, g in gradients.items() if g.is_sparse]:
+        dense[position] = gradients[position].coalesce().to_dense()
+    plain: Gradients = {}
+    if model.layout.size >= COMPILED_FROM:
+        plain = {n: g for n, g in dense.items() if g.is_cpu and g.is_contiguous() and g.dtype in KINDS}
+    others = {n: dense[n] for n in dense.keys() - plain.keys()}
+    found = [n for n in (_first_of_plain(plain), _first_of_any(others)) if n is not None]
+    if found:
+        raise NonFiniteGradientError(model.layout.parameters[min(found)].name)
+    return dense
+
+
+def _first_of_plain(gradients: Gradients) -> int | None:
+    """Return the position of the first one that is not finite, of gradients on the host; in one compiled call."""
+    if not gradients:
+        return None
+    tensors = gradients.values()
+    addresses = np.array([gradient.data_ptr() for gradient in tensors])
+    kinds = np.array([KINDS[gradient.dtype] for gradient in tensors], np.int8)
+    row = first_not_finite(addresses, kinds, np.array([gradient.numel() for gradient in tensors]))
+    return None if row is None else list(gradients)[row]
+
+
+def _first_of_any(gradients: Gradients) -> int | None:
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
     # The norms are the fast test; one may overflow although every element is finite, so only elements convict.
     if norms and not bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()):
-        for position, gradient in dense.items():
-            if not bool(gradient.isfinite().all()):
-                raise NonFiniteGradientError(model.layout.parameters[position].name)
-    return dense
+        return next((n for n, gradient in sorted(gradients.items()) if not bool(gradient.isfinite().all())), None)
+    return None
 
 
 def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | None = None) -> None:

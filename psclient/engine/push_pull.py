@@ -72,8 +72,8 @@ class PushPull:
         with self._opened_span.active():
             with report.timed("select"):
                 sent = self._compressor.compress(self.groups[number], gradients, scale, report)
-            self._send(report, number, sent.values())
-        self._trace.entries.update((position, segment.entries) for position, segment in sent.items())
+            self._send(report, number, sent.slices)
+        self._trace.entries.update(sent.entries)
         self._trace.done[number] = time.perf_counter()
 
     def send_residuals(self, report: StepReport, number: int) -> None:
@@ -81,7 +81,7 @@ class PushPull:
         with self._opened_span.active():
             with report.timed("select"):
                 sent = self._compressor.take_residuals(self.groups[number])
-            self._send(report, number, sent.values(), exact=True)
+            self._send(report, number, sent, exact=True)
 
     def _send(self, report: StepReport, number: int, sent: Iterable[SparseSlice], *, exact: bool = False) -> None:
         """Encode a group's entries, and pass the chunks to the transport; quantisation errors are restored.
@@ -191,6 +191,9 @@ def _joined(span: Span, sent: Iterable[SparseSlice]) -> list[SparseSlice]:
     if len({segment.values.device for segment in found}) > 1:  # a model spread over devices meets on the host
         found = [segment.cpu() for segment in found]
     sparse = any(segment.offsets is not None for segment in found)
+    if sparse and len(found) == 1 and found[0].span == span:
+        return found
+    found.sort(key=lambda segment: segment.span.start)
     runs: list[list[SparseSlice]] = []
     for segment in found:
         if runs and (sparse or runs[-1][-1].span.end == segment.span.start):
@@ -198,7 +201,15 @@ def _joined(span: Span, sent: Iterable[SparseSlice]) -> list[SparseSlice]:
         else:
             runs.append([segment])
     spans = [span] if sparse else [Span(run[0].span.start, run[-1].span.end) for run in runs]
-    return [joined for span, run in zip(spans, runs, strict=True) if (joined := merge(span, run)) is not None]
+    joined = [one for span, run in zip(spans, runs, strict=True) if (one := merge(span, run)) is not None]
+    return [_ascending(one) for one in joined] if sparse and len(found) > 1 else joined
+
+
+def _ascending(segment: SparseSlice) -> SparseSlice:
+    """Sort a segment's entries: those of tensors of one device may lie between those of another."""
+    assert segment.offsets is not None
+    order = segment.offsets.argsort()
+    return SparseSlice(segment.span, segment.offsets[order], segment.values[order])
 
 
 def _as_decoded(part: SparseSlice, encoded: Sequence[frames.Encoded]) -> tuple[SparseSlice, SparseSlice | None]:

@@ -18,7 +18,8 @@ import torch
 from psclient import settings as client_settings
 from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.planner import BucketPlanner
-from psclient.compress.compressor import Choice, Compressor
+from psclient.compress.choice import Choice
+from psclient.compress.compressor import Compressor
 from psclient.compress.groups import ParamGroups
 from psclient.compress.method import Method, State
 from psclient.engine.push_pull import PushPull

@@ -177,6 +177,14 @@ def writes_to(parameter: torch.Tensor) -> int:
     return 0 if parameter.is_inference() else parameter._version
 
 
+def edits_of(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Return :func:`writes_to` of each, fast."""
+    try:
+        return [parameter._version for parameter in parameters]
+    except RuntimeError:  # an inference tensor
+        return [writes_to(parameter) for parameter in parameters]
+
+
 def _plain(name: str) -> str:
     """Return a tensor's name without the prefix of ``torch.compile``: compiled or not, the model is the same."""
     return name.replace("_orig_mod.", "")

@@ -9,12 +9,14 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from psclient.errors import ModelChangedError
-from psclient.model.module import writes_to
+from psclient.model.module import edits_of
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.select.kernels import COMPILED_FROM
 
 _BLOCK = 1 << 20  # words that are summed at a time
 _ODD = 0x1E3779B97F4A7C15
@@ -26,11 +28,14 @@ class Replica:
     def __init__(self, layout: ModelLayout, parameters: Sequence[torch.Tensor]) -> None:
         self.layout = layout
         self.parameters = tuple(parameters)
+        self._starts = np.array(layout.offsets)
         self._fp32: dict[int, torch.Tensor] = {}
         """fp32 copies of half-precision parameters, by position; only in top-k mode."""
         self._known = [parameter.detach() for parameter in self.parameters]
         """Aliases of the parameters' memory when it was last checked; they tell a copy from a change."""
-        self._edits = [writes_to(parameter) for parameter in self.parameters]
+        self._places = _places_of(self.parameters)
+        """Where the aliases lie."""
+        self._edits = edits_of(self.parameters)
         """How often each parameter had been written to when the last write that is known here was done."""
 
     def loaded(self) -> str | None:
@@ -42,11 +47,12 @@ class Replica:
         for position in self._moved():
             if not torch.equal(self.parameters[position], self._known[position]):
                 return self.layout.parameters[position].name
-            self._known[position] = self.parameters[position].detach()
-        for position, (parameter, edits) in enumerate(zip(self.parameters, self._edits, strict=True)):
-            if writes_to(parameter) != edits:
-                return self.layout.parameters[position].name
-        return None
+            self._adopt(position)
+        edits = edits_of(self.parameters)
+        if edits == self._edits:
+            return None
+        position = next(n for n, (new, old) in enumerate(zip(edits, self._edits, strict=True)) if new != old)
+        return self.layout.parameters[position].name
 
     def digest(self) -> bytes:
         """Return 32 bytes that are equal where the values are, and else all but surely not; reads all parameters."""
@@ -56,11 +62,13 @@ class Replica:
     def accept(self) -> None:
         """Make the parameters' values and memory of now the known ones."""
         for position in self._moved():
-            self._known[position] = self.parameters[position].detach()
-        self._edits = [writes_to(parameter) for parameter in self.parameters]
+            self._adopt(position)
+        self._edits = edits_of(self.parameters)
 
     def _moved(self) -> Iterator[int]:
         """Yield the positions of parameters with other memory than they had."""
+        if _places_of(self.parameters) == self._places:
+            return
         for position, (parameter, known) in enumerate(zip(self.parameters, self._known, strict=True)):
             alike = parameter.dtype is known.dtype
             if alike and parameter.data_ptr() == known.data_ptr() and parameter.stride() == known.stride():
@@ -73,6 +81,11 @@ class Replica:
                 )
             yield position
 
+    def _adopt(self, position: int) -> None:
+        """Make a parameter's memory of now the known one."""
+        self._known[position] = known = self.parameters[position].detach()
+        [self._places[position]] = _places_of([known])
+
     def read(self, span: Span) -> Iterator[SparseSlice]:
         """Yield the values inside a span, tensor by tensor, dense, fp32 on the host."""
         for position, common in self.layout.overlapping(span):
@@ -81,12 +94,12 @@ class Replica:
 
     def write(self, segments: Sequence[SparseSlice]) -> None:
         """Write an exact reply's values over the parameters'."""
-        for _, flat, where, values in self._written(segments):
+        for _, flat, where, values in self._written(segments, adds=False):
             flat[where] = values.to(flat.device, flat.dtype)
 
     def add(self, segments: Sequence[SparseSlice]) -> None:
         """Add a top-k reply's differences, in fp32; half-precision parameters follow their fp32 copies."""
-        for position, flat, where, values in self._written(segments):
+        for position, flat, where, values in self._written(segments, adds=True):
             master = self._fp32[position] if flat.dtype != torch.float32 else flat
             if isinstance(where, slice):
                 master[where] += values.to(flat.device)
@@ -107,17 +120,18 @@ class Replica:
             copy[where] = flat[where].float()
 
     def _written(
-        self, segments: Sequence[SparseSlice]
+        self, segments: Sequence[SparseSlice], *, adds: bool
     ) -> Iterator[tuple[int, torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
-        """Yield (position of a tensor, its elements to write to, places in it, values) for each part of a segment.
+        """Write what the compiled loops can; yield the rest: the parts of a segment, tensor by tensor.
 
-        The caller's writes count as known; :meth:`loaded` still reports those of others before. Parameters that are
-        parts of one tensor count their writes together.
+        Each is (position of a tensor, its elements to write to, places in it, values). The writes count as known;
+        :meth:`loaded` still reports those of others before. Parameters that are parts of one tensor count their writes
+        together.
         """
-        known = [writes_to(parameter) == edits for parameter, edits in zip(self.parameters, self._edits, strict=True)]
+        before = edits_of(self.parameters)
         for segment in segments:
-            for position, common in self.layout.overlapping(segment.span):
-                part = segment.clip(common)
+            for position in self._write_plain(segment, adds):
+                part = segment.clip(self.layout.span(position))
                 if part is None:
                     continue
                 within, data = self._within(position, part.span), self.parameters[position].detach()
@@ -126,12 +140,48 @@ class Replica:
                 yield position, flat, where, part.values
                 if not data.is_contiguous():  # then the flat elements may be a copy
                     data.copy_(flat.view(data.shape))
-        now = [writes_to(parameter) for parameter in self.parameters]
-        self._edits = [new if same else old for new, same, old in zip(now, known, self._edits, strict=True)]
+        now = edits_of(self.parameters)
+        if before == self._edits:
+            self._edits = now
+        else:
+            triples = zip(now, before, self._edits, strict=True)
+            self._edits = [new if known == old else old for new, known, old in triples]
+
+    def _write_plain(self, segment: SparseSlice, adds: bool) -> Sequence[int]:
+        """Write a segment's entries of fp32 tensors on the host; return the positions of the tensors that are left."""
+        touched = self.layout.positions(segment.span)
+        values = segment.values
+        if self.layout.size < COMPILED_FROM or not values.is_cpu or values.dtype != torch.float32:
+            return touched
+        from psclient.model import replica_loops
+
+        found = self.parameters[touched.start : touched.stop]
+        plain = [p.dtype is torch.float32 and p.is_cpu and p.is_contiguous() for p in found]
+        addresses = np.array([p.data_ptr() for p in found], np.int64) * np.array(plain)
+        edges = self._starts[touched.start : touched.stop + 1]
+        base, array = segment.span.start, values.numpy()
+        if segment.offsets is None:
+            firsts, ends = np.maximum(edges[:-1], base), np.minimum(edges[1:], segment.span.end)
+            replica_loops.write_runs(addresses, edges[:-1], firsts, ends, array, base, adds)
+            has_entries = firsts < ends
+        else:
+            offsets = segment.offsets.numpy()
+            bounds = np.searchsorted(offsets, edges - base)
+            replica_loops.write_at(addresses, edges[:-1], bounds, offsets, array, base, adds)
+            has_entries = bounds[:-1] < bounds[1:]
+        written = np.flatnonzero(has_entries & (addresses != 0)).tolist()
+        torch.autograd.graph.increment_version([found[row] for row in written])
+        if all(plain):
+            return ()
+        return [position for position, yes in zip(touched, plain, strict=True) if not yes]
 
     def _within(self, position: int, span: Span) -> slice:
         offset = self.layout.offsets[position]
         return slice(span.start - offset, span.end - offset)
+
+
+def _places_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+    return [(tensor.data_ptr(), tensor.stride(), tensor.dtype) for tensor in tensors]
 
 
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,8 @@ from typing import Any, ClassVar
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import DenseUpdate, Group, State, TensorGradient
+from psclient.compress.method import Group, Recurrence
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import local_momentum, send_whole, with_decay
 
 
 class ASGD(ParameterServerOptimizer):
@@ -38,6 +37,6 @@ class ASGD(ParameterServerOptimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, 1.0, **connection)
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: TensorGradient) -> DenseUpdate:
+    def recurrence(group: Group) -> Recurrence:
         """``u = m·u + (g + wd·θ);  d = lr·u``, plus the residual of earlier pushes."""
-        return send_whole(state, local_momentum(state, group, with_decay(group, step)), group["lr"])
+        return Recurrence(decay=group["weight_decay"], factor=group["momentum"], rate=group["lr"], whole=True)

@@ -18,7 +18,7 @@ from psclient import settings as client_settings
 from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.plan import BucketPlan
 from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.method import DenseUpdate, Group, ResidualUpdate, State, TensorGradient
+from psclient.compress.method import Group, Recurrence
 from psclient.engine.checks import gather, refuse_averaged
 from psclient.engine.sample_counter import FirstBatches, SampleCounter
 from psclient.engine.state import PushMark, from_sgd, is_out_of_date, restore_memories, split, state_as_refused
@@ -152,13 +152,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     @staticmethod
     @abstractmethod
-    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate | DenseUpdate:
+    def recurrence(group: Group) -> Recurrence:
         """See :class:`psclient.compress.method.Method`."""
-
-    @staticmethod
-    def held(state: State, group: Group) -> ResidualUpdate:
-        """See :class:`psclient.compress.method.Method`."""
-        return ResidualUpdate(state["residual"])
 
     def agreed_settings(self) -> dict[str, str]:
         """Return the settings in which all workers of a run must agree."""
@@ -393,7 +388,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._worker.always(self._stepper.rest)  # a push that is applied later would count beside the loaded residuals
         super().load_state_dict(plain)
         self._groups.assign(self.param_groups)
-        self._worker.compressor.memories = self.state  # torch has put a new dict in the place of the old one
+        self._worker.compressor.memories.states = self.state  # torch has put a new dict in the place of the old one
         restore_memories(self, plain)
         if mark is None:
             return

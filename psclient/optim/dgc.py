@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import Group, ResidualUpdate, State, TensorGradient
+from psclient.compress.method import Group, Recurrence
 from psclient.errors import ConfigurationError
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import momentum_corrected
 
 
 class DGC(ParameterServerOptimizer):
@@ -69,11 +68,9 @@ class DGC(ParameterServerOptimizer):
         return min(1.0, bound / norm) if norm > 0 else 1.0
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate:
-        """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is selected."""
-        return momentum_corrected(state, group, step)._replace(masked=state["momentum"])
+    def recurrence(group: Group) -> Recurrence:
+        """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is selected.
 
-    @staticmethod
-    def held(state: State, group: Group) -> ResidualUpdate:
-        """Return the residual; the momentum left would be new movement and stays unsent."""
-        return ResidualUpdate(state["residual"], unit=group["lr"])
+        A flush leaves the momentum: that would be new movement.
+        """
+        return Recurrence(decay=group["weight_decay"], factor=group["momentum"], unit=group["lr"], masks_momentum=True)

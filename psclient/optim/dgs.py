@@ -4,10 +4,9 @@ from typing import Any, ClassVar
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import Group, ResidualUpdate, State, TensorGradient, memory
+from psclient.compress.method import Group, Recurrence
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
-from pscore.select.kernels.base import GradientUpdate
 
 
 class DGS(ParameterServerOptimizer):
@@ -47,13 +46,7 @@ class DGS(ParameterServerOptimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, density, **connection)
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate:
-        """``r += lr·(g + wd·θ)``; ``m`` times the sent entry remains."""
+    def recurrence(group: Group) -> Recurrence:
+        """``r += lr·(g + wd·θ)``; ``m`` times the sent entry remains, also after a flush."""
         lr, wd, m = group["lr"], group["weight_decay"], group["momentum"]
-        r = memory(state, "residual", step.gradient)
-        return ResidualUpdate(r, GradientUpdate(step.gradient, lr, step.parameters, lr * wd), keep=m)
-
-    @staticmethod
-    def held(state: State, group: Group) -> ResidualUpdate:
-        """Return the residual: a flush is one step with no gradient and ρ = 1."""
-        return ResidualUpdate(state["residual"], keep=group["momentum"])
+        return Recurrence(scale=lr, decay=lr * wd, keep=m)

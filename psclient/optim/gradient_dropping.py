@@ -4,10 +4,9 @@ from typing import Any, ClassVar
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import Group, ResidualUpdate, State, TensorGradient, memory
+from psclient.compress.method import Group, Recurrence
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
-from pscore.select.kernels.base import GradientUpdate
 
 
 class GradientDropping(ParameterServerOptimizer):
@@ -37,8 +36,7 @@ class GradientDropping(ParameterServerOptimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, density, **connection)
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate:
+    def recurrence(group: Group) -> Recurrence:
         """``r += lr·(g + wd·θ)``."""
         lr, wd = group["lr"], group["weight_decay"]
-        r = memory(state, "residual", step.gradient)
-        return ResidualUpdate(r, GradientUpdate(step.gradient, lr, step.parameters, lr * wd))
+        return Recurrence(scale=lr, decay=lr * wd)

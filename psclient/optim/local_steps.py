@@ -6,7 +6,6 @@ import torch
 from torch.optim import Optimizer
 
 from psclient.compress.groups import ParamGroups
-from psclient.compress.method import memory
 from psclient.engine.checks import PushedGradients, finite, gather
 from psclient.engine.step import GradientScale, Stepper
 from psclient.engine.worker import Worker
@@ -147,8 +146,7 @@ class LocalSteps:
         finally:
             self._undo()
         for position, delta in differences.items():
-            parameter = self._model.parameters[position]
-            memory(self._worker.compressor.memories[parameter], "residual", parameter).add_(delta.reshape(-1))
+            self._worker.compressor.memories.of("residual", position).add_(delta.reshape(-1))
 
     def _push(self, differences: Deltas) -> None:
         """Push the differences of local steps; without any, end a push that a lost server has interrupted."""

@@ -10,14 +10,13 @@ import torch
 from torch.optim import Optimizer
 
 from psclient.compress.groups import ParamGroups, Rates, check_hyperparameters
-from psclient.compress.method import DenseUpdate, Group, ResidualUpdate, State, TensorGradient
+from psclient.compress.method import Group, Recurrence
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
 from psclient.optim.arguments import Density, Description, as_json, needs_closure, options_of
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.optim.local_steps import Deltas, LocalSteps
-from psclient.optim.recurrences import send_top
 
 log = logging.getLogger("psclient")
 
@@ -160,11 +159,9 @@ class Outer(ParameterServerOptimizer):
         self.inner_optimizer.load_state_dict(state_dict["inner"])  # and with it the groups
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate | DenseUpdate:
+    def recurrence(group: Group) -> Recurrence:
         """``e = β·e + Δ``; at ρ = 1 all of it is sent."""
-        if group["decay"] != 1 and "residual" in state:
-            state["residual"].mul_(group["decay"])
-        return send_top(state, group, step.gradient)
+        return Recurrence(retain=group["decay"], whole=group["density"] >= 1)
 
 
 def _described(outer_optimizer: Description | None) -> tuple[str, Mapping[str, Any]]:

@@ -8,13 +8,12 @@ from typing import Any, ClassVar, NoReturn
 from torch.optim.optimizer import ParamsT
 
 from psclient.compress.groups import ParamGroups, Rates, check_hyperparameters
-from psclient.compress.method import DenseUpdate, Group, ResidualUpdate, State, TensorGradient
+from psclient.compress.method import Group, Recurrence
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
 from psclient.optim.arguments import Density, as_json, options_of, scheduler_description, scheduler_interval
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import send_top
 from pscore.wire.messages import LARGEST_RATE
 
 log = logging.getLogger("psclient")
@@ -128,9 +127,9 @@ class ServerOptimizer(ParameterServerOptimizer):
         )
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate | DenseUpdate:
+    def recurrence(group: Group) -> Recurrence:
         """``r += g``; at ρ = 1 all of ``r`` is sent."""
-        return send_top(state, group, step.gradient)
+        return Recurrence(whole=group["density"] >= 1)
 
 
 def _options(groups: Sequence[Mapping[str, Any]], known: frozenset[str]) -> list[dict[str, Any]]:

@@ -4,10 +4,9 @@ from typing import Any, ClassVar
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import DenseUpdate, Group, ResidualUpdate, State, TensorGradient
+from psclient.compress.method import Group, Recurrence
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import local_momentum, momentum_corrected, with_decay
 from psclient.rounds import Rounds
 
 
@@ -51,16 +50,7 @@ class SSGD(ParameterServerOptimizer):
         super().__init__(params, defaults, density, rounds=rounds or Rounds(), **connection)
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate | DenseUpdate:
+    def recurrence(group: Group) -> Recurrence:
         """``u = m·u + (g + wd·θ);  r += u``; at ρ = 1 all of ``lr·r`` is sent."""
-        if group["density"] < 1:
-            return momentum_corrected(state, group, step)
-        u = local_momentum(state, group, with_decay(group, step))
-        if "residual" in state:
-            u = state.pop("residual").add_(u)
-        return DenseUpdate(group["lr"] * u, unit=group["lr"])
-
-    @staticmethod
-    def held(state: State, group: Group) -> ResidualUpdate:
-        """Return the residual, at the rate of now."""
-        return ResidualUpdate(state["residual"], unit=group["lr"])
+        wd, m = group["weight_decay"], group["momentum"]
+        return Recurrence(decay=wd, factor=m, unit=group["lr"], whole=group["density"] >= 1)

@@ -4,11 +4,10 @@ from typing import Any, ClassVar, Literal
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.method import DenseUpdate, Group, ResidualUpdate, State, TensorGradient
+from psclient.compress.method import Group, Recurrence
 from psclient.errors import ConfigurationError
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.optim.recurrences import local_momentum, send_top, with_decay
 
 
 class WAGMA(ParameterServerOptimizer):
@@ -76,9 +75,7 @@ class WAGMA(ParameterServerOptimizer):
         super().__init__(params, defaults, density, agreed, **connection)
 
     @staticmethod
-    def accumulate(state: State, group: Group, step: TensorGradient) -> ResidualUpdate | DenseUpdate:
+    def recurrence(group: Group) -> Recurrence:
         """``lr·u``, whole or into the residual."""
-        g = with_decay(group, step)
-        u = local_momentum(state, group, g)
-        direction = g.add(u, alpha=group["momentum"]) if group["nesterov"] else u
-        return send_top(state, group, direction, group["lr"])
+        wd, m, whole = group["weight_decay"], group["momentum"], group["density"] >= 1
+        return Recurrence(decay=wd, factor=m, nesterov=group["nesterov"], rate=group["lr"], whole=whole)

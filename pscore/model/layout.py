@@ -134,12 +134,15 @@ class ModelLayout:
 
     def overlapping(self, span: Span) -> Iterator[tuple[int, Span]]:
         """Yield (position, common span) of each parameter that shares elements with ``span``, in order."""
-        position = max(0, bisect.bisect_right(self.offsets, span.start) - 1)
-        while position < len(self.parameters) and self.offsets[position] < span.end:
+        for position in self.positions(span):
             common = self.span(position).intersect(span)
             if common.length:
                 yield position, common
-            position += 1
+
+    def positions(self, span: Span) -> range:
+        """Return the parameters between the first and the last one that share elements with ``span``."""
+        first = max(0, bisect.bisect_right(self.offsets, span.start) - 1)
+        return range(first, max(first, min(len(self.parameters), bisect.bisect_left(self.offsets, span.end))))
 
     def dtype_runs(self, span: Span) -> Iterator[tuple[torch.dtype, Span]]:
         """Yield the longest pieces of ``span`` over which the parameters have one dtype, in order."""

@@ -4,6 +4,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pscore.select.inputs import SelectionInput
 from pscore.select.kernels.base import Taken
@@ -45,11 +46,16 @@ def keep_largest(inputs: SelectionInput, taken: Taken, k: int) -> Taken:
     """Put back all entries but the ``k`` largest; of equal ones the first stay taken."""
     if taken.values.numel() <= k:
         return taken
-    chosen = largest(taken.values, k)
-    back = torch.ones_like(taken.values, dtype=torch.bool)
-    back[chosen] = False
-    inputs.put_back(Taken(taken.offsets[back], taken.values[back]))
-    return Taken(taken.offsets[chosen], taken.values[chosen])
+    device = taken.values.device
+    offsets, values, chosen = (x.cpu().numpy() for x in (*taken, largest(taken.values, k)))
+    is_back = np.ones(values.size, bool)
+    is_back[chosen] = False
+
+    def part(of: NDArray[np.bool_] | NDArray[np.int64]) -> Taken:
+        return Taken(torch.from_numpy(offsets[of]).to(device), torch.from_numpy(values[of]).to(device))
+
+    inputs.put_back(part(is_back))
+    return part(chosen)
 
 
 def largest(x: torch.Tensor, k: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pscore.select.kernels import kernels_for
+from pscore.select.kernels import kernels_for, reference
 from pscore.select.kernels.base import GradientUpdate, Taken, ThresholdResult
 
 
@@ -81,7 +81,7 @@ class Memory(SelectionInput):
 
     def put_back(self, taken: Taken) -> None:
         """Write the values where they were."""
-        self.tensor[taken.offsets] = taken.values
+        reference.put(self.tensor, taken.offsets, taken.values)
 
     def arrays(self) -> list[torch.Tensor]:
         """The first call adds the update."""

@@ -21,7 +21,7 @@ from pscore.select.kernels.base import Taken, ThresholdResult
 _LEVEL_GAIN, _DRIFT_GAIN = 0.6, 0.3
 _RISING = 0.9  # of a drift that is kept where it goes up
 _RANKED_STEPS = 16
-_ROOM = 3  # capacity of the pass, as a multiple of k: a surplus up to there needs no other pass
+ROOM = 3  # capacity of the pass, as a multiple of k: a surplus up to there needs no other pass
 _MOST_PASSES = 8
 _UNTIL_ZERO = 3
 _LARGEST = float(np.finfo(np.float32).max)
@@ -42,17 +42,31 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
         threshold = search.run(inputs, first)
         if threshold is None:
             return _rank(inputs, k, state, _RANKED_STEPS)
-    capacity = _ROOM * k
-    result = inputs.take(threshold, capacity)
+    return correct(inputs, k, state, threshold, inputs.take(threshold, ROOM * k), search)
+
+
+def correct(
+    inputs: SelectionInput,
+    k: int,
+    state: SelectorState,
+    threshold: float,
+    result: ThresholdResult,
+    search: "TailSearch | None" = None,
+) -> Taken:
+    """Go on after a pass at a threshold that had room for ``ROOM·k`` entries: take ``k`` within the tolerance.
+
+    Where more lie above, ``result`` may have any of them.
+    """
     lacks = result.count_above < (1 - TOLERANCE) * k and threshold != 0  # at 0 there is no more to be had
-    if lacks or result.count_above > capacity:
+    if lacks or result.count_above > ROOM * k:
         inputs.put_back(result.taken)
+        search = search or TailSearch(k)
         search.update(threshold, result.count_above, result.sum_above)
-        threshold = search.run(inputs)
-        if threshold is None:
+        found = search.run(inputs)
+        if found is None:
             return _rank(inputs, k, state, _RANKED_STEPS)
-        result = inputs.take(threshold, capacity)
-    _predict(state, threshold, result, k)
+        threshold, result = found, inputs.take(found, ROOM * k)
+    predict(state, threshold, result.count_above, result.sum_above, k)
     if result.count_above > (1 + TOLERANCE) * k:
         return keep_largest(inputs, result.taken, k)
     return result.taken
@@ -69,7 +83,7 @@ def _rank(inputs: SelectionInput, k: int, state: SelectorState, steps: float) ->
     return taken
 
 
-def _predict(state: SelectorState, threshold: float, result: ThresholdResult, k: int) -> None:
+def predict(state: SelectorState, threshold: float, count: int, excess: float, k: int) -> None:
     """Set the threshold of the next step: level and drift of the best threshold, smoothed (Holt's linear method).
 
     The best one of this step was ``t + β·ln(c/k)`` with ``β`` = mean excess. The drift matters for a while after the
@@ -77,10 +91,10 @@ def _predict(state: SelectorState, threshold: float, result: ThresholdResult, k:
     it is damped: while a residual fills, its threshold rises with the root of the steps, ever more slowly, and would be
     overshot.
     """
-    if threshold == 0 and result.count_above <= k:
+    if threshold == 0 and count <= k:
         state.update(threshold=0.0, drift=0.0)
         return
-    best = max(threshold / 2, threshold + result.sum_above / result.count_above * math.log(result.count_above / k))
+    best = max(threshold / 2, threshold + excess / count * math.log(count / k))
     expected = state.get("threshold", best)
     drift = state.get("drift", 0.0)
     drift *= _RISING if drift > 0 else 1.0

@@ -1,11 +1,14 @@
 """The published recurrences in float64, written from the formulas and from nothing else; and a method's push."""
 
 import math
+from types import SimpleNamespace
 
 import torch
 
-from psclient.compress.compressor import Choice, TensorUpdate, select_updates, take_whole
-from psclient.compress.method import TensorGradient, memory, restore
+from psclient.compress.choice import Choice
+from psclient.compress.compressor import Compressor
+from psclient.compress.groups import ParamGroups
+from psclient.model.module import describe
 from psclient.optim.asgd import ASGD
 from psclient.optim.dgc import DGC
 from psclient.optim.dgs import DGS
@@ -23,31 +26,76 @@ SIZES = (1, 2, 7, 100, 999)
 EPS = torch.finfo(torch.float32).eps
 
 
+class OneTensor:
+    """A compressor of a model of one tensor, without an optimizer around it; ``state`` is the tensor's."""
+
+    def __init__(self, method, like, choice):
+        self.parameter = torch.nn.Parameter(torch.zeros_like(like))
+        self.group = {"params": [self.parameter]}
+        self.states = {self.parameter: {}}
+        model = describe(None, [self.group])
+        planner = SimpleNamespace(densities={})
+        self.compressor = Compressor(method, model, self.states, ParamGroups([self.group]), choice, planner)
+
+    @property
+    def state(self):
+        return self.states[self.parameter]
+
+    def push(self, gradient, group, density, theta=None):
+        """One step: what is sent."""
+        self.group.update(group | {"density": density})
+        if theta is not None:
+            self.parameter.data.copy_(theta)
+        [sent] = self.compressor.compress(range(1), {0: gradient}, 1.0, StepReport(0)).slices
+        return sent
+
+    def flush(self, group):
+        """Everything that is held."""
+        self.group.update(group)
+        nothing = SparseSlice(Span(0, 0), torch.empty(0, dtype=torch.int64), torch.empty(0))
+        return next(iter(self.compressor.take_residuals(range(1))), nothing)
+
+    def come_back(self, group, sent):
+        """Give back what was sent with these hyper-parameters."""
+        self.group.update(group)
+        self.compressor._shares[0] = self.compressor._method.recurrence(group).share
+        self.compressor.restore([sent])
+
+
+class Tensors(dict):
+    """The state of a tensor between the pushes of a test, and its compressor, made at the first push."""
+
+    def of(self, name, like, selector):
+        if "compressor" not in self.__dict__:
+            choice = Choice(selector, "tensor", 0, compiled_from=COMPILED_FROM)
+            self.compressor = OneTensor(METHODS[name], like, choice)
+            self.compressor.states[self.compressor.parameter] = self
+        return self.compressor
+
+
+COMPILED_FROM = 0
+"""Elements from which the compiled pass is tested; small tensors on the host take the other way."""
+
+
 def push(name, state, gradient, group, density=1.0, value="fp32", selector=SELECTORS["exact"]):
     """One step of a method without an optimizer around it: what arrives when values travel as ``value``."""
-    said = METHODS[name].accumulate(state, group, TensorGradient(gradient, None))
-    tensor = TensorUpdate(said, state, Span(0, gradient.numel()))
-    sent = select_updates({0: tensor}, density, Choice(selector, "tensor", 0), StepReport(0))[0]
+    sent = state.of(name, gradient, selector).push(gradient, group, density)
     return travelled(name, state, group, sent, value, gradient)
 
 
 def flush(name, state, group):
     """Send everything that a state holds; values travel in fp32 then."""
-    if "residual" not in state:
-        return SparseSlice(Span(0, 0), torch.empty(0, dtype=torch.int64), torch.empty(0))
-    said = METHODS[name].held(state, group)
-    return take_whole(said, Span(0, said.memory.numel()))
+    return state.of(name, torch.zeros(1), SELECTORS["exact"]).flush(group)
+
+
+def come_back(name, state, group, sent, like):
+    """Give back what was sent with these hyper-parameters."""
+    state.of(name, like, SELECTORS["exact"]).come_back(group, sent)
 
 
 def whole(values):
     """A tensor that is sent whole."""
     return SparseSlice(Span(0, values.numel()), None, values)
-
-
-def come_back(name, state, group, sent, like):
-    """Give back what was sent with these hyper-parameters."""
-    share = METHODS[name].held({"residual": torch.empty(0)}, group).share
-    restore(memory(state, "residual", like), share, sent)
 
 
 def travelled(name, state, group, sent, value, like):

@@ -10,13 +10,13 @@ from pscore.select.kernels.base import Kernels
 
 log = logging.getLogger("pscore")
 
-_COMPILED_FROM = 16_384
+COMPILED_FROM = 16_384
 """Elements below which torch operations are used: no slower there, and a small model never waits for the compiler."""
 
 
 def kernels_for(tensor: torch.Tensor) -> Kernels:
     """Return the kernels for such tensors: compiled loops for large ones on the host, torch operations elsewhere."""
-    if tensor.device.type == "cpu" and tensor.numel() >= _COMPILED_FROM:
+    if tensor.device.type == "cpu" and tensor.numel() >= COMPILED_FROM:
         return cpu
     return reference
 

@@ -5,7 +5,7 @@ threads are our own, because the compiler's may not be entered from two threads 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -87,8 +87,21 @@ def _sift(
 
 def _over_ranges(size: int, loop: Callable[[slice], Result]) -> list[Result]:
     """Run ``loop`` on ranges that make up ``[0, size)``, in parallel; return the results in order."""
-    parts = max(1, min(torch.get_num_threads(), size // _SMALLEST_RANGE))
-    ranges = [slice(low, high) for low, high in pairwise(size * part // parts for part in range(parts + 1))]
+    parts = parts_of(size)
+    return in_parallel(
+        [slice(low, high) for low, high in pairwise(size * part // parts for part in range(parts + 1))], loop
+    )
+
+
+def parts_of(size: int) -> int:
+    """Return into how many ranges so many elements are best cut."""
+    return max(1, min(torch.get_num_threads(), size // _SMALLEST_RANGE))
+
+
+def in_parallel(ranges: Sequence[slice], loop: Callable[[slice], Result]) -> list[Result]:
+    """Run ``loop`` on each range, the first in this thread; return the results in order."""
+    if len(ranges) == 1:
+        return [loop(ranges[0])]
     try:
         others = [_pool(os.getpid()).submit(loop, each) for each in ranges[1:]]
     except RuntimeError:  # the interpreter is ending, and starts no thread any more

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pscore.select.kernels.base import Taken
 from pscore.wire.codecs.names import VALUE_CODECS
-from tests.psclient.method_makers import EPS, METHODS, come_back, dense, flush, group, push, whole
+from tests.psclient.method_makers import EPS, METHODS, Tensors, come_back, dense, flush, group, push, whole
 
 SIZE = 40
 VALUES = tuple(VALUE_CODECS)
@@ -25,7 +25,7 @@ class Ledger:
     def __init__(self, name, momentum, density, value, generator):
         self.name, self.m = name, momentum
         self.density, self.value, self.generator = density, value, generator
-        self.state = {}
+        self.state = Tensors()
         self.accumulated, self.applied, self.magnitude = (torch.zeros(SIZE, dtype=torch.float64) for _ in range(3))
         self.steps = 0
 
@@ -97,13 +97,13 @@ def test_a_flush_sends_what_is_held_and_loses_nothing(name, value, history, mome
 
 @pytest.mark.parametrize("name", METHODS)
 def test_flushing_nothing_sends_nothing(name):
-    sent = flush(name, {}, group())
+    sent = flush(name, Tensors(), group())
     assert sent.values.numel() == sent.offsets.numel() == 0
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_refusal_before_any_step_is_kept_too(name):
-    state, payload = {}, torch.arange(5.0)
+    state, payload = Tensors(), torch.arange(5.0)
     come_back(name, state, group(lr=0.5), whole(payload.clone()), payload)
     torch.testing.assert_close(dense(flush(name, state, group(lr=0.5)), 5), payload)
 
@@ -116,7 +116,7 @@ def choose_nothing(source, k, recall):
 @pytest.mark.parametrize("name", ["gradient_dropping", "dgc"])
 def test_a_push_refused_whole_leaves_the_residual_as_if_it_had_not_been_sent(name):
     """For DGS this holds in what is applied, not in r: see its conservation."""
-    sending, waiting = {}, {}
+    sending, waiting = Tensors(), Tensors()
     for seed in range(10):
         g = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
         sent = push(name, sending, g, group(0.25), 0.2)
@@ -129,7 +129,7 @@ def test_a_push_refused_whole_leaves_the_residual_as_if_it_had_not_been_sent(nam
 @pytest.mark.parametrize("name", METHODS)
 def test_what_quantisation_takes_from_one_push_comes_with_a_later_one(name, value):
     """Constant small gradients arrive in full though no single value of them can."""
-    state, arrived, g = {}, torch.zeros(3, dtype=torch.float64), torch.tensor([1.001, -0.3337, 0.77])
+    state, arrived, g = Tensors(), torch.zeros(3, dtype=torch.float64), torch.tensor([1.001, -0.3337, 0.77])
     for _ in range(300):
         arrived += push(name, state, g, group(1.0), value=value).values.double()
     torch.testing.assert_close(arrived / 300, g.double(), rtol=0.02, atol=0)

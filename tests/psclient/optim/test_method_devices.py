@@ -5,22 +5,21 @@ import torch
 
 pytest.importorskip("triton")
 
-from psclient.compress.compressor import Choice, TensorUpdate, select_updates
-from psclient.compress.method import TensorGradient
+from psclient.compress.choice import Choice
 from psclient.optim.dgc import DGC
 from psclient.optim.dgs import DGS
 from psclient.optim.gradient_dropping import GradientDropping
 from psclient.optim.ssgd import SSGD
-from psclient.report import StepReport
-from pscore.model.layout import Span
 from pscore.select import SELECTORS
 from pscore.select.kernels.cuda import DeviceSelection
+from tests.psclient.method_makers import OneTensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, LR, MOMENTUM, DENSITY = 2000, 0.5, 0.9, 0.05
 GROUP = {"lr": LR, "momentum": MOMENTUM, "weight_decay": 0.0, "density": DENSITY}
 CHOICES = {
     "host": Choice(SELECTORS["warm"], "tensor", 0, on_device=lambda _: None),
+    "host, compiled": Choice(SELECTORS["warm"], "tensor", 0, on_device=lambda _: None, compiled_from=0),
     "device": Choice(SELECTORS["warm"], "tensor", 0, on_device=lambda _: DeviceSelection(DEVICE, block=256)),
 }
 
@@ -29,12 +28,11 @@ CHOICES = {
 @pytest.mark.parametrize("method", [SSGD, DGC, DGS, GradientDropping], ids=lambda method: method.name)
 def test_residual_and_momentum_follow_the_recurrence(method, path):
     """What is selected depends on the path; what becomes of it does not."""
-    state = {}
+    tensor = OneTensor(method, torch.zeros(SIZE, device=DEVICE), CHOICES[path])
     u, r = torch.zeros(SIZE), torch.zeros(SIZE)
     for seed in range(6):
         g = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
-        said = method.accumulate(state, GROUP, TensorGradient(g.to(DEVICE), None))
-        sent = select_updates({0: TensorUpdate(said, state, Span(0, SIZE))}, DENSITY, CHOICES[path], StepReport(0))[0]
+        sent = tensor.push(g.to(DEVICE), GROUP, DENSITY)
         offsets, values = sent.offsets.cpu(), sent.values.cpu()
         assert abs(offsets.numel() - SIZE * DENSITY) <= 0.3 * SIZE * DENSITY
         if method in (SSGD, DGC):
@@ -44,9 +42,9 @@ def test_residual_and_momentum_follow_the_recurrence(method, path):
             r[offsets] = 0
             if method is DGC:
                 u[offsets] = 0  # factor masking, which SSGD has none of
-            torch.testing.assert_close(state["momentum"].cpu(), u)
+            torch.testing.assert_close(tensor.state["momentum"].cpu(), u)
         else:
             r = r + LR * g
             torch.testing.assert_close(values, r[offsets])
             r[offsets] = MOMENTUM * r[offsets] if method is DGS else 0.0
-        torch.testing.assert_close(state["residual"].cpu(), r)
+        torch.testing.assert_close(tensor.state["residual"].cpu(), r)

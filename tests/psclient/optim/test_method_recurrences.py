@@ -12,6 +12,7 @@ from tests.psclient.method_makers import (
     REFERENCES,
     SIZES,
     SPARSE,
+    Tensors,
     come_back,
     dense,
     gradients,
@@ -31,7 +32,7 @@ STEPS = 25
 def test_a_method_sends_what_its_published_recurrence_sends(name, size, density, schedule):
     m = 0.7
     reference = REFERENCES[name](size, density, m)
-    state = {}
+    state = Tensors()
     for g, lr in zip(gradients(size, STEPS), rates(schedule, STEPS), strict=True):
         mask, expected = reference.step(g, lr)
         sent = push(name, state, g.clone(), group(lr, m), density)
@@ -42,7 +43,7 @@ def test_a_method_sends_what_its_published_recurrence_sends(name, size, density,
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_sent_is_fp32_at_rising_offsets_and_the_gradient_is_left_alone(name):
-    state = {}
+    state = Tensors()
     for g in gradients(200, 5):
         before = g.clone()
         sent = push(name, state, g, group(momentum=0.5), 0.1)
@@ -56,7 +57,7 @@ def test_what_is_sent_is_fp32_at_rising_offsets_and_the_gradient_is_left_alone(n
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_sent_does_not_change_afterwards(name):
     """A push in doubt is repeated with the same bytes: it shares no memory with the state."""
-    state = {}
+    state = Tensors()
     first = push(name, state, torch.ones(50), group(momentum=0.5), 0.5)
     kept = first.values.clone()
     push(name, state, torch.ones(50), group(momentum=0.5), 0.5)
@@ -70,7 +71,7 @@ def per_step_against_sgd(name, momentum, sgd_momentum, ulps):
         parameter = nn.Parameter(torch.randn(size))
         theta = parameter.detach().clone()
         sgd = torch.optim.SGD([parameter], lr=0.1, momentum=sgd_momentum)
-        state, scale = {}, torch.zeros(size)
+        state, scale = Tensors(), torch.zeros(size)
         for g in gradients(size, STEPS, seed=7):
             with torch.no_grad():
                 parameter.copy_(theta)
@@ -124,7 +125,7 @@ def test_momentum_sgd_is_torch_optim_sgd_bit_for_bit(options):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_zero_learning_rate_moves_nothing(name):
-    state = {}
+    state = Tensors()
     for g in gradients(100, 5):
         sent = push(name, state, g, group(0.0, 0.9), 0.1)
         assert not dense(sent, 100).any()
@@ -137,7 +138,7 @@ def test_a_zero_learning_rate_moves_nothing(name):
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("size", SIZES)
 def test_an_all_zero_gradient_sends_nothing(name, size):
-    state = {}
+    state = Tensors()
     for _ in range(3):
         sent = push(name, state, torch.zeros(size), group(momentum=0.9))
         assert sent.offsets.numel() == sent.values.numel() == 0
@@ -146,7 +147,7 @@ def test_an_all_zero_gradient_sends_nothing(name, size):
 @pytest.mark.parametrize("name", SPARSE)
 def test_every_element_is_updated_in_the_end(name):
     for size in SIZES:
-        state, touched = {}, torch.zeros(size, dtype=torch.bool)
+        state, touched = Tensors(), torch.zeros(size, dtype=torch.bool)
         for g in gradients(size, 400):
             touched[push(name, state, g.abs() + 0.1, group(momentum=0.5), 0.01).offsets] = True
         assert bool(touched.all())
@@ -154,7 +155,7 @@ def test_every_element_is_updated_in_the_end(name):
 
 def test_dgs_is_the_published_recurrence_without_its_division():
     """Between two steps the residual r is m times the paper's u."""
-    state, reference = {}, REFERENCES["dgs"](300, 0.05, 0.6)
+    state, reference = Tensors(), REFERENCES["dgs"](300, 0.05, 0.6)
     for g in gradients(300, STEPS):
         reference.step(g, 0.1)
         push("dgs", state, g, group(0.1, 0.6), 0.05)

@@ -7,14 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import psclient
-from psclient.compress.compressor import Choice, TensorUpdate, select_updates, take_whole
-from psclient.compress.method import TensorGradient, memory, restore
+from psclient.compress.choice import Choice
 from psclient.errors import ConfigurationError
 from psclient.optim.wagma import WAGMA
-from psclient.report import StepReport
-from pscore.model.layout import Span
 from pscore.select import SELECTORS
-from tests.psclient.method_makers import EPS, dense, gradients, whole
+from tests.psclient.method_makers import EPS, OneTensor, dense, gradients, whole
 
 SIZE = 60
 
@@ -23,17 +20,19 @@ def group(density=1.0, **options):
     return {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False, "density": density} | options
 
 
-def push(state, gradient, hyper, theta=None):
-    """One step without an optimizer around it: what is sent."""
-    said = WAGMA.accumulate(state, hyper, TensorGradient(gradient, theta))
-    tensor, choice = TensorUpdate(said, state, Span(0, SIZE)), Choice(SELECTORS["exact"], "tensor", 0)
-    return select_updates({0: tensor}, hyper["density"], choice, StepReport(0))[0]
+@pytest.fixture(params=["compiled", "tensor by tensor"])
+def tensor(request):
+    return one_tensor("warm", 0 if request.param == "compiled" else 1 << 20)
+
+
+def one_tensor(selector, compiled_from=0):
+    return OneTensor(WAGMA, torch.zeros(SIZE), Choice(SELECTORS[selector], "tensor", 0, compiled_from=compiled_from))
 
 
 @pytest.mark.parametrize("options", [{"nesterov": True}, {"weight_decay": 0.1}, {"momentum": 0.0}])
-def test_a_dense_change_is_a_step_of_torch_sgd(options):
+def test_a_dense_change_is_a_step_of_torch_sgd(options, tensor):
     hyper = group(**options)
-    parameter, state, scale = nn.Parameter(torch.randn(SIZE)), {}, torch.zeros(SIZE)
+    parameter, scale = nn.Parameter(torch.randn(SIZE)), torch.zeros(SIZE)
     sgd = torch.optim.SGD([parameter], lr=0.1, **{"momentum": 0.9} | options)
     theta = parameter.detach().clone()
     for g in gradients(SIZE, 25):
@@ -41,7 +40,7 @@ def test_a_dense_change_is_a_step_of_torch_sgd(options):
             parameter.copy_(theta)
         parameter.grad = g
         sgd.step()
-        sent = push(state, g, hyper, theta if hyper["weight_decay"] else None)
+        sent = tensor.push(g, hyper, 1.0, theta)
         assert sent.offsets is None
         scale = 0.9 * scale + 0.2 * g.abs() + 0.01 * theta.abs()
         theta = theta - sent.values
@@ -52,36 +51,37 @@ def test_a_dense_change_is_a_step_of_torch_sgd(options):
     st.lists(st.tuples(st.sampled_from([0.02, 0.3, 1.0]), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=12),
     st.booleans(),
     st.integers(0, 99),
+    st.sampled_from([0, 1 << 20]),
 )
 @settings(deadline=None, max_examples=60)
-def test_what_was_accumulated_is_applied_or_still_held(history, nesterov, seed):
+def test_what_was_accumulated_is_applied_or_still_held(history, nesterov, seed, compiled_from):
     """Through densities that change and pushes that come back: sum lr·u = sum applied + r."""
     generator = torch.Generator().manual_seed(seed)
-    state, u = {}, torch.zeros(SIZE).double()
+    tensor, u = one_tensor("warm", compiled_from), torch.zeros(SIZE).double()
     accumulated, applied, size = (torch.zeros(SIZE).double() for _ in range(3))
     for density, refused in history:
         hyper = group(density, nesterov=nesterov)
         g = torch.randn(SIZE, generator=generator)
-        payload = dense(push(state, g, hyper), SIZE)
+        payload = dense(tensor.push(g, hyper, density), SIZE)
         u = 0.9 * u + g.double()
         accumulated += 0.1 * (g + 0.9 * u if nesterov else u)
         back = torch.where(torch.rand(SIZE, generator=generator) < refused, payload, 0)
-        restore(memory(state, "residual", g), 1.0, whole(back))
+        tensor.come_back(hyper, whole(back))
         applied += (payload - back).double()
         size += payload.abs() + u.abs()
-    held = WAGMA.held(state, group())
-    assert bool(((accumulated - applied - held.memory.double()).abs() <= 8 * EPS * len(history) * (size + 1)).all())
-    last = dense(take_whole(held, Span(0, SIZE)), SIZE)
+    held = tensor.state["residual"].double()
+    assert bool(((accumulated - applied - held).abs() <= 8 * EPS * len(history) * (size + 1)).all())
+    last = dense(tensor.flush(group()), SIZE)
     assert bool(((accumulated - applied - last.double()).abs() <= 8 * EPS * len(history) * (size + 1)).all())
 
 
 def test_a_sparse_change_is_the_largest_part_of_the_residual():
-    state, hyper = {}, group(0.1)
+    tensor, hyper = one_tensor("exact"), group(0.1)
     residual, u = torch.zeros(SIZE), torch.zeros(SIZE)
     for g in gradients(SIZE, 8):
         u = 0.9 * u + g
         residual += 0.1 * u
-        sent = push(state, g, hyper)
+        sent = tensor.push(g, hyper, 0.1)
         assert sorted(sent.offsets.tolist()) == sorted(residual.abs().topk(6).indices.tolist())
         residual[sent.offsets] = 0
 

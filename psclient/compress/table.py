@@ -1,0 +1,225 @@
+"""The tensors of a group on the host as one table, whose updates one compiled call carries out and selects from."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from psclient.compress.buffer import WholeBuffer
+from psclient.compress.choice import Choice
+from psclient.compress.memories import Memories
+from psclient.compress.method import Recurrence
+from psclient.report import StepReport
+from pscore.model.layout import ModelLayout, Span
+from pscore.model.sparse_slice import SparseSlice
+from pscore.select import SelectorState
+from pscore.select.base import TOLERANCE
+from pscore.select.inputs import Memory
+from pscore.select.kernels import segments
+from pscore.select.kernels.base import Taken, ThresholdResult
+from pscore.select.kernels.segments import KINDS, Integers, Passed, Reals
+from pscore.select.warm import ROOM, correct, predict, warm
+
+_COEFFICIENTS = ("scale", "decay", "factor", "retain", "rate", "unit", "keep", "nesterov")
+_NOTHING = np.zeros(0, np.float32)
+
+
+class Rule(NamedTuple):
+    """A param group's recurrence and density in this step."""
+
+    recurrence: Recurrence
+    density: float
+
+
+class Sent(NamedTuple):
+    """What a group of tensors sends: one sparse slice of its span, or dense runs; and entries by position."""
+
+    slices: list[SparseSlice]
+    entries: dict[int, int]
+    is_finite: bool
+
+
+class Table:
+    """Some tensors on the host, by position, ascending; built once, and filled anew in each step.
+
+    ``numbers`` are the tensors' param groups, ``span`` is the one that slices have.
+    """
+
+    def __init__(self, layout: ModelLayout, positions: Sequence[int], numbers: Integers, span: Span) -> None:
+        self._positions, self._numbers, self._span = list(positions), numbers, span
+        edges = np.array(layout.offsets)
+        where = np.array(positions)
+        self._sizes = edges[where + 1] - edges[where]
+        self._rows: NDArray[Any] = np.zeros(len(positions), segments.ROW)
+        self._rows["start"] = edges[where]
+        self._pieces = segments.Pieces(self._sizes)
+        self._filled_with: tuple[Mapping[int, Rule], Mapping[int, float]] | None = None
+
+    def compress(
+        self,
+        rules: Mapping[int, Rule],
+        densities: Mapping[int, float],
+        gradients: Mapping[int, torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        clip: float,
+        memories: Memories,
+        buffer: WholeBuffer,
+        choice: Choice,
+        report: StepReport,
+    ) -> Sent:
+        """Carry out the tensors' updates, and select from them; ``densities`` of single tensors, by position."""
+        if self._filled_with != (rules, densities):
+            self._fill(rules, densities, choice.dense_below)
+        used = self._refer(gradients, parameters)
+        momentum = _NOTHING
+        if self._with_momentum:
+            memories.require("momentum", self._with_momentum)
+            momentum = memories.flat("momentum")
+        sent = self._write_out(clip, memories, momentum, buffer) if self._all_whole else None
+        sent = sent or self._select(clip, memories, momentum, report)
+        del used  # what the rows refer to lives until here
+        return sent
+
+    def _fill(self, rules: Mapping[int, Rule], densities: Mapping[int, float], dense_below: int) -> None:
+        """Set what depends on hyper-parameters, and hence seldom changes."""
+        self._filled_with = rules, dict(densities)
+        rows, sizes, density = self._rows, self._sizes, np.empty(len(self._positions))
+        whole, masked = np.zeros((2, sizes.size), bool)
+        for number, (recurrence, rho) in rules.items():
+            members = self._numbers == number
+            for name in _COEFFICIENTS:
+                rows[name][members] = getattr(recurrence, name)
+            whole[members], density[members] = recurrence.whole, rho
+            masked[members] = recurrence.masks_momentum and recurrence.factor != 0
+        if densities:
+            density = np.array([densities.get(n, rho) for n, rho in zip(self._positions, density, strict=True)])
+        self._all_whole, self._whole = bool(whole.all()), self._at(whole)
+        self._with_momentum = self._at(rows["factor"] != 0)
+        self._k = np.minimum(sizes, np.maximum(1, (density * sizes).astype(np.int64)))
+        self._counted = (sizes >= dense_below) & ~whole
+        self._masked = self._counted & masked if (self._counted & masked).any() else None
+        rows["searched"] = self._counted & (self._k < sizes)
+        rows["whole"] = self._all_whole
+        rows["threshold"] = np.where(whole, -1, 0)  # one of several that is sent whole has its zeros, too
+        self._searched = np.flatnonzero(rows["searched"]).tolist()
+        self._pieces.make_room(np.where(rows["searched"], ROOM * self._k, sizes))
+        unit = rows["unit"]
+        self._unit = None if (unit == 1).all() else unit[:1] if (unit == unit[0]).all() else unit
+        self._wanted = int(self._k[self._counted].sum())
+
+    def _write_out(self, clip: float, memories: Memories, momentum: Reals, buffer: WholeBuffer) -> Sent:
+        """Update tensors that are all sent whole."""
+        states = [memories.state(position) for position in self._positions]
+        self._rows["has_residual"] = ["residual" in state for state in states]
+        memories.require("residual", self._at(self._rows["has_residual"]))
+        values = buffer.of(self._span)
+        residuals = memories.flat("residual")
+        segments.update(self._rows, self._pieces, clip, residuals, momentum, values, self._span.start)
+        for state in states:
+            state.pop("residual", None)
+        return self._runs(values)
+
+    def _select(self, clip: float, memories: Memories, momentum: Reals, report: StepReport) -> Sent:
+        """Update the tensors, and take what is above their thresholds."""
+        memories.require("residual", self._positions)
+        states = {row: memories.state(self._positions[row]) for row in self._searched}
+        recalls = {row: state.setdefault("recall", {}) for row, state in states.items()}
+        self._rows["threshold"][self._searched] = [
+            np.inf if _is_cold(recall) else recall["threshold"] for recall in recalls.values()
+        ]
+        residuals, base = memories.flat("residual"), self._span.start
+        passed = segments.update(self._rows, self._pieces, clip, residuals, momentum, _NOTHING, base)
+        offsets, values, counts = self._corrected(passed, recalls, residuals)
+        # A sum is finite only where all that was taken is; what was taken otherwise, or grows, is looked at.
+        is_sure = values is passed.values and (self._unit is None or self._unit.max() <= 1)
+        report.wanted_entries += self._wanted
+        report.selected_entries += int(counts[self._counted].sum())
+        if self._masked is not None:
+            momentum[offsets[np.repeat(self._masked, counts)] + base] = 0
+        if self._unit is not None:
+            with np.errstate(over="ignore"):  # is noticed below
+                values = values * (self._unit if self._unit.size == 1 else np.repeat(self._unit, counts))
+        for position in self._whole:
+            memories.state(position).pop("residual")
+        piece = SparseSlice(self._span, torch.from_numpy(offsets), torch.from_numpy(values))
+        is_finite = bool(np.isfinite(passed.excess if is_sure else values).all())
+        return Sent([piece], dict(zip(self._positions, counts.tolist(), strict=True)), is_finite)
+
+    def _at(self, rows: NDArray[np.bool_]) -> list[int]:
+        return [self._positions[row] for row in np.flatnonzero(rows).tolist()]
+
+    def _refer(self, gradients: Mapping[int, torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Set the addresses; return the tensors that must live as long as these."""
+        rows = self._rows
+        used = [gradients[position] for position in self._positions]
+        if not all(tensor.is_contiguous() and tensor.dtype in KINDS for tensor in used):
+            used = [_plain(tensor) for tensor in used]
+        rows["gradient"] = [tensor.data_ptr() for tensor in used]
+        rows["gradient_kind"] = [KINDS[tensor.dtype] for tensor in used]
+        rows["parameters"] = 0
+        decayed = np.flatnonzero(rows["decay"]).tolist()
+        if decayed:
+            found = [_plain(parameters[self._positions[row]]) for row in decayed]
+            rows["parameters"][decayed] = [tensor.data_ptr() for tensor in found]
+            rows["parameter_kind"][decayed] = [KINDS[tensor.dtype] for tensor in found]
+            used += found
+        return used
+
+    def _corrected(
+        self, passed: Passed, recalls: Mapping[int, SelectorState], residuals: Reals
+    ) -> tuple[Integers, Reals, Integers]:
+        """Correct the tensors whose number of entries misses ``k``; return offsets, values, and numbers of entries."""
+        offsets, values, counts = passed.offsets, passed.values, passed.taken
+        ends = np.cumsum(counts).tolist()
+        pieces: list[tuple[Integers, Reals]] = []
+        done = 0
+        for row, recall in recalls.items():
+            above, wanted = int(passed.above[row]), int(self._k[row])
+            if not _is_cold(recall) and (1 - TOLERANCE) * wanted <= above <= (1 + TOLERANCE) * wanted:
+                predict(recall, recall["threshold"], above, float(passed.excess[row]), wanted)
+                continue
+            low, high = ends[row] - int(counts[row]), ends[row]
+            start, shift = int(self._rows["start"][row]), int(self._rows["start"][row]) - self._span.start
+            residual = torch.from_numpy(residuals[start : start + int(self._sizes[row])])
+            source = Memory(residual, None, float(self._rows["keep"][row]))
+            if _is_cold(recall):
+                taken = warm(source, wanted, recall)
+            else:
+                before = Taken(torch.from_numpy(offsets[low:high] - shift), torch.from_numpy(values[low:high]))
+                result = ThresholdResult(before, above, float(passed.excess[row]))
+                taken = correct(source, wanted, recall, recall["threshold"], result)
+            pieces += [(offsets[done:low], values[done:low]), (taken.offsets.numpy() + shift, taken.values.numpy())]
+            counts[row] = taken.offsets.numel()
+            done = high
+        if pieces:
+            pieces.append((offsets[done:], values[done:]))
+            offsets, values = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        return offsets, values, counts
+
+    def _runs(self, values: Reals) -> Sent:
+        """Return the tensors, which are all sent whole, as the longest dense runs."""
+        starts, ends = self._rows["start"], self._rows["start"] + self._sizes
+        gaps = np.flatnonzero(starts[1:] != ends[:-1])
+        tensor, base = torch.from_numpy(values), self._span.start  # its slices keep the buffer's part alive
+        slices = [
+            SparseSlice(Span(low, high), None, tensor[low - base : high - base])
+            for low, high in zip(
+                starts[[0, *(gaps + 1).tolist()]].tolist(), ends[[*gaps.tolist(), -1]].tolist(), strict=True
+            )
+        ]
+        is_finite = all(bool(np.isfinite(each.values.numpy()).all()) for each in slices)
+        return Sent(slices, dict(zip(self._positions, self._sizes.tolist(), strict=True)), is_finite)
+
+
+def _is_cold(recall: SelectorState) -> bool:
+    """Tell whether there is no threshold to begin with: at first, and while the tensor is ranked."""
+    return "threshold" not in recall or recall.get("ranked", 0) > 0
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that the loops can read: itself where its elements lie in order."""
+    if not tensor.is_contiguous():
+        tensor = tensor.detach().contiguous()
+    return tensor if tensor.dtype in KINDS else tensor.detach().float()
