@@ -4,7 +4,9 @@ They define the bits of the fast kernels, serve small tensors, and stand in wher
 every sum is rounded by itself (no fused multiply-add), so that all backends agree.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pscore.select.kernels.base import GradientUpdate, Taken, ThresholdResult, is_large
 
