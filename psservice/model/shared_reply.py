@@ -16,12 +16,13 @@ class ReplyMessages:
     """The serialised ``PullDiffResponse`` messages of a reply behind its header: chunks, then the commit. Thread-safe.
 
     A message is written when the first reader reaches it, and kept: each reader gets the same bytes. ``confirmed``
-    replies have a ``so_far`` between chunks.
+    replies have a ``so_far`` between chunks. After an error, which ``failed`` tells, no reader gets a commit.
     """
 
     def __init__(self, chunks: Iterator[pb.Chunk], *, confirmed: bool) -> None:
         self._unwritten: Iterator[bytes] | None = _write(chunks, confirmed)
         self._written: list[bytes] = []
+        self.failed = False
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[bytes]:
@@ -35,7 +36,11 @@ class ReplyMessages:
             return self._written[position]
         with self._lock:
             if position == len(self._written) and self._unwritten is not None:
-                message = next(self._unwritten, None)
+                try:
+                    message = next(self._unwritten, None)
+                except BaseException:
+                    self.failed = True
+                    raise
                 if message is None:
                     self._unwritten = None  # frees the entries
                 else:
@@ -93,7 +98,7 @@ class SharedReplies:
             slot = self._slots.setdefault(key, _Slot())
             self._slots.move_to_end(key)
         with slot.lock:
-            if slot.reply is None or slot.reply.position < position:
+            if slot.reply is None or slot.reply.position < position or slot.reply.messages.failed:
                 slot.reply = make()
                 self._make_room()
             return slot.reply
