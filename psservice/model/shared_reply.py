@@ -21,12 +21,14 @@ class ReplyMessages:
     """The serialised ``PullDiffResponse`` messages of a reply behind its header: chunks, then the commit. Thread-safe.
 
     A message is written when the first reader reaches it, and kept: each reader gets the same bytes. Segments have a
-    ``so_far`` behind each MiB; chunks, whose bytes are known, have none.
+    ``so_far`` behind each MiB; chunks, whose bytes are known, have none. After an error, which ``failed`` tells, no
+    reader gets a commit.
     """
 
     def __init__(self, segments: Iterable[SparseSlice | pb.Chunk], form: WireForm, chunk_bytes: int) -> None:
         self._unwritten: Iterator[bytes] | None = _write(segments, form, chunk_bytes)
         self._written: list[bytes] = []
+        self.failed = False
         self._lock = threading.Lock()
 
     def __iter__(self) -> Iterator[bytes]:
@@ -40,7 +42,11 @@ class ReplyMessages:
             return self._written[position]
         with self._lock:
             if position == len(self._written) and self._unwritten is not None:
-                message = next(self._unwritten, None)
+                try:
+                    message = next(self._unwritten, None)
+                except BaseException:
+                    self.failed = True
+                    raise
                 if message is None:
                     self._unwritten = None  # frees the entries
                 else:
@@ -118,7 +124,7 @@ class SharedReplies:
             slot = self._slots.setdefault(key, _Slot())
             self._slots.move_to_end(key)
         with slot.lock:
-            if slot.reply is None or slot.reply.position < position:
+            if slot.reply is None or slot.reply.position < position or slot.reply.messages.failed:
                 slot.reply = make()
                 self._make_room()
             return slot.reply

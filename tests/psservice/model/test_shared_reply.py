@@ -93,6 +93,19 @@ def test_messages_are_written_once_and_read_by_all(confirmed):
     assert len(list(messages)) == len(first)
 
 
+def test_a_reply_that_could_not_be_written_is_made_anew():
+    def no_memory():
+        raise MemoryError
+        yield
+
+    replies = SharedReplies(100)
+    failed = replies.get("key", 0, lambda: SharedReply(0, 1, 1, False, 1, ReplyMessages(no_memory(), confirmed=True)))
+    with pytest.raises(MemoryError):
+        list(failed.messages)
+    assert list(failed.messages) == [], "without a commit a worker asks again"
+    assert replies.get("key", 0, reply) is not failed
+
+
 def test_workers_that_ask_for_the_same_share_a_reply_until_the_next_push():
     with writing() as writer:
         shard = shard_of(LAYOUT, torch.randn(LAYOUT.size))

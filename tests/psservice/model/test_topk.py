@@ -69,7 +69,7 @@ def test_each_tensor_of_a_span_is_selected_from_by_itself(sizes, cut, density, d
 
 @given(
     st.lists(st.integers(1, 400), min_size=1, max_size=4),
-    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.005, 0.02, 0.5])), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0.005, 0.02])), min_size=1, max_size=12),
     st.sampled_from(["exact", "warm"]),
     st.booleans(),
     st.booleans(),
