@@ -140,12 +140,22 @@ class Connection:
 
     @property
     def upload_model(self) -> Any:
-        """``UploadModel``, whose requests are serialised already (:mod:`pscore.wire.dense`)."""
+        """``UploadModel``; as in the next three, messages with values are serialised (:mod:`pscore.wire.dense`)."""
         return self._channel.stream_unary(f"/{_SERVICE}/UploadModel", None, pb.UploadModelResponse.FromString)
 
     @property
+    def push_sparse(self) -> Any:
+        """``PushSparse``."""
+        return self._channel.stream_unary(f"/{_SERVICE}/PushSparse", None, pb.PushSparseResponse.FromString)
+
+    @property
+    def pull_diff(self) -> Any:
+        """``PullDiff``."""
+        return self._channel.unary_stream(f"/{_SERVICE}/PullDiff", pb.PullDiffRequest.SerializeToString)
+
+    @property
     def download_model(self) -> Any:
-        """``DownloadModel``, whose answers are left serialised (:mod:`pscore.wire.dense`)."""
+        """``DownloadModel``."""
         return self._channel.unary_stream(f"/{_SERVICE}/DownloadModel", pb.DownloadModelRequest.SerializeToString)
 
     def twin(self) -> "Connection":

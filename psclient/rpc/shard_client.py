@@ -25,7 +25,7 @@ from pscore.telemetry import tracing
 from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
-from pscore.wire.dense import bytes_of, chunk_message, cut, dense_chunk
+from pscore.wire.dense import bytes_of, chunk_message, cut, dense_chunk, split_values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -33,6 +33,7 @@ _SMALLEST_BYTES = 64 << 10  # below it, a time depends more on delay than on ban
 _REMEMBERED = 16  # transfers
 _LEAST_UPLOAD_BYTES = 256 << 10  # of a chunk: what one second brings on a line of 2 Mbit/s, and what a cut loses
 _UPLOAD_CHUNK_SECONDS = 0.1  # of sending, that a larger chunk may take
+_SENT_BEFORE = 16  # times a larger chunk's bytes: the first messages go into buffers, however slow the line is
 _PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
 
 
@@ -64,17 +65,17 @@ class PushPart:
     generation: int
     trace: TraceSpan
     first_attempt: StreamCall | None = None
-    outbox: "queue.SimpleQueue[pb.PushSparseRequest | None]" = field(default_factory=queue.SimpleQueue)
-    messages: list[pb.PushSparseRequest] = field(default_factory=list)
+    outbox: "queue.SimpleQueue[bytes | None]" = field(default_factory=queue.SimpleQueue)
+    messages: list[bytes] = field(default_factory=list)
     segments: list[SparseSlice] = field(default_factory=list)
     checksum: frames.Checksum = field(default_factory=frames.Checksum)
-    bytes: int = 0
+    nbytes: int = 0
 
-    def send(self, message: pb.PushSparseRequest) -> int:
-        """Hand over a message to the first attempt; return its bytes."""
-        nbytes = frames.wire_bytes(message)
+    def send(self, message: bytes) -> int:
+        """Hand over a serialised message to the first attempt; return its bytes."""
+        nbytes = len(message) + frames.FRAMING_BYTES
         self.messages.append(message)
-        self.bytes += nbytes
+        self.nbytes += nbytes
         self.outbox.put(message)
         return nbytes
 
@@ -170,24 +171,22 @@ class ShardClient:
         part = self.unacked = PushPart(header.generation, tracing.begin("push", shard=self.index))
         part.first_attempt = self._start_push(iter(part.outbox.get, None), idle_seconds, part.trace)
         self.timing.opened = time.perf_counter()
-        part.send(pb.PushSparseRequest(header=header))
+        part.send(pb.PushSparseRequest(header=header).SerializeToString())
 
-    def _start_push(
-        self, messages: Iterator[pb.PushSparseRequest], idle_seconds: float, trace: TraceSpan
-    ) -> StreamCall:
+    def _start_push(self, messages: Iterator[bytes], idle_seconds: float, trace: TraceSpan) -> StreamCall:
         call = self.outgoing = StreamCall(idle_seconds)
-        return call.start(self.connection.stub.PushSparse.future(call.outgoing(messages), metadata=trace.headers))
+        return call.start(self.connection.push_sparse.future(call.outgoing(messages), metadata=trace.headers))
 
     @property
     def _open_part(self) -> PushPart:
         assert self.unacked is not None
         return self.unacked
 
-    def send_chunk(self, chunk: pb.Chunk) -> None:
-        """Send one chunk of the open push."""
+    def send_chunk(self, chunk: pb.Chunk, *values: memoryview) -> None:
+        """Send one chunk of the open push, whose value bytes are ``values`` or its own."""
         part = self._open_part
-        part.checksum.add(chunk)
-        self.timing.group_bytes[chunk.group] += part.send(pb.PushSparseRequest(chunk=chunk))
+        part.checksum.add(chunk, *values)
+        self.timing.group_bytes[chunk.group] += part.send(chunk_message(chunk, *values))
         self.timing.left[chunk.group] = time.perf_counter() - self.timing.opened
 
     def hold(self, segment: SparseSlice) -> None:
@@ -197,9 +196,9 @@ class ShardClient:
     def send_commit(self) -> int:
         """End the stream; return the message bytes of the whole push."""
         part = self._open_part
-        part.send(pb.PushSparseRequest(commit=part.checksum.commit()))
+        part.send(pb.PushSparseRequest(commit=part.checksum.commit()).SerializeToString())
         part.outbox.put(None)
-        return part.bytes
+        return part.nbytes
 
     def abandon_push(self) -> list[PushPart]:
         """Break off a push that has no commit, if one is open: nothing of it can have been applied."""
@@ -249,7 +248,7 @@ class ShardClient:
             def attempt(seconds: float) -> PulledReply:
                 request = self._pull_request(identity)
                 call = StreamCall(seconds, policy.limit)
-                call.start(self.connection.stub.PullDiff(request, metadata=trace.headers))
+                call.start(self.connection.pull_diff(request, metadata=trace.headers))
                 with self.connection.tracked(call):
                     return self._read_reply(request, call.messages(), policy, line)
 
@@ -286,7 +285,7 @@ class ShardClient:
     def _read_reply(
         self,
         request: pb.PullDiffRequest,
-        responses: Iterator[pb.PullDiffResponse],
+        messages: Iterator[bytes],
         policy: RetryPolicy,
         line: ProgressLine,
     ) -> PulledReply:
@@ -301,9 +300,11 @@ class ShardClient:
             end, now = reader.position, time.perf_counter()
             return PulledReply(header, segments, request.generation, end, nbytes, decode_seconds, now)
 
-        for response in responses:
+        for message in messages:
             began = min(began, time.perf_counter())
-            received += frames.wire_bytes(response)
+            received += len(message) + frames.FRAMING_BYTES
+            rest, values = split_values(message)
+            response = pb.PullDiffResponse.FromString(rest)
             kind = response.WhichOneof("message")
             if kind == "header" and not header.mode:
                 header = response.header
@@ -311,7 +312,7 @@ class ShardClient:
                     raise ServerFaultError(f"{self.address} answers in mode {header.mode}; upgrade this client")
             elif kind == "chunk" and header.mode:
                 started = time.perf_counter()
-                reader.read(response.chunk)
+                reader.read(response.chunk, *values)
                 decode_seconds += time.perf_counter() - started
             elif kind == "so_far" and header.mode:
                 reader.checksum.verify(response.so_far)
@@ -344,6 +345,7 @@ class ShardClient:
         ``moved`` is called after each message with the elements sent until then, and the message's bytes.
         """
         request = pb.UploadModelRequest(header=header).SerializeToString()
+        least = min(chunk_bytes, _LEAST_UPLOAD_BYTES)
 
         def values(span: Span) -> list[memoryview]:
             return [bytes_of(segment.values) for segment in replica.read(span)]
@@ -358,20 +360,21 @@ class ShardClient:
 
         def messages(known: pb.UploadModelResponse) -> Iterator[bytes]:
             yield request
-            checksum, size, sent, began = known_part(known.received), _LEAST_UPLOAD_BYTES, 0, time.monotonic()
+            checksum, size, sent, began = known_part(known.received), least, 0, time.monotonic()
             known_bytes = known.received_buffer_bytes if checksum.entries else 0
             while (start := self.span.start + checksum.entries) < self.span.end:
                 part = Span(start, min(self.span.end, start + size // 4))
                 chunk, data = dense_chunk(part, torch.float32), values(part)
                 checksum.add(chunk, *data)
-                message = chunk_message(chunk, data)
+                message = chunk_message(chunk, *data)
                 yield message
                 policy.progressed()
                 moved(checksum.entries, len(message) + frames.FRAMING_BYTES)
                 sent += len(message)
                 rate = sent / max(time.monotonic() - began, 1e-6)
-                size = max(_LEAST_UPLOAD_BYTES, min(chunk_bytes, int(_UPLOAD_CHUNK_SECONDS * rate)))
-            for piece in frames.encode_bytes(buffers, chunk_bytes):
+                most = min(chunk_bytes, int(_UPLOAD_CHUNK_SECONDS * rate), sent // _SENT_BEFORE)
+                size = max(least, most)
+            for piece in frames.encode_bytes(buffers, least):
                 if piece.offset >= known_bytes:
                     yield pb.UploadModelRequest(buffers=piece).SerializeToString()
             self.sent_model = header.generation, header.version

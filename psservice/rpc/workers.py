@@ -22,7 +22,7 @@ from pscore.wire.codecs.names import (
     READABLE_VALUE_CODECS,
     VALUE_CODECS,
 )
-from pscore.wire.dense import chunk_message, cut, dense_messages
+from pscore.wire.dense import chunk_message, cut, dense_chunks
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -164,7 +164,9 @@ class WorkerCalls:
             checksum = frames.Checksum()
             for part in cut(model.span, self._settings.chunk_bytes // 4):
                 for sent in model.as_sent(SparseSlice(part, None, copy.read(part))):
-                    yield from dense_messages(sent, self._settings.chunk_bytes, checksum)
+                    for chunk, values in dense_chunks(sent, self._settings.chunk_bytes):
+                        checksum.add(chunk, values)
+                        yield chunk_message(chunk, values)
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)
             yield pb.DownloadModelResponse(commit=checksum.commit())
@@ -303,7 +305,9 @@ class WorkerCalls:
     def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[pb.PullDiffResponse | bytes]:
         checksum, unchecked = frames.Checksum(), 0
         yield pb.PullDiffResponse(header=header)
-        for message in self._chunk_messages(reply, checksum):
+        for chunk, *values in self._chunks(reply):
+            checksum.add(chunk, *values)
+            message = chunk_message(chunk, *values)
             yield message
             unchecked += len(message)
             if reply.chunks is None and unchecked >= _CHECKED_BYTES:
@@ -311,17 +315,14 @@ class WorkerCalls:
                 yield pb.PullDiffResponse(so_far=checksum.commit())
         yield pb.PullDiffResponse(commit=checksum.commit())
 
-    def _chunk_messages(self, reply: Reply, checksum: frames.Checksum) -> Iterator[bytes]:
+    def _chunks(self, reply: Reply) -> Iterator[tuple[pb.Chunk, memoryview] | tuple[pb.Chunk]]:
+        yield from ((chunk,) for chunk in reply.chunks or ())
         for segment in reply.segments if reply.chunks is None else ():
             if segment.offsets is None and reply.form.value is None:
-                yield from dense_messages(segment, self._settings.chunk_bytes, checksum)
-                continue
-            for chunk, _ in frames.encode(segment, reply.form, chunk_bytes=self._settings.chunk_bytes):
-                checksum.add(chunk)
-                yield chunk_message(chunk)
-        for chunk in reply.chunks or ():
-            checksum.add(chunk)
-            yield chunk_message(chunk)
+                yield from dense_chunks(segment, self._settings.chunk_bytes)
+            else:
+                encoded = frames.encode(segment, reply.form, chunk_bytes=self._settings.chunk_bytes)
+                yield from ((chunk,) for chunk, _ in encoded)
 
 
 def read_upload(

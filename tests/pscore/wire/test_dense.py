@@ -50,7 +50,7 @@ def whole(kind, raw):
 @many
 def test_a_message_is_the_librarys_bytes(chunk, sizes, kind):
     parts = [memoryview(payload(size, i)) for i, size in enumerate(sizes)]
-    written = chunk_message(chunk, parts)
+    written = chunk_message(chunk, *parts)
     chunk.values = b"".join(parts)
     assert written == kind(chunk=chunk).SerializeToString() == chunk_message(chunk)
     assert whole(kind, written) == kind(chunk=chunk)
@@ -106,7 +106,7 @@ def test_a_model_arrives_as_it_was_sent(dtype, length, elements):
         data = bytes_of(model[part.start - 7 : part.end - 7])
         chunk = dense_chunk(part, dtype)
         sender.add(chunk, data)
-        head, values = split_values(chunk_message(chunk, [data]))
+        head, values = split_values(chunk_message(chunk, data))
         reader.read(pb.UploadModelRequest.FromString(head).chunk, *values)
     reader.checksum.verify(sender.commit())
     reader.require_complete()
