@@ -23,6 +23,7 @@ from pscore.model.sparse_slice import SparseSlice, entries, merge
 from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN
 from pscore.wire import frames
+from pscore.wire.dense import dense_chunks
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 Replies = dict[int, PulledReply]
@@ -100,8 +101,14 @@ class PushPull:
             try:
                 with report.timed("encode"):
                     form = replace(shard.push_form, value=pb.VALUE_CODEC_FP32) if exact else shard.push_form
-                    encoded = list(frames.encode(part, form, chunk_bytes=chunk_bytes, group=place))
-                    arriving, lost = (part, None) if form.value == pb.VALUE_CODEC_FP32 else _as_decoded(part, encoded)
+                    is_exact = form.value == pb.VALUE_CODEC_FP32
+                    chunks: list[tuple[pb.Chunk, memoryview] | tuple[pb.Chunk]]
+                    if is_exact and part.offsets is None and part.values.dtype == torch.float32:
+                        chunks, arriving, lost = list(dense_chunks(part, chunk_bytes, place)), part, None
+                    else:
+                        encoded = list(frames.encode(part, form, chunk_bytes=chunk_bytes, group=place))
+                        arriving, lost = (part, None) if is_exact else _as_decoded(part, encoded)
+                        chunks = [(chunk,) for chunk, _ in encoded]
             except BaseException:
                 for shard, _, part in waiting[index:]:
                     shard.hold(part)
@@ -111,8 +118,8 @@ class PushPull:
                 self._compressor.restore([lost])
             report.push_entries += part.entries
             with report.timed("send"):
-                for chunk, _ in encoded:
-                    shard.send_chunk(chunk)
+                for chunk in chunks:
+                    shard.send_chunk(*chunk)
 
     def commit(self, report: StepReport) -> None:
         """End the push at every shard; from now on only an answer says whether it was applied."""

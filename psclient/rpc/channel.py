@@ -145,12 +145,12 @@ class Connection:
 
     @property
     def upload_model(self) -> Any:
-        """``UploadModel``, whose requests are serialised already (:mod:`pscore.wire.dense`)."""
+        """``UploadModel``; as in the next, messages with values are serialised (:mod:`pscore.wire.dense`)."""
         return self._channel.stream_unary(f"/{_SERVICE}/UploadModel", None, pb.UploadModelResponse.FromString)
 
     @property
     def download_model(self) -> Any:
-        """``DownloadModel``, whose answers are left serialised (:mod:`pscore.wire.dense`)."""
+        """``DownloadModel``."""
         return self._channel.unary_stream(f"/{_SERVICE}/DownloadModel", pb.DownloadModelRequest.SerializeToString)
 
     def twin(self) -> "Connection":

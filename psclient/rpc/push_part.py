@@ -2,13 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from google.protobuf.message import Message
-
 from psclient.rpc.stall import OpenStream
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
-from pscore.wire.messages import field_bytes
 
 _TOGETHER_BYTES = 16 << 10  # of a field of a push that others may follow in the same message
 _MOST_TOGETHER = 64  # such fields
@@ -31,9 +28,10 @@ class PushPart:
     nbytes: int = 0
     _pending: list[bytes] = field(default_factory=list)
 
-    def add(self, number: int, message: Message) -> int:
-        """Add a field of :class:`pb.PushSparseRequest`; small ones are sent together. Return the field's bytes."""
-        data = field_bytes(number, message)
+    def add(self, data: bytes) -> int:
+        """Add a serialised field of :class:`pb.PushSparseRequest`; small ones are sent together. Return its bytes."""
+        if len(data) > _TOGETHER_BYTES and self._pending:
+            self.flush()  # the values of a large chunk are read from a message that has nothing else
         self._pending.append(data)
         if len(data) > _TOGETHER_BYTES or len(self._pending) > _MOST_TOGETHER:
             self.flush()

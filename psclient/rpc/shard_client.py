@@ -26,7 +26,7 @@ from pscore.telemetry import tracing
 from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
-from pscore.wire.dense import bytes_of, chunk_message, cut, dense_chunk
+from pscore.wire.dense import bytes_of, chunk_message, cut, dense_chunk, field_bytes, split_values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -34,6 +34,7 @@ _SMALLEST_BYTES = 64 << 10  # below it, a time depends more on delay than on ban
 _REMEMBERED = 16  # transfers
 _LEAST_UPLOAD_BYTES = 256 << 10  # of a chunk: what one second brings on a line of 2 Mbit/s, and what a cut loses
 _UPLOAD_CHUNK_SECONDS = 0.1  # of sending, that a larger chunk may take
+_SENT_BEFORE = 16  # times a larger chunk's bytes: the first messages go into buffers, however slow the line is
 _PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
 
 
@@ -160,7 +161,7 @@ class ShardClient:
         self.timing = PushTiming(len(plan))
         self.unacked = PushPart(header.generation, trace, self._push_stream(idle_seconds))
         self.timing.opened = time.perf_counter()
-        self.unacked.add(1, header)
+        self.unacked.add(field_bytes(1, header))
 
     def _push_stream(self, idle_seconds: float) -> OpenStream:
         """Return the open stream of pushes, for another request."""
@@ -181,11 +182,11 @@ class ShardClient:
         assert self.unacked is not None
         return self.unacked
 
-    def send_chunk(self, chunk: pb.Chunk) -> None:
-        """Send one chunk of the open push."""
+    def send_chunk(self, chunk: pb.Chunk, *values: memoryview) -> None:
+        """Send one chunk of the open push, whose value bytes are ``values`` or its own."""
         part = self._open_part
-        part.checksum.add(chunk)
-        self.timing.group_bytes[chunk.group] += part.add(2, chunk)
+        part.checksum.add(chunk, *values)
+        self.timing.group_bytes[chunk.group] += part.add(chunk_message(chunk, *values))
         self.timing.left[chunk.group] = time.perf_counter() - self.timing.opened
 
     def hold(self, segment: SparseSlice) -> None:
@@ -195,7 +196,7 @@ class ShardClient:
     def send_commit(self) -> int:
         """End the push; return the message bytes of the whole of it."""
         part = self._open_part
-        part.add(3, part.checksum.commit())
+        part.add(field_bytes(3, part.checksum.commit()))
         part.flush()
         return part.nbytes
 
@@ -339,7 +340,8 @@ class ShardClient:
         for data in messages:
             began = min(began, time.perf_counter())
             received += len(data) + frames.FRAMING_BYTES
-            response = pb.PullDiffResponse.FromString(data)
+            rest, values = split_values(data)
+            response = pb.PullDiffResponse.FromString(rest)
             if response.HasField("header"):
                 header = response.header
                 if header.mode not in (pb.REPLY_MODE_EXACT, pb.REPLY_MODE_TOPK):
@@ -348,7 +350,7 @@ class ShardClient:
                 raise ServerFaultError(f"{self.address} sent a reply without its header")
             started = time.perf_counter()
             for chunk in response.chunks:
-                reader.read(chunk)
+                reader.read(chunk, *values)
             decode_seconds += time.perf_counter() - started
             if response.HasField("so_far"):
                 reader.checksum.verify(response.so_far)
@@ -379,6 +381,7 @@ class ShardClient:
         ``moved`` is called after each message with the elements sent until then, and the message's bytes.
         """
         request = pb.UploadModelRequest(header=header).SerializeToString()
+        least = min(chunk_bytes, _LEAST_UPLOAD_BYTES)
 
         def values(span: Span) -> list[memoryview]:
             return [bytes_of(segment.values) for segment in replica.read(span)]
@@ -393,20 +396,21 @@ class ShardClient:
 
         def messages(known: pb.UploadModelResponse) -> Iterator[bytes]:
             yield request
-            checksum, size, sent, began = known_part(known.received), _LEAST_UPLOAD_BYTES, 0, time.monotonic()
+            checksum, size, sent, began = known_part(known.received), least, 0, time.monotonic()
             known_bytes = known.received_buffer_bytes if checksum.entries else 0
             while (start := self.span.start + checksum.entries) < self.span.end:
                 part = Span(start, min(self.span.end, start + size // 4))
                 chunk, data = dense_chunk(part, torch.float32), values(part)
                 checksum.add(chunk, *data)
-                message = chunk_message(chunk, data)
+                message = chunk_message(chunk, *data)
                 yield message
                 policy.progressed()
                 moved(checksum.entries, len(message) + frames.FRAMING_BYTES)
                 sent += len(message)
                 rate = sent / max(time.monotonic() - began, 1e-6)
-                size = max(_LEAST_UPLOAD_BYTES, min(chunk_bytes, int(_UPLOAD_CHUNK_SECONDS * rate)))
-            for piece in frames.encode_bytes(buffers, chunk_bytes):
+                most = min(chunk_bytes, int(_UPLOAD_CHUNK_SECONDS * rate), sent // _SENT_BEFORE)
+                size = max(least, most)
+            for piece in frames.encode_bytes(buffers, least):
                 if piece.offset >= known_bytes:
                     yield pb.UploadModelRequest(buffers=piece).SerializeToString()
             self.sent_model = header.generation, header.version

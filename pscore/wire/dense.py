@@ -5,11 +5,12 @@ field, stay outside: the sender appends them to what the library has written, th
 by the library and the values from the message as it came.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import cast
 
 import numpy as np
 import torch
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from pscore.model.layout import Span
@@ -20,15 +21,18 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import Checksum
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
-NO_VALUES = memoryview(b"")
-"""Of a chunk that has its value bytes itself."""
-
 _CHUNK_TAG = bytes([pb.UploadModelRequest.CHUNK_FIELD_NUMBER << 3 | 2])  # the same in every stream
 _VALUES_TAG = bytes([pb.Chunk.VALUES_FIELD_NUMBER << 3 | 2])
 _SMALL_BYTES = 4 << 10  # of a message, from which the library's copies cost more than finding the values
 
 
-def chunk_message(chunk: pb.Chunk, values: Sequence[memoryview] = ()) -> bytes:
+def field_bytes(number: int, message: Message) -> bytes:
+    """Serialise a message as a field of another, whose bytes are those of its fields one after another."""
+    data = message.SerializeToString()
+    return bytes((number << 3 | 2,)) + _varint(len(data)) + data
+
+
+def chunk_message(chunk: pb.Chunk, *values: memoryview) -> bytes:
     """Serialise a stream's message that has a chunk, whose value bytes are ``values``, end to end, or its own."""
     inner, size = chunk.SerializeToString(), sum(part.nbytes for part in values)
     if size:
@@ -37,30 +41,17 @@ def chunk_message(chunk: pb.Chunk, values: Sequence[memoryview] = ()) -> bytes:
 
 
 def split_values(raw: bytes) -> tuple[bytes, list[memoryview]]:
-    """Return a stream's serialised message without the value bytes of its chunks, and these bytes, not copied.
+    """Return a stream's serialised message without the value bytes of its chunk, and these bytes, not copied.
 
-    The list has an entry a chunk, empty where the values are small, or not the chunk's last field: they stay in the
-    message then. It is empty where all stay.
+    The list is empty where they stay in the message: they are few, not the chunk's last field, or not all of the rest.
     """
-    if len(raw) < _SMALL_BYTES:
+    _, start, end = next(fields(raw), (0, 0, 0))
+    if len(raw) < _SMALL_BYTES or end != len(raw) or raw[:start] != _CHUNK_TAG + _varint(end - start):
         return raw, []
-    rest: list[bytes] = []
-    values: list[memoryview] = []
-    position = copied = 0
-    while position < len(raw):
-        number, start, end = next(fields(raw, position), (0, 0, 0))
-        if number == pb.UploadModelRequest.CHUNK_FIELD_NUMBER:
-            if raw[position:start] != _CHUNK_TAG + _varint(end - start):  # cut, or written in another way
-                return raw, []
-            tag, first = _find_values(raw, start, end)
-            values.append(memoryview(raw)[first:end])
-            if tag < end:
-                rest += raw[copied:position], _CHUNK_TAG, _varint(tag - start), raw[start:tag]
-                copied = end
-        if end <= position:  # no field: the library refuses the message
-            return raw, []
-        position = end
-    return (b"".join((*rest, raw[copied:])), values) if rest else (raw, [])
+    tag, first = _find_values(raw, start, end)
+    if tag == end:
+        return raw, []
+    return _CHUNK_TAG + _varint(tag - start) + raw[start:tag], [memoryview(raw)[first:]]
 
 
 def _find_values(raw: bytes, position: int, end: int) -> tuple[int, int]:
@@ -81,9 +72,10 @@ def cut(span: Span, elements: int) -> Iterator[Span]:
         yield Span(start, min(span.end, start + elements))
 
 
-def dense_chunk(span: Span, dtype: torch.dtype) -> pb.Chunk:
+def dense_chunk(span: Span, dtype: torch.dtype, group: int = 0) -> pb.Chunk:
     """Return the chunk, without value bytes, of all elements of a span, at most ``MAX_ENTRIES``, in one dtype."""
     return pb.Chunk(
+        group=group,
         start=span.start,
         length=span.length,
         count=span.length,
@@ -97,14 +89,12 @@ def bytes_of(values: torch.Tensor) -> memoryview:
     return values.detach().cpu().contiguous().view(torch.uint8).numpy().data
 
 
-def dense_messages(segment: SparseSlice, chunk_bytes: int, checksum: Checksum) -> Iterator[bytes]:
-    """Serialise all elements of a span, fp32, fp16 or bf16, as messages of a chunk each, and count these."""
+def dense_chunks(segment: SparseSlice, chunk_bytes: int, group: int = 0) -> Iterator[tuple[pb.Chunk, memoryview]]:
+    """Cut all elements of a span, fp32, fp16 or bf16, into chunks without value bytes, each with these beside."""
     for part in cut(segment.span, max(1, chunk_bytes // segment.values.element_size())):
         first = part.start - segment.span.start
-        chunk = dense_chunk(part, segment.values.dtype)
-        data = bytes_of(segment.values[first : first + part.length])
-        checksum.add(chunk, data)
-        yield chunk_message(chunk, (data,))
+        chunk = dense_chunk(part, segment.values.dtype, group)
+        yield chunk, bytes_of(segment.values[first : first + part.length])
 
 
 class DenseReader:
@@ -132,7 +122,7 @@ class DenseReader:
                 f"a dense chunk of {chunk.length} elements has {count} entries and {len(chunk.indices)} index bytes; "
                 f"{self.span.end - start} elements are missing",
             )
-        data = next((part for part in values if part.nbytes), memoryview(chunk.values))
+        data = next(iter(values), memoryview(chunk.values))
         _read_values(chunk.value_codec, data, self.values[first : first + count].numpy())
         self.checksum.add(chunk, *values)
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 
 import torch
-from google.protobuf.message import Message
 
 from pscore.model.layout import FrozenTensor, ModelLayout, TensorSpec
 from pscore.model.ranges import Ranges
@@ -32,17 +31,6 @@ MOST_TENSORS = 1 << 16
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_ELEMENTS = 1 << 48  # beyond any model; keeps a hostile shape from overflowing arithmetic
-
-
-def field_bytes(number: int, message: Message) -> bytes:
-    """Serialize a message as a field of another, whose bytes are those of its fields one after another."""
-    data = message.SerializeToString()
-    length, prefix = len(data), bytearray((number << 3 | 2,))
-    while length > 0x7F:
-        prefix.append(length & 0x7F | 0x80)
-        length >>= 7
-    prefix.append(length)
-    return bytes(prefix) + data
 
 
 def place_of(index: int, num_shards: int) -> str:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
-from pscore.wire.dense import chunk_message, dense_messages
+from pscore.wire.dense import chunk_message, dense_chunks, field_bytes
 from pscore.wire.frames import WireForm
-from pscore.wire.messages import field_bytes
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _CHECKED_BYTES = 1 << 20  # of an exact reply, after which the worker may verify what came so far
@@ -79,7 +78,9 @@ def _chunk_messages(
         checksum.add(segment)
         yield chunk_message(segment)
     elif segment.offsets is None and form.value is None:
-        yield from dense_messages(segment, chunk_bytes, checksum)
+        for dense, values in dense_chunks(segment, chunk_bytes):
+            checksum.add(dense, values)
+            yield chunk_message(dense, values)
     else:
         for chunk, _ in frames.encode(segment, form, chunk_bytes=chunk_bytes):
             checksum.add(chunk)

@@ -23,9 +23,9 @@ from pscore.wire.codecs.names import (
     READABLE_VALUE_CODECS,
     VALUE_CODECS,
 )
-from pscore.wire.dense import cut, dense_messages
+from pscore.wire.dense import chunk_message, cut, dense_chunks, field_bytes
 from pscore.wire.errors import ErrorCode, Rejected
-from pscore.wire.messages import PROTOCOL_VERSION, field_bytes, layout_to_message, place_of
+from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.model.reply_session import PullRequest, Reply
@@ -165,7 +165,9 @@ class WorkerCalls:
             checksum = frames.Checksum()
             for part in cut(model.span, self._settings.chunk_bytes // 4):
                 for sent in model.as_sent(SparseSlice(part, None, copy.read(part))):
-                    yield from dense_messages(sent, self._settings.chunk_bytes, checksum)
+                    for chunk, values in dense_chunks(sent, self._settings.chunk_bytes):
+                        checksum.add(chunk, values)
+                        yield chunk_message(chunk, values)
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)
             yield pb.DownloadModelResponse(commit=checksum.commit())

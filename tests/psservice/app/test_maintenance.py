@@ -42,6 +42,7 @@ def test_a_small_model_compiles_nothing_and_an_unknown_one_is_waited_for(monkeyp
 def test_a_c_library_without_trimming_is_no_reason_to_fail(monkeypatch):
     monkeypatch.setattr(maintenance.ctypes, "CDLL", lambda name: object())
     assert maintenance._malloc_trim() is None
+    maintenance._keep_freed_memory()
 
 
 def test_this_c_library_trims():

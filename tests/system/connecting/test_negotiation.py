@@ -41,7 +41,10 @@ def pushed(optimizer):
     """The codecs of every chunk that the worker sends from now on."""
     codecs, shard = set(), optimizer._cluster.shards[0]
     send = shard.send_chunk
-    shard.send_chunk = lambda chunk: (codecs.add((chunk.index_codec, chunk.value_codec)), send(chunk))
+    shard.send_chunk = lambda chunk, *values: (
+        codecs.add((chunk.index_codec, chunk.value_codec)),
+        send(chunk, *values),
+    )
     return codecs
 
 
@@ -76,7 +79,9 @@ def test_a_worker_that_lists_nothing_is_answered_in_the_plain_codecs_or_refused(
     monkeypatch.setattr(membership, "READABLE_VALUE_CODECS", ())
     read, seen = frames.ChunkReader.read, set()
     monkeypatch.setattr(
-        frames.ChunkReader, "read", lambda reader, chunk: (seen.add(chunk.index_codec), read(reader, chunk))[1]
+        frames.ChunkReader,
+        "read",
+        lambda reader, chunk, *values: (seen.add(chunk.index_codec), read(reader, chunk, *values))[1],
     )
     topk = {"down_mode": "topk", "down_density": 0.1, "down_dense_below": 0}
     with LocalServer(down_value_type="fp16", **topk) as running:
