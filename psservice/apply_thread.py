@@ -62,6 +62,7 @@ class ApplyThread:
             return
         try:
             self._owner = threading.get_ident()
+            self._waited(0.0)
             yield True
         finally:
             self._owner = 0

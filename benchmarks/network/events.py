@@ -87,13 +87,19 @@ class Link:
 
     def __init__(self, simulator: Simulator, bytes_per_second: float, most: float = float("inf")) -> None:
         """Carry nothing yet."""
-        self.carried = 0.0
+        self._ended = 0.0  # bytes of transfers that are through
         self._simulator, self._rate, self._most = simulator, bytes_per_second, most
         self._served = 0.0  # bytes that a transfer would have got that was there from the beginning
         self._since = 0.0
         self._flows: list[tuple[float, int, float, Event]] = []  # (served when done, order, size, its end)
         self._numbers = itertools.count()
         self._round = 0
+
+    @property
+    def carried(self) -> float:
+        """Bytes until now, those of transfers under way among them."""
+        self._advance()
+        return self._ended + sum(size - max(0.0, end - self._served) for end, _, size, _ in self._flows)
 
     @property
     def under_way(self) -> int:
@@ -104,7 +110,7 @@ class Link:
         """Carry bytes; return the moment at which the last one is through."""
         event = Event()
         if min(self._rate, self._most) == float("inf") or size <= 0:
-            self.carried += size
+            self._ended += size
             event.fire()
             return event
         self._advance()
@@ -135,7 +141,7 @@ class Link:
         done = []
         while self._flows and self._flows[0][0] <= self._served * (1 + 1e-12):
             _, _, size, event = heapq.heappop(self._flows)
-            self.carried += size
+            self._ended += size
             done.append(event)
         self._expect()
         for event in done:

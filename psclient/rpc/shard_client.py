@@ -249,6 +249,8 @@ class ShardClient:
 
     def ask(self, identity: pb.WorkerIdentity, step: int, idle_seconds: float) -> None:
         """Send the request of the next :meth:`pull` ahead: answered once the push of ``step`` is applied."""
+        if self._asked is not None:
+            self.drop_pull()
         self._pull_trace = tracing.begin("pull", shard=self.index)
         self._asked = self._send_request(identity, step, idle_seconds, self._pull_trace)
 
@@ -266,7 +268,9 @@ class ShardClient:
 
             def attempt(seconds: float) -> PulledReply:
                 asked, self._asked = self._asked, None
-                if asked is None or asked.request.generation != self.generation or not asked.stream.is_open:
+                if asked is None or not asked.stream.is_open or asked.request != self._pull_request(identity):
+                    if asked is not None:
+                        self.drop_pull()  # its answer may lie in the stream
                     asked = self._send_request(identity, 0, seconds, trace)
                 try:
                     with self.connection.tracked(asked.stream):
@@ -292,8 +296,12 @@ class ShardClient:
             self._pulls = OpenStream(self.connection.pulls)
         self._pulls.begin(idle_seconds)
         request = self._pull_request(identity)
-        request.after_step, request.traceparent = step, trace.parent
-        self._pulls.send(request.SerializeToString())
+        behind = pb.PullDiffRequest(
+            after_step=step,
+            traceparent=trace.parent,
+            link_bytes_per_second=self.downlink.bytes_per_second or 0.0,
+        )
+        self._pulls.send(request.SerializeToString() + behind.SerializeToString())
         return _Asked(self._pulls, request)
 
     def note_applied(self, reply: PulledReply) -> None:
@@ -310,7 +318,6 @@ class ShardClient:
             base_version=self.version if self.has_base else 0,
             acknowledged_reply=self.acknowledged_reply,
             image=self.replica_is_image,
-            link_bytes_per_second=self.downlink.bytes_per_second or 0.0,
         )
         if self._partial is not None and (self.has_base or self._partial.generation != self.generation):
             self._partial = None

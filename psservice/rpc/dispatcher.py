@@ -255,10 +255,12 @@ class Dispatcher:
 
     async def _serve_requests(self, opened: _OpenCall, handler: Handler) -> None:
         """Serve the requests of a stream that stays open, one after another."""
+        metadata = opened.context.invocation_metadata()
         while True:
             first = await self._read_idle(opened)
             if first[0] is None:
                 return
+            self._authenticator.admit(metadata, opened.call.rpc, opened.rule.role)  # a token may be withdrawn
             opened.call = Call(opened.call.rpc, opened.call.caller)
             opened.started, opened.is_answered = time.monotonic(), False
             with self._measured(opened):
@@ -413,7 +415,10 @@ class Dispatcher:
             try:
                 return await done
             except asyncio.CancelledError:
-                await asyncio.wait([asyncio.wrap_future(future)])
+                ended = asyncio.wrap_future(future)
+                await asyncio.wait([ended])
+                if not ended.cancelled():
+                    ended.exception()  # fetched, or asyncio logs that nobody did
                 raise
         finally:
             self._threads_at_work[lane] -= 1

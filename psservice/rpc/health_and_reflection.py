@@ -39,9 +39,9 @@ class Health:
         self._servicer = health.aio.HealthServicer()
 
     def set(self, name: str, *, serving: bool) -> None:
-        """Set a state, from any thread but the loop's; watchers have been told when this returns."""
+        """Set a state; watchers have been told when this returns, or on the loop's thread soon after."""
         state = HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
-        self._loop.run(self._servicer.set(name, state))
+        self._loop.run_or_begin(self._servicer.set(name, state))
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return a handler for one port; each port counts its own callers."""

@@ -72,6 +72,12 @@ class EventLoop:
         """Run a coroutine on the loop, and wait for it in this thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
+    def run_or_begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the loop, and wait for it where this thread is another one than the loop's."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        if threading.get_ident() != self._thread.ident:
+            future.result()
+
     def close(self) -> None:
         """End the loop and its thread."""
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -129,10 +129,10 @@ def test_an_exact_reply_has_what_was_pushed_while_it_waited_for_the_writer():
 
 
 def test_the_writer_unites_what_came_late():
-    replies = Replies(COSTS, 1e6, 0.001, "exact")
+    replies = Replies(COSTS, 1e6, 0.0003, "exact")
     grown, known = replies.grown(4, 2), replies.after(6, Place())
     assert (grown.size, grown.entries, grown.encode) == (known.size, known.entries, known.encode)
-    united = replies.union(4) * 1e6 + 2 * 1000
+    united = replies.union(4) * 1e6 + 2 * 300
     assert grown.read == pytest.approx(known.read + COSTS.union_sort(united))
 
 

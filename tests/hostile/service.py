@@ -32,7 +32,6 @@ from psservice.settings import ServerSettings
 from psservice.shard.lifecycle import open_shard
 from psservice.shard.shard import Shard
 from psservice.types import Identity
-from psservice.wire.push_stream import read_all
 from tests.hostile.mutation import good_chunks, mutate, mutate_bytes
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
@@ -78,16 +77,18 @@ def called(shard: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
 
 
 def _read(reading: Any, call: Call, requests: list[Any]) -> Any:
-    """Send a stream into a reader, and keep it as it came where the handler asks for that."""
-
-    def received() -> Iterator[Any]:
+    """Send a stream into a reader until it ends, and keep it as it came where the handler asks for that."""
+    next(reading)
+    try:
         for request in requests:
             check(call, request)
             if call.raw is not None:
                 call.raw.append(request.SerializeToString())
-            yield request
-
-    return read_all(reading, received())
+            reading.send(request)
+        reading.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a reader must end where its stream ends")
 
 
 class Service:

@@ -36,7 +36,7 @@ def push_messages(groups=GROUPS):
         segment = SparseSlice(group, torch.tensor([0, 7, 30]), torch.tensor([1.0, 2.0, 3.0]))
         for chunk, _ in frames.encode(segment, chunk_bytes=16, group=number):
             checksum.add(chunk)
-            messages.append(PUSH(chunk=chunk))
+            messages.append(PUSH(chunks=[chunk]))
     return [*messages, PUSH(commit=checksum.commit())]
 
 
@@ -189,7 +189,7 @@ def test_a_chunk_belongs_to_a_group_of_the_plan_and_lies_inside_it():
     for group, start in ((2, 60), (2**32 - 1, 60), (0, 10), (1, 60)):
         chunk = pb.Chunk(group=group, start=start, length=1, count=1, index_codec=1, value_codec=1, values=bytes(4))
         messages = push_messages()
-        messages.insert(1, PUSH(chunk=chunk))
+        messages.insert(1, PUSH(chunks=[chunk]))
         assert reason_of(take_push, messages) is ErrorCode.BAD_CHUNK
 
 

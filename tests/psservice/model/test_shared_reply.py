@@ -9,6 +9,7 @@ import torch
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
+from pscore.wire.frames import WireForm
 from psservice.model.shared_reply import ReplyMessages, SharedReplies, SharedReply
 from psservice.shard.pull import _link_class
 from tests.psservice.service_makers import F32, Link, chunks_of, layout_of, new_replica, shard_of, sparse_push, writing
@@ -18,7 +19,7 @@ LAYOUT = layout_of((200, F32), (30, F32))
 
 
 def reply(position=0, nbytes=1):
-    return SharedReply(position, 1, 1, False, nbytes, ReplyMessages(iter(()), confirmed=True))
+    return SharedReply(position, 1, 1, False, nbytes, ReplyMessages((), WireForm(), 1 << 18))
 
 
 def test_one_of_several_that_ask_at_once_makes_the_reply():
@@ -74,22 +75,25 @@ def test_no_more_is_kept_than_there_is_room_for_and_nothing_of_another_version()
 
 @pytest.mark.parametrize("confirmed", [False, True])
 def test_messages_are_written_once_and_read_by_all(confirmed):
-    slices = [SparseSlice(Span(0, 900_000), None, torch.randn(900_000))]
+    parts = [
+        SparseSlice(Span(start, start + 300_000), None, torch.randn(300_000)) for start in range(0, 900_000, 300_000)
+    ]
+    if not confirmed:
+        parts = [chunk for part in parts for chunk, _ in frames.encode(part, chunk_bytes=1 << 18)]
     written = []
 
-    def chunks():
-        for each in slices:
-            for chunk, _ in frames.encode(each, chunk_bytes=1 << 18):
-                written.append(chunk)
-                yield chunk
+    def segments():
+        for part in parts:
+            written.append(part)
+            yield part
 
-    messages = ReplyMessages(chunks(), confirmed=confirmed)
+    messages = ReplyMessages(segments(), WireForm(), 1 << 18)
     assert not written
     with ThreadPoolExecutor(4) as pool:
         first, *others = pool.map(lambda _: list(messages), range(4))
     assert all(each == first for each in others)
-    assert len(written) == 14
-    assert len(first) == 15 + 3 * confirmed  # a commit for each full MiB, and the last
+    assert len(written) == len(parts)
+    assert len(first) == 16 + 3 * confirmed  # fifteen chunks, a commit for each full MiB, and the last
     assert len(list(messages)) == len(first)
 
 
@@ -99,7 +103,9 @@ def test_a_reply_that_could_not_be_written_is_made_anew():
         yield
 
     replies = SharedReplies(100)
-    failed = replies.get("key", 0, lambda: SharedReply(0, 1, 1, False, 1, ReplyMessages(no_memory(), confirmed=True)))
+    failed = replies.get(
+        "key", 0, lambda: SharedReply(0, 1, 1, False, 1, ReplyMessages(no_memory(), WireForm(), 1 << 18))
+    )
     with pytest.raises(MemoryError):
         list(failed.messages)
     assert list(failed.messages) == [], "without a commit a worker asks again"

@@ -23,6 +23,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.frames import Checksum, WireForm, encode
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.cli import serve
 from psservice.operator import call
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
@@ -347,6 +348,12 @@ def test_a_second_drain_names_the_checkpoint_of_the_first(two_shards, worker, ca
     assert run(capsys, "drain", "--undo", two_shards.server)[0] == 0
 
 
+def pushed(address, messages):
+    """Make one push on a stream of its own."""
+    with grpc.insecure_channel(address) as channel:
+        return next(ParameterServerServiceStub(channel).PushSparse(messages, timeout=60))
+
+
 def test_drain_waits_for_a_push_that_is_under_way(two_shards, worker, capsys):
     _, optimizer = worker
     address, answers = two_shards.addresses[1], []
@@ -362,9 +369,7 @@ def test_drain_waits_for_a_push_that_is_under_way(two_shards, worker, capsys):
         commit.wait(60)
         yield pb.PushSparseRequest(commit=pb.Commit())
 
-    pushing = threading.Thread(
-        target=lambda: answers.append(call(address, "PushSparse", messages(), 60.0)), daemon=True
-    )
+    pushing = threading.Thread(target=lambda: answers.append(pushed(address, messages())), daemon=True)
     pushing.start()
     wait_until(lambda: status(address).calls_inside == 1)
     code, (_, late) = run_json(capsys, "drain", two_shards.server, "--timeout", "1")
