@@ -51,6 +51,7 @@ Result = TypeVar("Result")
 
 _SMALL_BYTES = 16 << 10  # of a message of a push that is little work
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
+_FIRST_PIECES = 4  # of work of each kind, which threads do: they may wait for a compiler
 _MOST_CALLS = 4096
 _MOST_SILENT = 256  # calls without a message; beyond that the oldest is cut
 _MOST_JOINS = 16  # whose message is received at once, since it may be of megabytes
@@ -129,6 +130,7 @@ class Dispatcher:
         self._request_budget = MemoryBudget(_REQUEST_BYTES)
         self._stopping = False
         self._threads_at_work = dict.fromkeys(Lane, 0)  # requests that have a thread, or wait for one
+        self._by_threads = dict.fromkeys(handlers, 0)  # pieces of work that threads have done or do
         metrics.running_calls.set_function(lambda: sum(self._threads_at_work.values()))
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             rpc: grpc.stream_stream_rpc_method_handler(partial(self._serve, rpc, handler))
@@ -402,13 +404,15 @@ class Dispatcher:
         """
         run = partial(opened.call.span.run, work)
         lane = opened.rule.lane
-        if small and not self._threads_at_work[lane]:  # else one may own a lock, and wait for the apply thread
+        # A thread that is at work may own a lock, and wait for the apply thread.
+        if small and self._by_threads[opened.call.rpc] >= _FIRST_PIECES and not self._threads_at_work[lane]:
             with self._apply_thread.stand_in() as is_free:
                 if is_free:
                     return run()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
         self._threads_at_work[lane] += 1
+        self._by_threads[opened.call.rpc] += 1
         try:
             future = self._pools[lane].submit(run)
             future.add_done_callback(lambda ended: loop.call_soon_threadsafe(_copy, ended, done))
