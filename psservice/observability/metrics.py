@@ -119,7 +119,7 @@ class Metrics:
         self.call_limit = gauge("psservice_call_limit", "Calls that threads work on at once; others wait")
         self.call_seconds = histogram(
             "psservice_call_seconds",
-            "Time from a call's begin to its end, with its client's pauses",
+            "Time of a call, or of a request on an open stream, with its client's pauses",
             ["rpc"],
             buckets=_SECONDS_BUCKETS[2:],
         )
