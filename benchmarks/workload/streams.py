@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from benchmarks.workload.replay_worker import OPEN_STREAMS
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
@@ -40,5 +41,5 @@ def push_requests(
             continue
         for chunk, _ in frames.encode(part, form, chunk_bytes=chunk_bytes, group=number):
             checksum.add(chunk)
-            yield pb.PushSparseRequest(chunks=[chunk])
+            yield pb.PushSparseRequest(chunks=[chunk]) if OPEN_STREAMS else pb.PushSparseRequest(chunk=chunk)
     yield pb.PushSparseRequest(commit=checksum.commit())
