@@ -287,19 +287,25 @@ class Dispatcher:
 
     async def _in_turn(self, opened: _OpenCall, handler: Callable[[Call, Message], Answer], raw: bytes) -> Answers:
         """Answer a request, once the push that it comes behind is applied."""
-        while True:
-            try:
-                work = partial(reply_to, opened.call, handler, raw)
-                return await self._in_thread(opened, work, small=self._is_small())
-            except NotYetError as early:
-                pushed = self._waiting.setdefault(early.identity, asyncio.Event())
+        work = partial(reply_to, opened.call, handler, raw)
+        with self._request_budget.open() as reservation:
+            reservation.add(received_bytes(len(raw)))
+            while True:
                 try:
-                    if not early.is_over():
-                        await self._wait(opened, pushed.wait(), "push")
-                except BaseException:
-                    self._waiting.pop(early.identity, None)
-                    pushed.set()  # another pull of this worker begins to wait anew
-                    raise
+                    return await self._in_thread(opened, work, small=self._is_small())
+                except NotYetError as early:
+                    await self._until_pushed(opened, early)
+
+    async def _until_pushed(self, opened: _OpenCall, early: NotYetError) -> None:
+        """Wait until the next push of a worker has been answered, one way or the other."""
+        pushed = self._waiting.setdefault(early.identity, asyncio.Event())
+        try:
+            if not early.is_over():
+                await self._wait(opened, pushed.wait(), "push")
+        except BaseException:
+            self._waiting.pop(early.identity, None)
+            pushed.set()  # another pull of this worker begins to wait anew
+            raise
 
     async def _read_stream(self, opened: _OpenCall, handler: Handler, first: _Message) -> Answers:
         """Send the messages of a request into a reader, each as it arrives."""

@@ -205,3 +205,15 @@ def test_a_server_that_stops_ends_idle_streams_at_once(start):
     next(stream.call)
     server._loop.run(server._dispatcher.drain(TIMEOUT))
     assert stream.reason() is ErrorCode.DRAINING
+
+
+def test_a_pull_that_waits_occupies_memory_that_is_counted(start):
+    server = start(lease_seconds=3600)
+    worker = RawWorker(server.address, "w", N)
+    worker.join()
+    pulls, budget = Stream(worker.stub.PullDiff), server._dispatcher._request_budget
+    pulls.send(pull_of(worker, after_step=1))
+    wait_until(lambda: budget.bytes > 0)
+    Stream(worker.stub.PushSparse).send(*push_of(worker, 1))
+    assert next(pulls.call).header.version == 1
+    wait_until(lambda: budget.bytes == 0)
