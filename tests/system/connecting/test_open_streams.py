@@ -129,7 +129,7 @@ def test_a_pull_that_names_a_step_waits_for_its_push(worker):
 
 
 def test_a_pull_whose_push_never_comes_ends_with_the_lease():
-    with LocalServer(down_mode="exact", lease_seconds=1.0) as server:
+    with LocalServer(down_mode="exact", lease_seconds=1.0, stream_idle_seconds=2.0) as server:
         worker = RawWorker(server.addresses[0], "w", N)
         worker.join()
         pulls = Stream(worker.stub.PullDiff)
@@ -211,9 +211,10 @@ def test_a_pull_that_waits_occupies_memory_that_is_counted(start):
     server = start(lease_seconds=3600)
     worker = RawWorker(server.address, "w", N)
     worker.join()
-    pulls, budget = Stream(worker.stub.PullDiff), server._dispatcher._request_budget
+    pushes, pulls = Stream(worker.stub.PushSparse), Stream(worker.stub.PullDiff)
+    budget = server._dispatcher._request_budget
     pulls.send(pull_of(worker, after_step=1))
     wait_until(lambda: budget.bytes > 0)
-    Stream(worker.stub.PushSparse).send(*push_of(worker, 1))
+    pushes.send(*push_of(worker, 1))
     assert next(pulls.call).header.version == 1
     wait_until(lambda: budget.bytes == 0)
