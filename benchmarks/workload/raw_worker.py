@@ -7,7 +7,7 @@ from types import TracebackType
 import grpc
 import torch
 
-from benchmarks.workload.replay_worker import CALL_SECONDS
+from benchmarks.workload.replay_worker import CALL_SECONDS, OPEN_STREAMS
 from benchmarks.workload.streams import push_requests
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
@@ -84,7 +84,9 @@ class RawWorker:
             base_version=self._base or 0,
             chunk_bytes=self._chunk_bytes,
         )
-        next(self._stub.PushSparse(requests, timeout=CALL_SECONDS))
+        answer = self._stub.PushSparse(requests, timeout=CALL_SECONDS)
+        if OPEN_STREAMS:
+            list(answer)
 
     def pull(self) -> int:
         """Pull, note the reply as applied, and return its bytes."""
@@ -97,7 +99,7 @@ class RawWorker:
             image=self._image,
         )
         received = 0
-        for response in self._stub.PullDiff(iter([request]), timeout=CALL_SECONDS):
+        for response in self._stub.PullDiff(iter([request]) if OPEN_STREAMS else request, timeout=CALL_SECONDS):
             received += frames.wire_bytes(response)
             if response.HasField("header"):
                 self._base = response.header.version
