@@ -161,7 +161,7 @@ class ShardClient:
         self.timing = PushTiming(len(plan))
         self.unacked = PushPart(header.generation, trace, self._push_stream(idle_seconds))
         self.timing.opened = time.perf_counter()
-        self.unacked.add(field_bytes(1, header))
+        self.unacked.add(field_bytes(pb.PushSparseRequest.HEADER_FIELD_NUMBER, header))
 
     def _push_stream(self, idle_seconds: float) -> OpenStream:
         """Return the open stream of pushes, for another request."""
@@ -196,7 +196,7 @@ class ShardClient:
     def send_commit(self) -> int:
         """End the push; return the message bytes of the whole of it."""
         part = self._open_part
-        part.add(field_bytes(3, part.checksum.commit()))
+        part.add(field_bytes(pb.PushSparseRequest.COMMIT_FIELD_NUMBER, part.checksum.commit()))
         part.flush()
         return part.nbytes
 
@@ -350,6 +350,8 @@ class ShardClient:
             rest, values = split_values(data)
             response = pb.PullDiffResponse.FromString(rest)
             if response.HasField("header"):
+                if header.mode:
+                    raise ServerFaultError(f"{self.address} sent a second header inside a reply")
                 header = response.header
                 if header.mode not in (pb.REPLY_MODE_EXACT, pb.REPLY_MODE_TOPK):
                     raise ServerFaultError(f"{self.address} answers in mode {header.mode}; upgrade this client")

@@ -333,7 +333,7 @@ class WorkerCalls:
     @traced("encode")
     def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[bytes]:
         messages = iter(reply.messages)
-        first, beginning = next(messages), field_bytes(1, header)
+        first, beginning = next(messages), field_bytes(pb.PullDiffResponse.HEADER_FIELD_NUMBER, header)
         if len(first) <= _TOGETHER_BYTES:
             yield beginning + first
         else:
