@@ -48,12 +48,14 @@ class Rule:
 
     Attributes:
         changes: whether the call changes the shard, so that a drain waits for it.
+        in_parts: whether a request is several messages, for a reader of them.
         stays_open: whether a stream has one request after another.
     """
 
     role: Role
     lane: Lane
     changes: bool = False
+    in_parts: bool = False
     stays_open: bool = False
 
 
@@ -61,11 +63,11 @@ RULES: dict[str, Rule] = {
     "Join": Rule(Role.WORKER, Lane.JOIN, changes=True),
     "RenewLease": Rule(Role.WORKER, Lane.LEASE),
     "Leave": Rule(Role.WORKER, Lane.JOIN),
-    "UploadModel": Rule(Role.WORKER, Lane.WORK, changes=True),
+    "UploadModel": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True),
     "DownloadModel": Rule(Role.READER, Lane.WORK),
-    "PushSparse": Rule(Role.WORKER, Lane.WORK, changes=True, stays_open=True),
+    "PushSparse": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True, stays_open=True),
     "PullDiff": Rule(Role.WORKER, Lane.WORK, stays_open=True),
-    "ExchangeBuffers": Rule(Role.WORKER, Lane.WORK, changes=True),
+    "ExchangeBuffers": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True),
     "LeaseSamples": Rule(Role.WORKER, Lane.WORK, changes=True),
     "GetStatus": Rule(Role.READER, Lane.OPERATOR),
     "FinishRun": Rule(Role.WORKER, Lane.OPERATOR),  # workers report the end to the other shards
@@ -93,7 +95,7 @@ class Call:
 
     Attributes:
         span: of the trace that the caller has begun.
-        identity: the worker's; set by the handler, as all below.
+        identity: the worker's; set by the handler, as the next four and the last two.
         has_lease: tells whether the worker has a lease still.
         finish: waits until the answer may be sent; ``None`` where it may be at once.
         reservation: the memory that a stream occupies.

@@ -249,7 +249,7 @@ class Dispatcher:
     async def _serve_request(self, opened: _OpenCall, handler: Handler) -> None:
         """Serve a call of one request."""
         with self._measured(opened):
-            if SERVICE.methods_by_name[opened.call.rpc].client_streaming:
+            if opened.rule.in_parts:
                 answers = await self._read_stream(opened, handler, await self._read(opened))
             else:
                 answers = await self._read_one(opened, handler)
@@ -266,7 +266,7 @@ class Dispatcher:
             opened.call = Call(opened.call.rpc, opened.call.caller)
             opened.started, opened.is_answered = time.monotonic(), False
             with self._measured(opened):
-                if opened.call.rpc == "PushSparse":
+                if opened.rule.in_parts:
                     answers = await self._read_stream(opened, handler, first)
                 else:
                     answers = await self._in_turn(opened, cast(Callable[[Call, Message], Answer], handler), first[0])

@@ -60,8 +60,6 @@ def called(shard: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
     call = Call(rpc, ANONYMOUS_ADMIN)
     try:
         with shard.drain_gate.track() if RULES[rpc].changes else nullcontext():
-            if rpc == "PullDiff":
-                (request,) = request
             if isinstance(request, list):
                 answer = _read(handler(call), call, request)
             else:
@@ -199,8 +197,7 @@ class Service:
 
     def call(self, rpc: str, requests: list[Any]) -> list[Any]:
         """Make a call; raises :class:`Ended` where it is refused."""
-        method = SERVICE.methods_by_name[rpc]
-        return called(self.engine, self.handlers[rpc], rpc, requests if method.client_streaming else requests[0])
+        return called(self.engine, self.handlers[rpc], rpc, requests if RULES[rpc].in_parts else requests[0])
 
     @property
     def usable(self) -> bool:
@@ -246,8 +243,7 @@ def changed(rpc: str, requests: list[Any], others: list[pb.Chunk], chance: rando
         new = [
             pb.PushSparseRequest(commit=checksum.commit()) if request.HasField("commit") else request for request in new
         ]
-    is_one = rpc == "PullDiff" or not SERVICE.methods_by_name[rpc].client_streaming
-    return new[:1] or requests[:1] if is_one else new
+    return new if RULES[rpc].in_parts else new[:1] or requests[:1]
 
 
 def campaign(inputs: int, seed: int, **settings: object) -> Counter[str]:
