@@ -29,6 +29,14 @@ def bounds_of(bits):
 
 
 @compiled
+def split_bounds(data, count):
+    """Return the bounds of ``count`` values, the bytes behind them, and 0 or what is wrong with the bounds."""
+    end = 8 * -(-count // BLOCK)
+    bounds = data[:end].view(np.float32)
+    return bounds, data[end:], wrong_bounds(bounds.view(np.int32))
+
+
+@compiled
 def wrong_bounds(bits):
     """Return 0, or what is wrong with any of the bounds that were received."""
     highest = wrong = np.int32(0)
@@ -81,12 +89,10 @@ def write8(values, bounds, codes, decoded):
 @compiled
 def read8(data, values):
     """Fill in values from bytes (uint8); return 0, or what is wrong with the bounds."""
-    blocks = -(-values.size // BLOCK)
-    bounds, codes = data[: 8 * blocks].view(np.float32), data[8 * blocks :]
-    wrong = wrong_bounds(bounds.view(np.int32))
+    bounds, codes, wrong = split_bounds(data, values.size)
     if wrong:
         return wrong
-    for block in range(blocks):
+    for block in range(bounds.size // 2):
         lowest = np.float64(bounds[2 * block])
         spread = np.float64(bounds[2 * block + 1]) - lowest
         part, out = codes[block * BLOCK : (block + 1) * BLOCK], values[block * BLOCK : (block + 1) * BLOCK]
@@ -144,13 +150,11 @@ def write4(values, bounds, packed, decoded):
 @compiled
 def read4(data, values):
     """Fill in values from bytes (uint8); return 0, or what is wrong with the bounds."""
-    blocks = -(-values.size // BLOCK)
-    bounds, packed = data[: 8 * blocks].view(np.float32), data[8 * blocks :]
-    wrong = wrong_bounds(bounds.view(np.int32))
+    bounds, packed, wrong = split_bounds(data, values.size)
     if wrong:
         return wrong
     levels = np.empty(16, np.float32)
-    for block in range(blocks):
+    for block in range(bounds.size // 2):
         fill_levels(bounds[2 * block : 2 * block + 2], levels)
         for k in range(8):
             levels[8 + k] = -levels[k]
