@@ -12,13 +12,12 @@ _SIZE, _ENTRIES = 65_536, 2048  # enough entries for the compiled codecs
 
 
 def warm_up() -> None:
-    """Run every loop that both sides need once, so that no call waits for the compiler: a second or two at most."""
-    theta, image = torch.zeros(_SIZE), torch.zeros(_SIZE)
+    """Run every loop that both sides need once, so that no call waits for the compiler: seconds, once a machine."""
+    theta = torch.zeros(_SIZE)
     offsets = torch.arange(0, _SIZE, _SIZE // _ENTRIES)
     kernels = kernels_for(theta)
     kernels.subtract_at(theta, offsets, torch.ones(offsets.numel()))
-    kernels.copy_above(theta, image, 0.5, _ENTRIES)
-    kernels.copy_above(theta, None, 0.5, 0)
+    kernels.copy_above(theta, 0.5, 0)
     kernels.magnitude(theta)
     segment = SparseSlice(Span(0, _SIZE), offsets, theta[offsets])
     forms = [WireForm(value, INDEX_CODECS["rice"]) for value in VALUE_CODECS.values()]

@@ -38,7 +38,7 @@ class SelectionInput(ABC):
 
     def count_above(self, threshold: float) -> tuple[int, float]:
         """Count the magnitudes above the threshold, and sum what they exceed it by; one reading pass."""
-        found = [kernels_for(array).copy_above(array, None, threshold, 0) for array in self.arrays()]
+        found = [kernels_for(array).copy_above(array, threshold, 0) for array in self.arrays()]
         return sum(each.count_above for each in found), sum(each.sum_above for each in found)
 
     def magnitude(self) -> tuple[float, float]:

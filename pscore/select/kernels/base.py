@@ -60,8 +60,8 @@ class Kernels(Protocol):
     ) -> ThresholdResult:
         """Accumulate, take out the first ``capacity`` entries above the threshold, leave ``keep·value`` behind."""
 
-    def copy_above(self, a: torch.Tensor, b: torch.Tensor | None, threshold: float, capacity: int) -> ThresholdResult:
-        """Copy the first ``capacity`` entries of ``a − b``, or of ``a``, above the threshold."""
+    def copy_above(self, x: torch.Tensor, threshold: float, capacity: int) -> ThresholdResult:
+        """Copy the first ``capacity`` entries above the threshold."""
 
     def magnitude(self, x: torch.Tensor) -> tuple[float, float]:
         """Return sum and largest of ``|x|``; ``(0, 0)`` of an empty tensor."""

@@ -28,16 +28,16 @@ def take(
     memory: torch.Tensor, added: GradientUpdate | None, threshold: float, keep: float, capacity: int
 ) -> ThresholdResult:
     """Accumulate, take out the first ``capacity`` entries above the threshold, and leave ``keep`` times them behind."""
-    result = _sift(memory, None, added, threshold, keep, capacity)
+    result = _sift(memory, added, threshold, keep, capacity)
     offsets, values = result.taken
     if offsets.numel() > capacity:  # each range had room for all
         memory[offsets[capacity:]] = values[capacity:]
     return result._replace(taken=Taken(offsets[:capacity], values[:capacity]))
 
 
-def copy_above(a: torch.Tensor, b: torch.Tensor | None, threshold: float, capacity: int) -> ThresholdResult:
-    """Copy the first ``capacity`` entries of ``a − b``, or of ``a``, above the threshold."""
-    result = _sift(a, b, None, threshold, 1.0, capacity)
+def copy_above(x: torch.Tensor, threshold: float, capacity: int) -> ThresholdResult:
+    """Copy the first ``capacity`` entries above the threshold."""
+    result = _sift(x, None, threshold, 1.0, capacity)
     return result._replace(taken=Taken(result.taken.offsets[:capacity], result.taken.values[:capacity]))
 
 
@@ -54,12 +54,7 @@ def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) ->
 
 
 def _sift(
-    x: torch.Tensor,
-    b: torch.Tensor | None,
-    added: GradientUpdate | None,
-    threshold: float,
-    keep: float,
-    capacity: int,
+    x: torch.Tensor, added: GradientUpdate | None, threshold: float, keep: float, capacity: int
 ) -> ThresholdResult:
     """Run the loop over all ranges; each may take as many as ``capacity``. ``x`` changes unless ``keep`` is 1."""
     gradient = parameters = momentum = None
@@ -69,7 +64,7 @@ def _sift(
         if added.decay and added.parameters is not None:
             parameters = added.parameters.detach().float()
         factors[:] = added.scale, added.decay, added.factor
-    arrays = [None if each is None else each.numpy() for each in (x, b, gradient, parameters, momentum)]
+    arrays = [None if each is None else each.numpy() for each in (x, gradient, parameters, momentum)]
 
     def loop(part: slice) -> tuple[NDArray[np.int64], Array, int, float]:
         room = min(capacity, part.stop - part.start)

@@ -13,10 +13,10 @@ RUN = 32
 
 
 @compiled
-def take(x, b, g, theta, u, scale, decay, factor, threshold, keep, offsets, values):
+def take(x, g, theta, u, scale, decay, factor, threshold, keep, offsets, values):
     """Accumulate into ``x`` and take out the entries above the threshold, in one pass.
 
-    With ``b`` the entries are those of ``x − b`` and are copied; ``x`` stays. Elements are visited in runs whose
+    Elements are visited in runs whose
     comparisons are joined before one branch is taken: at the usual densities most runs have no entry, and the compiler
     makes vector instructions of the rest.
 
@@ -33,8 +33,6 @@ def take(x, b, g, theta, u, scale, decay, factor, threshold, keep, offsets, valu
             for j in range(RUN):  # a fixed number of turns: this is the loop that is vectorised
                 i = low + j
                 v = x[i]
-                if b is not None:
-                    v -= b[i]
                 if g is not None:
                     d = scale * g[i]
                     if theta is not None:
@@ -60,14 +58,11 @@ def take(x, b, g, theta, u, scale, decay, factor, threshold, keep, offsets, valu
             continue
         for i in range(low, high):
             v = x[i]
-            if b is not None:
-                v -= b[i]
             if abs(v) > threshold:
                 if count < capacity:
                     offsets[count] = i
                     values[count] = v
-                    if b is None:
-                        x[i] = keep * v
+                    x[i] = keep * v
                 count += 1
                 excess += abs(v) - threshold
     return count, excess

@@ -155,7 +155,6 @@ class DeviceSelection:
         keep: float,
         state: MutableMapping[str, Any],
         masked: torch.Tensor | None = None,
-        subtracted: torch.Tensor | None = None,
     ) -> PendingTaken:
         """Accumulate, take about the ``k`` largest entries, and leave ``keep·value`` where one was taken.
 
@@ -168,13 +167,12 @@ class DeviceSelection:
             keep: factor of an entry that is taken and stays.
             state: of this memory.
             masked: fp32 ``[n]``, becomes 0 where an entry is taken.
-            subtracted: fp32 ``[n]``; entries are those of ``memory − subtracted``, and the memory does not change.
         """
         n = memory.numel()
         if not 0 < n < LARGEST or k < 1:
             raise ValueError(f"{k} of {n} elements: at least 1, of a tensor with fewer than {LARGEST}")
         update = _NO_UPDATE if added is None else _arguments(added)
-        with self._stream.entered(memory, subtracted, masked, *update[:3], state.get("threshold")):
+        with self._stream.entered(memory, masked, *update[:3], state.get("threshold")):
             if k < n:
                 start, corrections, turn = self._start(state)
             else:
@@ -194,7 +192,7 @@ class DeviceSelection:
             for sift in range(1 + corrections):
                 opening = sift == 0
                 self._kernels.sift[(blocks,)](
-                    memory, subtracted, *(update if opening else _NO_UPDATE),
+                    memory, *(update if opening else _NO_UPDATE),
                     start, whole, real, *found, n, OPENING=opening, **shape,
                 )  # fmt: skip
                 self._kernels.settle[(1,)](
@@ -202,16 +200,10 @@ class DeviceSelection:
                     _TOLERANCE, turn, OPENING=opening, REMAINING=corrections - sift, TILE=_TILE,
                 )  # fmt: skip
             self._kernels.emit[(blocks,)](
-                memory, subtracted, whole, real, counts, places, slot_offsets, slot_values, offsets, values,
-                memory if subtracted is None else None, masked, float(keep), n, **shape,
+                memory, whole, real, counts, places, slot_offsets, slot_values, offsets, values, masked, float(keep), n,
+                **shape,
             )  # fmt: skip
             return PendingTaken(k, packed, self._stream)
-
-    def take_difference(
-        self, a: torch.Tensor, b: torch.Tensor, k: int, state: MutableMapping[str, Any]
-    ) -> PendingTaken:
-        """Find about the ``k`` largest entries of ``a − b``, fp32 ``[n]`` both; nothing is written to either."""
-        return self.take(a, None, k, 0.0, state, subtracted=b)
 
     def _empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)

@@ -27,7 +27,7 @@ def take(
     """Accumulate, take out the first ``capacity`` entries above the threshold, leave ``keep·value`` behind."""
     if added is not None:
         accumulate(memory, added)
-    result = copy_above(memory, None, threshold, capacity)
+    result = copy_above(memory, threshold, capacity)
     put(memory, result.taken.offsets, result.taken.values * keep)
     return result
 
@@ -40,9 +40,8 @@ def put(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
         x[offsets] = values
 
 
-def copy_above(a: torch.Tensor, b: torch.Tensor | None, threshold: float, capacity: int) -> ThresholdResult:
-    """Copy the first ``capacity`` entries of ``a − b``, or of ``a``, above the threshold."""
-    x = a if b is None else a - b
+def copy_above(x: torch.Tensor, threshold: float, capacity: int) -> ThresholdResult:
+    """Copy the first ``capacity`` entries above the threshold."""
     if x.is_cpu:
         return _copy_above_on_host(x.numpy(), np.float32(threshold), capacity)
     magnitudes = x.abs()

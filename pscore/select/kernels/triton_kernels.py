@@ -44,20 +44,12 @@ def _store_hits(x, index, threshold, block, counts, excess, peaks, slot_offsets,
 
 
 @triton.jit
-def _load(a, b, index, inside):
-    x = tl.load(a + index, mask=inside, other=0.0)
-    if b is not None:
-        x -= tl.load(b + index, mask=inside, other=0.0)
-    return x
-
-
-@triton.jit
 def sift(
-    a, b, gradient, parameters, momentum, scale, decay, factor,
+    a, gradient, parameters, momentum, scale, decay, factor,
     start, whole, real, counts, excess, peaks, slot_offsets, slot_values, n,
     OPENING: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Add the update to ``a`` where there is a gradient, and sift ``a``, or ``a − b`` where there is a ``b``.
+    """Add the update to ``a`` where there is a gradient, and sift ``a``.
 
     Each element is read and written once. ``parameters`` is None without decay, ``momentum`` without momentum. An
     ``OPENING`` sift uses the threshold ``start``; any other the one in the header, and returns if that is settled.
@@ -71,7 +63,7 @@ def sift(
     block = tl.program_id(0)
     index = block * BLOCK + tl.arange(0, BLOCK)
     inside = index < n
-    x = _load(a, b, index, inside)
+    x = tl.load(a + index, mask=inside, other=0.0)
     if gradient is not None:
         step = tl.load(gradient + index, mask=inside, other=0.0).to(tl.float32) * scale
         if parameters is not None:
@@ -166,7 +158,7 @@ def settle(
 
 
 @triton.jit
-def _emit_hits(x, index, rank, hit, whole, offsets, values, rewritten, masked, keep):
+def _emit_hits(x, index, rank, hit, whole, offsets, values, a, masked, keep):
     """Write the hits whose rank lies in the window of those that fit, which may go round the end; see ``settle``."""
     first, emitted = tl.load(whole + FIRST), tl.load(whole + EMITTED)
     wrapped = tl.maximum(first + emitted - tl.load(whole + HITS), 0)
@@ -175,33 +167,32 @@ def _emit_hits(x, index, rank, hit, whole, offsets, values, rewritten, masked, k
     place = tl.where(ahead >= 0, wrapped + ahead, rank)
     tl.store(offsets + place, index, mask=chosen)
     tl.store(values + place, x, mask=chosen)
-    if rewritten is not None:
-        tl.store(rewritten + index, x * keep, mask=chosen)
+    tl.store(a + index, x * keep, mask=chosen)
     if masked is not None:
         tl.store(masked + index, tl.zeros_like(x), mask=chosen)
 
 
 @triton.jit
 def emit(
-    a, b, whole, real, counts, places, slot_offsets, slot_values, offsets, values, rewritten, masked, keep, n,
+    a, whole, real, counts, places, slot_offsets, slot_values, offsets, values, masked, keep, n,
     BLOCK: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
     """Move the hits to the output, sorted, as many as fit.
 
-    Where one is moved, ``rewritten`` becomes ``keep·value`` and ``masked`` 0; both may be None.
+    Where one is moved, ``a`` becomes ``keep·value`` and ``masked``, which may be None, 0.
     """
     block = tl.program_id(0)
     count = tl.load(counts + block)
     place = tl.load(places + block)
     if count > SLOT:
         index = block * BLOCK + tl.arange(0, BLOCK)
-        x = _load(a, b, index, index < n)
+        x = tl.load(a + index, mask=index < n, other=0.0)
         hit = tl.abs(x) > tl.load(real + THRESHOLD)
         rank = place + tl.cumsum(hit.to(tl.int32), 0) - 1
-        _emit_hits(x, index, rank, hit, whole, offsets, values, rewritten, masked, keep)
+        _emit_hits(x, index, rank, hit, whole, offsets, values, a, masked, keep)
     else:
         nth = tl.arange(0, SLOT)
         filled = nth < count
         value = tl.load(slot_values + block * SLOT + nth, mask=filled, other=0.0)
         offset = tl.load(slot_offsets + block * SLOT + nth, mask=filled, other=0)
-        _emit_hits(value, offset, place + nth, filled, whole, offsets, values, rewritten, masked, keep)
+        _emit_hits(value, offset, place + nth, filled, whole, offsets, values, a, masked, keep)

@@ -38,19 +38,12 @@ def main(capability):
     shape = {"BLOCK": 4096, "SLOT": 256}
     unfed = {"gradient": None, "parameters": None, "momentum": None}
     fed = [
-        machine_code(kernels.sift, capability, dtype, OPENING=True, b=None, **absent, **shape)
+        machine_code(kernels.sift, capability, dtype, OPENING=True, **absent, **shape)
         for dtype in ("fp32", "fp16", "bf16")
         for absent in ({}, {"parameters": None, "momentum": None})
     ]
-    read = [
-        machine_code(kernels.sift, capability, OPENING=opening, **unfed, **absent, **shape)
-        for opening in (True, False)
-        for absent in ({}, {"b": None})
-    ]
-    moved = [
-        machine_code(kernels.emit, capability, **absent, **shape)
-        for absent in ({"b": None}, {"b": None, "masked": None}, {"rewritten": None, "masked": None})
-    ]
+    read = [machine_code(kernels.sift, capability, OPENING=opening, **unfed, **shape) for opening in (True, False)]
+    moved = [machine_code(kernels.emit, capability, **absent, **shape) for absent in ({}, {"masked": None})]
     for opening, remaining in ((True, 0), (True, 3), (False, 1), (False, 0)):
         machine_code(kernels.settle, capability, warps=4, OPENING=opening, REMAINING=remaining, TILE=2048)
     for kernel in fed + read + moved:

@@ -32,7 +32,7 @@ def test_sift_is_sorted_and_cut_from_a_start_round_the_end(x, threshold, capacit
 def test_differences_are_those_of_a_sift(a, b):
     length = min(len(a), len(b))
     a, b = torch.tensor(a[:length]), torch.tensor(b[:length])
-    one, other = reference.copy_above(a, b, 0.5, 5).taken, sift(a - b, 0.5, 5, 0.0)[0]
+    one, other = reference.copy_above(a - b, 0.5, 5).taken, sift(a - b, 0.5, 5, 0.0)[0]
     assert torch.equal(one.offsets, other.offsets)
     assert torch.equal(one.values, other.values)
 
@@ -52,8 +52,8 @@ def test_a_step_with_momentum_and_decay():
 
 def test_tail_and_magnitude():
     x = torch.tensor([3.0, -1.0, 0.0, -4.0])
-    assert reference.copy_above(x, None, 1.0, 0)[1:] == (2, 5.0)
-    assert reference.copy_above(x, None, 4.0, 0)[1:] == (0, 0.0)
+    assert reference.copy_above(x, 1.0, 0)[1:] == (2, 5.0)
+    assert reference.copy_above(x, 4.0, 0)[1:] == (0, 0.0)
     assert reference.magnitude(x) == (8.0, 4.0)
     assert reference.magnitude(torch.empty(0)) == (0.0, 0.0)
 

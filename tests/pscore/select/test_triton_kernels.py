@@ -18,8 +18,6 @@ from tests.pscore.kernel_makers import (
     randn,
     same_bits,
     selection,
-    sift,
-    turn_of,
 )
 
 pytest.importorskip("triton")
@@ -171,21 +169,6 @@ def test_the_threshold_follows_a_run_and_a_drop_of_the_learning_rate():
     assert all(within for within, _ in settled)
     assert sum(passes for _, passes in settled) <= 1.5 * len(settled)
     assert sum(not within for within, _ in found) <= 1, "the step of the drop itself may miss, no other"
-
-
-def test_differences_are_found_and_left_alone():
-    n, k, state, select = 3000, 30, {}, selection()
-    a, b = randn(n), randn(n, 1)
-    before = a.clone(), b.clone()
-    for _ in range(2):
-        pending = select.take_difference(a, b, k, state)
-        taken = pending.collect()
-        expected, _ = sift(a - b, pending.threshold, capacity_of(n, k), turn_of(state))
-        assert all(torch.equal(one, other.cpu()) for one, other in zip(taken, expected, strict=True))
-        assert abs(pending.count - k) <= 0.1 * k
-    assert pending.passes == 1
-    assert same_bits(a, before[0])
-    assert same_bits(b, before[1])
 
 
 def test_the_state_can_be_saved_and_goes_on_with_the_same_bits():
