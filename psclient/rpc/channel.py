@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from psclient import executor
 from psclient.errors import (
@@ -197,6 +198,8 @@ class Connection:
                 raise Transient("the call was cut short") from None
             except Rejected as damage:  # raised by our own decoder
                 raise ServerFaultError(f"{self.address} sent a damaged answer: {damage.detail}") from damage
+            except DecodeError as damage:
+                raise ServerFaultError(f"{self.address} sent a damaged answer, no message of this protocol") from damage
 
         return policy.run(self.address, translated, self.reconnect)
 
