@@ -54,7 +54,7 @@ class Measured:
         server: see there.
         dense: a worker's dense step.
         sparse: a worker's sparse step, by value type.
-        call: what one call costs by itself, seconds.
+        call: what a push and its pull cost by themselves, seconds.
         byte: what gRPC itself costs a byte, seconds.
     """
 
@@ -90,7 +90,6 @@ class Measured:
             density=density,
             replies=replies,
             groups=len(groups(self.layout, GROUP_ELEMENTS)),
-            builds_beside=curve.down == "topk",
             server_cores=os.cpu_count() or 1,
         )
 
@@ -126,7 +125,7 @@ def _measure(layout: ModelLayout, density: float, seed: int, *, quick: bool) -> 
     sparse = workercosts.sparse(layout, density, ("fp32", *VALUE_TYPES), 3 if quick else 7, seed)
     dense = workercosts.dense(layout, 1 if quick else 3, seed)
     measured = Measured(layout, density, server, dense, sparse)
-    measured = replace(measured, call=_unexplained(measured, Curve("fp32", "exact")) / 2)
+    measured = replace(measured, call=_unexplained(measured, Curve("fp32", "exact")))
     traffic = dense.push_size + measured.costs(Curve("fp32", "dense")).reply(1).size
     return replace(measured, byte=_unexplained(measured, Curve("fp32", "dense")) / traffic)
 

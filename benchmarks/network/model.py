@@ -2,11 +2,12 @@
 
 What is modelled: every host has a card of the same rate, each way on its own; what is under way at the server's card
 shares it equally; each way takes a delay. A push goes out in groups, each encoded while the one before is on its way
-and decoded on arrival, on a core of the server; one writer applies pushes and builds replies, one after the other;
-replies go out in as many pieces. What is not: TCP's slow start and losses, and headers below the message.
+and decoded on arrival, on a core of the server; one thread applies pushes, one after the other. The pull is asked for
+with the push, and answered once that is applied: its reply is built and encoded on a core of the server, and goes out
+in as many pieces. What is not: TCP's slow start and losses, and headers below the message.
 
-Without overlap: compute, push, wait for the answer, pull, install, next. With overlap: groups leave while the
-backward pass goes on, and the pull of a step runs beside the next step, at whose end it is installed: one step staler.
+Without overlap: compute, push, wait for the reply, install, next. With overlap: groups leave while the backward pass
+goes on, and the pull of a step runs beside the next step, at whose end it is installed: one step staler.
 """
 
 import random
@@ -44,7 +45,7 @@ class ReplyCosts:
     Attributes:
         density: of the union of what changed since the worker's last pull: where this was measured.
         size: bytes.
-        build: seconds of the apply thread.
+        build: seconds of a server's core.
         encode: seconds of a server's core.
         install: seconds of the worker, to decode and write it.
     """
@@ -66,12 +67,11 @@ class Costs:
         encode: to write the push, on the worker.
         decode: to read and check it, on a core of the server.
         apply: of the apply thread.
-        call: of one call, whatever it carries.
+        call: of a push and its pull, whatever they carry.
         density: of one push, which says how the union grows with the pushes that a reply covers.
         replies: at one or more densities of the union, ascending; between them they are interpolated.
         groups: pieces of a push and of a reply.
-        builds_beside: whether replies are built on a server's core, beside the apply thread.
-        server_cores: that decode and encode.
+        server_cores: that decode, build and encode.
     """
 
     push_size: float = 0.0
@@ -83,7 +83,6 @@ class Costs:
     density: float = 1.0
     replies: Sequence[ReplyCosts] = (ReplyCosts(1.0),)
     groups: int = 1
-    builds_beside: bool = False
     server_cores: int = 1
 
     def reply(self, pushes: int) -> ReplyCosts:
@@ -197,7 +196,7 @@ class _Fleet:
         self._up = Link(self.simulator, rate, rate)
         self._down = Link(self.simulator, rate, rate)
         self._cores = Cores(self.simulator, costs.server_cores)
-        self._writer = Cores(self.simulator, 1)
+        self._apply_thread = Cores(self.simulator, 1)
         self._costs, self._delay, self._compute = costs, network.delay, compute
         self._chance = chance
         self._version = self._steps = 0
@@ -241,13 +240,12 @@ class _Fleet:
             before, sent = sent, Event()
             decoded.append(simulator.start(self._send_group(before, sent)))
         yield from decoded
-        yield self._writer.work(costs.apply)
+        yield self._apply_thread.work(costs.apply)
         self._version += 1
-        yield simulator.wait(self._delay + costs.call)  # the answer
-        yield simulator.wait(self._delay + costs.call)  # the question
+        yield simulator.wait(costs.call)
         worker.reply = reply = costs.reply(self._version - worker.base)
         worker.base = self._version
-        yield (self._cores if costs.builds_beside else self._writer).work(reply.build)
+        yield self._cores.work(reply.build)
         arrived, received = _past(), []
         for _ in range(costs.groups):
             yield self._cores.work(reply.encode / costs.groups)

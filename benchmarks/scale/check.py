@@ -106,7 +106,7 @@ def run(
     rows = []
     for case in cases:
         with Stage(case.size, case.density, case.shards, max(case.workers), case.down_mode, seed) as stage:
-            stage.run(min(4, max(case.workers)), 0.0, 1.0)  # what compiles, compiles now
+            stage.warm_up(min(4, max(case.workers)))
             runs: dict[int, list[Seen]] = {workers: [] for workers in case.workers}
             for turn in range(rounds):
                 for workers in case.workers[:: -1 if turn % 2 else 1]:

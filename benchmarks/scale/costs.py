@@ -32,8 +32,8 @@ class Costs:
         union_sort: to find what has changed by sorting; entries of all pushes that a pull covers.
         union_mark: likewise by marking, for each of these entries; ``union_scan`` comes on top.
         union_scan: elements of the shard.
-        gather: of the apply thread, to read the values of a reply; entries of the reply.
-        copy: of the apply thread, to copy everything; elements of the shard.
+        gather: to read the values of a reply; entries of the reply.
+        copy: to copy everything; elements of the shard.
         encode: to write a sparse reply.
         encode_dense: to write a dense reply; elements.
         select_all: to select a top-k reply among all; elements of the shard.
@@ -42,7 +42,7 @@ class Costs:
         pull_call: likewise of a pull.
         client_push: of a client that replays a push; bytes.
         client_pull: of one that takes a reply and does not decode it; bytes.
-        idle: seconds of a call in which nobody computes: threads are woken.
+        idle: seconds of a push and its answer in which nobody computes: threads are woken.
         renewal: of the server, to renew a lease.
         worker_select: of a real worker, to accumulate and select; elements of the model.
         worker_encode: likewise to write a push.

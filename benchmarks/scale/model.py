@@ -45,8 +45,7 @@ class Cluster:
         down_mode: ``auto``, ``exact`` or ``topk``.
         overlap: whether a step's exchange runs beside the next step.
         journal: whether the server keeps one.
-        rpc_threads: calls that a server serves at once.
-        inflight_bytes: what they may occupy.
+        inflight_bytes: that calls may occupy at a server.
         replay: on one machine with clients that replay what is encoded, as :mod:`benchmarks.scale.client` does; then
             ``server_cores`` are all that there are, and ``client_processes`` share them with the servers.
         client_processes: see there.
@@ -66,7 +65,6 @@ class Cluster:
     down_mode: str = "auto"
     overlap: bool = False
     journal: bool = False
-    rpc_threads: int = 64
     inflight_bytes: float = 2.0**30
     replay: bool = False
     client_processes: int = 2
@@ -90,8 +88,8 @@ class Outcome:
         staleness_90: 90th percentile.
         sent: bytes a step, up, to all shards.
         received: bytes a step, down.
-        push_seconds: from the first byte to the last answer.
-        pull_seconds: likewise.
+        push_seconds: from the first byte until the last shard has applied its part.
+        pull_seconds: from then until the last reply is installed.
         used: share of each resource of a server that is busy.
         topk: share of replies that were top-k.
     """
@@ -173,8 +171,7 @@ class _Shard:
         self.simulator, self.cluster, self.costs, self.cpu = simulator, cluster, costs, cpu
         cap = cluster.worker_rate / cluster.shards
         self.up, self.down = (Link(simulator, cluster.server_rate, cap) for _ in range(2))
-        self.interpreter, self.writer = Pool(simulator, 1), Pool(simulator, 1)
-        self.threads = Pool(simulator, cluster.rpc_threads)
+        self.interpreter, self.apply_thread = Pool(simulator, 1), Pool(simulator, 1)
         self.room = Pool(simulator, cluster.inflight_bytes)
         self.version = 0
         self.places = [_Place() for _ in range(cluster.workers)]
@@ -188,10 +185,14 @@ class _Shard:
         self._push_free = costs.push_call.each * self.push_bytes + freely
         self._apply = costs.apply(entries) + (costs.journal(entries) if cluster.journal else 0.0)
 
-    def push(self, worker: int, ready: Event, staleness: list[int]) -> Process:
-        """Take one part of a push; ``ready`` is when the worker has written its end."""
-        simulator, costs = self.simulator, self.costs
-        yield self.threads.take()
+    def exchange(
+        self, worker: int, ready: Event, staleness: list[int], applied: list[float], replies: list[Reply]
+    ) -> Process:
+        """Take one part of a push, whose end is written when ``ready`` fires, and answer the pull behind it.
+
+        The three lists get the push's staleness, the moment at which it was applied, and the reply.
+        """
+        simulator, costs, place = self.simulator, self.costs, self.places[worker]
         yield self.room.take(self._charge)
         arrival = self.up.transfer(self.push_bytes)
         ahead = max(0.0, 1 - DEFAULT_CHUNK_BYTES / self.push_bytes)
@@ -202,32 +203,21 @@ class _Shard:
         if self.cluster.delay or costs.idle:
             yield simulator.wait(self.cluster.delay + costs.idle / 2)
         yield from self._work((1 - ahead) * self._push_serial, (1 - ahead) * self._push_free)
-        yield self.writer.take()
+        yield self.apply_thread.take()
         yield self.cpu.transfer(self._factor() * self._apply)
-        self.writer.give()
-        staleness.append(self.version - self.places[worker].base)
+        self.apply_thread.give()
+        staleness.append(self.version - place.base)
+        applied.append(simulator.now)
         self.version += 1
         self.room.give(self._charge)
-        self.threads.give()
-        if self.cluster.delay or costs.idle:
-            yield simulator.wait(self.cluster.delay + costs.idle / 2)
 
-    def pull(self, worker: int, replies: list[Reply]) -> Process:
-        """Answer one pull."""
-        simulator, costs, place = self.simulator, self.costs, self.places[worker]
-        if self.cluster.delay or costs.idle:
-            yield simulator.wait(self.cluster.delay + costs.idle / 2)
-        yield self.threads.take()
         window = self.version - place.base
         reply = self.replies.after(window, place)
         yield from self._work(costs.pull_call.fixed + reply.build[0], reply.build[1])
-        if not reply.topk:
-            yield self.writer.take()
-            late = self.version - place.base - window
-            if late:
-                reply = self.replies.grown(window, late)
-            yield self.cpu.transfer(self._factor() * reply.read)
-            self.writer.give()
+        if not reply.topk:  # what was pushed meanwhile is in it too
+            yield self.apply_thread.take()
+            self.apply_thread.give()
+            reply = self.replies.exact(self.version - place.base)
         place.base = self.version
         yield self.room.take(reply.charge)
         ahead = max(0.0, 1 - DEFAULT_CHUNK_BYTES / reply.size)
@@ -239,7 +229,6 @@ class _Shard:
             yield from self._work(ahead * serially, ahead * freely)
         yield departure
         self.room.give(reply.charge)
-        self.threads.give()
         if self.cluster.delay or costs.idle:
             yield simulator.wait(self.cluster.delay + costs.idle / 2)
         replies.append(reply)
@@ -320,10 +309,10 @@ class _Fleet:
         else:
             entries = elements * self.cluster.density
             ready = simulator.wait(costs.worker_select(elements) + costs.worker_encode(entries))
-        yield from self._all([shard.push(worker, ready, staleness) for shard in self.shards])
-        pushed = simulator.now
         replies: list[Reply] = []
-        yield from self._all([shard.pull(worker, replies) for shard in self.shards])
+        applied: list[float] = []
+        yield from self._all([shard.exchange(worker, ready, staleness, applied, replies) for shard in self.shards])
+        pushed = max(applied)
         if self.cluster.replay:
             size = self._stand_for * sum(reply.size for reply in replies)
             yield from self._client(worker, costs.client_pull, size)
@@ -359,14 +348,13 @@ class _Fleet:
             sum(shard.down.carried for shard in shards),
             sum(cpu.carried for cpu in {id(cpu): cpu for cpu in self.cpus}.values()),
             sum(shard.interpreter.used() for shard in shards),
-            sum(shard.writer.used() for shard in shards),
-            sum(shard.threads.used() for shard in shards),
+            sum(shard.apply_thread.used() for shard in shards),
             sum(shard.room.used() for shard in shards),
         ]
         return np.array([self.simulator.now, self.steps, *sums])
 
 
-RESOURCES = ("card in", "card out", "cores", "interpreter", "writer", "threads", "memory of calls")
+RESOURCES = ("card in", "card out", "cores", "interpreter", "apply thread", "memory of calls")
 """Of a server, as :attr:`Outcome.used` names them."""
 
 
@@ -399,9 +387,9 @@ def _outcome(fleet: _Fleet, cluster: Cluster, before: np.ndarray) -> Outcome:
     servers, shard, record = len(fleet.shards), fleet.shards[0], fleet.record
     share = cluster.shards / servers
     hosts = 1 if cluster.replay else servers
-    places = [hosts * cluster.server_cores, servers, servers, servers * shard.threads.places]
+    places = [hosts * cluster.server_cores, servers, servers, servers * shard.room.places]
     used = [up / servers / cluster.server_rate / seconds, down / servers / cluster.server_rate / seconds]
-    used += [value / seconds / place for value, place in zip(busy, [*places, servers * shard.room.places], strict=True)]
+    used += [value / seconds / place for value, place in zip(busy, places, strict=True)]
     rate = steps / seconds
     return Outcome(
         steps_per_second=rate,

@@ -1,6 +1,6 @@
 """What a pull costs and weighs, by how many pushes it covers; and which way of answering ``auto`` would choose."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from benchmarks.scale.costs import AMONG_CHANGED, SCAN_FROM, VALUE_BYTES, Costs
@@ -25,7 +25,6 @@ class Reply:
         size: bytes.
         entries: in it.
         build: seconds beside the apply thread, with the interpreter's lock and without.
-        read: seconds of the apply thread.
         encode: seconds, likewise.
         charge: bytes that it occupies in the server.
         topk: whether it is one.
@@ -34,7 +33,6 @@ class Reply:
     size: float
     entries: float
     build: tuple[float, float]
-    read: float
     encode: tuple[float, float]
     charge: float
     topk: bool = False
@@ -68,15 +66,9 @@ class Replies:
         """Return the answer to a worker, that covers so many pushes."""
         return self._reply(window, self._chooses_topk(window, place))
 
-    def grown(self, window: int, late: int) -> Reply:
-        """Return the exact reply that ``late`` pushes more have reached after what ``window`` changed was known.
-
-        The writer unites what they have changed with the rest before it reads the values.
-        """
-        reply = self._reply(window + late, topk=False)
-        known = self.union(window) + late * self._density
-        serially, freely = self._uniting(known * self._elements)
-        return replace(reply, read=reply.read + serially + freely)
+    def exact(self, window: int) -> Reply:
+        """Return the exact reply that covers so many pushes."""
+        return self._reply(window, topk=False)
 
     def union(self, window: int) -> float:
         """Return the density of what pushes have changed together."""
@@ -106,13 +98,16 @@ class Replies:
         if covered > LEDGER_MULTIPLE * elements:
             size = costs.pull_frame + VALUE_BYTES * elements
             encode = costs.split(costs.encode_dense, elements, "encode")
-            return Reply(size, elements, (0.0, 0.0), costs.copy(elements), encode, _DENSE_CHARGE * elements)
+            copied = costs.split(costs.copy, elements, "union")
+            return Reply(size, elements, copied, encode, _DENSE_CHARGE * elements)
         union = self.union(window)
         entries = union * elements
-        build = self._uniting(covered) if window > 1 else (0.0, 0.0)
+        united = self._uniting(covered) if window > 1 else (0.0, 0.0)
+        read = costs.split(costs.gather, entries, "union")
+        build = united[0] + read[0], united[1] + read[1]
         size = costs.pull_frame + costs.sparse_bytes(entries, union)
         encode = costs.split(costs.encode, entries, "encode")
-        return Reply(size, entries, build, costs.gather(entries), encode, _SPARSE_CHARGE * entries)
+        return Reply(size, entries, build, encode, _SPARSE_CHARGE * entries)
 
     def _uniting(self, covered: float) -> tuple[float, float]:
         costs, elements = self._costs, self._elements
@@ -131,4 +126,4 @@ class Replies:
             build = costs.split(costs.select_all, elements, "select")
         size = costs.pull_frame + costs.sparse_bytes(entries, self._density)
         encode = costs.split(costs.encode, entries, "encode")
-        return Reply(size, entries, build, 0.0, encode, _SPARSE_CHARGE * entries, topk=True)
+        return Reply(size, entries, build, encode, _SPARSE_CHARGE * entries, topk=True)

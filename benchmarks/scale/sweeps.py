@@ -159,13 +159,13 @@ def base(density: float = 0.001, shards: int = 16, **other: Any) -> Cluster:
 
 
 def with_workers(cluster: Cluster, workers: int) -> Cluster:
-    """Return it with so many workers, and servers with a thread for each and room enough for their calls."""
-    return replace(cluster, workers=workers, rpc_threads=max(64, workers + 8), inflight_bytes=ROOM_BYTES)
+    """Return it with so many workers, and servers with room enough for their calls."""
+    return replace(cluster, workers=workers, inflight_bytes=ROOM_BYTES)
 
 
 def as_shipped(cluster: Cluster) -> Cluster:
     """Return it with the default limits of a server."""
-    return replace(cluster, rpc_threads=64, inflight_bytes=2.0**30)
+    return replace(cluster, inflight_bytes=2.0**30)
 
 
 def networks(server_gigabits: float, worker_megabits: float) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from benchmarks.scale.sweeps import EFFICIENT, Found, Saturation, memory
 
 UNITS: Mapping[str, tuple[str, str]] = {
     "decode": ("server: parse, decode, check and merge a push", "entry"),
-    "apply": ("server: apply it (writer)", "entry"),
-    "journal": ("server: append it to the journal (writer)", "entry"),
+    "apply": ("server: apply it (apply thread)", "entry"),
+    "journal": ("server: append it to the journal (apply thread)", "entry"),
     "union_sort": ("server: what pushes have changed, by sorting", "entry of all pushes covered"),
     "union_mark": ("server: the same by marking", "entry of all pushes covered"),
     "union_scan": ("server: and by scanning the marks", "element"),
-    "gather": ("server: read the values of a reply (writer)", "entry"),
-    "copy": ("server: copy everything (writer)", "element"),
+    "gather": ("server: read the values of a reply", "entry"),
+    "copy": ("server: copy everything", "element"),
     "encode": ("server: write a sparse reply", "entry"),
     "encode_dense": ("server: write a dense reply", "element"),
     "select_all": ("server: select a top-k reply among all", "element"),
@@ -117,7 +117,7 @@ def points(title: str, found: Sequence[tuple[str, Found]], server_bytes: float) 
         "down",
         "cores",
         "interpreter",
-        "writer",
+        "apply thread",
         "top-k",
         "GB a shard",
     )
@@ -133,7 +133,7 @@ def points(title: str, found: Sequence[tuple[str, Found]], server_bytes: float) 
                 f"{outcome.staleness:.3g} ({outcome.staleness_90:.3g})",
                 *(f"{bits / 1e9:.2g}" for bits in point.server_bits),
                 *(f"{bits / 1e9:.2g}" for bits in point.worker_bits),
-                *(f"{outcome.used[name]:.0%}" for name in ("cores", "interpreter", "writer")),
+                *(f"{outcome.used[name]:.0%}" for name in ("cores", "interpreter", "apply thread")),
                 f"{outcome.topk:.0%}",
                 f"{memory(point.cluster, outcome, server_bytes) / 1e9:.3g}",
             )

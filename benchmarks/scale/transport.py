@@ -71,14 +71,16 @@ def measure(
     for size in sizes:
         say(f"transport: {size:,} elements")
         with Stage(size, density, 1, CROWD, "exact", seed) as stage:
-            stage.run(2, 0.0, 0.5)  # what compiles, compiles now
+            stage.warm_up(2)
             for _ in range(rounds):
                 alone = stage.run(1, 0.0, _SECONDS, _NEVER)
                 both = stage.run(1, 0.0, _SECONDS)
                 crowd = stage.run(2, 0.0, _SECONDS, _NEVER), stage.run(4, 0.0, _SECONDS, _NEVER)
                 _note(found, engine, size * density, alone, both)
                 found.crowding += [seen.server_cpu / alone.server_cpu - 1 for seen in crowd]
-            if size == min(sizes):  # where the interpreter is what they wait for, and neither writer nor bytes
+            if size == min(
+                sizes
+            ):  # where the interpreter is what they wait for, and neither the apply thread nor bytes
                 crowds = [stage.run(CROWD, 0.0, _SECONDS) for _ in range(_CROWD_ROUNDS)]
                 found.crowded = [seen.steps_per_second for seen in crowds]
             found.renewal.append(_renewal(stage))

@@ -55,7 +55,7 @@ def run(plan: Plan) -> Section:
         "Curves are the model's unless they are said to be published or real.",
         "The model: every host has one card of the rate, and transfers under way share the server's card equally; "
         "pushes in groups, each encoded while the one before travels; decoding and top-k replies on the server's cores "
-        f"({measured.costs(chosen[0]).server_cores}), applying and exact replies on its one writer; an answer to "
+        f"({measured.costs(chosen[0]).server_cores}), applying on its one apply thread; an answer to "
         "the push and a question for the pull between them, so four delays a step. With overlap groups leave during "
         "the backward pass, and a pull runs beside the next step: one step more of staleness. TCP's slow start and "
         "losses are not in it.",

@@ -4,6 +4,7 @@ Where the schema has a push or a pull as a stream both ways, the stream stays op
 one message; else each is a call of its own, as in earlier versions of the protocol.
 """
 
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 
@@ -21,6 +22,7 @@ OPEN_STREAMS = pb.DESCRIPTOR.services_by_name["ParameterServerService"].methods_
 """Whether pushes and pulls are streams both ways."""
 
 _ONE_MESSAGE_BYTES = 3 << 20
+_FRAMING_BYTES = 5  # gRPC's, of a message
 _OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
@@ -33,6 +35,11 @@ class ReplayWorker:
         address: of a server with one shard, which has its model.
         name: of the worker.
         messages: a join request, then what :func:`~benchmarks.workload.raw_worker.push_messages` returns.
+
+    Attributes:
+        sent: message bytes of pushes; ``received`` those of replies, both with gRPC's framing.
+        pushed: when the last push was answered, of :func:`time.monotonic`.
+        staleness: of the last push.
     """
 
     def __init__(self, address: str, name: str, messages: Sequence[bytes]) -> None:
@@ -49,7 +56,8 @@ class ReplayWorker:
         else:
             self._push_call = self._channel.stream_unary(push)
             self._pull_call = self._channel.unary_stream(pull)
-        self.received = 0
+        self.sent = self.received = self.staleness = 0
+        self.pushed = 0.0
 
     async def join(self) -> None:
         """Join; raises ``RuntimeError`` where the server has no model."""
@@ -65,6 +73,10 @@ class ReplayWorker:
             message.identity.CopyFrom(identity)
             message.generation, message.base_version = joined.generation, joined.version
 
+    def load(self, messages: Sequence[bytes]) -> None:
+        """Replay another push of the same groups from now on; messages as at first."""
+        self._rest = messages[2:]
+
     async def push(self) -> None:
         """Push; returns when the server has applied it."""
         if OPEN_STREAMS:
@@ -72,7 +84,7 @@ class ReplayWorker:
             answer = await self._pushes.read()
         else:
             answer = await self._push_call(_each([self._next_header(), *self._rest]), timeout=CALL_SECONDS)
-        self._push.header.base_version = pb.PushSparseResponse.FromString(answer).version
+        self._push.header.base_version = self._note_answer(answer)
 
     async def exchange(self) -> None:
         """Push and pull, in one round trip where the request for the reply may be sent ahead."""
@@ -80,7 +92,7 @@ class ReplayWorker:
             await self._write_push()
             self._pull.after_step = self._push.header.step
             await self._pulls.write(self._pull.SerializeToString())
-            await self._pushes.read()
+            self._note_answer(await self._pushes.read())
             while not self._note(await self._pulls.read()):
                 pass
         else:
@@ -98,11 +110,18 @@ class ReplayWorker:
         if sum(map(len, messages)) < _ONE_MESSAGE_BYTES:
             messages = [b"".join(messages)]
         for message in messages:
+            self.sent += len(message) + _FRAMING_BYTES
             await self._pushes.write(message)
+
+    def _note_answer(self, message: bytes) -> int:
+        """Read the answer to a push; return the version that it made."""
+        answer = pb.PushSparseResponse.FromString(message)
+        self.pushed, self.staleness = time.monotonic(), answer.staleness
+        return answer.version
 
     def _note(self, message: bytes) -> bool:
         """Read what the next request must name; return whether the reply is whole."""
-        self.received += len(message)
+        self.received += len(message) + _FRAMING_BYTES
         reply = pb.PullDiffResponse.FromString(message)
         if reply.HasField("header"):
             self._push.header.base_version = self._pull.base_version = reply.header.version

@@ -29,7 +29,6 @@ def test_a_value_type_that_was_measured_has_its_own_bytes():
 def test_a_top_k_reply_has_its_own_bytes_however_much_it_covers():
     costs = MEASURED.costs(Curve("fp16", "topk"))
     assert costs.reply(1).size == costs.reply(9).size == 1000 + ENTRIES * 16 / 8
-    assert costs.builds_beside
     assert costs.reply(4).build == pytest.approx(0.4, rel=0.01), "it takes longer after more pushes"
 
 

@@ -50,7 +50,7 @@ def test_one_worker_pays_every_cost_once():
     size = 130 + entries * (4 + 8.1 / 8)
     reply = size - 30
     worker = 1e-3 + 1e-4 + 1e-4
-    push = size / 1e9 + COSTS.decode(entries) + COSTS.push_call(size) + COSTS.apply(entries) + COSTS.idle
+    push = size / 1e9 + COSTS.decode(entries) + COSTS.push_call(size) + COSTS.apply(entries)
     pull = reply / 1e9 + COSTS.gather(entries) + COSTS.encode(entries) + COSTS.pull_call(reply) + COSTS.idle
     # Bytes arrive while the worker still writes; compute times vary, so their mean is what was drawn.
     exchange = worker + push - size / 1e9 + pull
@@ -80,7 +80,7 @@ def test_a_queue_is_as_long_as_pollaczek_and_khinchine_say(load):
     """Many thinking workers and one place with a constant service time are nearly M/D/1, and a closed one is kinder."""
     service, workers = 1e-3, 200
     costs = Costs(push_call=Line(service, 0.0))
-    cluster = Cluster(1000, 0.01, workers, compute=workers * service / load, down_mode="exact", rpc_threads=1000)
+    cluster = Cluster(1000, 0.01, workers, compute=workers * service / load, down_mode="exact")
     outcome = simulate(cluster, costs, counted=20)
     waiting = service * load / (2 * (1 - load))
     assert outcome.used["interpreter"] == pytest.approx(load, rel=0.05)
@@ -92,12 +92,12 @@ def test_a_queue_is_as_long_as_pollaczek_and_khinchine_say(load):
     ("costs", "resource", "most"),
     [
         (Costs(push_call=Line(0.01, 0.0)), "interpreter", 100.0),
-        (Costs(apply=Line(0.02, 0.0)), "writer", 50.0),
+        (Costs(apply=Line(0.02, 0.0)), "apply thread", 50.0),
         (Costs(decode=Line(0.0, 0.004)), "cores", 50.0),
     ],
 )
 def test_a_saturated_resource_gives_what_it_has(costs, resource, most):
-    cluster = Cluster(1000, 0.01, 200, compute=COMPUTE, server_cores=2, down_mode="exact", rpc_threads=1000)
+    cluster = Cluster(1000, 0.01, 200, compute=COMPUTE, server_cores=2, down_mode="exact")
     outcome = simulate(cluster, costs)
     assert outcome.used[resource] == pytest.approx(1.0, abs=0.02)
     assert outcome.steps_per_second == pytest.approx(most, rel=0.03)
@@ -105,7 +105,7 @@ def test_a_saturated_resource_gives_what_it_has(costs, resource, most):
 
 def test_a_handover_costs_where_works_wait_for_one_another_and_nowhere_else():
     costs = Costs(push_call=Line(0.01, 0.0))
-    cluster = Cluster(1000, 0.01, 200, compute=COMPUTE, server_cores=2, down_mode="exact", rpc_threads=1000)
+    cluster = Cluster(1000, 0.01, 200, compute=COMPUTE, server_cores=2, down_mode="exact")
     crowded = simulate(cluster, replace(costs, handover=0.01))
     assert crowded.steps_per_second == pytest.approx(50, rel=0.03)
     alone = replace(cluster, workers=1)
@@ -119,21 +119,13 @@ def test_a_handover_is_found_from_what_a_crowd_reached():
     assert calibration.handover(COSTS, crowd, rate, 2, seed=0) == pytest.approx(7e-4, rel=0.1)
 
 
-def test_an_exact_reply_has_what_was_pushed_while_it_waited_for_the_writer():
+def test_an_exact_reply_has_what_was_pushed_while_it_waited_for_the_apply_thread():
     """However long the apply thread's queue is, replies carry as many entries as pushes have brought."""
-    costs = Costs(apply=Line(2e-3, 0.0), gather=Line(2e-3, 0.0), index_bits=Curve((0.001, 0.1), (0.0, 0.0)))
+    costs = Costs(apply=Line(4e-3, 0.0), index_bits=Curve((0.001, 0.1), (0.0, 0.0)))
     cluster = replace(SMALL, density=1e-6, workers=40, compute=0.01)
     outcome = simulate(cluster, costs, counted=40)
-    assert outcome.used["writer"] > 0.98
+    assert outcome.used["apply thread"] > 0.98
     assert outcome.received == pytest.approx(4 * 40, rel=0.02)
-
-
-def test_the_writer_unites_what_came_late():
-    replies = Replies(COSTS, 1e6, 0.0003, "exact")
-    grown, known = replies.grown(4, 2), replies.after(6, Place())
-    assert (grown.size, grown.entries, grown.encode) == (known.size, known.entries, known.encode)
-    united = replies.union(4) * 1e6 + 2 * 300
-    assert grown.read == pytest.approx(known.read + COSTS.union_sort(united))
 
 
 def test_every_push_of_another_is_seen_as_staleness():
@@ -164,7 +156,7 @@ def test_no_byte_is_lost_or_made():
 
 def test_a_room_that_is_too_small_is_given_whole():
     """However little calls may occupy, the oldest gets through; nothing stands still."""
-    cluster = replace(SMALL, workers=8, inflight_bytes=1000.0, rpc_threads=2)
+    cluster = replace(SMALL, workers=8, inflight_bytes=1000.0)
     assert simulate(cluster, COSTS).steps_per_second > 0
 
 
