@@ -25,6 +25,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.select import DEFAULT_SELECTOR, SELECTORS
 from pscore.wire import frames
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.model import reply_loops
 from psservice.model.changelog import gather, union
 from psservice.model.topk import DifferenceSelection, TopKSettings
 
@@ -79,7 +80,7 @@ def measure(
                 _pushes(work, layout, density, repeats, rng)
                 _exact(work, layout, density, repeats, rng)
                 _topk(work, layout, density, repeats, rng)
-            _dense(work, layout, repeats, rng)
+            _dense(work, layout, repeats)
         _threads(work, one_tensor(sizes[-1]), max(densities), rng)
     finally:
         torch.set_num_threads(threads)
@@ -126,8 +127,10 @@ def _push(shard: InProcessShard, push: SparseSlice) -> tuple[float, float, list[
 def _exact(work: Work, layout: ModelLayout, density: float, repeats: int, rng: np.random.Generator) -> None:
     shard = InProcessShard(layout, "exact", ledger_multiple=8.0)
     size = layout.size
+    scan = median(_scan(size) for _ in range(3))
     for window in _WINDOWS:
         unions, gathers, encodes = [], [], []
+        marked = window * density * size >= SCAN_FROM * size
         for repeat in range(-1, max(2, repeats // 3)):
             for _ in range(window):
                 shard.commit(noise_push(layout, density, 0, rng))
@@ -141,12 +144,11 @@ def _exact(work: Work, layout: ModelLayout, density: float, repeats: int, rng: n
             list(reply.messages)
             ended = time.process_time()
             if repeat >= 0:
-                unions.append(united - started)
+                unions.append(max(_LEAST, united - started - (scan if marked else 0.0)))
                 gathers.append(max(_LEAST, built - united - (united - started)))
                 encodes.append(ended - built)
         tally = Tally(shard.pull_messages(reply))
         entries = window * density * size
-        marked = entries >= SCAN_FROM * size
         work.add("union_mark" if marked else "union_sort", entries, unions)
         assert changed is not None
         work.add("gather", changed.numel(), gathers)
@@ -176,10 +178,10 @@ def _topk(work: Work, layout: ModelLayout, density: float, repeats: int, rng: np
     shard.close()
 
 
-def _dense(work: Work, layout: ModelLayout, repeats: int, rng: np.random.Generator) -> None:
+def _dense(work: Work, layout: ModelLayout, repeats: int) -> None:
     shard = InProcessShard(layout, "exact")
     everything = SparseSlice(shard.span, None, torch.full((layout.size,), 1e-3))
-    copies, encodes, scans = [], [], []
+    copies, encodes = [], []
     for _ in range(max(2, repeats // 2)):
         shard.commit(everything)
         started = time.process_time()
@@ -188,16 +190,20 @@ def _dense(work: Work, layout: ModelLayout, repeats: int, rng: np.random.Generat
         list(reply.messages)
         encodes.append(time.process_time() - built)
         copies.append(built - started)
-        mark = np.zeros(layout.size, dtype=np.bool_)
-        mark[rng.integers(0, layout.size, 16)] = True
-        started = time.process_time()
-        np.zeros(layout.size, dtype=np.bool_)
-        np.flatnonzero(mark)
-        scans.append(time.process_time() - started)
     shard.close()
     work.add("copy", layout.size, copies)
     work.add("encode_dense", layout.size, encodes)
-    work.add("union_scan", layout.size, scans)
+    work.add("union_scan", layout.size, [_scan(layout.size) for _ in range(max(2, repeats // 2))])
+
+
+def _scan(size: int) -> float:
+    """Return the seconds to make a bitmap, count its bits, and scan it where only one is set."""
+    started = time.process_time()
+    words = np.zeros(-(-size // 64), np.uint64)
+    words[-1] = 1
+    offsets = np.empty(int(np.bitwise_count(words).sum(dtype=np.int64)), np.int64)
+    reply_loops.gather(words, None, offsets, None)
+    return time.process_time() - started
 
 
 def _threads(work: Work, layout: ModelLayout, density: float, rng: np.random.Generator) -> None:
