@@ -9,7 +9,10 @@ is orphaned at once, and answers with its id. The asking process is a subreaper 
 the parent of the new process.
 """
 
+import atexit
+import contextlib
 import ctypes
+import encodings.idna  # noqa: F401  # which a server's first socket loads
 import gc
 import json
 import os
@@ -20,6 +23,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -200,6 +204,17 @@ def _run(words: Sequence[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def _end(status: int) -> None:
+    """End as an interpreter does, but free no object: that would copy every page that the fork server has filled."""
+    threading._shutdown()  # type: ignore[attr-defined]  # awaits threads that are no daemons
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # nobody reads; the interpreter's own end tells of it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 def main() -> None:
     """Load what a server and a worker load, and fork."""
     sys.modules["triton"] = None  # type: ignore[assignment]  # it would report leaks at the end of each process
@@ -207,8 +222,15 @@ def main() -> None:
 
     del sys.modules["triton"]
     import psclient.optim.base  # noqa: F401
-    import psservice.app.server  # noqa: F401
+    import psservice.app.server
+    import psservice.app.shard_processes
+    import psservice.cli.serve
+    import psservice.observability.logging  # noqa: F401
+    from pscore.warmup import warm_up
 
+    warm_up()  # loads numba, which a server does with its first large push
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # torch's, of its own tables
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     if len(os.listdir("/proc/self/task")) != 1:
@@ -216,7 +238,14 @@ def main() -> None:
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if request is not None:
         _open_standard_streams()
-        _run(request["words"])
+        try:
+            _run(request["words"])
+            status = 0
+        except SystemExit as ended:
+            if not isinstance(ended.code, int | None):
+                raise
+            status = ended.code or 0
+        _end(status)
 
 
 if __name__ == "__main__":
