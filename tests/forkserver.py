@@ -15,6 +15,7 @@ import ctypes
 import encodings.idna  # noqa: F401  # which a server's first socket loads
 import gc
 import json
+import multiprocessing.util
 import os
 import runpy
 import socket
@@ -24,20 +25,22 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _ROOT = Path(__file__).parents[1]
 _SET_CHILD_SUBREAPER = 36
 _MESSAGE_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 16
+_MOST_SHOWN = 2000
+"""Bytes of a new process's command line that ``ps`` shows."""
 _ANSWER_SECONDS = 60.0
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # libraries that start threads when loaded
 _AT_START = ("PYTHON", "NUMBA_", "TORCH", "TRITON_", "CUDA_", "EXAMPLE_MARK")
 """Variables that count when an interpreter or a module starts, or that a test reads from ``/proc``."""
 
-_Execute = subprocess.Popen
+_Execute, _spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 
 
 class ForkServer:
@@ -46,6 +49,12 @@ class ForkServer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._owner = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process may ask; a fork of it may not, since new processes would not be its children."""
+        return os.getpid() == self._owner
 
     def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
         """Start a process; return its id."""
@@ -64,11 +73,15 @@ class ForkServer:
             raise RuntimeError("the fork server is gone; its message is above")
         return pid
 
+    def of(self, serving: socket.socket) -> None:
+        """Ask through a socket behind which a fork server is."""
+        self._socket, self._owner = serving, os.getpid()
+
     def _start(self) -> socket.socket:
         self._socket, other = _pair()
         with other:
             _Execute(
-                [sys.executable, "-m", "tests.forkserver", str(other.fileno())],
+                [sys.executable, "-m", "tests.forkserver", str(other.fileno()), " " * _MOST_SHOWN],
                 pass_fds=(other.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=os.environ | dict.fromkeys(_THREADS, "1"),
@@ -89,7 +102,7 @@ class Popen(_Execute):  # type: ignore[type-arg]
         pipes, start_new_session = rest[:6], rest[-2]  # reading and writing ends of stdin, stdout, stderr; -1 for none
         words = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
         environment = dict(os.environ if env is None else env)
-        if shell or preexec_fn or not _is_forkable(words, environment):
+        if shell or preexec_fn or not _server.is_here or not _is_forkable(words, environment):
             before = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
             super()._execute_child(*before, *rest)  # type: ignore[misc]
             return
@@ -107,6 +120,27 @@ class Popen(_Execute):  # type: ignore[type-arg]
             self._child_created = True
         finally:
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def spawn(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+    """Stands in for ``multiprocessing.util.spawnv_passfds``: the new process is forked."""
+    if not _server.is_here:
+        return _spawn(path, arguments, descriptors)
+    words = [os.fsdecode(word) for word in arguments]
+    request = {
+        "words": words[words.index("-c") :],  # flags stand before it
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "numbers": [0, 1, 2, *descriptors],
+        "session": False,
+    }
+    return _server.fork(request, [0, 1, 2, *descriptors])
+
+
+def fork_from_here(replace: Callable[[object, str, Any], None]) -> None:
+    """Have processes that this one starts be forked; ``replace`` is :func:`setattr`, or one that can be undone."""
+    replace(subprocess, "Popen", Popen)
+    replace(multiprocessing.util, "spawnv_passfds", spawn)
 
 
 def _is_forkable(words: Sequence[str], environment: dict[str, str]) -> bool:
@@ -151,6 +185,9 @@ def _serve(listening: socket.socket) -> dict[str, Any] | None:
         os.close(descriptor)
     request: dict[str, Any] = json.loads(data)
     _place(descriptors, request["numbers"])
+    if request["words"][:2] != ["-m", "psservice"]:  # which starts no other
+        _fork_here_too(request["numbers"])
+    _show([sys.executable, *request["words"]])
     if request["session"]:
         os.setsid()
     os.environ.clear()
@@ -159,6 +196,29 @@ def _serve(listening: socket.socket) -> dict[str, Any] | None:
     while os.getppid() == first_parent:  # a server ends when its parent is not the one that it was told
         time.sleep(0.001)
     return request
+
+
+def _fork_here_too(numbers: Sequence[int]) -> None:
+    """Leave a fork server behind, as a child, while nothing has been started here; it ends with this process."""
+    mine, other = _pair()
+    if os.fork() == 0:
+        mine.close()
+        os.setsid()  # no signal of the new process's group, and none of its files, is for it
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in numbers:
+            os.dup2(null, number)
+        os.close(null)
+        _answer(other)
+    other.close()
+    _server.of(mine)
+    fork_from_here(setattr)
+
+
+def _show(words: Sequence[str]) -> None:
+    """Let ``ps`` show the new process's command line: write it where the kernel reads that of the fork server."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    shown = b"\0".join(map(os.fsencode, words))[: end - begin - 1]
+    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
 
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
@@ -204,7 +264,7 @@ def _run(words: Sequence[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def _end(status: int) -> None:
+def _end(status: int) -> NoReturn:
     """End as an interpreter does, but free no object: that would copy every page that the fork server has filled."""
     threading._shutdown()  # type: ignore[attr-defined]  # awaits threads that are no daemons
     atexit._run_exitfuncs()
@@ -213,6 +273,22 @@ def _end(status: int) -> None:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _answer(listening: socket.socket) -> NoReturn:
+    """Fork a process for each request, and end with the last; be, in each, what it asks for, to its end."""
+    request = _serve(listening)
+    if request is None:
+        os._exit(0)
+    _open_standard_streams()
+    status: object = 0
+    try:
+        _run(request["words"])
+    except SystemExit as ended:
+        status = ended.code
+    if not isinstance(status, int | None):
+        sys.exit(status)
+    _end(status or 0)
 
 
 def main() -> None:
@@ -235,17 +311,7 @@ def main() -> None:
     gc.freeze()
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("a fork would lose the threads that an import has started")
-    request = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if request is not None:
-        _open_standard_streams()
-        try:
-            _run(request["words"])
-            status = 0
-        except SystemExit as ended:
-            if not isinstance(ended.code, int | None):
-                raise
-            status = ended.code or 0
-        _end(status)
+    _answer(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":
