@@ -30,6 +30,7 @@ _JOB_VARIABLES = (
 @pytest.fixture(autouse=True, scope="session")
 def forked_processes():
     """Processes of this interpreter that a test starts need not load torch again."""
+    forkserver.use_own_ports()
     with pytest.MonkeyPatch.context() as patch:
         if sys.platform == "linux":
             forkserver.fork_from_here(patch.setattr)

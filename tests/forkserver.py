@@ -35,7 +35,8 @@ _MESSAGE_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 16
 _MOST_SHOWN = 2000
 """Bytes of a new process's command line that ``ps`` shows."""
-_ANSWER_SECONDS = 60.0
+_ANSWER_SECONDS = 100.0  # the first one comes when everything is loaded
+_MOST_WORKERS = 20  # of pytest-xdist, each with ports of its own
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # libraries that start threads when loaded
 _AT_START = ("PYTHON", "NUMBA_", "TORCH", "TRITON_", "CUDA_", "EXAMPLE_MARK")
 """Variables that count when an interpreter or a module starts, or that a test reads from ``/proc``."""
@@ -291,6 +292,18 @@ def _answer(listening: socket.socket) -> NoReturn:
     _end(status or 0)
 
 
+def use_own_ports() -> None:
+    """Let servers whose port nobody names share their ports with no other of pytest's processes.
+
+    Or one could get the port of a server that is being started again.
+    """
+    from psservice.rpc import ports
+
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _MOST_WORKERS
+    share = len(ports._UNNAMED_PORTS) // _MOST_WORKERS
+    ports._UNNAMED_PORTS = ports._UNNAMED_PORTS[worker * share : (worker + 1) * share]
+
+
 def main() -> None:
     """Load what a server and a worker load, and fork."""
     sys.modules["triton"] = None  # type: ignore[assignment]  # it would report leaks at the end of each process
@@ -309,6 +322,7 @@ def main() -> None:
         finalizer.atexit = False
     gc.collect()
     gc.freeze()
+    use_own_ports()
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("a fork would lose the threads that an import has started")
     _answer(socket.socket(fileno=int(sys.argv[1])))
