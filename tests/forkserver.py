@@ -33,13 +33,15 @@ _ROOT = Path(__file__).parents[1]
 _SET_CHILD_SUBREAPER = 36
 _MESSAGE_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 16
-_MOST_SHOWN = 2000
-"""Bytes of a new process's command line that ``ps`` shows."""
+_MOST_SHOWN = 4000
+"""Bytes of a new process's command line, and of its environment, that ``/proc`` shows."""
 _ANSWER_SECONDS = 100.0  # the first one comes when everything is loaded
 _MOST_WORKERS = 20  # of pytest-xdist, each with ports of its own
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # libraries that start threads when loaded
-_AT_START = ("PYTHON", "NUMBA_", "TORCH", "TRITON_", "CUDA_", "EXAMPLE_MARK")
-"""Variables that count when an interpreter or a module starts, or that a test reads from ``/proc``."""
+_AT_START = ("PYTHON", "NUMBA_", "TORCH", "TRITON_", "CUDA_")
+"""Variables that count when an interpreter or a module starts."""
+_LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_")
+"""Variables of these names that do not."""
 
 _Execute, _spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 
@@ -78,6 +80,11 @@ class ForkServer:
         """Ask through a socket behind which a fork server is."""
         self._socket, self._owner = serving, os.getpid()
 
+    def start(self) -> None:
+        """Begin before the first request, which else waits for seconds."""
+        with self._lock:
+            self._socket = self._socket or self._start()
+
     def _start(self) -> socket.socket:
         self._socket, other = _pair()
         with other:
@@ -85,7 +92,7 @@ class ForkServer:
                 [sys.executable, "-m", "tests.forkserver", str(other.fileno()), " " * _MOST_SHOWN],
                 pass_fds=(other.fileno(),),
                 stdin=subprocess.DEVNULL,
-                env=os.environ | dict.fromkeys(_THREADS, "1"),
+                env=os.environ | dict.fromkeys(_THREADS, "1") | {"ROOM": " " * _MOST_SHOWN},
                 cwd=_ROOT,
                 start_new_session=True,
             )
@@ -103,6 +110,9 @@ class Popen(_Execute):  # type: ignore[type-arg]
         pipes, start_new_session = rest[:6], rest[-2]  # reading and writing ends of stdin, stdout, stderr; -1 for none
         words = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
         environment = dict(os.environ if env is None else env)
+        is_unbuffered = words[1:2] == ["-u"]  # torchrun's
+        if is_unbuffered:
+            del words[1]
         if shell or preexec_fn or not _server.is_here or not _is_forkable(words, environment):
             before = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
             super()._execute_child(*before, *rest)  # type: ignore[misc]
@@ -110,7 +120,7 @@ class Popen(_Execute):  # type: ignore[type-arg]
         standard = (pipes[0], pipes[3], pipes[5])
         request = {
             "words": words[1:],
-            "environment": environment,
+            "environment": environment | ({"PYTHONUNBUFFERED": "1"} if is_unbuffered else {}),
             "directory": os.fspath(cwd) if cwd else os.getcwd(),
             "numbers": [0, 1, 2, *pass_fds],
             "session": bool(start_new_session),
@@ -140,13 +150,16 @@ def spawn(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> in
 
 def fork_from_here(replace: Callable[[object, str, Any], None]) -> None:
     """Have processes that this one starts be forked; ``replace`` is :func:`setattr`, or one that can be undone."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _server.start()
     replace(subprocess, "Popen", Popen)
     replace(multiprocessing.util, "spawnv_passfds", spawn)
 
 
 def _is_forkable(words: Sequence[str], environment: dict[str, str]) -> bool:
     def differs(name: str) -> bool:
-        return name.startswith(_AT_START) and name != "PYTHONPATH" and environment.get(name) != os.environ.get(name)
+        matters = name.startswith(_AT_START) and not name.startswith(_LATER)
+        return matters and environment.get(name) != os.environ.get(name)
 
     is_python = len(words) > 1 and words[0] == sys.executable and (words[1] in ("-c", "-m") or words[1].endswith(".py"))
     return is_python and not any(differs(name) for name in environment.keys() | os.environ.keys())
@@ -188,11 +201,11 @@ def _serve(listening: socket.socket) -> dict[str, Any] | None:
     _place(descriptors, request["numbers"])
     if request["words"][:2] != ["-m", "psservice"]:  # which starts no other
         _fork_here_too(request["numbers"])
-    _show([sys.executable, *request["words"]])
     if request["session"]:
         os.setsid()
     os.environ.clear()
     os.environ.update(request["environment"])
+    _show([sys.executable, *request["words"]], request["environment"])
     os.chdir(request["directory"])
     while os.getppid() == first_parent:  # a server ends when its parent is not the one that it was told
         time.sleep(0.001)
@@ -215,11 +228,13 @@ def _fork_here_too(numbers: Sequence[int]) -> None:
     fork_from_here(setattr)
 
 
-def _show(words: Sequence[str]) -> None:
-    """Let ``ps`` show the new process's command line: write it where the kernel reads that of the fork server."""
-    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    shown = b"\0".join(map(os.fsencode, words))[: end - begin - 1]
-    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+def _show(words: Sequence[str], environment: dict[str, str]) -> None:
+    """Let ``/proc`` show the new process's command line and environment, where it shows those of the fork server."""
+    places = list(map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]))
+    lines = [f"{name}={value}" for name, value in environment.items()]
+    for begin, end, shown in ((*places[:2], words), (*places[2:], lines)):
+        data = b"\0".join(map(os.fsencode, shown))[: end - begin - 1]
+        ctypes.memmove(begin, data.ljust(end - begin, b"\0"), end - begin)
 
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+
 def run_chaos(output, *arguments: str) -> dict:
     words = [sys.executable, "-m", "verify", *arguments, "--workers", "3", "--output", str(output)]
     run = subprocess.run(words, capture_output=True, text=True, timeout=280)
